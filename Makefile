@@ -1,0 +1,44 @@
+# Two commands: `make demo` trains a language model, `make test` checks the project. Both set up .venv first.
+#
+#   PYTHON      the interpreter to build .venv from; where it already has a torch with CUDA, that torch is used
+#   PIP_ARGS    more arguments for pip, such as an index of CPU builds of torch
+#   RANKS       processes of the demo; all GPUs where there are any, else 2
+#   DEMO_ARGS   more arguments for examples/train_lm.py (--help lists them)
+#   TEST_ARGS   more arguments for pytest
+
+PYTHON ?= python3
+PIP_ARGS ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+PY := .venv/bin/python
+HAS = $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$(1)') is None)"
+
+export OMP_NUM_THREADS ?= 1
+# NVLink multicast stays off: a process that dies holding a multicast object can take the host's GPUs with it.
+export NCCL_NVLS_ENABLE = 0
+export TORCH_SYMM_MEM_DISABLE_MULTICAST = 1
+export NVSHMEM_DISABLE_NVLS = 1
+
+.PHONY: demo test check clean
+
+demo: .venv/ready
+	@ranks=$${RANKS:-$$($(PY) -c "import torch; print(torch.cuda.device_count() or 2)")}; \
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py $(DEMO_ARGS)
+
+test: check
+	@if $(call HAS,xdist); then parallel="-n 2"; else echo "pytest-xdist is not installed: one process"; fi; \
+	$(PY) -m pytest $$parallel $(TEST_ARGS)
+
+check: .venv/ready
+	@if $(call HAS,ruff); then $(PY) -m ruff check .; else echo "ruff is not installed: skipped"; fi
+	@if $(call HAS,pyrefly); then \
+	  git ls-files -co --exclude-standard '*.py' | sed 's|^|.types/weft/|' \
+	  | xargs .venv/bin/pyrefly check --python-interpreter-path $(PY) --output-format min-text; \
+	else echo "pyrefly is not installed: skipped"; fi
+
+.venv/ready: pyproject.toml constraints.txt
+	PIP_ARGS="$(PIP_ARGS)" sh .ci/venv $(PYTHON) .venv
+	@touch $@
+
+clean:
+	rm -rf .venv build dist out *.egg-info .pytest_cache .ruff_cache
