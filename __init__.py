@@ -1,7 +1,7 @@
 """weft: a distributed PyTorch training step, captured as one graph and compiled.
 
-The public names and nothing else. Each is imported from its home at first use: `import weft` costs next to nothing
-and starts no CUDA (DTensor alone takes half a second to import).
+The public names and nothing else. Each is imported from its home at first use, so that `import weft` costs
+next to nothing (DTensor alone takes half a second to import) and starts no CUDA.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _HOMES = {
 class _Package(ModuleType):
     """The package itself, as a class so that a public name wins over a folder of the same name.
 
-    `weft.capture` is a function, and the function lives below the folder `weft.capture`. Python binds a submodule to
-    its name in the package whenever it is first imported; that binding is refused for public names.
+    `weft.capture` is a function, and its home lies below the folder `weft.capture`. Python binds a submodule
+    to its name in the package when it is first imported; that binding is refused for public names.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -6,9 +6,9 @@
     def test_it() -> None:
         results = run_ranks(body, 2, 16)      # [what rank 0 returned, what rank 1 returned]
 
-Processes are forked from one server (multiprocessing's `forkserver`) that has torch and weft already imported, so
-a call on two ranks costs about a tenth of a second and every call starts from clean global state: nothing that one
-test leaves behind (seeds, default dtypes, DTensor's caches of meshes) reaches the next.
+Processes are forked from one server (multiprocessing's `forkserver`) that has torch and weft already imported,
+so a call on two ranks costs about a tenth of a second and every call starts from clean global state: nothing
+that one test leaves behind (seeds, default dtypes, DTensor's caches of meshes) reaches the next.
 """
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _calls = itertools.count()
 class RanksFailed(Exception):
     """One or more ranks raised, died or hung. The text holds every rank's story.
 
-    `errors` maps each rank that raised to its exception (or, where that cannot be pickled, to a RuntimeError with the
-    same text), earliest first; the earliest is also this one's `__cause__`.
+    `errors` maps each rank that raised to its exception (or, where that cannot be pickled, to a RuntimeError
+    with the same text), earliest first; the earliest is also this one's `__cause__`.
     """
 
     def __init__(self, message: str, errors: dict[int, BaseException]) -> None:
@@ -76,11 +76,11 @@ class RanksTimedOut(RanksFailed):
 def run_ranks(
     fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
 ) -> list[Any]:
-    """Run `fn(rank, world, *args)` on `world` processes in one process group; return their results in rank order.
+    """Run `fn(rank, world, *args)` on `world` processes in one process group; return the results in rank order.
 
-    `fn` is a module-level function of a test file. Arguments and results travel by pickle: plain values and plain
-    tensors. `timeout` is in seconds for the whole call. `backend="nccl"` gives each rank the GPU of its number and
-    skips the test where there are fewer GPUs.
+    `fn` is a module-level function of a test file. Arguments and results travel by pickle: plain values and
+    plain tensors. `timeout` is in seconds for the whole call. `backend="nccl"` gives each rank the GPU of its
+    number and skips the test where there are fewer GPUs.
 
     Raises RanksFailed with every rank's traceback, RanksTimedOut with every running rank's stack.
     """
@@ -244,7 +244,8 @@ def _rank_main(rank: int, job: _Job, connection: Connection) -> None:
 
 def _run(rank: int, job: _Job) -> Any:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
     device = torch.device("cuda", rank) if job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
@@ -260,7 +261,7 @@ def _run(rank: int, job: _Job) -> Any:
 
 
 def _load(file: str, name: str) -> ModuleType:
-    """Import the test file under the name that pytest gave it, so that its own classes unpickle on both sides."""
+    """Import the test file under the name that pytest gave it, so that its classes unpickle on both sides."""
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {file}")
