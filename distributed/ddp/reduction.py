@@ -1,0 +1,98 @@
+"""Average each gradient over the replicas, one all-reduce a parameter, while backward is still running.
+
+The all-reduce is issued by a post-accumulate-grad hook and waited for at the end of backward, so that it
+overlaps with what is left of backward. Where the user registered a hook on the same parameter after the wrap,
+it is waited for at once instead: a hook registered before `replicate` sees the local gradient, one registered
+after it the averaged one.
+
+The gradient is multiplied with 1/n before the sum, as torch's DistributedDataParallel does: one order of
+operations on every backend (gloo has no average), and no overflow in float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from weft import errors, torch_adapter
+from weft.distributed.ddp.slots import Slot, parameters
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An all-reduce on its way: `result` is to replace the contents of `local`, the gradient of `param`."""
+
+    param: nn.Parameter
+    path: str
+    local: torch.Tensor
+    result: torch.Tensor
+
+
+class GradientReduction:
+    """Averages the gradients of the parameters in `slots` over the process group `group_name`.
+
+    `dtype` is what gradients travel in (None: their own). A gradient that several backwards added up without
+    synchronization is averaged as a whole. A parameter that took no part in a backward keeps its gradient,
+    None included, and sends nothing: that set must be the same on all ranks.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], group_name: str, divide_factor: float, dtype: torch.dtype | None
+    ) -> None:
+        self.enabled = True
+        self.divide_factor = divide_factor
+        self._slots = slots
+        self._group_name = group_name
+        self._dtype = dtype
+        self._hooked: dict[nn.Parameter, RemovableHandle] = {}
+        self._pending: dict[nn.Parameter, _Pending] = {}
+
+    def attach(self) -> None:
+        """Put the hook on every trainable parameter that is in a slot now and has none.
+
+        Raises UnsupportedParameter for a parameter that is a DTensor.
+        """
+        for path, param in parameters(self._slots):
+            if param.requires_grad and param not in self._hooked:
+                if torch_adapter.is_dtensor(param):
+                    raise errors.UnsupportedParameter(path, "is a DTensor")
+                self._hooked[param] = param.register_post_accumulate_grad_hook(self._hook(path))
+
+    def _hook(self, path: str):
+        def reduce_gradient(param: torch.Tensor) -> None:
+            assert isinstance(param, nn.Parameter)
+            if self.enabled:
+                self._issue(param, path)
+
+        return reduce_gradient
+
+    @torch.no_grad()
+    def _issue(self, param: nn.Parameter, path: str) -> None:
+        local = param.grad
+        if local is None:
+            raise errors.GradientLost(path)
+        if local.layout is not torch.strided:
+            raise errors.UnsupportedParameter(path, f"has a gradient of layout {local.layout}")
+        share = local.to(self._dtype or local.dtype) * (1 / self.divide_factor)
+        result = torch.ops._c10d_functional.all_reduce(share, "sum", self._group_name)
+        pending = self._pending[param] = _Pending(param, path, local, result)
+        if torch_adapter.has_later_post_accumulate_hook(param, self._hooked[param]):
+            self._finish(pending)
+        else:
+            torch_adapter.after_backward(lambda: self._finish(pending))
+
+    @torch.no_grad()
+    def _finish(self, pending: _Pending) -> None:
+        average = torch.ops._c10d_functional.wait_tensor(pending.result)
+        # A backward inside a backward (reentrant checkpointing) may have added to the same gradient since,
+        # and then the all-reduce that it issued covers both; this one is out of date.
+        if self._pending.get(pending.param) is not pending:
+            return
+        del self._pending[pending.param]
+        if pending.param.grad is not pending.local:
+            raise errors.GradientLost(pending.path)
+        pending.local.copy_(average)

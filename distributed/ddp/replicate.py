@@ -1,0 +1,301 @@
+"""`weft.replicate`: plain data parallelism. Every rank holds the whole module; gradients are averaged.
+
+Names, arguments and meanings are those of torch's `replicate`
+(torch.distributed._composable.replicate_with_fsdp), and `no_sync` is that of DistributedDataParallel. Python
+only: no buckets, no C++ reducer; every collective of a step is a functional collective, so that a step can be
+captured as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from weft import errors, torch_adapter
+from weft.distributed.ddp.precision import ParameterCast, cast_floating
+from weft.distributed.ddp.reduction import GradientReduction
+from weft.distributed.ddp.slots import Slot, buffers, managed_modules, parameter_slots, parameters
+
+_log = logging.getLogger(__name__)
+_STATE = "_weft_replicate_state"
+_M = TypeVar("_M", bound=nn.Module)
+
+
+@overload
+def replicate(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> _M: ...
+
+
+@overload
+def replicate(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> list[nn.Module]: ...
+
+
+def replicate(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen; torch's own signature
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> nn.Module | list[nn.Module]:
+    """Replicate `module` (or each module of a list) over a mesh, in place; return it.
+
+    Parameters and buffers take the values of the mesh's first rank, at once, or, where any is still on the
+    meta device, when `broadcast_state` is called after they were given memory. Parameters stay plain
+    `nn.Parameter`s. After each backward every gradient is the average over the mesh. A module inside that was
+    replicated before keeps its own settings. The class becomes `Replicate<Name>`, a subclass of
+    ReplicateModule and of the module's class.
+
+    Args:
+        mesh: 1-D; by default all ranks. With `dp_mesh_dims`, one of any dimension.
+        mp_policy: `param_dtype` for forward and backward, `reduce_dtype` for the all-reduce (by default
+            `param_dtype`, else the gradient's own), `output_dtype` for the outputs, and whether to cast the
+            inputs of forward. Gradients arrive in the parameters' own dtype.
+        ignored_params: neither broadcast, nor cast, nor reduced.
+        dp_mesh_dims: torch's DataParallelMeshDims with `replicate` names only: what to average over.
+
+    Raises InvalidMesh, AlreadyWrapped, UnsupportedParameter (a DTensor), UnsupportedPolicy (offloading), and
+    ValueError for a container without a forward of its own.
+    """
+    roots = module if isinstance(module, list) else [module]
+    for root in roots:
+        _check_module(root)
+    if type(offload_policy) is not OffloadPolicy:
+        raise errors.UnsupportedPolicy("replicate", f"offload_policy={offload_policy}")
+    state = _State(roots, _replica_mesh(mesh, dp_mesh_dims), mp_policy, ignored_params or set())
+    state.install()
+    for root in roots:
+        root.__dict__[_STATE] = state
+        root.__class__ = _replicated_class(type(root))
+    return module
+
+
+def broadcast_state(module: nn.Module) -> None:
+    """Give every replicated module in `module` the parameters and buffers of its mesh's first rank.
+
+    `replicate` does this by itself unless the module was on the meta device; then call it once there is
+    memory. Collective: all ranks of the mesh call it. Raises NotMaterialized where something is still on the
+    meta device.
+    """
+    for state in _states_in(module.modules()):
+        state.broadcast()
+
+
+class ReplicateModule:
+    """What a replicated module is an instance of, besides its own class; with the methods of FSDPModule."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Indexing a container makes a new one of the same class; the new one is not replicated.
+        return cls.__mro__[2](*args, **kwargs)
+
+    @property
+    def _replicate_state(self) -> _State:
+        return self.__dict__[_STATE]
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward averages gradients; without, they add up locally until one backward averages the
+        sum.
+        """
+        for state in self._states(recurse):
+            state.reduction.enabled = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """The same as `set_requires_gradient_sync`: the all-reduce is all there is to synchronize."""
+        self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by `factor` instead of the number of replicas."""
+        self._replicate_state.reduction.divide_factor = factor
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in here add up gradients without averaging; afterwards each module is as before."""
+        states = self._states(recurse=True)
+        before = [state.reduction.enabled for state in states]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for state, enabled in zip(states, before, strict=True):
+                state.reduction.enabled = enabled
+
+    def unshard(self, async_op: bool = False) -> None:
+        _means_nothing("unshard")
+
+    def reshard(self) -> None:
+        _means_nothing("reshard")
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        _means_nothing("set_is_last_backward")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        _means_nothing("set_reshard_after_forward")
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        _means_nothing("set_reshard_after_backward")
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        _means_nothing("set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        _means_nothing("set_modules_to_backward_prefetch")
+
+    def _states(self, recurse: bool) -> list[_State]:
+        assert isinstance(self, nn.Module)
+        return _states_in(self.modules() if recurse else [self])
+
+
+class _State:
+    """What one call of `replicate` manages, and the hooks that do it."""
+
+    def __init__(
+        self,
+        roots: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        ignored: set[nn.Parameter],
+    ) -> None:
+        nested = [m for root in roots for m in root.modules() if isinstance(m, ReplicateModule)]
+        self._roots = roots
+        self._policy = policy
+        self._device_type = mesh.device_type
+        self._group_name = mesh.get_group(0).group_name
+        self._modules = managed_modules(roots, nested)  # type: ignore[arg-type]
+        self._slots: list[Slot] = parameter_slots(self._modules, ignored)
+        self._broadcast_done = False
+        self.reduction = GradientReduction(
+            self._slots, self._group_name, mesh.size(), policy.reduce_dtype or policy.param_dtype
+        )
+
+    def install(self) -> None:
+        self.reduction.attach()
+        if self._on_meta() is None:
+            self._move()
+            self.broadcast()
+        if self._policy.param_dtype is not None:
+            ParameterCast(self._slots, self._modules, self._policy.param_dtype).install()
+        for root in self._roots:
+            root.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            if self._policy.output_dtype is not None:
+                root.register_forward_hook(self._after_forward)
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        if (path := self._on_meta()) is not None:
+            raise errors.NotMaterialized(path)
+        for tensor in self._tensors():
+            sent = torch.ops._c10d_functional.broadcast(tensor.detach().contiguous(), 0, self._group_name)
+            tensor.copy_(torch.ops._c10d_functional.wait_tensor(sent))
+        self.reduction.attach()
+        self._broadcast_done = True
+
+    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if not self._broadcast_done:
+            raise errors.NotMaterialized(self._on_meta())
+        self.reduction.attach()
+        dtype = self._policy.param_dtype
+        if dtype is None or not self._policy.cast_forward_inputs:
+            return None
+        return cast_floating((args, kwargs), dtype)
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        assert self._policy.output_dtype is not None
+        return cast_floating(output, self._policy.output_dtype)
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for _, param in parameters(self._slots):
+            yield param
+        yield from buffers(self._modules)
+
+    def _on_meta(self) -> str | None:
+        """The path of a parameter without memory, or "a buffer" where only a buffer has none, or None."""
+        for path, param in parameters(self._slots):
+            if param.is_meta:
+                return path
+        return "a buffer" if any(buffer.is_meta for buffer in buffers(self._modules)) else None
+
+    def _move(self) -> None:
+        """Move what is on another kind of device to the mesh's, as torch's wrappers do."""
+        for tensor in self._tensors():
+            if tensor.device.type != self._device_type:
+                tensor.data = tensor.data.to(self._device_type)
+
+
+def _states_in(modules: Iterable[nn.Module]) -> list[_State]:
+    """The states of the replicated modules among `modules`, each once, in order."""
+    return list({m._replicate_state: None for m in modules if isinstance(m, ReplicateModule)})
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, ReplicateModule):
+        raise errors.AlreadyWrapped("replicate", type(module).__name__)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        raise ValueError(f"replicate does not support containers that do not implement forward: {module}")
+
+
+def _replica_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
+    if mesh is None:
+        device = torch.accelerator.current_accelerator(check_available=True)
+        kind = device.type if device is not None else "cpu"
+        return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("replicate",))
+    if dp_mesh_dims is not None:
+        if dp_mesh_dims.shard is not None:
+            raise errors.InvalidMesh(
+                "replicate", mesh, "dp_mesh_dims names a dimension to shard over; use fully_shard"
+            )
+        names = dp_mesh_dims.replicate
+        names = (names,) if isinstance(names, str) else tuple(names)
+        return torch_adapter.flat_submesh(mesh, names)
+    if mesh.ndim != 1:
+        raise errors.InvalidMesh(
+            "replicate", mesh, "a mesh of one dimension is needed; take one with mesh['name']"
+        )
+    return mesh
+
+
+_replicated_classes: dict[type, type] = {}
+
+
+def _replicated_class(cls: type) -> type:
+    if cls not in _replicated_classes:
+        body = {"__deepcopy__": _no_deepcopy, "__module__": cls.__module__}
+        _replicated_classes[cls] = type(f"Replicate{cls.__name__}", (ReplicateModule, cls), body)
+    return _replicated_classes[cls]
+
+
+def _no_deepcopy(self: nn.Module, _memo: Any) -> NoReturn:
+    raise errors.AlreadyWrapped("copy.deepcopy", type(self).__name__)
+
+
+_said: set[str] = set()
+
+
+def _means_nothing(method: str) -> None:
+    """Say once that a method of sharded modules does nothing on a replicated one."""
+    if method not in _said:
+        _said.add(method)
+        _log.info("%s does nothing on a replicated module: its parameters are whole on every rank", method)
