@@ -1,6 +1,7 @@
 """Which lines of the user's own code are running now.
 
-Every node of a graph and every error carries them, so the walk is cheap: a few microseconds, one dictionary look-up a frame.
+Every node of a graph and every error carries them, so the walk is cheap: a few microseconds, one dictionary
+look-up a frame.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Frame(NamedTuple):
 def user_frames(limit: int = 8) -> tuple[Frame, ...]:
     """The innermost `limit` frames of the calling thread that are the user's code, innermost first.
 
-    Left out: torch, the standard library, generated code, and weft itself (its tests, examples and benchmarks are
-    user code). Empty when there is none, for example in a thread that torch started.
+    Left out: torch, the standard library, generated code, and weft itself (its tests, examples and benchmarks
+    are user code). Empty when there is none, for example in a thread that torch started.
     """
     found: list[Frame] = []
     frame = sys._getframe(1)
@@ -55,6 +56,13 @@ def user_line() -> str:
     """The innermost user frame, formatted; `<no user code on the stack>` when there is none."""
     frames = user_frames(1)
     return format_frame(frames[0]) if frames else "<no user code on the stack>"
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether code from this file is the user's."""
+    if filename not in _is_user_file:
+        _is_user_file[filename] = _classify(filename)
+    return _is_user_file[filename]
 
 
 _is_user_file: dict[str, bool] = {}

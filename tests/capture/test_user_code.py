@@ -39,12 +39,16 @@ def test_a_backward_hook_sees_the_line_that_called_backward() -> None:
     seen: list[tuple[Frame, ...]] = []
     x.register_hook(lambda g: seen.append(user_frames(2)))
     x.sum().backward()
-    assert [f.name for f in seen[0]] == ["<lambda>", "test_a_backward_hook_sees_the_line_that_called_backward"]
+    assert [f.name for f in seen[0]] == [
+        "<lambda>",
+        "test_a_backward_hook_sees_the_line_that_called_backward",
+    ]
 
 
 def test_no_user_code_is_said_so() -> None:
     scope = {"user_line": user_line}
-    # A file name that fx gives to code it generates: the innermost frames are machinery, this test is the user.
+    # A file name that fx gives to code it generates: the innermost frames are machinery, this test is the
+    # user.
     exec(compile("where = user_line()", "<eval_with_key>.0", "exec"), scope)
     assert "test_user_code.py" in str(scope["where"])
     assert user_frames(0) == ()
