@@ -8,3 +8,174 @@ from __future__ import annotations
 
 class WeftError(RuntimeError):
     """Base of all errors raised by weft."""
+
+
+class MalformedGraph(WeftError):
+    """A graph broke the grammar of its stage: a fault of weft's own."""
+
+    def __init__(self, what: str, neighbourhood: str) -> None:
+        super().__init__(f"the graph is malformed: {what}. This is a fault in weft; please report it with\n{neighbourhood}")
+
+
+class UncapturableMutation(WeftError):
+    """The step changes a tensor in a way that has no functional meaning."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"cannot capture {what}")
+
+
+class ProcessGroupExists(WeftError):
+    """A fake world was asked for in a process that belongs to a real one."""
+
+    def __init__(self, rank: int, world_size: int, backend: str) -> None:
+        super().__init__(
+            f"weft.fake_world: this process is already rank {rank} of {world_size} in a {backend} process group. "
+            f"Call torch.distributed.destroy_process_group() first, or plan in a process of its own."
+        )
+
+
+class FakeWorldActive(WeftError):
+    """A fake world was asked for inside another."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(
+            f"weft.fake_world: rank {rank} of a fake world of {world_size} is active here. Worlds do not nest: leave "
+            f"that `with` block before the next one."
+        )
+
+
+class MeshOfFakeTensor(WeftError):
+    """Inside a fake world, a DeviceMesh was made of a tensor, whose values nobody knows there."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(
+            f"DeviceMesh was given a tensor of shape {shape}, made inside weft.fake_world: it holds no values, so the "
+            f"ranks of the mesh are unknown. Use init_device_mesh(device_type, {shape}), or give DeviceMesh the ranks "
+            f"as nested lists."
+        )
+
+
+# ---- distributed: wrapping modules
+
+
+class InvalidMesh(WeftError):
+    """A wrapper was given a mesh that it cannot use."""
+
+    def __init__(self, wrapper: str, mesh: object, what: str) -> None:
+        super().__init__(f"{wrapper} cannot use {mesh}: {what}")
+
+
+class AlreadyWrapped(WeftError):
+    """A module that is wrapped already was to be wrapped again, or copied."""
+
+    def __init__(self, action: str, kind: str) -> None:
+        super().__init__(f"cannot apply {action} to a {kind}: it is wrapped already. Do it before wrapping the module")
+
+
+class UnsupportedPolicy(WeftError):
+    """A wrapper was asked for something that weft does not do."""
+
+    def __init__(self, wrapper: str, what: str) -> None:
+        super().__init__(f"{wrapper} does not support {what}; leave it out")
+
+
+class UnsupportedParameter(WeftError):
+    """`replicate` cannot average the gradient of a parameter."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(
+            f"replicate cannot manage parameter {path}: it {what}, and only plain tensors with dense gradients are "
+            "averaged. Pass it in ignored_params and synchronize it yourself"
+        )
+
+
+class NotMaterialized(WeftError):
+    """A replicated module was used before its state was the same on all ranks."""
+
+    def __init__(self, path: str | None) -> None:
+        state = "its state was never broadcast" if path is None else f"{path} is still on the meta device"
+        super().__init__(
+            f"a replicated module built on the meta device is not ready: {state}. Call weft.materialize(model, device=...) "
+            "before the first forward; after your own initialization, weft.distributed.ddp.broadcast_state(model)"
+        )
+
+
+class GradientLost(WeftError):
+    """A gradient was exchanged or removed by other code before `replicate` had averaged it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"the gradient of parameter {path} was replaced or set to None by another hook before it was averaged over "
+            "the replicas. Register that hook after weft.replicate: it then gets the averaged gradient"
+        )
+
+
+class NumpyOnTensor(WeftError):
+    """The step turned a tensor into a numpy array while it was being captured."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(
+            f"a tensor was turned into a numpy array at {line}: its values do not exist while a step is captured. "
+            "Use torch operations, move it out of the step, or put it in a function marked @weft.opaque."
+        )
+
+
+class RuntimeCheckFailed(WeftError):
+    """A condition on data-dependent numbers, assumed by the captured graph, does not hold in this call."""
+
+
+class CannotCapture(WeftError):
+    """Python needed the value of a tensor to go on, while the step was captured."""
+
+    def __init__(self, line: str, why: str) -> None:
+        super().__init__(
+            f"the step cannot be captured at {line}\n  {why}\n"
+            "A tensor's value decides here what Python does next, and it does not exist until the step runs. "
+            "Use torch.where or a mask instead of a branch, keep the number in a tensor instead of .item(), "
+            "move the code out of the step or into a function marked @weft.opaque, "
+            'or run the step uncompiled with weft.compile(..., fallback="eager").'
+        )
+
+
+class PythonStateChanged(WeftError):
+    """The step changed a Python number that a captured graph would leave as it was."""
+
+    def __init__(self, path: str, change: str, remedy: str) -> None:
+        super().__init__(f"the step changed {path} ({change}); a compiled step runs no Python, so it would change once only: {remedy}")
+
+
+class EscapedTensor(WeftError):
+    """A tensor made by the step was stored inside an object that cannot be rebuilt from its parts."""
+
+    def __init__(self, kind: type, where: str) -> None:
+        super().__init__(
+            f"{where} holds a {kind.__qualname__} with tensors inside; register the type with "
+            "torch.utils._pytree.register_pytree_node or use a dataclass, dict, list or tuple"
+        )
+
+
+class UnregisteredType(WeftError):
+    """An argument of the step is an object with tensors inside that pytrees do not know."""
+
+    def __init__(self, kind: type, where: str) -> None:
+        super().__init__(
+            f"{where} is a {kind.__module__}.{kind.__qualname__} with tensors inside; make it a dataclass or register it with "
+            "torch.utils._pytree.register_pytree_node so that its tensors become inputs of the step"
+        )
+
+
+class GraphOutsideStep(WeftError):
+    """An argument was computed with gradients outside the step, where its backward cannot be captured."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"{where} has a grad_fn from outside the step; pass {where}.detach(), or compute it inside the step")
+
+
+class HookDidNotFire(WeftError):
+    """A registered hook ran fewer times in the capture than what it is registered on."""
+
+    def __init__(self, owner: str, kind: str, name: str, fired: int, expected: int) -> None:
+        super().__init__(
+            f"the {kind} hook {name} on {owner} fired {fired} times in the capture, expected {expected}: its work would be lost. "
+            "Register it before the first call of the step, on the object the step really uses."
+        )

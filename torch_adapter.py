@@ -4,3 +4,310 @@ Each function works on torch 2.11 and 2.13 and is tested on both; nothing else i
 """
 
 from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+# ---- capture: what a recording dispatch mode needs
+
+
+def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
+    """The ShapeEnv of a fake mode that was made with one."""
+    assert fake_mode.shape_env is not None
+    return fake_mode.shape_env
+
+
+def is_plain_tensor_type(kind: type) -> bool:
+    """Whether tensors of this type reach kernels as they are: no subclass that takes operations apart (DTensor)."""
+    return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+
+
+@contextlib.contextmanager
+def only_mode(*modes: TorchDispatchMode) -> Iterator[None]:
+    """Run with exactly these dispatch modes and no function mode in between."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Run operations for real although a fake mode is active."""
+    return _disable_current_modes()
+
+
+def running_autograd_node() -> Any:
+    """The autograd node whose backward is running in this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def last_sequence_number() -> int:
+    """Sequence number of the autograd node made last in this thread."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def sequence_number(node: Any) -> int:
+    """Sequence number that an autograd node got when the forward operation made it."""
+    return node._sequence_nr()
+
+
+# ---- fake world: a process group of any size in one process
+
+
+def fake_process_group(world_size: int, rank: int) -> None:
+    """Make the default process group one of `world_size` ranks that communicates with nobody."""
+    torch.distributed.init_process_group(
+        torch.distributed.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world_size
+    )
+
+
+def dispatch_through(mode: FakeTensorMode, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Let `change` rewrite the keyword arguments of every operation that reaches `mode`.
+
+    Set on the instance and not in a subclass: higher-order operators look handlers up by the exact type of the mode.
+    """
+    original = mode.dispatch
+
+    def dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return original(func, types, args, change(kwargs or {}))
+
+    mode.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def autograd_engine_entry() -> tuple[ModuleType, str]:
+    """Module and name of the function through which `backward` and `autograd.grad` both enter the engine."""
+    return torch.autograd.graph, "_engine_run_backward"
+
+
+def device_context_type() -> type:
+    """The class behind `with torch.device(...)` and `torch.set_default_device`; its `__init__` takes the device."""
+    return DeviceContext
+
+
+def default_device() -> torch.device | None:
+    """What `torch.set_default_device` set last in this thread, or None where nothing was set."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+# ---- distributed: what wrappers of modules need
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor; does not import DTensor where nobody else did."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """From inside a backward, ask for `callback` at its end; callbacks run in the order in which they were asked for."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_later_post_accumulate_hook(param: torch.Tensor, handle: RemovableHandle) -> bool:
+    """Whether a post-accumulate-grad hook was registered on `param` after the one that `handle` removes."""
+    hooks = param._post_accumulate_grad_hooks
+    return bool(hooks) and next(reversed(hooks)) != handle.id
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running in this thread (its callbacks at the end included)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The (pack, unpack) pair that autograd would use now: it applies the innermost pair only."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors sharing memory have in common; works on fake and meta tensors."""
+    return tensor.untyped_storage()._cdata
+
+
+def local_tensor(dtensor: Any) -> torch.Tensor:
+    """The shard that a DTensor holds, the very object and no operation."""
+    return dtensor._local_tensor
+
+
+def dtensor_spec(dtensor: Any) -> Any:
+    """Mesh, placements and global shape of a DTensor."""
+    return dtensor._spec
+
+
+def dtensor_like(local: torch.Tensor, like: Any) -> Any:
+    """A DTensor of `local`, laid out as the DTensor `like`; no operation and no gradient."""
+    return type(like)(local, like._spec, requires_grad=False)
+
+
+def group_rank(group_name: str) -> int:
+    """This process's rank in the process group of that name."""
+    return torch._C._distributed_c10d._resolve_process_group(group_name).rank()
+
+
+def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """The mesh that has the dimensions of all `meshes`, which come of one root mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def refresh_rnn_weights(module: torch.nn.RNNBase) -> None:
+    """Make an RNN use what is in the places of its parameters now; it keeps a list of its own."""
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D mesh over the named dimensions of `mesh` taken together."""
+    part = mesh[names]
+    return part if part.ndim == 1 else part._flatten()
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree`, a nest of containers, with `function` applied to its leaves."""
+    return _pytree.tree_map(function, tree)
+
+
+def fresh_number(shape_env: ShapeEnv, dtype: torch.dtype) -> torch.SymInt | torch.SymFloat | torch.SymBool:
+    """A new symbol for a number of this dtype that only the data decides."""
+    if dtype == torch.bool:
+        return shape_env.create_unbacked_symbool()
+    return shape_env.create_unbacked_symfloat() if dtype.is_floating_point else shape_env.create_unbacked_symint()
+
+
+def new_runtime_asserts(shape_env: ShapeEnv, seen: set[Any]) -> Iterator[tuple[Any, str]]:
+    """(expression, message) of conditions on data-dependent symbols that were added since ``seen`` was last filled."""
+    if shape_env.num_deferred_runtime_asserts == len(seen):
+        return
+    for conditions in list(shape_env.deferred_runtime_asserts.values()):
+        for condition in conditions:
+            if condition.expr not in seen:
+                seen.add(condition.expr)
+                yield condition.expr, str(condition.msg)
+
+
+def lr_symbol(shape_env: ShapeEnv, value: float, name: str) -> torch.SymFloat:
+    """A symbolic float whose present value is ``value``."""
+    from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
+
+    source = ConstantSource(name)
+    symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shape_env.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def size_symbol(shape_env: ShapeEnv, value: int, name: str) -> torch.SymInt:
+    """A symbolic size whose present value is ``value`` (2 or more)."""
+    from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
+
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    return shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Let an optimizer of torch's make the state it would make in its first step; False where it cannot be asked."""
+    make = getattr(optimizer, "_init_group", None)
+    if make is None:
+        return False
+    lists = len(inspect.signature(make).parameters) - 1
+    for group in optimizer.param_groups:
+        make(group, *([] for _ in range(lists)))
+    return True
+
+
+def registered_hooks(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    """The dictionaries of hooks that users registered on a tensor (gradient and post-accumulate-gradient hooks)."""
+    return [d for d in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if d]
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Teach pytrees every dataclass met in ``tree``, so that its fields are leaves."""
+    for leaf in _pytree.tree_leaves(tree):
+        kind = type(leaf)
+        if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
+            _pytree.register_dataclass(kind)
+            register_dataclasses(leaf)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    return _pytree.tree_flatten(tree)
+
+
+def flatten_with_paths(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
+    """Leaves of a pytree with their key paths, and the spec to put it together again."""
+    return _pytree.tree_flatten_with_path(tree)
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def rewrap(like: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """A wrapper subclass like ``like`` (a DTensor) around another inner tensor."""
+    names, context = like.__tensor_flatten__()
+    return type(like).__tensor_unflatten__({names[0]: inner}, context, like.shape, like.stride())
+
+
+def describe_dtensor(tensor: Any) -> str:
+    """Global shape, dtype, mesh and placements of a DTensor, the same text on every rank."""
+    mesh = tensor.device_mesh
+    axes = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
+    return f"{list(tensor.shape)} {tensor.dtype} over {axes} as {list(tensor.placements)}"
+
+
+def describe_group(name: str) -> str:
+    """What a process group was made for: its mesh axis, ``world`` for the default group, ``group`` when nothing says."""
+    described = dist.distributed_c10d._resolve_process_group(name).group_desc
+    if described == "default_pg":
+        return "world"
+    return described.removeprefix("mesh_") if described and described != "undefined" else "group"
+
+
+@contextlib.contextmanager
+def force_eager() -> Iterator[None]:
+    """Functions compiled by torch.compile run as they were written, so that a capture sees their operations."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def around_optimizer_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``before(optimizer)`` and ``after(optimizer)`` around every optimizer's step."""
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: after(optimizer)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What torch raises when Python asks for a value that a fake tensor does not have."""
+    return (
+        symbolic_shapes.GuardOnDataDependentSymNode,
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+    )
