@@ -1,0 +1,209 @@
+"""What an operation does to its arguments, and the same operation said functionally.
+
+A graph of values has no mutation in it. For each in-place operation this module names the functional operation that
+computes the new values; for each view it names the operation that writes a changed view back into its base.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+
+# Kernels that write to arguments which their schemas do not mark.
+_UNMARKED_WRITES = {
+    aten.native_batch_norm.default: ("running_mean", "running_var"),
+    aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
+    aten.miopen_batch_norm.default: ("running_mean", "running_var"),
+}
+_RENAMED = {aten.normal_.default: aten.normal_functional.default}
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What calling an operation changes.
+
+    Attributes:
+        writes: position and name of each argument that is written, in schema order.
+        fresh: how many of its results are new values (not the written arguments handed back).
+        functional: callable with the same arguments that mutates nothing and returns the fresh results followed by
+            the new value of each written argument.
+    """
+
+    writes: tuple[tuple[int, str], ...]
+    fresh: int
+    functional: Callable[..., Any]
+
+
+class Functionalized:
+    """An operation without a functional form in ATen, made functional by cloning what it writes.
+
+    Called with the arguments of ``op`` it returns the fresh results of ``op``, then the new values of the arguments
+    called ``writes``: a tuple, or the bare value where there is only one, as ATen's functional forms do.
+    """
+
+    def __init__(self, op: OpOverload, writes: tuple[str, ...]) -> None:
+        self.op = op
+        self.writes = writes
+        self.__name__ = self.__qualname__ = f"functional_{op._schema.name.split('::')[1]}"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = [argument.name for argument in self.op._schema.arguments]
+        bound = {**dict(zip(names, args, strict=False)), **kwargs}
+        for name in self.writes:
+            bound[name] = tree_map_only(torch.Tensor, torch.clone, bound.get(name))
+        results = self.op(**bound)
+        results = () if results is None else results if isinstance(results, tuple) else (results,)
+        fresh = [r for r, spec in zip(results, self.op._schema.returns, strict=True) if spec.alias_info is None]
+        values = (*fresh, *(bound[name] for name in self.writes))
+        return values[0] if len(values) == 1 else values
+
+    def __repr__(self) -> str:
+        return f"functional({self.op})"
+
+
+@functools.cache
+def effects(op: OpOverload) -> Effects | None:
+    """What ``op`` writes, or None for an operation that writes nothing."""
+    arguments = op._schema.arguments
+    marked = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    names = marked or _UNMARKED_WRITES.get(op, ())
+    if not names:
+        return None
+    writes = tuple((at, a.name) for at, a in enumerate(arguments) if a.name in names)
+    fresh = sum(result.alias_info is None for result in op._schema.returns)
+    variant = _functional_variant(op, fresh + len(writes)) if marked else None
+    return Effects(writes, fresh, variant or Functionalized(op, names))
+
+
+def _functional_variant(op: OpOverload, results: int) -> OpOverload | None:
+    """ATen's own functional form: the same name without its final underscore, the same overload, the same arguments."""
+    if op in _RENAMED:
+        return _RENAMED[op]
+    namespace, name = op._schema.name.split("::")
+    if not name.endswith("_"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    variant = getattr(packet, op._overloadname, None)
+    if variant is None or len(variant._schema.returns) != results:
+        return None
+    same = [a.name for a in variant._schema.arguments] == [a.name for a in op._schema.arguments]
+    return variant if same else None
+
+
+Node = torch.fx.Node
+Emit = Callable[..., Node]
+
+
+def write_back(
+    emit: Emit, view: OpOverload, args: tuple[Any, ...], index: int | None, base: Node, base_val: torch.Tensor,
+    new: Node, view_val: torch.Tensor,
+) -> Node:
+    """Emit the new value of ``base`` after its view ``view(base, *args)`` (element ``index``) became ``new``.
+
+    Mirrors the inverses that torch's functionalization uses (``FunctionalInverses.cpp``), said as scatters.
+
+    Args:
+        emit: appends ``op(*args)`` to the graph, with the fake value it stands for as keyword ``val``.
+        args: arguments of the view after its base.
+        base, new: current value of the base and new value of the view.
+        base_val, view_val: the fake tensors of base and view, for their shapes and strides.
+    """
+    inverse = _INVERSES.get(view)
+    if inverse is not None:
+        op, inverse_args = inverse(base_val, view_val, index, *args)
+        inputs = (base, new) if op in _SCATTERS else (new,)
+        return emit(op, *inputs, *inverse_args, val=base_val)
+    offset = view_val.storage_offset() - base_val.storage_offset()
+    return emit(
+        aten.as_strided_scatter.default, base, new, list(view_val.shape), list(view_val.stride()), offset, val=base_val
+    )
+
+
+_SCATTERS = {
+    aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default,
+}
+
+
+def _reshape(base: torch.Tensor, view: torch.Tensor, index: int | None, *args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.reshape.default, (list(base.shape),)
+
+
+def _transpose(base: torch.Tensor, view: torch.Tensor, index: int | None, a: int, b: int) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.transpose.int, (a, b)
+
+
+def _t(base: torch.Tensor, view: torch.Tensor, index: int | None) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.t.default, ()
+
+
+def _permute(base: torch.Tensor, view: torch.Tensor, index: int | None, dims: list[int]) -> tuple[OpOverload, tuple[Any, ...]]:
+    rank = base.dim()
+    inverse = [0] * rank
+    for at, dim in enumerate(dims):
+        inverse[dim % rank] = at
+    return aten.permute.default, (inverse,)
+
+
+def _select(base: torch.Tensor, view: torch.Tensor, index: int | None, dim: int, at: int) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.select_scatter.default, (dim, at)
+
+
+def _slice(
+    base: torch.Tensor, view: torch.Tensor, index: int | None, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.slice_scatter.default, (dim, start, end, step)
+
+
+def _unbind(base: torch.Tensor, view: torch.Tensor, index: int | None, dim: int = 0) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.select_scatter.default, (dim, index)
+
+
+def _split(
+    base: torch.Tensor, view: torch.Tensor, index: int | None, size: int, dim: int = 0
+) -> tuple[OpOverload, tuple[Any, ...]]:
+    start = size * (index or 0)
+    return aten.slice_scatter.default, (dim, start, start + view.shape[dim], 1)
+
+
+def _split_with_sizes(
+    base: torch.Tensor, view: torch.Tensor, index: int | None, sizes: list[int], dim: int = 0
+) -> tuple[OpOverload, tuple[Any, ...]]:
+    start = sum(sizes[: index or 0])
+    return aten.slice_scatter.default, (dim, start, start + view.shape[dim], 1)
+
+
+def _diagonal(base: torch.Tensor, view: torch.Tensor, index: int | None, *args: int) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.diagonal_scatter.default, args
+
+
+def _view_dtype(base: torch.Tensor, view: torch.Tensor, index: int | None, dtype: torch.dtype) -> tuple[OpOverload, tuple[Any, ...]]:
+    return aten.view.dtype, (base.dtype,)
+
+
+_INVERSES: dict[OpOverload, Callable[..., tuple[OpOverload, tuple[Any, ...]]]] = {
+    aten.view.default: _reshape,
+    aten._unsafe_view.default: _reshape,
+    aten.unsqueeze.default: _reshape,
+    aten.squeeze.default: _reshape,
+    aten.squeeze.dim: _reshape,
+    aten.squeeze.dims: _reshape,
+    aten.transpose.int: _transpose,
+    aten.t.default: _t,
+    aten.permute.default: _permute,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.unbind.int: _unbind,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.diagonal.default: _diagonal,
+    aten.view.dtype: _view_dtype,
+}

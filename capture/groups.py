@@ -1,0 +1,32 @@
+"""Names of process groups that are the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import group_of, is_collective
+
+
+def canonical_groups(graph: torch.fx.Graph) -> dict[str, str]:
+    """Rename the process groups in ``graph`` by mesh axis; returns canonical names to torch's own.
+
+    Torch names groups by a counter or a hash of ranks, which differ between ranks. A mesh gives each of its groups the
+    axis as description, so the description is the name; several groups of one description are numbered as they appear.
+    """
+    named: dict[str, str] = {}
+    for node in graph.nodes:
+        if not is_collective(node):
+            continue
+        torch_name = group_of(node)
+        if torch_name not in named:
+            named[torch_name] = _unused(torch_adapter.describe_group(torch_name), named.values())
+        node.args = tuple(named[torch_name] if arg == torch_name and isinstance(arg, str) else arg for arg in node.args)
+        node.kwargs = {k: named[torch_name] if v == torch_name and isinstance(v, str) else v for k, v in node.kwargs.items()}
+    return {canonical: torch_name for torch_name, canonical in named.items()}
+
+
+def _unused(name: str, taken: object) -> str:
+    names = set(taken)  # type: ignore[call-overload]
+    candidates = [name, *(f"{name}_{count}" for count in range(1, len(names) + 1))]
+    return next(candidate for candidate in candidates if candidate not in names)

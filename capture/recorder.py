@@ -1,0 +1,495 @@
+"""Writes down every operation that reaches the dispatcher, as a graph of values.
+
+The recorder is a dispatch mode that sits under autograd and above everything else, so it sees the operations of
+forward, backward and optimizer alike, with tensor subclasses (DTensor) already taken apart. Operations run on fake
+tensors: shapes and dtypes are computed, nothing is allocated. In-place operations and views are turned into values as
+they come: a *buffer* is a storage with the node of its current value, an *alias* is a tensor looking into one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft import torch_adapter
+from weft.capture.functional import Effects, effects, write_back
+from weft.capture.state import identity
+from weft.capture.symbols import Symbols
+from weft.capture.user_code import Frame, user_frames
+from weft.errors import RuntimeCheckFailed, UncapturableMutation
+
+aten = torch.ops.aten
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SAME_VALUE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def check(holds: bool, message: str) -> None:
+    """Raise unless ``holds``: what the graph assumes about a number only the data decides."""
+    if not holds:
+        raise RuntimeCheckFailed(message)
+
+
+class Buffer:
+    """One storage: the node of its present value and how often it was written."""
+
+    __slots__ = ("node", "storage", "version")
+
+    def __init__(self, node: torch.fx.Node, storage: torch.UntypedStorage) -> None:
+        self.node = node
+        self.version = 0
+        self.storage = storage
+
+
+class Alias:
+    """One tensor: either the whole of a buffer (no ``parent``) or a view made from another tensor."""
+
+    __slots__ = ("buffer", "node", "parent", "replay", "val", "version")
+
+    def __init__(
+        self, buffer: Buffer, node: torch.fx.Node, val: torch.Tensor, parent: Alias | None = None,
+        replay: tuple[OpOverload, tuple[Any, ...], int | None] | None = None,
+    ) -> None:
+        self.buffer = buffer
+        self.node = node
+        self.val = val
+        self.parent = parent
+        self.replay = replay
+        self.version = buffer.version
+
+
+class Recorder(TorchDispatchMode):
+    """Records operations into ``graph`` while active.
+
+    Args:
+        fake_mode: the fake world the operations run in; must also be active, below this mode.
+
+    Attributes:
+        graph: what was recorded; a tensor of the user's becomes a placeholder when an operation first meets it.
+        placeholders: each placeholder with the user's tensor it stands for.
+        recorded: operations seen.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.graph = torch.fx.Graph()
+        self.fake_mode = fake_mode
+        self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph)
+        self.recorded = 0
+        self.module_path: Callable[[], str] = lambda: ""
+        self.optimizing = False
+        self.stream: Callable[[], int] | None = None
+        self.float_tags: dict[float, torch.SymFloat] = {}
+        self._buffers: dict[int, Buffer] = {}
+        self._inputs: dict[tuple[Any, ...], Alias] = {}
+        self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
+        self._input_storages: dict[int, list[Alias]] = {}
+        self._origin: dict[int, tuple[tuple[Frame, ...], str]] = {}
+        self._after_inputs = self.graph._root
+        self._paused_in: tuple[TorchDispatchMode, ...] | None = None
+        self._asserted: set[Any] = set()
+
+    # ---- dispatch
+
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(not torch_adapter.is_plain_tensor_type(t) for t in types):
+            return NotImplemented
+        if self._paused_in is not None or op.namespace == "profiler":
+            with torch_adapter.only_mode(*(self._paused_in or ())):
+                return op(*args, **kwargs)
+        if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in _tensors((args, kwargs))):
+            return op(*args, **kwargs)
+        return self._record(op, args, kwargs)
+
+    @contextmanager
+    def paused(self, *modes: TorchDispatchMode) -> Iterator[None]:
+        """Operations inside leave no trace and run for real, under ``modes`` alone."""
+        self._paused_in = modes
+        try:
+            yield
+        finally:
+            self._paused_in = None
+
+    def _record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.recorded += 1
+        fakes = _map(args, self._fake), _map(kwargs, self._fake)
+        if op is aten._local_scalar_dense.default:
+            return self._record_scalar(op, args, fakes[0])
+        what = effects(op)
+        if what is not None:
+            return self._record_write(op, what, args, kwargs, *fakes)
+        out = op(*fakes[0], **fakes[1])
+        self.emit_new_checks()
+        if op in _SAME_VALUE and isinstance(out, FakeTensor):
+            return self._share(out, self.alias(args[0]))
+        if op is _WAIT:
+            return self._record_wait(out, args[0])
+        node = self.emit(op, *_map(args, self.value), val=out, **_map(kwargs, self.value))
+        self._bind(out, node, op, args, kwargs)
+        return out
+
+    def _record_scalar(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
+        out = op(*fakes)
+        if isinstance(out, _NUMBERS):
+            node = self.emit(op, self.value(args[0]), val=out)
+            self.symbols.define(out, lambda: node)
+            self.take_pending_symbols()
+        return out
+
+    def _record_wait(self, out: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """A wait hands back the storage it was given, now holding the result: the value after it is the wait's."""
+        alias = self.alias(given)
+        node = self.emit(_WAIT, self.read(alias), val=alias.val)
+        if self._storage_key(out) != self._storage_key(alias.val):
+            self._bind_fresh(out, node)
+            return out
+        alias.buffer.version += 1
+        alias.node, alias.version = node, alias.buffer.version
+        alias.buffer.node = node
+        return self._share(out, alias)
+
+    # ---- writes
+
+    def _record_write(
+        self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any],
+        fake_args: tuple[Any, ...], fake_kwargs: dict[str, Any],
+    ) -> Any:
+        if torch.Tag.inplace_view in op.tags:
+            return self._record_reshape_in_place(op, args, kwargs, fake_args, fake_kwargs)
+        named = {a.name: position for position, a in enumerate(op._schema.arguments)}
+        inputs = _map(args, self.value), _map(kwargs, self.value)
+        widens = self._widened(op, what, fake_args, fake_kwargs)
+        out = op(*fake_args, **fake_kwargs)
+        results = () if out is None else out if isinstance(out, tuple) else (out,)
+        fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
+        written = [_argument(args, kwargs, position, name) for position, name in what.writes]
+        vals = [*fresh, *_map(written, self._fake)]
+        single = len(vals) == 1
+        node = self.emit(what.functional, *inputs[0], val=vals[0] if single else tuple(vals), **inputs[1])
+        if not widens:
+            node.meta["inplace"] = op
+        parts = [node] if single else [self.pick(node, i, v) for i, v in enumerate(vals)]
+        for value, part in zip(fresh, parts, strict=False):
+            if isinstance(value, torch.Tensor):
+                self._bind_fresh(value, part)
+        for target, part in zip(written, parts[len(fresh) :], strict=True):
+            self._write_all(target, part)
+        return _handed_back(op, out, args, kwargs, named)
+
+    def _widened(self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the functional form would return another dtype than the tensor it replaces (bfloat16 += float32)."""
+        tensors = list(_tensors((args, kwargs)))
+        if len(tensors) < 2 or op in (aten.copy_.default,) or all(t.dtype == tensors[0].dtype for t in tensors):
+            return False
+        first = _argument(args, kwargs, *what.writes[0])
+        if not isinstance(first, torch.Tensor) or not isinstance(what.functional, OpOverload):
+            return False
+        result = what.functional(*args, **kwargs)
+        return isinstance(result, torch.Tensor) and result.dtype != first.dtype
+
+    def _write_all(self, target: Any, part: torch.fx.Node) -> None:
+        if isinstance(target, torch.Tensor):
+            self.write(self.alias(target), part)
+        elif isinstance(target, (list, tuple)):
+            for at, tensor in enumerate(target):
+                self.write(self.alias(tensor), self.pick(part, at, self._fake(tensor)))
+
+    def write(self, alias: Alias, new: torch.fx.Node) -> None:
+        """Make ``new`` the value of the tensor, and of every tensor that shares its storage."""
+        val = new.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.dtype != alias.val.dtype:
+            new = self.emit(aten._to_copy.default, new, val=alias.val, dtype=alias.val.dtype)
+        if alias.parent is None:
+            alias.buffer.version += 1
+            alias.buffer.node = new
+        else:
+            op, args, index = alias.replay  # type: ignore[misc]
+            parent = alias.parent
+            base = write_back(self.emit, op, args, index, self.read(parent), parent.val, new, alias.val)
+            self.write(parent, base)
+        alias.node, alias.version = new, alias.buffer.version
+
+    def _record_reshape_in_place(
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], fake_args: tuple[Any, ...],
+        fake_kwargs: dict[str, Any],
+    ) -> Any:
+        """``t.transpose_()`` and its like change what the tensor object is: from now on it is a view of what it was."""
+        target = args[0]
+        variant = getattr(getattr(aten, op._schema.name.split("::")[1][:-1], None), op._overloadname, None)
+        if variant is None or not isinstance(target, FakeTensor) or "_weft_alias" not in target.__dict__:
+            raise UncapturableMutation(str(op))
+        before = self.alias(target)
+        viewed = self._record(variant, args, kwargs)
+        with torch.no_grad():
+            op(*fake_args, **fake_kwargs)
+        after = self.alias(viewed)
+        before_again = Alias(before.buffer, before.node, before.val, before.parent, before.replay)
+        before_again.version = before.version
+        target._weft_alias = Alias(after.buffer, after.node, viewed, before_again, after.replay)  # type: ignore[attr-defined]
+        return target
+
+    # ---- values
+
+    def read(self, alias: Alias) -> torch.fx.Node:
+        """The node of the tensor's present value, made again from its base where that was written since."""
+        if alias.version != alias.buffer.version:
+            if alias.parent is None:
+                alias.node = alias.buffer.node
+            else:
+                op, args, index = alias.replay  # type: ignore[misc]
+                node = self.emit(op, self.read(alias.parent), *args, val=alias.val)
+                if index is not None:
+                    node = self.pick(node, index, alias.val)
+                alias.node = node
+            alias.version = alias.buffer.version
+        return alias.node
+
+    def value(self, argument: Any) -> Any:
+        """What stands for ``argument`` in the graph: nodes for tensors and symbolic numbers, itself otherwise."""
+        if isinstance(argument, torch.Tensor):
+            return self.read(self.alias(argument))
+        if isinstance(argument, _NUMBERS):
+            return self.symbols.node(argument)
+        if type(argument) is float and argument in self.float_tags:
+            return self.symbols.node(self.float_tags[argument])
+        return argument
+
+    def alias(self, tensor: torch.Tensor) -> Alias:
+        found = tensor.__dict__.get("_weft_alias") if isinstance(tensor, FakeTensor) else None
+        return found if found is not None else self._input(tensor)
+
+    def _fake(self, argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return argument if isinstance(argument, FakeTensor) and _known(argument) else self.alias(argument).val
+
+    def current(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """The node that holds the value of ``tensor`` now, whole or view."""
+        return self.read(self.alias(tensor))
+
+    def redirect(self, tensor: torch.Tensor, alias: Alias) -> None:
+        """From now on the user's own ``tensor`` stands for ``alias`` (``tensor.data = ...``)."""
+        self.alias(tensor)
+        self._inputs[identity(tensor)] = alias
+
+    # ---- inputs
+
+    def _input(self, tensor: torch.Tensor) -> Alias:
+        key = identity(tensor)
+        if key not in self._inputs:
+            self._inputs[key] = self._overlapping(tensor, key[0]) or self.new_input(tensor)
+        return self._inputs[key]
+
+    def _overlapping(self, tensor: torch.Tensor, storage: int) -> Alias | None:
+        """A tensor that lies inside the memory of an input already known is a view of that input."""
+        for known, real in self._input_storages.get(storage, ()):
+            inside = _offset_within(tensor, real)
+            if inside is None:
+                raise UncapturableMutation("two tensors of the step share part of their memory")
+            size, stride, offset = list(tensor.shape), list(tensor.stride()), inside
+            with torch_adapter.only_mode(self.fake_mode):
+                val = torch.as_strided(known.val, size, stride, offset)
+            op = aten.as_strided.default
+            node = self.emit(op, self.read(known), size, stride, offset, val=val)
+            return self._mark(val, Alias(known.buffer, node, val, known, (op, (size, stride, offset), None)))
+        return None
+
+    def new_input(self, tensor: torch.Tensor, val: torch.Tensor | None = None) -> Alias:
+        """A placeholder for ``tensor``, standing before all operations; ``val`` overrides its fake (dynamic sizes)."""
+        with self.graph.inserting_after(self._after_inputs):
+            node = self.graph.placeholder(f"in_{len(self.placeholders)}")
+        self._after_inputs = node
+        if val is None:
+            with torch_adapter.only_mode(self.fake_mode):
+                val = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        node.meta["val"] = val
+        alias = self._bind_fresh(val, node)
+        self._inputs[identity(tensor)] = alias
+        self._input_storages.setdefault(identity(tensor)[0], []).append((alias, tensor))
+        self.placeholders.append((node, tensor))
+        self.symbols.define_sizes(val, node, self.emit_sizes)
+        return alias
+
+    def known_input(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The fake that stands for a tensor of the user's, where it already is an input."""
+        alias = self._inputs.get(identity(tensor))
+        return alias.val if alias else None
+
+    def is_users(self, tensor: torch.Tensor) -> bool:
+        """Whether a fake tensor is one of the user's own (made in a fake world before the capture)."""
+        return not _known(tensor)
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """Whether the capture wrote to a tensor of the user's."""
+        alias = self._inputs.get(identity(tensor))
+        return alias is not None and alias.buffer.version > 0
+
+    def scalar_input(self, value: torch.SymFloat | torch.SymInt) -> torch.fx.Node:
+        """A placeholder for a Python number that changes from call to call."""
+        with self.graph.inserting_after(self._after_inputs):
+            node = self.graph.placeholder("scalar")
+        self._after_inputs = node
+        node.meta["val"] = value
+        self.symbols.define(value, lambda: node)
+        return node
+
+    # ---- nodes
+
+    def emit(self, target: Callable[..., Any], *args: Any, val: Any, **kwargs: Any) -> torch.fx.Node:
+        """Append a call to the graph, marked with the user's line, the module and the stage it belongs to."""
+        node = self.graph.create_node("call_function", target, args, kwargs)
+        meta = node.meta
+        meta["val"] = val
+        running = torch_adapter.running_autograd_node()
+        if running is None:
+            meta["frames"], meta["module"] = user_frames(4), self.module_path()
+            meta["stage"] = "optimizer" if self.optimizing else "forward"
+            self._origin.setdefault(torch_adapter.last_sequence_number(), (meta["frames"], meta["module"]))
+        else:
+            unknown = ((), "")
+            meta["frames"], meta["module"] = self._origin.get(torch_adapter.sequence_number(running), unknown)
+            if not meta["frames"]:
+                meta["frames"] = user_frames(4)
+            meta["stage"] = "backward"
+        if self.stream is not None and (stream := self.stream()):
+            meta["stream"] = stream
+        return node
+
+    def emit_sizes(self, target: Callable[..., Any], *args: Any, val: Any) -> torch.fx.Node:
+        return self.emit(target, *args, val=val)
+
+    def effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
+        """Append a call that must run whether or not its result is used."""
+        node = self.emit(target, *_map(args, self.value), val=val, **_map(kwargs, self.value))
+        node.meta["effect"] = True
+        if isinstance(val, torch.Tensor):
+            self._bind_fresh(val, node)
+        return node
+
+    def emit_new_checks(self) -> None:
+        """What the operations so far assume about data-dependent numbers becomes a check in the graph, before its use."""
+        for expr, where in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
+            if all(self.symbols.knows(symbol) for symbol in expr.free_symbols):
+                message = f"{expr} does not hold for the numbers of this step"
+                node = self.emit(check, self.symbols.expression(expr), message, val=None)
+                node.meta["effect"] = True
+
+    def pick(self, node: torch.fx.Node, index: int, val: Any) -> torch.fx.Node:
+        return self.emit(operator.getitem, node, index, val=val)
+
+    def _bind(self, out: Any, node: torch.fx.Node, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        many = isinstance(out, (list, tuple))
+        for at, value in enumerate(out if many else (out,)):
+            index = at if many else None
+            if isinstance(value, torch.Tensor):
+                part = self.pick(node, at, value) if many else node
+                self._bind_result(value, part, op, args, kwargs, index)
+            elif isinstance(value, _NUMBERS):
+                part = self.pick(node, at, value) if many else node
+                self.symbols.define(value, lambda part=part: part)
+        self.take_pending_symbols()
+
+    def _bind_result(
+        self, val: torch.Tensor, node: torch.fx.Node, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+        index: int | None,
+    ) -> None:
+        buffer = self._buffers.get(self._storage_key(val))
+        if buffer is None:
+            self._bind_fresh(val, node)
+            return
+        parent = next(self.alias(t) for t in _tensors((args, kwargs)) if self.alias(t).buffer is buffer)
+        if _known(val):
+            return
+        if kwargs or not args or not isinstance(args[0], torch.Tensor):
+            geometry = list(val.shape), list(val.stride()), val.storage_offset()
+            replay = (aten.as_strided.default, geometry, None)
+        else:
+            replay = (op, tuple(_map(args[1:], self.value)), index)
+        self._mark(val, Alias(buffer, node, val, parent, replay))
+
+    def _bind_fresh(self, val: torch.Tensor, node: torch.fx.Node) -> Alias:
+        storage = val.untyped_storage()
+        buffer = self._buffers[storage._cdata] = Buffer(node, storage)
+        self.symbols.define_sizes(val, node, self.emit_sizes)
+        return self._mark(val, Alias(buffer, node, val))
+
+    def _share(self, out: torch.Tensor, source: Alias) -> torch.Tensor:
+        """``out`` is another tensor object for exactly what ``source`` is."""
+        if not _known(out):
+            self._mark(out, source)
+        return out
+
+    def _mark(self, val: torch.Tensor, alias: Alias) -> Alias:
+        val._weft_alias = alias  # type: ignore[attr-defined]
+        return alias
+
+    def _storage_key(self, val: torch.Tensor) -> int:
+        return val.untyped_storage()._cdata
+
+    def take_pending_symbols(self) -> None:
+        """Fresh data-dependent symbols are ours now; torch would complain about ones nobody claimed."""
+        pending = self.symbols.shape_env.pending_fresh_unbacked_symbols
+        if pending:
+            del pending[:]
+
+
+def _known(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor) and "_weft_alias" in tensor.__dict__
+
+
+def _offset_within(tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
+    """Where ``tensor`` starts inside ``whole`` (elements), None unless it lies wholly inside."""
+    if tensor.dtype != whole.dtype:
+        return None
+    start = tensor.storage_offset() - whole.storage_offset()
+    return start if start >= 0 and start + _extent(tensor) <= _extent(whole) else None
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+
+
+def _map(tree: Any, fn: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_map(item, fn) for item in tree]) if not hasattr(tree, "_fields") else tuple(_map(i, fn) for i in tree)
+    if isinstance(tree, dict):
+        return {key: _map(item, fn) for key, item in tree.items()}
+    return fn(tree)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+def _handed_back(op: OpOverload, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, int]) -> Any:
+    """The results of an in-place operation, with the caller's own tensor objects where it returns what it was given."""
+    if out is None:
+        return None
+    back = []
+    for result, spec in zip(out if isinstance(out, tuple) else (out,), op._schema.returns, strict=True):
+        if spec.alias_info is None:
+            back.append(result)
+            continue
+        name = next(a.name for a in op._schema.arguments if a.alias_info and a.alias_info.before_set & spec.alias_info.before_set)
+        back.append(_argument(args, kwargs, named[name], name))
+    return tuple(back) if isinstance(out, tuple) else back[0]

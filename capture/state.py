@@ -1,0 +1,353 @@
+"""The Python state a step can reach: where its tensors live, what it changed, what a later call must still find.
+
+A captured graph replaces the user's Python, so everything that Python would have read or written must be known. From
+the step function this module walks closures, globals, modules, optimizers and plain containers, and keeps a shallow
+copy of each. The copy serves three ends: names and roles for the graph's inputs, the difference made by a capture
+(undone, and done again by each compiled call), and guards.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.capture.graph import Role
+
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
+_WELCOME = ("weft.distributed", "torch.amp", "torch.cuda.amp")
+MISSING = object()
+
+
+class Container:
+    """A mutable Python object that holds others; ``keys`` restricts which of its entries count."""
+
+    def __init__(self, obj: Any, path: str, keys: frozenset[str] | None = None, label: Callable[[Any], str] | None = None) -> None:
+        self.obj = obj
+        self.path = path
+        self.keys = keys
+        self.label = label or (lambda key: f"{path}[{key!r}]")
+        self.before: dict[Any, Any] = self.entries()
+
+    def entries(self) -> dict[Any, Any]:
+        obj = self.obj
+        if isinstance(obj, types.CellType):
+            try:
+                return {0: obj.cell_contents}
+            except ValueError:
+                return {}
+        if isinstance(obj, dict):
+            return {k: v for k, v in obj.items() if self.keys is None or k in self.keys}
+        if isinstance(obj, torch.Tensor):
+            return {"grad": obj.grad}
+        return dict(enumerate(obj))
+
+    def set(self, key: Any, value: Any) -> None:
+        obj = self.obj
+        if isinstance(obj, types.CellType):
+            obj.cell_contents = value
+        elif isinstance(obj, torch.Tensor):
+            obj.grad = value
+        elif isinstance(obj, dict):
+            obj[key] = value
+        elif isinstance(obj, (list, deque)):
+            if key == len(obj):
+                obj.append(value)
+            else:
+                obj[key] = value
+
+    def remove(self, key: Any) -> None:
+        if isinstance(self.obj, dict):
+            self.obj.pop(key, None)
+        elif isinstance(self.obj, (list, deque)):
+            del self.obj[key]
+
+    def restore(self) -> None:
+        for key, _, _ in reversed(list(self.changes())):
+            if key not in self.before:
+                self.remove(key)
+        for key, old, _ in list(self.changes()):
+            self.set(key, old)
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(key, before, after) of each entry that differs from the shallow copy; MISSING where there is none."""
+        now = self.entries()
+        for key in {**self.before, **now}:
+            old, new = self.before.get(key, MISSING), now.get(key, MISSING)
+            if old is not new and not _same_simple(old, new):
+                yield key, old, new
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor or number lives: an entry of a container, and the inner tensor of a subclass where it is one."""
+
+    container: Container
+    key: Any
+    path: str
+    role: Role
+    inner: tuple[str, ...] = ()
+
+    def outer(self) -> Any:
+        """The object at this place now, MISSING where there is none."""
+        obj = self.container.obj
+        if isinstance(obj, dict):
+            return obj.get(self.key, MISSING)
+        if isinstance(obj, torch.Tensor):
+            return obj.grad
+        return self.container.entries().get(self.key, MISSING)
+
+    def get(self) -> Any:
+        value = self.outer()
+        for name in self.inner:
+            value = getattr(value, name, MISSING)
+        return value
+
+
+class State:
+    """Everything reachable from a step function, as it stands when the walk is made.
+
+    Args:
+        step: the function whose closure, globals and ``self`` are walked.
+
+    Attributes:
+        places: for the identity of each tensor's memory (see ``identity``) the place where it was found first.
+        containers: every mutable container on the way.
+        modules, optimizers: what was found of them, with their paths.
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self.step = step
+        self.places: dict[tuple[Any, ...], Place] = {}
+        self.containers: list[Container] = []
+        self.modules: dict[int, tuple[torch.nn.Module, str]] = {}
+        self.optimizers: list[tuple[torch.optim.Optimizer, str]] = []
+        self.leaves: list[tuple[torch.Tensor, str]] = []
+        self._seen: dict[int, Any] = {}
+        self._later: list[tuple[torch.optim.Optimizer, str]] = []
+        self._names = _names_used(step)
+        self.add(step, "")
+
+    def add(self, obj: Any, path: str) -> None:
+        """Walk ``obj`` too (a module or optimizer that the step was seen to use)."""
+        self._visit(obj, path, None)
+        while self._later:
+            optimizer, where = self._later.pop()
+            self._optimizer(optimizer, where)
+
+    # ---- what changed
+
+    def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
+        for container in self.containers:
+            for key, old, new in container.changes():
+                yield container, key, old, new
+
+    def restore(self) -> None:
+        """Put every container back as the walk found it."""
+        for container in reversed(self.containers):
+            container.restore()
+
+    def refresh(self) -> None:
+        """Take what stands now as the state to compare with."""
+        for container in self.containers:
+            container.before = container.entries()
+
+    # ---- the walk
+
+    def _visit(self, obj: Any, path: str, place: Place | None) -> None:
+        if isinstance(obj, torch.Tensor):
+            self._tensor(obj, path, place)
+            return
+        if isinstance(obj, SIMPLE) or id(obj) in self._seen:
+            return
+        self._seen[id(obj)] = obj
+        if isinstance(obj, torch.nn.Module):
+            self._module(obj, path)
+        elif isinstance(obj, torch.optim.Optimizer):
+            self._later.append((obj, path))
+        elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
+            self._function(obj, path)
+        elif isinstance(obj, (dict, list, deque)):
+            self._items(obj, path)
+        elif isinstance(obj, (tuple, set, frozenset)):
+            for at, item in enumerate(obj):
+                self._visit(item, f"{path}[{at}]", place)
+        elif _is_user_object(obj):
+            self._object(obj, path)
+
+    def _items(self, obj: Any, path: str, role: Role | None = None) -> None:
+        self._container(Container(obj, path), role)
+
+    def _container(self, container: Container, role: Role | None = None) -> None:
+        self.containers.append(container)
+        for key, value in container.before.items():
+            path = container.label(key)
+            self._visit(value, path, Place(container, key, path, role or _role_of(value)))
+
+    def _tensor(self, tensor: torch.Tensor, path: str, place: Place | None) -> None:
+        if id(tensor) in self._seen:
+            return
+        self._seen[id(tensor)] = tensor
+        if place is not None:
+            inner, names = plain(tensor)
+            self.places.setdefault(identity(inner), Place(place.container, place.key, path, place.role, names))
+        if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+            self.leaves.append((tensor, path))
+            self._container(Container(tensor, path, label=lambda key: f"{path}.grad"), Role.GRADIENT)
+
+    def _module(self, module: torch.nn.Module, path: str) -> None:
+        self.modules[id(module)] = module, path
+        self._function_code(type(module).forward)
+        prefix = f"{path}." if path else ""
+        own = vars(module)
+        for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
+            self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
+        self._container(Container(own["_modules"], path, label=lambda key: f"{prefix}{key}"))
+        rest = frozenset(own) - {"_parameters", "_buffers", "_modules"}
+        self._container(Container(own, path, rest | self._names, label=lambda key: f"{prefix}{key}"))
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        self.optimizers.append((optimizer, path))
+        for at, group in enumerate(optimizer.param_groups):
+            self._items(group["params"], f"{path}.param_groups[{at}]['params']", Role.PARAMETER)
+            settings = frozenset(group) - {"params", "lr"}
+            where = f"{path}.param_groups[{at}]"
+            self._container(Container(group, where, settings, lambda key, where=where: f"{where}[{key!r}]"))
+            if isinstance(group["lr"], torch.Tensor):
+                rate = Container(group, where, frozenset({"lr"}), lambda key, where=where: f"{where}['lr']")
+                self._container(rate, Role.SCALAR)
+        self._optimizer_state(optimizer, path)
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        names = {id(tensor): where for tensor, where in self.leaves}
+
+        def label(key: Any) -> str:
+            return f"{path}.state[{names.get(id(key), '?')}]"
+
+        outer = Container(optimizer.state, f"{path}.state", label=label)
+        self.containers.append(outer)
+        for key, entry in outer.before.items():
+            where = label(key)
+            if isinstance(entry, dict):
+                inner = Container(entry, where, label=lambda name, where=where: f"{where}.{name}")
+                self._container(inner, Role.OPTIMIZER_STATE)
+            else:
+                self._visit(entry, where, Place(outer, key, where, Role.OPTIMIZER_STATE))
+
+    def extend_optimizer_state(self) -> None:
+        """Look again at optimizers: their state may have come to exist since the walk."""
+        for optimizer, path in self.optimizers:
+            self.containers = [c for c in self.containers if c.obj is not optimizer.state]
+            self._optimizer_state(optimizer, path)
+
+    def _function(self, fn: Any, path: str) -> None:
+        if isinstance(fn, types.MethodType):
+            self._visit(fn.__self__, "self" if not path else path, None)
+            self._visit(fn.__func__, path, None)
+        elif isinstance(fn, functools.partial):
+            for at, value in enumerate((fn.func, *fn.args, *fn.keywords.values())):
+                self._visit(value, f"{path}.args[{at}]" if at else path, None)
+        else:
+            self._function_code(fn)
+
+    def _function_code(self, fn: Any) -> None:
+        """The variables a function closes over and the globals it names."""
+        if not isinstance(fn, types.FunctionType) or id(fn.__code__) in self._seen:
+            return
+        self._seen[id(fn.__code__)] = fn.__code__
+        if _root(fn.__module__) in _FOREIGN and not (fn.__module__ or "").startswith(_WELCOME):
+            return
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._container(Container(cell, name, label=lambda key, name=name: name))
+        used = frozenset(_code_names(fn.__code__)) & fn.__globals__.keys()
+        if used:
+            self._container(Container(fn.__globals__, "", used, label=str))
+        self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
+
+    def _object(self, obj: Any, path: str) -> None:
+        for name in sorted(self._names):
+            method = inspect.getattr_static(type(obj), name, None)
+            if isinstance(method, types.FunctionType):
+                self._function_code(method)
+        welcome = type(obj).__module__.startswith(_WELCOME)
+        keys = frozenset(vars(obj)) if welcome else self._names
+        prefix = f"{path}." if path else ""
+        self._container(Container(vars(obj), path, keys, label=lambda key: f"{prefix}{key}"))
+
+
+def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells one plain tensor's memory from another's: storage, offset, sizes, strides, dtype."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def plain(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """The tensor that reaches kernels, and the attributes that lead to it through wrapper subclasses."""
+    names: tuple[str, ...] = ()
+    while hasattr(tensor, "__tensor_flatten__"):
+        inner = tensor.__tensor_flatten__()[0]
+        if len(inner) != 1:
+            break
+        names += (inner[0],)
+        tensor = getattr(tensor, inner[0])
+    return tensor, names
+
+
+def _role_of(value: Any) -> Role:
+    return Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.BUFFER
+
+
+def _same_simple(old: Any, new: Any) -> bool:
+    return type(old) is type(new) and isinstance(old, SIMPLE) and (old == new or (old != old and new != new))
+
+
+def _root(module: str | None) -> str:
+    return (module or "").split(".")[0]
+
+
+def _is_user_object(obj: Any) -> bool:
+    if isinstance(obj, (type, types.ModuleType)) or not hasattr(obj, "__dict__"):
+        return False
+    module = type(obj).__module__
+    if module.startswith(_WELCOME):
+        return True
+    return _root(module) not in _FOREIGN and (_root(module) not in sys.stdlib_module_names or module == "__main__")
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_names(constant)
+
+
+def _names_used(step: Callable[..., Any]) -> frozenset[str]:
+    """Attribute names that the step's code, and methods of its own class that it names, can read or write.
+
+    Objects of the user's carry much that changes every step and has nothing to do with it (a trainer's counters);
+    only attributes that the step can name are looked at.
+    """
+    owner = type(step.__self__) if isinstance(step, types.MethodType) else None
+    code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
+    names: set[str] = set(_code_names(code)) if code else set()
+    if not code and callable(step):
+        names |= set(_code_names(type(step).__call__.__code__)) if hasattr(type(step).__call__, "__code__") else set()
+    grown = True
+    while grown and owner is not None:
+        before = len(names)
+        for name in list(names):
+            method = inspect.getattr_static(owner, name, None)
+            if isinstance(method, types.FunctionType):
+                names |= set(_code_names(method.__code__))
+        grown = len(names) > before
+    return frozenset(names)

@@ -1,0 +1,80 @@
+"""Sizes and numbers that are not fixed in a captured graph.
+
+Three kinds share one mechanism, a symbol of torch's ShapeEnv with a node of the graph behind it: the size of an input
+marked dynamic, a number the tensors decide at run time (``.item()``, ``.tolist()``, the length of ``nonzero``), and a
+Python number that changes every step (the learning rate).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+log = logging.getLogger(__name__)
+
+Number = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+class Symbols:
+    """Knows for each symbol which node computes it, and writes expressions over symbols into a graph.
+
+    Args:
+        shape_env: where the symbols come from.
+        graph: the graph that expressions are appended to.
+    """
+
+    def __init__(self, shape_env: ShapeEnv, graph: torch.fx.Graph) -> None:
+        self.shape_env = shape_env
+        self._tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        self._origins: dict[sympy.Symbol, Callable[[], torch.fx.Node]] = {}
+        self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
+
+    def define(self, value: Number, origin: Callable[[], torch.fx.Node]) -> None:
+        """Say where the symbol behind ``value`` comes from; ``origin`` makes the node when it is first needed."""
+        expr = value.node.expr
+        if isinstance(expr, sympy.Symbol):
+            self._origins.setdefault(expr, origin)
+
+    def define_sizes(self, val: torch.Tensor, node: torch.fx.Node, emit: Callable[..., torch.fx.Node]) -> None:
+        """Say that the symbols among the sizes of ``val`` are the sizes of ``node``."""
+        for dim, size in enumerate(val.shape):
+            if isinstance(size, torch.SymInt):
+                op = torch.ops.aten.sym_size.int
+                self.define(size, lambda dim=dim, size=size: emit(op, node, dim, val=size))
+
+    def node(self, value: Number) -> torch.fx.Node | int | float | bool:
+        """The node that computes ``value``, or the plain number where it is known."""
+        expr = value.node.expr
+        if expr.is_number or expr in (sympy.true, sympy.false):
+            return value.node.pytype(expr)
+        if expr not in self._nodes:
+            for symbol in sorted(expr.free_symbols, key=str):
+                if symbol not in self._nodes:
+                    self._nodes[symbol] = self._origins[symbol]()
+            if expr not in self._nodes:
+                env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
+                node = sympy_interp(PythonReferenceAnalysis, env, expr).node
+                node.meta["val"] = value
+                self._nodes[expr] = node
+        return self._nodes[expr]
+
+    def expression(self, expr: Any) -> torch.fx.Node | int | float | bool:
+        """Like :meth:`node` for a bare sympy expression over known symbols."""
+        if not expr.free_symbols:
+            return bool(expr) if expr in (sympy.true, sympy.false) else expr
+        for symbol in sorted(expr.free_symbols, key=str):
+            if symbol not in self._nodes:
+                self._nodes[symbol] = self._origins[symbol]()
+        env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
+        return sympy_interp(PythonReferenceAnalysis, env, expr).node
+
+    def knows(self, symbol: sympy.Symbol) -> bool:
+        return symbol in self._origins or symbol in self._nodes
