@@ -6,10 +6,12 @@
     def test_it() -> None:
         results = run_ranks(body, 2, 16)      # [what rank 0 returned, what rank 1 returned]
 
-Processes are forked from one server (multiprocessing's `forkserver`) that has torch and weft already imported,
-so a call on two ranks costs about a tenth of a second and every call starts from clean global state: nothing
-that one test leaves behind (seeds, default dtypes, DTensor's caches of meshes) reaches the next.
+Processes are forked from one server (multiprocessing's `forkserver`) that has torch and weft already
+imported, so a call on two ranks costs about a tenth of a second and every call starts from clean global
+state: nothing that one test leaves behind (seeds, default dtypes, DTensor's caches of meshes) reaches the
+next.
 """
+
 from __future__ import annotations
 
 import datetime
@@ -76,7 +78,7 @@ class RanksTimedOut(RanksFailed):
 def run_ranks(
     fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
 ) -> list[Any]:
-    """Run `fn(rank, world, *args)` on `world` processes in one process group; return the results in rank order.
+    """Run `fn(rank, world, *args)` on `world` processes in one process group; results in rank order.
 
     `fn` is a module-level function of a test file. Arguments and results travel by pickle: plain values and
     plain tensors. `timeout` is in seconds for the whole call. `backend="nccl"` gives each rank the GPU of its

@@ -1,4 +1,4 @@
-"""The rules of the house, held by reading the sources: who imports whom, which torch names, how large files are."""
+"""The rules of the house, held by reading the sources: who imports whom, which torch names, what size."""
 
 from __future__ import annotations
 
@@ -194,6 +194,8 @@ def test_importing_weft_is_cheap_and_starts_no_cuda() -> None:
         "print(time.process_time() - start, torch.cuda.is_initialized())\n"
     )
     command = [sys.executable, "-c", code]
-    answers = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
+    answers = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(2)
+    ]
     assert min(float(seconds) for seconds, _ in answers) < 0.2
     assert {started for _, started in answers} == {"False"}
