@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -83,7 +83,7 @@ def fake_process_group(world_size: int, rank: int) -> None:
 def dispatch_through(mode: FakeTensorMode, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Let `change` rewrite the keyword arguments of every operation that reaches `mode`.
 
-    Set on the instance and not in a subclass: higher-order operators look handlers up by the exact type of the mode.
+    Set on the instance and not in a subclass: higher-order operators look handlers up by the mode's exact type.
     """
     original = mode.dispatch
 
@@ -93,13 +93,21 @@ def dispatch_through(mode: FakeTensorMode, change: Callable[[dict[str, Any]], di
     mode.dispatch = dispatch  # type: ignore[method-assign]
 
 
+def forget_fakes(mode: FakeTensorMode, tensors: Iterable[torch.Tensor]) -> None:
+    """Let go of the weak references that `mode` keeps to fakes made by operations; nothing looks them up again."""
+    memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+    known = {id(tensor) for tensor in tensors}
+    for key in [key for key, fake in memo.items() if id(fake) in known]:
+        del memo[key]
+
+
 def autograd_engine_entry() -> tuple[ModuleType, str]:
     """Module and name of the function through which `backward` and `autograd.grad` both enter the engine."""
     return torch.autograd.graph, "_engine_run_backward"
 
 
 def device_context_type() -> type:
-    """The class behind `with torch.device(...)` and `torch.set_default_device`; its `__init__` takes the device."""
+    """The class behind `with torch.device(...)` and `torch.set_default_device`; its `__init__` takes a device."""
     return DeviceContext
 
 
