@@ -179,3 +179,60 @@ class HookDidNotFire(WeftError):
             f"the {kind} hook {name} on {owner} fired {fired} times in the capture, expected {expected}: its work would be lost. "
             "Register it before the first call of the step, on the object the step really uses."
         )
+
+
+class UnknownOption(WeftError, ValueError):
+    """An option has a value weft does not know."""
+
+    def __init__(self, name: str, value: object, known: list[object]) -> None:
+        super().__init__(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, known))}")
+
+
+class VerifyFailed(WeftError):
+    """The compiled step left other values behind than the eager one."""
+
+    def __init__(self, differences: list[str]) -> None:
+        shown = "\n  ".join(differences[:20])
+        super().__init__(
+            f"the compiled step differs from the eager one in {len(differences)} tensors:\n  {shown}\n"
+            "Either the step is not deterministic (run it twice eagerly to see) or this is a fault in weft; please report it."
+        )
+
+
+# ---- capture: collectives
+
+
+class InvalidCollective(WeftError):
+    """A collective was called with arguments that do not fit together."""
+
+    def __init__(self, name: str, what: str, line: str) -> None:
+        super().__init__(f"torch.distributed.{name} at {line}: {what}")
+
+
+class UncapturableCollective(WeftError):
+    """The step calls a function of torch.distributed that has no place in a graph that all ranks share."""
+
+    def __init__(self, name: str, line: str, remedy: str) -> None:
+        super().__init__(f"cannot capture torch.distributed.{name} at {line}: {remedy}")
+
+
+class UnwaitedCollective(WeftError):
+    """The step ended with an asynchronous collective that nobody had waited for."""
+
+    def __init__(self, name: str, line: str, count: int) -> None:
+        more = f" ({count - 1} more like it)" if count > 1 else ""
+        super().__init__(
+            f"the step ends without a wait for torch.distributed.{name}(async_op=True) issued at {line}{more}: its result "
+            "would be lost. Call wait() on what it returned"
+        )
+
+
+class StepFailed(WeftError):
+    """An operation of a compiled step raised; the original error is the cause."""
+
+    def __init__(self, operation: str, stack: list[str], error: BaseException) -> None:
+        where = "".join(f"\n  {line}" for line in stack) or "\n  (no line of yours: an operation that weft added)"
+        super().__init__(
+            f"{operation} failed in a compiled step: {type(error).__name__}: {error}\nIt came from{where}\n"
+            "The same step without weft.compile raises at that line if the mistake is in the step or its data."
+        )

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -337,3 +338,88 @@ def storage_key(tensor: torch.Tensor) -> int:
 def no_autocast() -> contextlib.AbstractContextManager[Any]:
     """Operations inside are what they say, whatever autocast the caller is in."""
     return torch._C._DisableAutocast()
+
+
+def assumptions(shape_env: ShapeEnv) -> list[Any]:
+    """Boolean expressions over symbols that a trace took to be true."""
+    return [guard.expr for guard in shape_env.guards]
+
+
+def range_of(shape_env: ShapeEnv, symbol: Any) -> tuple[int, int | None]:
+    """Smallest and largest value of a size symbol; the largest is None where there is no bound."""
+    bounds = shape_env.var_to_range[symbol]
+    high = None if bounds.upper > 2**62 else int(bounds.upper)
+    return int(bounds.lower), high
+
+
+def world_size() -> int:
+    """Ranks of the default process group, 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+# ---- capture: what stands in for functions of torch.distributed
+
+
+@contextlib.contextmanager
+def redirected_collective(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Make the function `name` of torch.distributed do `replacement` instead; nothing where this torch has no such name.
+
+    It is exchanged by name. Most of these functions are also wrappers around an inner one, which is exchanged too,
+    so that references made earlier (`from torch.distributed import ...`) are served.
+    """
+    function = getattr(distributed_c10d, name, None)
+    if function is None:
+        yield
+        return
+    inner = getattr(function, "__wrapped__", None)
+    cells = [c for c in function.__closure__ or () if inner is not None and c.cell_contents is inner]
+    modules = [m for m in (dist, distributed_c10d) if m.__dict__.get(name) is function]
+    try:
+        for cell in cells:
+            cell.cell_contents = replacement
+        for module in modules:
+            setattr(module, name, replacement)
+        yield
+    finally:
+        for cell in cells:
+            cell.cell_contents = inner
+        for module in modules:
+            setattr(module, name, function)
+
+
+@contextlib.contextmanager
+def functional_collectives_waited() -> Iterator[None]:
+    """Functional collectives called from Python return waited plain tensors, as in torch's own traces."""
+    wrap = _functional_collectives._maybe_wrap_tensor
+    _functional_collectives._maybe_wrap_tensor = _functional_collectives.wait_tensor
+    try:
+        yield
+    finally:
+        _functional_collectives._maybe_wrap_tensor = wrap
+
+
+@contextlib.contextmanager
+def gloo_all_to_all_without_scatter() -> Iterator[None]:
+    """The differentiable all_to_all of torch.distributed.nn calls all_to_all on gloo also, instead of scatters."""
+
+    def forward(ctx: Any, group: Any, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
+        ctx.group = group
+        ctx.input_tensor_size_list = [tensor.size() for tensor in inputs]
+        torch.distributed.all_to_all(outputs, [tensor.contiguous() for tensor in inputs], group=group)
+        return tuple(outputs)
+
+    module = sys.modules.get("torch.distributed.nn.functional")
+    if module is None:
+        yield
+        return
+    own = module._AlltoAll.__dict__["forward"]
+    module._AlltoAll.forward = staticmethod(forward)
+    try:
+        yield
+    finally:
+        module._AlltoAll.forward = own
+
+
+def surely(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds, False where only the data decides."""
+    return symbolic_shapes.guard_or_false(condition)

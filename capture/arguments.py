@@ -29,6 +29,7 @@ class Arguments:
         keyed, self.spec = torch_adapter.flatten_with_paths((args, kwargs))
         self.paths = [_readable(path) for path, _ in keyed]
         self.container = Container([leaf for _, leaf in keyed], "args", label=lambda at: self.paths[at])
+        self.shapes = [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
         self.places: dict[tuple[Any, ...], Place] = {}
         self.gradients: list[tuple[int, Container]] = []
         for at, leaf in enumerate(self.leaves):
@@ -47,7 +48,7 @@ class Arguments:
     def _admit(self, at: int, leaf: Any) -> None:
         path = self.paths[at]
         if not isinstance(leaf, torch.Tensor):
-            if not isinstance(leaf, torch.nn.Module) and _holds_tensors(leaf):
+            if _is_batch_object(leaf):
                 raise UnregisteredType(type(leaf), path)
             return
         if leaf.requires_grad and not leaf.is_leaf:
@@ -120,9 +121,13 @@ def _strides(tensor: torch.Tensor, sizes: list[Any]) -> list[Any]:
     return strides
 
 
-def _holds_tensors(obj: Any) -> bool:
-    fields = getattr(obj, "__dict__", {}) if not isinstance(obj, type) else {}
-    return any(isinstance(value, torch.Tensor) for value in list(fields.values()))
+def _is_batch_object(obj: Any) -> bool:
+    """An object whose attributes are tensors and that holds no module or optimizer: data, which must be taken apart."""
+    if isinstance(obj, (type, torch.nn.Module, torch.optim.Optimizer)) or callable(obj):
+        return False
+    values = list(getattr(obj, "__dict__", {}).values())
+    holds_model = any(isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) for value in values)
+    return not holds_model and any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _readable(path: tuple[Any, ...]) -> str:

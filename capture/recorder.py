@@ -29,6 +29,7 @@ from weft.errors import RuntimeCheckFailed, UncapturableMutation
 aten = torch.ops.aten
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SAME_VALUE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
+_DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
@@ -36,6 +37,14 @@ def check(holds: bool, message: str) -> None:
     """Raise unless ``holds``: what the graph assumes about a number only the data decides."""
     if not holds:
         raise RuntimeCheckFailed(message)
+
+
+_active: list[Recorder] = []
+
+
+def recording() -> Recorder | None:
+    """The recorder of the capture that is going on, if any."""
+    return _active[-1] if _active else None
 
 
 class Buffer:
@@ -99,7 +108,13 @@ class Recorder(TorchDispatchMode):
 
     # ---- dispatch
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every dispatch to keep its own compiler out; none runs here
+
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if op is _DEVICE:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = kwargs or {}
         if any(not torch_adapter.is_plain_tensor_type(t) for t in types):
             return NotImplemented
@@ -109,6 +124,14 @@ class Recorder(TorchDispatchMode):
         if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in _tensors((args, kwargs))):
             return op(*args, **kwargs)
         return self._record(op, args, kwargs)
+
+    def __enter__(self) -> Recorder:
+        _active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _active.pop()
+        super().__exit__(*error)
 
     @contextmanager
     def paused(self, *modes: TorchDispatchMode) -> Iterator[None]:
@@ -165,6 +188,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if torch.Tag.inplace_view in op.tags:
             return self._record_reshape_in_place(op, args, kwargs, fake_args, fake_kwargs)
+        if op is aten.copy_.default and self._copies_whole(*fake_args[:2]):
+            self.write(self.alias(args[0]), self.value(args[1]))
+            return args[0]
         named = {a.name: position for position, a in enumerate(op._schema.arguments)}
         inputs = _map(args, self.value), _map(kwargs, self.value)
         widens = self._widened(op, what, fake_args, fake_kwargs)
@@ -184,6 +210,11 @@ class Recorder(TorchDispatchMode):
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
         return _handed_back(op, out, args, kwargs, named)
+
+    def _copies_whole(self, target: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether ``target.copy_(source)`` makes target equal to source in every respect, so that no copy is needed."""
+        same = target.dtype == source.dtype and target.device == source.device
+        return same and self.alias(target).parent is None and _layout(target) == _layout(source)
 
     def _widened(self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the functional form would return another dtype than the tensor it replaces (bfloat16 += float32)."""
@@ -369,10 +400,15 @@ class Recorder(TorchDispatchMode):
 
     def effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
         """Append a call that must run whether or not its result is used."""
-        node = self.emit(target, *_map(args, self.value), val=val, **_map(kwargs, self.value))
-        node.meta["effect"] = True
+        node = self.effect_on_nodes(target, *_map(args, self.value), val=val, **_map(kwargs, self.value))
         if isinstance(val, torch.Tensor):
             self._bind_fresh(val, node)
+        return node
+
+    def effect_on_nodes(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
+        """:meth:`effect` for operands that are nodes already."""
+        node = self.emit(target, *args, val=val, **kwargs)
+        node.meta["effect"] = True
         return node
 
     def emit_new_checks(self) -> None:
@@ -380,8 +416,7 @@ class Recorder(TorchDispatchMode):
         for expr, where in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
             if all(self.symbols.knows(symbol) for symbol in expr.free_symbols):
                 message = f"{expr} does not hold for the numbers of this step"
-                node = self.emit(check, self.symbols.expression(expr), message, val=None)
-                node.meta["effect"] = True
+                self.effect_on_nodes(check, self.symbols.expression(expr), message)
 
     def pick(self, node: torch.fx.Node, index: int, val: Any) -> torch.fx.Node:
         return self.emit(operator.getitem, node, index, val=val)
@@ -452,6 +487,10 @@ def _offset_within(tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
         return None
     start = tensor.storage_offset() - whole.storage_offset()
     return start if start >= 0 and start + _extent(tensor) <= _extent(whole) else None
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(tensor.shape), tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -24,6 +24,12 @@ from weft.capture.graph import Role
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
 _WELCOME = ("weft.distributed", "torch.amp", "torch.cuda.amp")
+# Attributes of every nn.Module that do not change what its forward or backward does.
+_BOOKKEEPING = frozenset({
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+})
 MISSING = object()
 
 
@@ -211,7 +217,7 @@ class State:
         for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
             self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
         self._container(Container(own["_modules"], path, label=lambda key: f"{prefix}{key}"))
-        rest = frozenset(own) - {"_parameters", "_buffers", "_modules"}
+        rest = frozenset(own) - _BOOKKEEPING
         self._container(Container(own, path, rest | self._names, label=lambda key: f"{prefix}{key}"))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:

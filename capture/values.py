@@ -37,18 +37,21 @@ class Template:
     spec: Any
 
     @classmethod
-    def of(cls, value: Any, recorder: Recorder, keep: Callable[[Any], int], where: str) -> Template:
+    def of(
+        cls, value: Any, recorder: Recorder, keep: Callable[[Any], int], where: str, *, lift_users: bool = False
+    ) -> Template:
         """Make a template of ``value``, which the capture left at ``where``.
 
         Args:
             keep: makes a node an output of the graph and returns the output's number.
+            lift_users: the user's own tensors become holes too, filled with their value; else they stay themselves.
 
         Raises:
             EscapedTensor: a tensor of the capture sits inside an object that cannot be rebuilt.
         """
         torch_adapter.register_dataclasses(value)
         leaves, spec = torch_adapter.flatten(value)
-        return cls(tuple(_hole(leaf, recorder, keep, where) for leaf in leaves), spec)
+        return cls(tuple(_hole(leaf, recorder, keep, where, lift_users) for leaf in leaves), spec)
 
     def fill(self, outputs: list[Any]) -> Any:
         """The value of one call, given what the graph returned for its ``Create`` and ``Return`` outputs."""
@@ -56,10 +59,10 @@ class Template:
         return torch_adapter.unflatten(leaves, self.spec)
 
 
-def _hole(leaf: Any, recorder: Recorder, keep: Callable[[Any], int], where: str) -> Any:
+def _hole(leaf: Any, recorder: Recorder, keep: Callable[[Any], int], where: str, lift_users: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         inner, names = plain(leaf)
-        if not isinstance(inner, FakeTensor) or recorder.is_users(inner):
+        if not lift_users and (not isinstance(inner, FakeTensor) or recorder.is_users(inner)):
             return leaf
         return _Hole(keep(recorder.current(inner)), leaf if names else None)
     if isinstance(leaf, _NUMBERS):

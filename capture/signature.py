@@ -1,0 +1,65 @@
+"""The text of a graph that must be the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from weft.capture.graph import Return, Role, StepGraph, Update, group_of, is_collective
+
+
+def signature(step: StepGraph) -> str:
+    """One line an operation, in order, with its operands; collectives with their identity, group, dtype and size.
+
+    Left out is what may differ between ranks of a correct program: names of nodes, sizes and integers (a rank's batch
+    and a rank's part of an uneven parameter have sizes of their own), numbers computed from them.
+    """
+    names: dict[torch.fx.Node, str] = {}
+    lines: list[str] = []
+    paths = {entry.name: entry for entry in step.inputs}
+    for node in step.graph.nodes:
+        if node.op == "placeholder":
+            entry = paths[node.name]
+            names[node] = entry.path
+            lines.append(f"input {entry.path}: {entry.role.value} {entry.sharding or _described(entry.role, node)}")
+        elif node.op == "call_function" and not isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool)):
+            names[node] = f"%{len(names)}"
+            lines.append(f"{names[node]} = {_target(node)}({_operands(node, names)}){_identity(node)}")
+    for what, value in zip(step.outputs, step.results, strict=True):
+        place = paths[what.input].path if isinstance(what, Update) else f"result {what.index}" if isinstance(what, Return) else what.path
+        lines.append(f"{place} <- {names.get(value, 'a number') if isinstance(value, torch.fx.Node) else value}")
+    return "\n".join(lines)
+
+
+def _described(role: Role, node: torch.fx.Node) -> str:
+    val = node.meta["val"]
+    if not isinstance(val, torch.Tensor):
+        return type(val).__name__
+    return f"{val.dtype}" if role is Role.BATCH else f"{val.dtype} {list(val.shape)}"
+
+
+def _target(node: torch.fx.Node) -> str:
+    return str(node.target) if hasattr(node.target, "namespace") else getattr(node.target, "__name__", repr(node.target))
+
+
+def _operands(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    def shown(value: Any) -> str:
+        if isinstance(value, torch.fx.Node):
+            return names.get(value, "#")
+        if isinstance(value, (list, tuple)):
+            inner = [shown(item) for item in value]
+            return "[#]" if inner and all(item == "#" for item in inner) else f"[{', '.join(inner)}]"
+        return "#" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+    return ", ".join([*map(shown, node.args), *(f"{key}={shown(value)}" for key, value in node.kwargs.items())])
+
+
+def _identity(node: torch.fx.Node) -> str:
+    """What tells one collective from another, besides its operands: group, dtypes, sizes, stage and module."""
+    if not is_collective(node):
+        return ""
+    vals = [used.meta["val"] for used in node.all_input_nodes if isinstance(used.meta.get("val"), torch.Tensor)]
+    sizes = ["?" if "all_to_all" in str(node.target) or not isinstance(v.numel(), int) else v.numel() for v in vals]
+    return f"  # {group_of(node)}: {[v.dtype for v in vals]} {sizes}; {node.meta.get('stage')} {node.meta.get('module')}"

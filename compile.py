@@ -1,0 +1,199 @@
+"""``weft.compile``: a training step in, a step that runs one captured graph out.
+
+The first call captures the step, agrees with the other ranks, compiles and runs. Later calls check the guards and run;
+when a guard fails the step is captured again, with sizes that changed kept symbolic from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from weft import knobs, torch_adapter
+from weft.capture.agreement import agree
+from weft.capture.arguments import MARKS
+from weft.capture.fake_world import current_fake_world
+from weft.capture.graph import StepGraph
+from weft.capture.guards import Guards
+from weft.capture.signature import signature
+from weft.capture.tracer import CapturedStep, capture_step
+from weft.capture.user_code import user_line
+from weft.errors import UnknownOption, WeftError
+from weft.inductor.runtime.aten import compile_aten
+from weft.verify import verify_first_call
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Entry:
+    """One captured form of a step with its guards and its program."""
+
+    def __init__(self, captured: CapturedStep) -> None:
+        self.captured = captured
+        self.guards = Guards(captured)
+        self.program = compile_aten(captured.graph)
+
+    def run(self, leaves: list[Any]) -> Any:
+        captured = self.captured
+        captured.arguments.bind(leaves)
+        outputs = self.program(*[place.get() for place in captured.places])
+        for effect in captured.effects:
+            if effect.template is None:
+                effect.container.remove(effect.key)
+            else:
+                effect.container.set(effect.key, effect.template.fill(outputs))
+        return captured.result.fill(outputs)
+
+
+class CompiledStep(Generic[P, R]):
+    """A step that runs compiled; called like the function it was made from.
+
+    Attributes:
+        entries: captured forms, the one used last first.
+        captures: how often the step was captured, with the reason of each.
+    """
+
+    def __init__(self, step: Callable[P, R], *, dynamic: bool | None, verify: bool, fallback: str | None) -> None:
+        functools.update_wrapper(self, step)
+        self.step = step
+        self.dynamic = dynamic
+        self.verify = verify
+        self.fallback = fallback
+        self.entries: list[_Entry] = []
+        self.captures: list[str] = []
+        self._changed: dict[Any, set[tuple[int, int]]] = {}
+        self._agreed: set[str] = set()
+        self._uncompiled = False
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._uncompiled:
+            return self.step(*args, **kwargs)
+        leaves, spec = torch_adapter.flatten((args, kwargs))
+        reasons = []
+        for at, entry in enumerate(self.entries):
+            why = entry.guards.failure(leaves, spec)
+            if why is None:
+                if at:
+                    self.entries.insert(0, self.entries.pop(at))
+                return entry.run(leaves)
+            reasons.append(why)
+        return self._first_call(args, kwargs, reasons)
+
+    def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
+        try:
+            entry = self.capture(args, kwargs, reasons)
+        except WeftError as error:
+            if self.fallback != "eager":
+                raise
+            log.warning("%s runs uncompiled from here on: %s", self.__name__, error)
+            self._uncompiled = True
+            return self.step(*args, **kwargs)
+        leaves, _ = torch_adapter.flatten((args, kwargs))
+        if self.verify and len(self.entries) == 1:
+            return verify_first_call(self.step, entry.captured, args, kwargs, functools.partial(entry.run, leaves))
+        return entry.run(leaves)
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _Entry:
+        """Capture one call, agree with the other ranks, and keep the result at the front of ``entries``."""
+        self._say_why(reasons)
+        captured = capture_step(self.step, args, kwargs, dynamic=self._dynamic_dims(args, kwargs))
+        self._agree(captured.graph)
+        self.entries.insert(0, _Entry(captured))
+        log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, len(captured.graph), captured.recorded)
+        return self.entries[0]
+
+    def _agree(self, graph: StepGraph) -> None:
+        """Show that all ranks run the same operations and collectives, once for each form of the step."""
+        text = signature(graph)
+        if text not in self._agreed and torch_adapter.world_size() > 1 and current_fake_world() is None:
+            agree(self.__qualname__, text)
+        self._agreed.add(text)
+
+    def _say_why(self, reasons: list[str]) -> None:
+        if not self.captures:
+            self.captures.append("first call")
+            return
+        why = "; ".join(dict.fromkeys(reasons)) or "first call in this form"
+        self.captures.append(why)
+        log.info("capturing %s again (capture %d): %s", self.__name__, len(self.captures), why)
+        if len(self.captures) == knobs.recapture_limit + 1:
+            log.warning(
+                "%s was captured %d times; each capture costs seconds. Last reason: %s. "
+                "Mark sizes that change with weft.mark_dynamic, or keep what changes in a tensor.",
+                self.__name__, len(self.captures), why,
+            )
+
+    def _dynamic_dims(self, args: Any, kwargs: Any) -> frozenset[tuple[int, int]]:
+        """Dimensions to keep symbolic: all with ``dynamic=True``, those that changed between captures otherwise."""
+        leaves, spec = torch_adapter.flatten((args, kwargs))
+        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if self.dynamic is True:
+            dims = {(at, dim) for at, leaf in tensors for dim in range(leaf.dim())}
+        elif self.dynamic is False:
+            dims = set()
+        else:
+            dims = self._changed.setdefault(spec, set())
+            for entry in self.entries:
+                if entry.captured.arguments.spec == spec:
+                    dims |= _changed_dims(leaves, entry.captured)
+        static = {(at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"}
+        return frozenset(dims - static)
+
+
+def _changed_dims(leaves: list[Any], captured: CapturedStep) -> set[tuple[int, int]]:
+    changed = set()
+    for at, (now, shape) in enumerate(zip(leaves, captured.arguments.shapes, strict=True)):
+        if isinstance(now, torch.Tensor) and shape is not None and now.dim() == len(shape):
+            changed |= {(at, dim) for dim, (a, b) in enumerate(zip(now.shape, shape, strict=True)) if a != b}
+    return changed
+
+
+def compile(
+    step: Callable[P, R] | None = None, *, mode: str = "default", dynamic: bool | None = None,
+    memory_limit: float | None = None, verify: bool | None = None, fallback: str | None = None,
+) -> Any:
+    """Compile a training step. A drop-in decorator: without it the step trains with the same numbers.
+
+    Args:
+        step: a function (or method) that runs forward, ``.backward()``, clipping and optimizers in any combination.
+        mode: ``"default"``, the only mode so far: the captured graph runs on eager ATen kernels, bit for bit the eager step.
+        dynamic: True keeps every size of the tensor arguments symbolic, False none, None those that were seen to change.
+        memory_limit: GiB a rank may use; not supported yet.
+        verify: run the first call both ways and compare loss, gradients and updated state (default: ``WEFT_VERIFY``).
+        fallback: ``"eager"`` runs the step uncompiled, said once, when it cannot be captured; None raises.
+
+    Returns:
+        A callable with the step's signature.
+
+    Raises:
+        UnknownOption: an option has a value weft does not know.
+    """
+    if mode != "default":
+        raise UnknownOption("mode", mode, ["default"])
+    if fallback not in (None, "eager"):
+        raise UnknownOption("fallback", fallback, [None, "eager"])
+    if memory_limit is not None:
+        raise UnknownOption("memory_limit", memory_limit, [None])
+    if step is None:
+        return functools.partial(compile, mode=mode, dynamic=dynamic, verify=verify, fallback=fallback)
+    return CompiledStep(step, dynamic=dynamic, verify=knobs.verify if verify is None else verify, fallback=fallback)
+
+
+def capture(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
+    """Capture one call ``step(*args, **kwargs)`` and return its graph; nothing runs.
+
+    Works on real tensors and, inside :func:`weft.fake_world`, on fake ones.
+    """
+    inner = step.step if isinstance(step, CompiledStep) else step
+    return capture_step(inner, args, kwargs).graph
