@@ -12,12 +12,62 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.capture.fake_world import fake_world as fake_world
+    from weft.capture.graph import StepGraph as StepGraph
+    from weft.capture.marks import mark_dynamic as mark_dynamic
+    from weft.capture.marks import mark_static as mark_static
+    from weft.capture.marks import maybe_mark_dynamic as maybe_mark_dynamic
+    from weft.capture.opaque import opaque as opaque
+    from weft.compile import CompiledStep as CompiledStep
+    from weft.compile import capture as capture
+    from weft.compile import compile as compile
+    from weft.distributed.ddp import ReplicateModule as ReplicateModule
+    from weft.distributed.ddp import replicate as replicate
+    from weft.distributed.fsdp import FSDPModule as FSDPModule
+    from weft.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from weft.distributed.fsdp import fully_shard as fully_shard
+    from weft.distributed.materialize import materialize as materialize
     from weft.errors import WeftError as WeftError
+    from weft.explain import explain as explain
 
-__all__ = ["WeftError"]
+__all__ = [
+    "CompiledStep",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "ReplicateModule",
+    "StepGraph",
+    "WeftError",
+    "capture",
+    "compile",
+    "explain",
+    "fake_world",
+    "fully_shard",
+    "mark_dynamic",
+    "mark_static",
+    "materialize",
+    "maybe_mark_dynamic",
+    "opaque",
+    "replicate",
+]
 
 _HOMES = {
+    "CompiledStep": "weft.compile",
+    "FSDPModule": "weft.distributed.fsdp",
+    "MixedPrecisionPolicy": "weft.distributed.fsdp",
+    "ReplicateModule": "weft.distributed.ddp",
+    "StepGraph": "weft.capture.graph",
     "WeftError": "weft.errors",
+    "capture": "weft.compile",
+    "compile": "weft.compile",
+    "explain": "weft.explain",
+    "fake_world": "weft.capture.fake_world",
+    "fully_shard": "weft.distributed.fsdp",
+    "mark_dynamic": "weft.capture.marks",
+    "mark_static": "weft.capture.marks",
+    "materialize": "weft.distributed.materialize",
+    "maybe_mark_dynamic": "weft.capture.marks",
+    "opaque": "weft.capture.opaque",
+    "replicate": "weft.distributed.ddp",
 }
 
 
