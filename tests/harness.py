@@ -18,7 +18,6 @@ import datetime
 import faulthandler
 import importlib.util
 import inspect
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -39,6 +38,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import weft
+
 # What the server imports once. Private torch names are here only to be loaded early: nothing calls them.
 PRELOAD = [
     "torch",
@@ -48,7 +49,7 @@ PRELOAD = [
     "torch.fx.experimental.proxy_tensor",
     "torch.fx.experimental.symbolic_shapes",
     "torch.utils.checkpoint",
-    "weft",
+    *sorted(set(weft._HOMES.values())),
 ]
 
 # Once a rank has failed, the others are given this long (seconds) to fail of themselves and tell their side.
@@ -56,7 +57,6 @@ GRACE = 5.0
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
-_calls = itertools.count()
 
 
 class RanksFailed(Exception):
