@@ -29,8 +29,8 @@ class ProcessGroupExists(WeftError):
 
     def __init__(self, rank: int, world_size: int, backend: str) -> None:
         super().__init__(
-            f"weft.fake_world: this process is already rank {rank} of {world_size} in a {backend} process group. "
-            f"Call torch.distributed.destroy_process_group() first, or plan in a process of its own."
+            f"weft.fake_world: this process is already rank {rank} of {world_size} in a {backend} process "
+            f"group. Call torch.distributed.destroy_process_group() first, or plan in a process of its own."
         )
 
 
@@ -39,8 +39,8 @@ class FakeWorldActive(WeftError):
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(
-            f"weft.fake_world: rank {rank} of a fake world of {world_size} is active here. Worlds do not nest: leave "
-            f"that `with` block before the next one."
+            f"weft.fake_world: rank {rank} of a fake world of {world_size} is active here. Worlds do not "
+            f"nest: leave that `with` block before the next one."
         )
 
 
@@ -49,9 +49,9 @@ class MeshOfFakeTensor(WeftError):
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__(
-            f"DeviceMesh was given a tensor of shape {shape}, made inside weft.fake_world: it holds no values, so the "
-            f"ranks of the mesh are unknown. Use init_device_mesh(device_type, {shape}), or give DeviceMesh the ranks "
-            f"as nested lists."
+            f"DeviceMesh was given a tensor of shape {shape}, made inside weft.fake_world: it holds no "
+            f"values, so the ranks of the mesh are unknown. Use init_device_mesh(device_type, {shape}), or give "
+            f"DeviceMesh the ranks as nested lists."
         )
 
 
@@ -235,4 +235,101 @@ class StepFailed(WeftError):
         super().__init__(
             f"{operation} failed in a compiled step: {type(error).__name__}: {error}\nIt came from{where}\n"
             "The same step without weft.compile raises at that line if the mistake is in the step or its data."
+        )
+
+
+# ---- distributed: sharded parameters
+
+
+class InvalidShardPlacement(WeftError, ValueError):
+    """A parameter cannot be split as asked."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"fully_shard cannot split parameter {path}: {what}")
+
+
+class InvalidReshardSize(WeftError, ValueError):
+    """`reshard_after_forward` named a number of ranks that does not fit the mesh."""
+
+    def __init__(self, value: int, size: int, has_mesh_dims: bool) -> None:
+        why = "with dp_mesh_dims it must be a bool" if has_mesh_dims else f"it must divide the {size} ranks that shard"
+        super().__init__(f"fully_shard cannot reshard to reshard_after_forward={value} ranks: {why}")
+
+
+class UnshardableParameter(WeftError, ValueError):
+    """A parameter is of a kind that `fully_shard` does not manage."""
+
+    def __init__(self, path: str, what: str) -> None:
+        super().__init__(f"fully_shard cannot manage parameter {path}: it {what}. Change it, or pass it in ignored_params")
+
+
+class HookBeforeSharding(WeftError):
+    """A hook was registered on a parameter that sharding was about to exchange for another."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"a hook is registered on parameter {path}, which fully_shard exchanges for its shard: the hook would never "
+            "run. Register it on the sharded parameter, after fully_shard"
+        )
+
+
+class ParameterReplaced(WeftError):
+    """Something else was put in the place of a sharded parameter."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        super().__init__(
+            f"in the place of sharded parameter {path} there is a {kind} now. Change parameters before fully_shard, or "
+            "put a DTensor of the same layout there (load_state_dict does)"
+        )
+
+
+class MetaParameters(WeftError):
+    """Sharded parameters have no memory yet."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__(
+            f"sharded parameters are still on the meta device: {', '.join(paths)}. Call weft.materialize(model, "
+            "device=...) before the first forward"
+        )
+
+
+class InvalidKnob(WeftError):
+    """A knob was given a value it does not take."""
+
+    def __init__(self, what: str, value: object, wanted: str) -> None:
+        super().__init__(f"{what} = {value!r}: this knob takes {wanted} (see docs/knobs.md)")
+
+
+class UnknownKnob(WeftError):
+    """knobs.override was given a name that is no knob."""
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        super().__init__(f"knobs.{name} does not exist; there are {', '.join(known)}")
+
+
+class GraphMismatch(WeftError):
+    """Ranks captured different graphs. `ranks` differ from the others; `rank` is the one that raises."""
+
+    def __init__(self, name: str, rank: int, ranks: list[int], summary: str, difference: str) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        super().__init__(
+            f"{name}: ranks do not hold the same step. {summary}\n{difference}\n"
+            f"This is rank {rank}. The step has not run: no collective was started and no state changed. A step "
+            f"may not depend on the rank: look for branches on get_rank(), sizes of the batch, modules, hooks, "
+            f"optimizer groups or options that differ between the ranks above."
+        )
+
+
+class AgreementTimeout(WeftError):
+    """Some ranks never said which graph they captured. `missing` are their numbers."""
+
+    def __init__(self, name: str, call: int, rank: int, missing: list[int], listed: str, seconds: float) -> None:
+        self.rank = rank
+        self.missing = missing
+        super().__init__(
+            f"{name}: rank {rank} waited {seconds:.1f} s for the ranks to compare capture {call} of this step, "
+            f"and did not hear from {listed}. Look at their logs first: a rank may have died or raised, may still "
+            f"be capturing or loading data (WEFT_AGREEMENT_TIMEOUT_S waits longer), may not have called this "
+            f"step, or had no need to capture it again because its inputs did not change as they did here."
         )
