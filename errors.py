@@ -315,9 +315,9 @@ class GraphMismatch(WeftError):
         self.ranks = ranks
         super().__init__(
             f"{name}: ranks do not hold the same step. {summary}\n{difference}\n"
-            f"This is rank {rank}. The step has not run: no collective was started and no state changed. A step "
-            f"may not depend on the rank: look for branches on get_rank(), sizes of the batch, modules, hooks, "
-            f"optimizer groups or options that differ between the ranks above."
+            f"This is rank {rank}. The step has not run: no collective was started and no state changed. A "
+            f"step may not depend on the rank: look for branches on get_rank(), sizes of the batch, modules, "
+            f"hooks, optimizer groups or options that differ between the ranks above."
         )
 
 
@@ -328,8 +328,8 @@ class AgreementTimeout(WeftError):
         self.rank = rank
         self.missing = missing
         super().__init__(
-            f"{name}: rank {rank} waited {seconds:.1f} s for the ranks to compare capture {call} of this step, "
-            f"and did not hear from {listed}. Look at their logs first: a rank may have died or raised, may still "
-            f"be capturing or loading data (WEFT_AGREEMENT_TIMEOUT_S waits longer), may not have called this "
-            f"step, or had no need to capture it again because its inputs did not change as they did here."
+            f"{name}: rank {rank} waited {seconds:.1f} s for the ranks to compare capture {call} of this "
+            f"step, and did not hear from {listed}. Look at their logs first: a rank may have died or raised, "
+            f"may still be capturing or loading data (WEFT_AGREEMENT_TIMEOUT_S waits longer), may not have "
+            f"called this step, or had no need to capture it again because its inputs did not change as here."
         )
