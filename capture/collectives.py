@@ -141,9 +141,9 @@ class _Capture:
         call.same_dtype(output_tensor, input_tensor)
         call.require(
             output_tensor.numel() == call.size * input_tensor.numel(),
-            f"the output holds {output_tensor.numel()} elements for {call.size} inputs of {input_tensor.numel()}",
+            f"the output has {output_tensor.numel()} elements, {call.size} inputs {input_tensor.numel()} each",
         )
-        call.inputs, call.outputs = [_data(input_tensor)], [output_tensor]
+        call.inputs, call.outputs = [_with_rows(_data(input_tensor))], [output_tensor]
         call.write = _into([_data(output_tensor)])
         return self._issue(call, async_op)
 
@@ -154,7 +154,7 @@ class _Capture:
         call.same_dtype(output, input)
         call.require(
             input.numel() == call.size * output.numel(),
-            f"the input holds {input.numel()} elements for {call.size} outputs of {output.numel()}",
+            f"the input has {input.numel()} elements for {call.size} outputs of {output.numel()}",
         )
         data = _data(input, call, op)
         # torch cuts the input's memory into equal parts, whatever its shape.
@@ -172,7 +172,7 @@ class _Capture:
         call.outputs = list(tensor_list)
         data = _data(tensor)
         if all(torch_adapter.surely(t.numel() == data.numel()) for t in outputs):
-            call.inputs, call.write = [data], _into_pieces(outputs)
+            call.inputs, call.write = [_with_rows(data)], _into_pieces(outputs)
         else:
             # Each rank sends the whole of its tensor to every rank, the sizes being those of the outputs.
             call.name, call.inputs = "all_to_all_single", [data.reshape(-1).repeat(call.size)]
@@ -192,7 +192,7 @@ class _Capture:
             len(output_tensor_lists) == call.size,
             f"{len(output_tensor_lists)} lists of outputs for {call.size} ranks",
         )
-        call.inputs = [_data(tensor) for tensor in input_tensor_list]
+        call.inputs = [_with_rows(_data(tensor)) for tensor in input_tensor_list]
         call.outputs = [tensor for outputs in output_tensor_lists for tensor in outputs]
         writes = [
             _into_pieces([_data(t) for t in of_input]) for of_input in zip(*output_tensor_lists, strict=True)
@@ -356,7 +356,7 @@ class _Call:
         raise errors.InvalidCollective(self.name, what, user_line())
 
     def require(self, condition: bool | torch.SymBool, what: str) -> None:
-        """Fail unless `condition`; what is not known before the data is there is checked when the graph runs."""
+        """Fail unless `condition`; what only the data decides is checked when the graph runs."""
         if isinstance(condition, torch.SymBool):
             line = user_line()
             torch._check(condition, lambda: str(errors.InvalidCollective(self.name, what, line)))
@@ -468,13 +468,18 @@ def _refusal(name: str, remedy: str) -> Callable[..., Any]:
 
 
 def _data(tensor: Tensor, call: _Call | None = None, reduction: Any = _SUM) -> Tensor:
-    """The tensor's data behind autograd's back (torch's collectives bump no version either), as real numbers."""
+    """The tensor's data as real numbers, behind autograd's back: torch's collectives bump no version."""
     data = tensor.data
     if not data.is_complex():
         return data
-    if call is not None and not dist.distributed_c10d.supports_complex(reduction):
+    if call is not None and not dist.supports_complex(reduction):
         call.fail(f"complex numbers have no {reduction}")
     return torch.view_as_real(data)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """A scalar as a row of one: what is gathered is laid out along a first dimension."""
+    return tensor if tensor.dim() else tensor.reshape(1)
 
 
 def _into(outputs: Sequence[Tensor]) -> Write:

@@ -43,7 +43,7 @@ class CaptureFunctions(TorchFunctionMode):
             return self._to_list(args[0])
         if func in _TO_NUMPY:
             raise NumpyOnTensor(user_line())
-        if func is _SET_DATA:
+        if func == _SET_DATA:
             return self._set_data(*args)
         if func in _FUSED and isinstance(kwargs.get("lr"), torch.SymFloat):
             kwargs = {**kwargs, "lr": self._tag(kwargs["lr"])}

@@ -50,10 +50,11 @@ def recording() -> Recorder | None:
 class Buffer:
     """One storage: the node of its present value and how often it was written."""
 
-    __slots__ = ("node", "storage", "version")
+    __slots__ = ("node", "storage", "version", "whole")
 
     def __init__(self, node: torch.fx.Node, storage: torch.UntypedStorage) -> None:
         self.node = node
+        self.whole: Alias | None = None
         self.version = 0
         self.storage = storage
 
@@ -441,10 +442,11 @@ class Recorder(TorchDispatchMode):
         if buffer is None:
             self._bind_fresh(val, node)
             return
-        parent = next(self.alias(t) for t in _tensors((args, kwargs)) if self.alias(t).buffer is buffer)
         if _known(val):
             return
-        if kwargs or not args or not isinstance(args[0], torch.Tensor):
+        viewed = [alias for t in _tensors((args, kwargs)) if (alias := self.alias(t)).buffer is buffer]
+        parent = viewed[0] if viewed else buffer.whole
+        if kwargs or not viewed or viewed[0] is not self.alias(args[0]):
             geometry = list(val.shape), list(val.stride()), val.storage_offset()
             replay = (aten.as_strided.default, geometry, None)
         else:
@@ -455,7 +457,8 @@ class Recorder(TorchDispatchMode):
         storage = val.untyped_storage()
         buffer = self._buffers[storage._cdata] = Buffer(node, storage)
         self.symbols.define_sizes(val, node, self.emit_sizes)
-        return self._mark(val, Alias(buffer, node, val))
+        buffer.whole = self._mark(val, Alias(buffer, node, val))
+        return buffer.whole
 
     def _share(self, out: torch.Tensor, source: Alias) -> torch.Tensor:
         """``out`` is another tensor object for exactly what ``source`` is."""

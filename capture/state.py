@@ -218,7 +218,7 @@ class State:
             self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
         self._container(Container(own["_modules"], path, label=lambda key: f"{prefix}{key}"))
         rest = frozenset(own) - _BOOKKEEPING
-        self._container(Container(own, path, rest | self._names, label=lambda key: f"{prefix}{key}"))
+        self._container(Container(own, path, rest | frozenset(self._names), label=lambda key: f"{prefix}{key}"))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.optimizers.append((optimizer, path))
@@ -281,12 +281,10 @@ class State:
         self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
 
     def _object(self, obj: Any, path: str) -> None:
-        for name in sorted(self._names):
-            method = inspect.getattr_static(type(obj), name, None)
-            if isinstance(method, types.FunctionType):
-                self._function_code(method)
+        for method in _methods_used(type(obj), self._names):
+            self._function_code(method)
         welcome = type(obj).__module__.startswith(_WELCOME)
-        keys = frozenset(vars(obj)) if welcome else self._names
+        keys = frozenset(vars(obj)) if welcome else frozenset(self._names)
         prefix = f"{path}." if path else ""
         self._container(Container(vars(obj), path, keys, label=lambda key: f"{prefix}{key}"))
 
@@ -337,23 +335,26 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
             yield from _code_names(constant)
 
 
-def _names_used(step: Callable[..., Any]) -> frozenset[str]:
-    """Attribute names that the step's code, and methods of its own class that it names, can read or write.
+def _names_used(step: Callable[..., Any]) -> set[str]:
+    """Attribute names in the step's own code.
 
     Objects of the user's carry much that changes every step and has nothing to do with it (a trainer's counters);
-    only attributes that the step can name are looked at.
+    only attributes that the step, or a method it names, can read or write are looked at.
     """
-    owner = type(step.__self__) if isinstance(step, types.MethodType) else None
-    code = getattr(step, "__code__", None) or getattr(getattr(step, "__func__", None), "__code__", None)
-    names: set[str] = set(_code_names(code)) if code else set()
-    if not code and callable(step):
-        names |= set(_code_names(type(step).__call__.__code__)) if hasattr(type(step).__call__, "__code__") else set()
+    function = getattr(step, "__func__", step)
+    code = getattr(function, "__code__", None) or getattr(type(step).__call__, "__code__", None)
+    return set(_code_names(code)) if code else set()
+
+
+def _methods_used(owner: type, names: set[str]) -> list[types.FunctionType]:
+    """Methods of ``owner`` that code using ``names`` can call, directly or through each other; ``names`` grows by theirs."""
+    found: dict[str, types.FunctionType] = {}
     grown = True
-    while grown and owner is not None:
-        before = len(names)
-        for name in list(names):
-            method = inspect.getattr_static(owner, name, None)
-            if isinstance(method, types.FunctionType):
-                names |= set(_code_names(method.__code__))
-        grown = len(names) > before
-    return frozenset(names)
+    while grown:
+        new = {name: inspect.getattr_static(owner, name, None) for name in sorted(names - found.keys())}
+        methods = {name: method for name, method in new.items() if isinstance(method, types.FunctionType)}
+        found |= methods
+        for method in methods.values():
+            names |= set(_code_names(method.__code__))
+        grown = bool(methods)
+    return list(found.values())
