@@ -50,8 +50,8 @@ class MeshOfFakeTensor(WeftError):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__(
             f"DeviceMesh was given a tensor of shape {shape}, made inside weft.fake_world: it holds no "
-            f"values, so the ranks of the mesh are unknown. Use init_device_mesh(device_type, {shape}), or give "
-            f"DeviceMesh the ranks as nested lists."
+            f"values, so the ranks of the mesh are unknown. Use init_device_mesh(device_type, {shape}), or "
+            f"give DeviceMesh the ranks as nested lists."
         )
 
 
@@ -332,4 +332,14 @@ class AgreementTimeout(WeftError):
             f"step, and did not hear from {listed}. Look at their logs first: a rank may have died or raised, "
             f"may still be capturing or loading data (WEFT_AGREEMENT_TIMEOUT_S waits longer), may not have "
             f"called this step, or had no need to capture it again because its inputs did not change as here."
+        )
+
+
+class CannotInitialize(WeftError):
+    """`materialize` found tensors that no module initializes."""
+
+    def __init__(self, paths: list[str], what: str) -> None:
+        super().__init__(
+            f"weft.materialize: {', '.join(paths)} {what}. Give the module that owns them a reset_parameters() that fills "
+            "its parameters and buffers, or build that module off the meta device"
         )

@@ -153,6 +153,25 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+class StorageWrites(TorchDispatchMode):
+    """While active, notes in `storages` the storage_key of every tensor that an operation writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            written = args[at] if at < len(args) else named.get(argument.name)
+            for tensor in written if isinstance(written, (list, tuple)) else [written]:
+                if isinstance(tensor, torch.Tensor):
+                    self.storages.add(storage_key(tensor))
+        return func(*args, **named)
+
+
 def local_tensor(dtensor: Any) -> torch.Tensor:
     """The shard that a DTensor holds, the very object and no operation."""
     return dtensor._local_tensor
@@ -171,6 +190,13 @@ def dtensor_like(local: torch.Tensor, like: Any) -> Any:
 def group_rank(group_name: str) -> int:
     """This process's rank in the process group of that name."""
     return torch._C._distributed_c10d._resolve_process_group(group_name).rank()
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of a dimension that is split over this mesh dimension after `split_factor` parts over a later one."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
 
 
 def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:

@@ -1,0 +1,1 @@
+"""What users wrap models with; emits functional collectives and knows no compiler."""

@@ -1,0 +1,16 @@
+"""Per-parameter fully sharded data parallelism: torch's `fully_shard`, in Python over functional collectives."""
+
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from weft.distributed.fsdp.api import fully_shard, register_fsdp_forward_method
+from weft.distributed.fsdp.module import FSDPModule, UnshardHandle, share_comm_ctx
+
+__all__ = [
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -1,0 +1,67 @@
+"""The three places where sharding meets autograd.
+
+    sharded parameter --ReduceGradient--> anchor --Attach--> gathered parameter --> the module's operations
+
+The anchor has the shape of the gathered parameter and no memory. It exists so that all gathers of a parameter in
+one forward, however many, hand their gradients to one ReduceGradient: autograd sums them there and the sum is
+reduced once, as soon as the last of them has arrived. The sharded parameter is the one leaf, so the user's hooks
+on it fire natively.
+
+None of these save tensors: they may be run again by a second backward over the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from weft.distributed.fsdp.param import ShardedParameter
+
+
+class ReduceGradient(torch.autograd.Function):
+    """Sharded DTensor parameter to anchor; backward reduces the whole gradient to this rank's shard of it."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
+        ctx.param = param
+        return torch.empty((), dtype=param.compute_dtype, device=sharded.device).expand(param.layout.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        ctx.param.on_gradient()
+        with torch.no_grad():
+            return ctx.param.reduce(grads[0]), None
+
+
+class Attach(torch.autograd.Function):
+    """Give a gathered tensor the anchor as its origin. The tensor comes in a list, so that it is no input of the
+    function and becomes the output itself, without an operation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, gathered: list[torch.Tensor], param: ShardedParameter) -> torch.Tensor:
+        # The graph keeps the anchor alive: a later gather of the same forward finds it (ShardedParameter.anchor).
+        ctx.anchor, ctx.param = anchor, param
+        return gathered[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.param.layout.unwrap_gradient(grads[0]), None, None
+
+
+class AfterBackward(torch.autograd.Function):
+    """Pass the inputs of a module through; call `done` when backward has got past the module."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.done = done
+        ctx.set_materialize_grads(False)
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.done()
+        return None, *grads

@@ -1,0 +1,246 @@
+"""The class that a sharded module is an instance of, besides its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.distributed.fsdp.state import ShardedState, state_of, states_in
+from weft.errors import AlreadyWrapped
+
+_log = logging.getLogger(__name__)
+
+
+class UnshardHandle:
+    """What `FSDPModule.unshard(async_op=True)` returns."""
+
+    def __init__(self, state: ShardedState) -> None:
+        self._state: ShardedState | None = state
+
+    def wait(self) -> None:
+        """Wait for the all-gathers; then the gathered parameters are in the module."""
+        if self._state is not None:
+            self._state.unshard()
+            self._state = None
+
+
+class FSDPModule:
+    """A module wrapped by `weft.fully_shard`: an instance of `FSDP<Name>`, its own class and this one.
+
+    The methods have the names, arguments and meanings of torch.distributed.fsdp.FSDPModule. It is no subclass of
+    that: torch's pipeline schedules and memory tracker reach from an instance of torch's class into private parts
+    that have no counterpart here, and would fail or, worse, half work. Methods that steer how torch overlaps
+    communication say once, in the log, that they do nothing: the compiler decides that.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Indexing a container makes a new one of the same class; the new one is not sharded.
+        return cls.__mro__[2](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._state()
+        depth = len(state.saving)
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            state.unwind(depth)
+            raise
+
+    # ---- gathering by hand
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters and put them into it; not those of wrapped modules inside.
+
+        With `async_op` only start, and return a handle to wait on; forward waits by itself.
+        """
+        state = self._state()
+        if async_op:
+            state.launch()
+            return UnshardHandle(state)
+        state.unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Let go of the gathered parameters; not those of wrapped modules inside."""
+        self._state().shard()
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: forget that iteration, accumulated gradients included.
+
+        Raises RuntimeError on a module that is not the root.
+        """
+        state = self._state()
+        if not state.is_root:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        state.context.reset()
+
+    # ---- gradients
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, whole gradients add up in the reduce dtype until one does."""
+        for state in self._states(recurse):
+            state.options.reduce = requires_gradient_sync
+            state.options.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """For HSDP: whether reduce-scattered gradients are all-reduced too; without, their shards add up."""
+        for state in self._states(recurse):
+            state.options.all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by `factor` instead of the number of ranks."""
+        self._state().options.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Only sums on the wire, with a division of its own after."""
+        self._state().options.force_sum = enable
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters without a gradient take part in the reduction with zeros."""
+        for state in self._states(recurse):
+            state.options.reduce_unused = reduce_scatter_unused_params
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with every reduced gradient before the last division; it may change it in place.
+
+        Parameters are reduced one by one, so it is called once for each of them, with this rank's (padded) shard
+        in the reduce dtype. `stream` is ignored: the hook is part of the step like any other code.
+        """
+        state = self._state()
+        if stream is not None and any(m.param.layout.data_parallel.replicate is not None for m in state.members):
+            raise ValueError("stream cannot be set when using native HSDP")
+        state.options.all_reduce_hook = hook
+
+    # ---- when parameters are gathered
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether to let go of parameters after forward and gather them again in backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for state in self._states(recurse):
+            state.reshard = reshard_after_forward
+            for member in state.members:
+                member.param.small = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether to let go of parameters after backward; without, the next forward finds them gathered."""
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether to gather before backward; False where backward needs none of the parameters."""
+        self._state().unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Wrapped modules whose all-gathers are started when this module has gathered in forward."""
+        self._state().forward_prefetch = [_sharded(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Wrapped modules whose all-gathers are started when this module has gathered in backward."""
+        self._state().backward_prefetch = [_sharded(module) for module in modules]
+
+    # ---- what means nothing here
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        _means_nothing("set_is_last_backward")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        _means_nothing("set_post_optim_event")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        _means_nothing("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        _means_nothing("set_custom_reduce_scatter")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        _means_nothing("set_reduce_scatter_max_input_buffers")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        _means_nothing("set_separate_reduce_scatter_group")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        _means_nothing("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        _means_nothing("set_symm_mem_for_comm")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        _means_nothing("_set_unshard_async_op")
+
+    # ----
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """What `to`, `cuda`, `to_empty` and the like do: to the shards."""
+        state = self._state()
+        state.shard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        state.adopt()
+        return result
+
+    def _state(self) -> ShardedState:
+        state = state_of(_as_module(self))
+        assert state is not None
+        return state
+
+    def _states(self, recurse: bool) -> list[ShardedState]:
+        module = _as_module(self)
+        return states_in(module.modules() if recurse else iter([module]))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Torch's way to let several roots share streams; there are none here to share."""
+    for module in modules:
+        _sharded(module)
+    _means_nothing("share_comm_ctx")
+
+
+_classes: dict[type, type] = {}
+
+
+def wrap_class(modules: Iterable[nn.Module]) -> None:
+    """Make each module an instance of `FSDP<Name>`."""
+    for module in modules:
+        cls = type(module)
+        if cls not in _classes:
+            body = {"__deepcopy__": _no_deepcopy, "__module__": cls.__module__}
+            _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
+        module.__class__ = _classes[cls]
+
+
+def _no_deepcopy(self: nn.Module, _memo: Any) -> Any:
+    raise AlreadyWrapped("copy.deepcopy", type(self).__name__)
+
+
+def _as_module(module: Any) -> nn.Module:
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _sharded(module: Any) -> ShardedState:
+    if not isinstance(module, FSDPModule):
+        raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return module._state()
+
+
+_said: set[str] = set()
+
+
+def _means_nothing(method: str) -> None:
+    """Say once that a method does nothing."""
+    if method not in _said:
+        _said.add(method)
+        _log.warning(
+            "%s does nothing in weft: when a collective runs, and through which memory, is decided by the compiler",
+            method,
+        )

@@ -1,0 +1,294 @@
+"""One sharded parameter: its shard, the gathered tensor while there is one, and the reduction of its gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from weft import torch_adapter
+from weft.distributed.fsdp.autograd import Attach, ReduceGradient
+from weft.distributed.fsdp.layout import Layout
+from weft.distributed.fsdp.mesh import Axis
+from weft.distributed.fsdp.reduction import Division, ReduceOptions, all_reduce, choose_division, reduce_scatter
+from weft.distributed.ops import pad_shard, take_shard, unpad_shard
+from weft.errors import ParameterReplaced
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place in a module that holds a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> Any:
+        return self.module._parameters[self.name]
+
+    def put(self, tensor: torch.Tensor) -> None:
+        # Not setattr: it refuses a tensor with a history in the place of a parameter.
+        self.module._parameters[self.name] = tensor  # type: ignore[assignment]
+        if isinstance(self.module, nn.RNNBase):
+            torch_adapter.refresh_rnn_weights(self.module)
+
+
+@dataclass(eq=False)
+class ShardedParameter:
+    """A parameter, tied ones once.
+
+    Args:
+        path: its name in the wrapped module.
+        home: the place that decides which object the parameter is, should another be put there.
+        sharded: the leaf, a DTensor that holds this rank's shard.
+        layout: how it is cut.
+        policy: dtypes of gathering and reducing.
+        options: how its gradient is reduced; shared with the wrapped module that owns the parameter.
+        on_gradient: called when backward brings a gradient.
+        small: the axis to gather it over again where it was resharded to a smaller world after forward.
+
+    The numbers beside tensors are versions of the shard: what was gathered before an update is not used after it.
+
+    Between steps `gathered`, `pending` and `kept` are None, `holders` and `anchors` empty. Only `unreduced` (a
+    whole gradient in the reduce dtype) and `unsummed` (a shard of it, not yet all-reduced) live on, while
+    gradients accumulate without synchronization.
+    """
+
+    path: str
+    home: Slot
+    sharded: nn.Parameter
+    layout: Layout
+    policy: MixedPrecisionPolicy
+    options: ReduceOptions
+    small: Axis | None = None
+    gathered: torch.Tensor | None = None
+    gathered_from: int = 0
+    pending: tuple[torch.Tensor, int] | None = None
+    kept: tuple[torch.Tensor, int] | None = None
+    unreduced: torch.Tensor | None = None
+    unsummed: torch.Tensor | None = None
+    on_gradient: Callable[[], None] = lambda: None
+    had_gradient: bool = False
+    holders: set[object] = field(default_factory=set)
+    anchors: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+
+    # ---- the parameter
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part, the tensor inside the DTensor."""
+        return torch_adapter.local_tensor(self.sharded)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that forward sees; only floating-point parameters are cast."""
+        dtype = self.sharded.dtype
+        return self.policy.param_dtype or dtype if dtype.is_floating_point else dtype
+
+    def adopt(self) -> None:
+        """Take over the parameter that stands at home now (after `to`, or `load_state_dict(assign=True)`)."""
+        if self.holders or (current := self.home.get()) is self.sharded:
+            return
+        if not isinstance(current, DTensor):
+            raise ParameterReplaced(self.path, type(current).__name__)
+        assert isinstance(current, nn.Parameter)
+        self.sharded = current
+        self.forget_gathered()
+
+    # ---- gathering
+
+    def launch(self) -> None:
+        """Start the all-gather, unless the gathered tensor is there or on its way."""
+        if self._is_split and self.pending is None and not self._is_current():
+            with torch.no_grad():
+                self.pending = self._start_gather(), self.shard._version
+
+    def acquire(self, holder: object) -> torch.Tensor:
+        """The gathered tensor in the compute dtype, with the gradient's way back where gradients are on.
+
+        It is kept until every holder has called `release`.
+        """
+        self.holders.add(holder)
+        if not self._is_current():
+            self.gathered = self.gather()
+        self._attach()
+        assert self.gathered is not None
+        return self.gathered
+
+    def release(self, holder: object, for_backward: bool = False) -> None:
+        """Let the gathered tensor go. With `for_backward`, a shard over the smaller world is kept, if there is one."""
+        if holder not in self.holders:
+            return
+        self.holders.discard(holder)
+        if self.holders:
+            return
+        if for_backward and self.small is not None and self.gathered is not None:
+            with torch.no_grad():
+                whole = self._to_front(_plain(self.gathered))
+                self.kept = take_shard(whole, self.small.size, self.small.group_name), self.gathered_from
+        self.gathered, self.gathered_from = None, 0
+
+    def end_iteration(self) -> None:
+        """Let go of what a backward no longer needs."""
+        if self.pending is not None:
+            torch.ops._c10d_functional.wait_tensor(self.pending[0])
+        self.pending = self.kept = None
+        self.anchors.clear()
+
+    def forget_gathered(self) -> None:
+        """Forget everything gathered, whoever holds it."""
+        self.end_iteration()
+        self.gathered, self.gathered_from = None, 0
+        self.holders.clear()
+
+    def forget(self) -> None:
+        """Forget everything but the parameter: gradients waiting to be reduced too."""
+        self.forget_gathered()
+        self.unreduced = self.unsummed = None
+        self.had_gradient = False
+
+    @property
+    def _is_split(self) -> bool:
+        return self.layout.dim is not None and self.layout.data_parallel.shard_size > 1
+
+    def _is_current(self) -> bool:
+        """Whether there is a gathered tensor, of the present values, that autograd may use."""
+        if self.gathered is None or self.gathered_from != self.shard._version:
+            return False
+        return torch.is_inference_mode_enabled() or not self.gathered.is_inference()
+
+    @torch.no_grad()
+    def gather(self) -> torch.Tensor:
+        """The whole, in the compute dtype; new memory, or a view of the shard where nothing is split or cast."""
+        self.gathered_from = self.shard._version
+        if not self._is_split:
+            shard, dtype = self.shard, self.compute_dtype
+            return self.layout.wrap_whole(shard.detach() if shard.dtype == dtype else shard.to(dtype))
+        if self.pending is not None and self.pending[1] != self.gathered_from:
+            torch.ops._c10d_functional.wait_tensor(self.pending[0])
+            self.pending = None
+        started = self._start_gather() if self.pending is None else self.pending[0]
+        self.pending = self.kept = None
+        rows = self.layout.shape[self.layout.dim or 0]
+        whole = torch.ops._c10d_functional.wait_tensor(started).narrow(0, 0, rows)
+        return self.layout.wrap_whole(self._from_front(whole))
+
+    def _start_gather(self) -> torch.Tensor:
+        axis = self.layout.data_parallel.shard
+        assert axis is not None
+        if self.kept is not None and self.small is not None and self.kept[1] == self.shard._version:
+            axis, part = self.small, self.kept[0]
+        else:
+            size = self.layout.shape[self.layout.dim or 0]
+            part = pad_shard(self._to_front(self.shard), size, axis.size, self.compute_dtype)
+        return torch.ops._c10d_functional.all_gather_into_tensor(part, axis.size, axis.group_name)
+
+    def _attach(self) -> None:
+        """Let gradients reach the leaf through the gathered tensor, or not, as the leaf says now."""
+        assert self.gathered is not None
+        needed = self.sharded.requires_grad
+        if not torch.is_grad_enabled() or self.gathered.requires_grad == needed:
+            return
+        if not needed:
+            self.gathered = self.gathered.detach()
+            return
+        self.gathered = Attach.apply(self._anchor(), [self.gathered], self)
+        # So that isinstance(module.weight, nn.Parameter) holds inside forward too.
+        self.gathered._is_param = True  # type: ignore[attr-defined]
+
+    def _anchor(self) -> torch.Tensor:
+        """The anchor of this iteration; alive as long as a graph is that gathered through it, or until backward is done."""
+        anchor = self.anchors.get("")
+        if anchor is None:
+            anchor = ReduceGradient.apply(self.sharded, self)
+            self.anchors[""] = anchor
+        return anchor
+
+    def _to_front(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The split dimension moved to the front, where collectives cut."""
+        return tensor.movedim(self.layout.dim, 0) if self.layout.dim else tensor
+
+    def _from_front(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The inverse; contiguous."""
+        if not self.layout.dim:
+            return tensor
+        # Always a copy: whether strides happen to be right already depends on the size of the world.
+        return tensor.movedim(0, self.layout.dim).clone(memory_format=torch.contiguous_format)
+
+    # ---- reducing
+
+    def reduce(self, grad: torch.Tensor) -> DTensor | None:
+        """The shard of the whole gradient `grad` (of `layout.shape`), averaged over the data-parallel ranks.
+
+        None where the options say to wait; the sum so far is kept then.
+        """
+        self.had_gradient = True
+        options, dtype = self.options, self.policy.reduce_dtype or self.compute_dtype
+        if self.unreduced is not None:
+            grad, self.unreduced = self.unreduced + grad, None
+        if not options.reduce:
+            self.unreduced = grad.to(dtype)
+            return None
+        division = choose_division(self.layout.data_parallel, dtype, options)
+        part = self._scattered(grad, dtype, division)
+        if (axis := self.layout.data_parallel.replicate) is not None:
+            if self.unsummed is not None:
+                part, self.unsummed = part + self.unsummed, None
+            if not options.all_reduce:
+                self.unsummed = part
+                return None
+            part = all_reduce(part, division.all_reduce, axis)
+        if options.all_reduce_hook is not None:
+            options.all_reduce_hook(part)
+        return self._finished(part if division.divide_after == 1 else part / division.divide_after)
+
+    def reduce_leftover(self) -> None:
+        """At the end of a backward: reduce what earlier backwards left and this one did not touch."""
+        had_gradient, self.had_gradient = self.had_gradient, False
+        if had_gradient or not self.options.reduce or not self.sharded.requires_grad:
+            return
+        grad, self.unreduced = self.unreduced, None
+        if grad is None:
+            if not self.options.reduce_unused:
+                return
+            grad = self.shard.new_zeros(self.layout.shape, dtype=self.compute_dtype)
+        with torch.no_grad():
+            reduced = self.reduce(grad)
+        self.had_gradient = False
+        if reduced is not None:
+            torch.autograd.backward([self.sharded], [reduced])
+
+    def _scattered(self, grad: torch.Tensor, dtype: torch.dtype, division: Division) -> torch.Tensor:
+        """Sum or mean of `grad` over the shard axis: this rank's padded shard of it, or all where nothing is split."""
+        axis = self.layout.data_parallel.shard
+        if self._is_split and axis is not None:
+            part = pad_shard(self._to_front(grad), self.layout.rows * axis.size, 1, dtype)
+        else:
+            # A copy even where nothing is to do: autograd may hand one tensor to several parameters.
+            part = grad.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        if division.multiply != 1:
+            part = part * division.multiply
+        if division.divide_before != 1:
+            part = part / division.divide_before
+        if axis is None or axis.size == 1:
+            return part
+        return (reduce_scatter if self._is_split else all_reduce)(part, division.scatter, axis)
+
+    def _finished(self, part: torch.Tensor) -> DTensor:
+        """The reduced gradient in the dtype and layout of the parameter."""
+        axis = self.layout.data_parallel.shard
+        if self._is_split and axis is not None:
+            size = self.layout.shape[self.layout.dim or 0]
+            shard = self._from_front(unpad_shard(part, size, axis.group_name, self.sharded.dtype))
+        else:
+            shard = part.to(self.sharded.dtype)
+        return torch_adapter.dtensor_like(shard, self.sharded)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return torch_adapter.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,109 @@
+"""What autograd saves of gathered parameters: a note how to make it again, instead of memory.
+
+With `reshard_after_forward`, a gathered parameter must not outlive forward. But operations save it, or views of it,
+for backward. While such a module runs, a saved tensor that lies in the memory of a gathered parameter is replaced
+by a recipe (which parameter, which view); backward gathers the parameter again and takes the same view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weft import torch_adapter
+from weft.distributed.fsdp.param import ShardedParameter
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as seen from the whole parameter that it lies in.
+
+    With `order`, it is the parameter with each dimension cut to (start, length) and then permuted; else it is
+    given by strides: compilers follow a permutation more easily.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    order: tuple[int, ...] | None = None
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.order is None:
+            return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+        for dim, start, length in self.cuts:
+            whole = whole.narrow(dim, start, length)
+        return whole if self.order == tuple(range(whole.ndim)) else whole.permute(self.order)
+
+
+def describe(tensor: torch.Tensor, whole: torch.Tensor) -> View:
+    """The view of the contiguous `whole` that `tensor`, which shares its memory and dtype, is."""
+    offset = tensor.storage_offset() - whole.storage_offset()
+    plain = View(tuple(tensor.shape), tensor.stride(), offset)
+    if tensor.ndim != whole.ndim:
+        return plain
+    by_stride = {stride: dim for dim, stride in enumerate(whole.stride()) if whole.shape[dim] != 1}
+    order = [by_stride.get(stride, -1) for stride in tensor.stride()]
+    if len(by_stride) != whole.ndim or sorted(order) != list(range(whole.ndim)):
+        return plain
+    cuts = []
+    for dim in sorted(range(whole.ndim), key=whole.stride, reverse=True):
+        start, offset = divmod(offset, whole.stride(dim)) if whole.stride(dim) else (0, offset)
+        length = tensor.shape[order.index(dim)]
+        if start + length > whole.shape[dim]:
+            return plain
+        if length != whole.shape[dim]:
+            cuts.append((dim, start, length))
+    return View(plain.shape, plain.stride, plain.offset, tuple(cuts), tuple(order)) if offset == 0 else plain
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What stands for a saved tensor: a view of a parameter that is to be gathered again."""
+
+    param: ShardedParameter
+    view: View
+
+
+@dataclass(frozen=True)
+class PassedOn:
+    """A saved tensor that hooks further out have packed."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    packed: Any
+
+
+def saved_as_recipes(
+    params: list[ShardedParameter], gather_again: Callable[[ShardedParameter], torch.Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """The context in which what is saved of the gathered `params` is saved as a recipe.
+
+    Everything else goes to the hooks that were innermost before: torch applies one pair only, and activation
+    checkpointing around the module is such a pair.
+    """
+    gathered = {}
+    for param in params:
+        if param.gathered is not None and not isinstance(param.gathered, DTensor):
+            gathered[torch_adapter.storage_key(param.gathered)] = param
+    outer = torch_adapter.innermost_saved_tensor_hooks()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        param = gathered.get(torch_adapter.storage_key(tensor)) if _is_strided(tensor) else None
+        if param is not None and (whole := param.gathered) is not None and whole.dtype == tensor.dtype:
+            return Recipe(param, describe(tensor, whole))
+        return tensor if outer is None else PassedOn(outer[1], outer[0](tensor))
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, Recipe):
+            return packed.view.of(gather_again(packed.param))
+        return packed.unpack(packed.packed) if isinstance(packed, PassedOn) else packed
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not isinstance(tensor, DTensor)
