@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives, distributed_c10d
@@ -351,7 +352,7 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 # ---- execution: what a generated program needs
 
 
-def kernel(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def kernel(op: OpOverload) -> Callable[..., Any]:
     """The C++ callable of an operation: what calling the OpOverload does, less a Python frame (0.3 microseconds)."""
     return op._op
 

@@ -1,0 +1,169 @@
+"""The order in which an eager executor runs a step: collectives start early, are waited for late.
+
+Data dependences allow it, and nothing else moves: random operations and calls with effects keep their order,
+and every decision follows from the graph alone, so that all ranks issue their collectives in one order. The
+bits do not change.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import deque
+
+import torch
+
+from weft.capture.graph import WAIT, StepGraph, is_collective
+from weft.inductor.runtime.geometry import looks_into
+
+Node = torch.fx.Node
+
+PREFETCH_BYTES = 256 << 20
+# What may stand between a parameter and its all-gather.
+_PREPARATIONS = frozenset({"aten::_to_copy", "aten::constant_pad_nd", "aten::clone", "weft::pad_shard"})
+# A collective that keeps an input alive which nobody else needs: its wait must not come too late.
+_CONSUMING = ("_c10d_functional::reduce_scatter", "_c10d_functional::all_to_all")
+
+
+def schedule(step: StepGraph, prefetch_bytes: int = PREFETCH_BYTES) -> list[Node]:
+    """All nodes of the graph, in the order to run them.
+
+    - A wait, and the views of what it returns, come just before their first real use.
+    - An all-gather whose input comes from placeholders by casts, padding and views only is started ahead of
+      its place while no more than ``prefetch_bytes`` of gathered results are started and not yet waited for.
+    - Reduce-scatters and all-to-alls are waited for, oldest first, when their inputs exceed
+      ``prefetch_bytes``: communication holds its inputs until then.
+    - Elements are picked from a list right after it is made, so that the list can go.
+
+    Args:
+        prefetch_bytes: bytes; with 0 every collective starts where it was issued.
+    """
+    return _Scheduler(step, prefetch_bytes).run()
+
+
+class _Scheduler:
+    def __init__(self, step: StepGraph, limit: int) -> None:
+        self.nodes = list(step.graph.nodes)
+        self.limit = limit
+        self.order: list[Node] = []
+        self.done: set[Node] = set()
+        self.deferred: dict[Node, None] = {}
+        self.gathered = 0
+        self.consumed = 0
+        self.unwaited: deque[Node] = deque()
+        self.ahead = deque(node for node in self.nodes if _is_gather(node) and _from_placeholders(node))
+
+    def run(self) -> list[Node]:
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self._append(node)
+        self._start_ahead()
+        for node in self.nodes:
+            if node in self.done:
+                continue
+            if node.op == "output":
+                for late in list(self.deferred):
+                    self._run(late)
+            if node.target is WAIT or (
+                looks_into(node) and any(n in self.deferred for n in node.all_input_nodes)
+            ):
+                self.deferred[node] = None
+            else:
+                self._run(node)
+        return self.order
+
+    def _run(self, node: Node) -> None:
+        """Append ``node`` after what it still lacks."""
+        if node in self.done:
+            return
+        for needed in node.all_input_nodes:
+            self._run(needed)
+        self.deferred.pop(node, None)
+        if is_collective(node):
+            self._make_room(node)
+        self._append(node)
+        if is_collective(node):
+            self._account(node, 1)
+        elif node.target is WAIT and all(wait in self.done for wait in _waits_of(_start_of(node))):
+            self._account(_start_of(node), -1)
+            self._start_ahead()
+
+    def _append(self, node: Node) -> None:
+        self.order.append(node)
+        self.done.add(node)
+        for user in node.users:
+            if user.target is operator.getitem and user not in self.done and node not in self.deferred:
+                self.deferred.pop(user, None)
+                self._append(user)
+
+    def _start_ahead(self) -> None:
+        """Start all-gathers, in the order of the graph, as long as there is room."""
+        while self.ahead:
+            if self.ahead[0] in self.done:
+                self.ahead.popleft()
+            elif self.gathered + _bytes(self.ahead[0]) <= self.limit:
+                self._run(self.ahead.popleft())
+            else:
+                return
+
+    def _make_room(self, node: Node) -> None:
+        """Wait for the oldest collectives while they hold more memory than allowed, with that of ``node``."""
+        while self.unwaited and self.consumed + _consumed_bytes(node) > self.limit:
+            for wait in _waits_of(self.unwaited.popleft()):
+                self._run(wait)
+
+    def _account(self, start: Node, sign: int) -> None:
+        if _is_gather(start):
+            self.gathered += sign * _bytes(start)
+        elif _consumed_bytes(start):
+            self.consumed += sign * _consumed_bytes(start)
+            if sign > 0:
+                self.unwaited.append(start)
+
+
+def _is_gather(node: Node) -> bool:
+    return is_collective(node) and "all_gather_into_tensor" in str(node.target)
+
+
+def _from_placeholders(node: Node) -> bool:
+    """Whether the inputs of ``node`` come from placeholders with next to no work between."""
+    return all(
+        n.op == "placeholder" or (_prepares(n) and _from_placeholders(n)) for n in node.all_input_nodes
+    )
+
+
+def _prepares(node: Node) -> bool:
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    return (
+        (name in _PREPARATIONS or looks_into(node)) and node.target is not WAIT and "inplace" not in node.meta
+    )
+
+
+def _start_of(wait: Node) -> Node:
+    given = wait.args[0]
+    assert isinstance(given, Node)
+    picked = given.args[0] if given.target is operator.getitem else given
+    assert isinstance(picked, Node)
+    return picked
+
+
+def _waits_of(start: Node) -> list[Node]:
+    users = [u for user in start.users for u in (user.users if user.target is operator.getitem else (user,))]
+    return [user for user in users if user.target is WAIT]
+
+
+def _consumed_bytes(start: Node) -> int:
+    if not str(getattr(start.target, "_schema", "")).startswith(_CONSUMING):
+        return 0
+    return sum(_bytes(node) for node in start.all_input_nodes)
+
+
+def _bytes(node: Node) -> int:
+    """Size of a node's tensors; one of unknown size is too large to start ahead of its place."""
+    val = node.meta["val"]
+    tensors = [
+        item for item in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(item, torch.Tensor)
+    ]
+    if any(type(n) is not int for tensor in tensors for n in tensor.shape):
+        return 1 << 62
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)

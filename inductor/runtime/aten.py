@@ -1,0 +1,99 @@
+"""The ATen executor: a StepGraph as one readable Python function of eager kernels, bit for bit as eager.
+
+Three decisions make the function: the order of the nodes (:mod:`weft.inductor.passes.schedule_waits`), where
+each value lives (:mod:`weft.inductor.runtime.placement`) and when each variable is dropped (at its last use,
+:mod:`weft.inductor.runtime.writer`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.user_code import format_frame
+from weft.errors import StepFailed, WeftError
+from weft.inductor.passes.schedule_waits import PREFETCH_BYTES, schedule
+from weft.inductor.runtime.placement import place
+from weft.inductor.runtime.writer import write_program
+
+Node = torch.fx.Node
+
+_count = itertools.count()
+
+
+class AtenProgram:
+    """A compiled step. Call it with one value an input of the StepGraph (local tensors, Python numbers), in
+    order.
+
+    Updated inputs are written in place. Returns the values of the outputs that are ``Create`` or ``Return``,
+    in order.
+
+    Attributes:
+        source: the Python text that runs.
+
+    Raises:
+        StepFailed: an operation failed; names the user's line. Errors of weft's own, and whatever a call with
+            effects (a hook of the user's) raises, come through as they are.
+    """
+
+    def __init__(self, source: str, names: dict[str, Any], lines: list[Node | None]) -> None:
+        self.source = source
+        self._lines = lines
+        self._filename = f"<weft program {next(_count)}>"
+        linecache.cache[self._filename] = (
+            len(source),
+            None,
+            source.splitlines(keepends=True),
+            self._filename,
+        )
+        weakref.finalize(self, linecache.cache.pop, self._filename, None)
+        namespace = dict(names)
+        exec(compile(source, self._filename, "exec"), namespace)
+        self._run: Callable[..., list[Any]] = namespace["run"]
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        try:
+            with torch.no_grad(), torch_adapter.no_autocast():
+                return self._run(*inputs)
+        except WeftError:
+            raise
+        except Exception as error:
+            node = self._failing_node(error.__traceback__)
+            if node is None:
+                raise
+            stack = [format_frame(frame) for frame in node.meta.get("frames", ())]
+            if node.meta.get("effect"):
+                error.add_note(f"raised in a compiled step at {stack[0] if stack else node.name}")
+                raise
+            raise StepFailed(str(node.target), stack, error) from error
+
+    def _failing_node(self, traceback: TracebackType | None) -> Node | None:
+        while traceback is not None:
+            if traceback.tb_frame.f_code.co_filename == self._filename:
+                return self._lines[traceback.tb_lineno - 1]
+            traceback = traceback.tb_next
+        return None
+
+
+def compile_aten(
+    step: StepGraph, *, device: torch.device | None = None, prefetch_bytes: int = PREFETCH_BYTES
+) -> AtenProgram:
+    """Make a program that runs ``step`` with eager kernels.
+
+    Args:
+        device: where tensors made by the step go; None leaves them where the capture had them.
+        prefetch_bytes: how much gathered memory may be started ahead (bytes), see ``schedule``.
+
+    Raises:
+        MalformedGraph: the graph has a node or an update that no executor can run.
+    """
+    order = schedule(step, prefetch_bytes)
+    return AtenProgram(*write_program(step, order, place(step, order), device))

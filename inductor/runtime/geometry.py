@@ -1,0 +1,130 @@
+"""Where a value lies in memory, as far as its fake tensor and its operation tell.
+
+A recorder runs the step on fake tensors, so the fakes share storages just as the eager step's tensors would:
+two values whose fakes have one storage, offset, sizes and strides are one tensor in eager, perhaps before and
+after it was written.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import WAIT
+from weft.torch_adapter import OpOverload
+
+aten = torch.ops.aten
+
+# Writes a changed view back into its base: (base, view, *where). A new tensor, though its fake is the base's.
+SCATTERS = frozenset(
+    {
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+    }
+)
+# Views that undo a view; where the result has the geometry of a tensor that exists, it is that tensor.
+_INVERSES = frozenset(
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.permute.default,
+        aten.view.dtype,
+        aten.alias.default,
+        aten.detach.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.as_strided.default,
+    }
+)
+# Hand back their input's memory although their schemas do not say so.
+_UNMARKED_VIEWS = frozenset(
+    {"aten::_unsafe_view", "_c10d_functional::wait_tensor", "weft::pad_shard", "weft::unpad_shard"}
+)
+
+Geometry = tuple[Any, ...]
+
+
+def geometry(value: torch.fx.Node) -> Geometry | None:
+    """Storage, offset, sizes, strides and dtype of the value's fake; None for all but strided tensors."""
+    val = value.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
+        return None
+    places = (val.storage_offset(), *val.shape, *val.stride())
+    return torch_adapter.storage_key(val), val.dtype, *(n if type(n) is int else str(n) for n in places)
+
+
+def share_storage(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    """Whether any fake tensor of ``a`` lies in the storage of any of ``b``."""
+    return not storages(a).isdisjoint(storages(b))
+
+
+def looks_into(node: torch.fx.Node) -> bool:
+    """Whether the node only makes another view of its input's memory, or picks from a list of such."""
+    target = node.target
+    if target is operator.getitem:
+        return True
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    return (
+        any(r.alias_info is not None for r in target._schema.returns)
+        or target._schema.name in _UNMARKED_VIEWS
+    )
+
+
+def is_inverse_view(node: torch.fx.Node) -> bool:
+    """Whether the node may be a view made back into the tensor it was taken from."""
+    return node.target in _INVERSES
+
+
+def returns_its_input(node: torch.fx.Node) -> bool:
+    """Whether the result is the very tensor given."""
+    return node.target is WAIT
+
+
+def sources(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Inputs whose memory a result of the node may lie in; more rather than fewer."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return [n for n in node.all_input_nodes if "val" not in n.meta or storages(n)]
+    if target in SCATTERS:
+        return []
+    if looks_into(node):
+        return _aliased_arguments(node, target) or node.all_input_nodes[:1]
+    own = storages(node)
+    return [n for n in node.all_input_nodes if not own.isdisjoint(storages(n))]
+
+
+def _aliased_arguments(node: torch.fx.Node, target: OpOverload) -> list[torch.fx.Node]:
+    found = []
+    for at, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None:
+            value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+            found += [
+                v
+                for v in (value if isinstance(value, (list, tuple)) else [value])
+                if isinstance(v, torch.fx.Node)
+            ]
+    return found
+
+
+def storages(node: torch.fx.Node) -> set[int]:
+    """Keys of the storages of the node's fake tensors."""
+    return set(_keys(node.meta.get("val")))
+
+
+def _keys(val: Any) -> Iterator[int]:
+    if isinstance(val, torch.Tensor):
+        yield torch_adapter.storage_key(val)
+    elif isinstance(val, (list, tuple)):
+        for item in val:
+            yield from _keys(item)
