@@ -141,7 +141,7 @@ class _Capture:
         call.same_dtype(output_tensor, input_tensor)
         call.require(
             output_tensor.numel() == call.size * input_tensor.numel(),
-            f"the output has {output_tensor.numel()} elements, {call.size} inputs {input_tensor.numel()} each",
+            f"the output has {output_tensor.numel()} elements, {call.size} inputs {input_tensor.numel()}",
         )
         call.inputs, call.outputs = [_with_rows(_data(input_tensor))], [output_tensor]
         call.write = _into([_data(output_tensor)])

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from weft import errors, torch_adapter
 from weft.distributed.ddp.precision import ParameterCast, cast_floating
 from weft.distributed.ddp.reduction import GradientReduction
-from weft.distributed.ddp.slots import Slot, buffers, managed_modules, parameter_slots, parameters
+from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
 
 _log = logging.getLogger(__name__)
 _STATE = "_weft_replicate_state"
@@ -185,7 +185,7 @@ class _State:
         self._device_type = mesh.device_type
         self._group_name = mesh.get_group(0).group_name
         self._modules = managed_modules(roots, nested)  # type: ignore[arg-type]
-        self._slots: list[Slot] = parameter_slots(self._modules, ignored)
+        self._slots = parameter_slots(self._modules, ignored)
         self._broadcast_done = False
         self.reduction = GradientReduction(
             self._slots, self._group_name, mesh.size(), policy.reduce_dtype or policy.param_dtype

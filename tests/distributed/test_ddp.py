@@ -56,7 +56,7 @@ def train(
     model: nn.Module, rank: int, accumulate: int = 1, steps: int = 5
 ) -> tuple[list[float], dict[str, Any]]:
     """Train; return the losses and the final state (weights, buffers, whether each gradient is None)."""
-    # Not Adam: it divides by the size of the gradient, and makes a last bit of a tiny gradient into a large step.
+    # Not Adam: it divides by the size of the gradient, and makes a last bit of a tiny one a large step.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -90,14 +90,15 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 def seeded(rank: int) -> Net:
     torch.manual_seed(rank)  # each rank starts with other weights: the wrap must make them equal
     net = Net()
-    net.norm.running_mean.fill_(float(rank))
+    net.get_buffer("norm.running_mean").fill_(float(rank))
     return net
 
 
 def against_ddp(rank: int, world: int, accumulate: int) -> tuple[float, float, bool]:
     ours = replicate(seeded(rank))
     reference = seeded(rank)
-    reference.norm.running_mean.fill_(0.0)  # DDP either leaves buffers alone or sends them before every forward
+    # DDP either leaves buffers alone or sends them before every forward.
+    reference.get_buffer("norm.running_mean").fill_(0.0)
     theirs = DistributedDataParallel(reference, find_unused_parameters=True, broadcast_buffers=False)
     our_losses, ours_after = train(ours, rank, accumulate)
     their_losses, theirs_after = train(theirs, rank, accumulate)
@@ -165,7 +166,7 @@ def broadcast_at_wrap(rank: int, world: int) -> dict[str, torch.Tensor]:
     net = seeded(rank)
     net.head.weight.data = net.head.weight.data.t().contiguous().t()
     before = dict(net.named_parameters())
-    replicate(net, ignored_params={net.unused.weight})
+    replicate(net, ignored_params={net.get_parameter("unused.weight")})
     assert type(net).__name__ == "ReplicateNet"
     assert isinstance(net, Net)
     assert isinstance(net, ReplicateModule)
@@ -286,7 +287,7 @@ class Log(TorchDispatchMode):
 
 
 def collectives_body(rank: int, world: int) -> tuple[list[str], list[str]]:
-    model = replicate(Plain())
+    model: Any = replicate(Plain())
     ids, labels = batch(rank, 0)
     with Log() as log:
         nn.functional.cross_entropy(model(ids), labels).backward()
@@ -309,10 +310,8 @@ def meta_body(rank: int, world: int) -> str:
     with torch.device("meta"):
         model = Plain()
     replicate(model)
-    try:
+    with pytest.raises(errors.NotMaterialized) as caught:
         model(batch(rank, 0)[0])
-    except errors.NotMaterialized as error:
-        said = str(error)
     model.to_empty(device="cpu")
     torch.manual_seed(rank)
     for param in model.parameters():
@@ -326,7 +325,7 @@ def meta_body(rank: int, world: int) -> str:
             others = [torch.empty_like(tensor) for _ in range(world)]
             dist.all_gather(others, tensor)
             assert torch.equal(others[0], others[1])
-    return said
+    return str(caught.value)
 
 
 def test_a_module_from_the_meta_device_is_broadcast_once_it_has_memory() -> None:
@@ -381,6 +380,7 @@ def nested_body(rank: int, world: int) -> list[tuple[str, bool]]:
     replicate(model.body)
     replicate(model)
     assert type(model.body[:2]) is nn.Sequential
+    assert isinstance(model.body, ReplicateModule)
     model.body.set_requires_gradient_sync(False)
     ids, labels = batch(rank, 0)
     nn.functional.cross_entropy(model(ids), labels).backward()
