@@ -32,8 +32,8 @@ test: check
 check: .venv/ready
 	@if $(call HAS,ruff); then $(PY) -m ruff check .; else echo "ruff is not installed: skipped"; fi
 	@if $(call HAS,pyrefly); then \
-	  git ls-files -co --exclude-standard '*.py' | sed 's|^|.types/weft/|' \
-	  | xargs .venv/bin/pyrefly check --python-interpreter-path $(PY) --output-format min-text; \
+	  git ls-files -co --exclude-standard '*.py' ':!tests' | sed 's|^|.types/weft/|' \
+	  | xargs .venv/bin/pyrefly check -c pyproject.toml --python-interpreter-path $(PY) --output-format min-text; \
 	else echo "pyrefly is not installed: skipped"; fi
 
 .venv/ready: pyproject.toml constraints.txt
