@@ -84,8 +84,8 @@ class UnsupportedParameter(WeftError):
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(
-            f"replicate cannot manage parameter {path}: it {what}, and only plain tensors with dense gradients are "
-            "averaged. Pass it in ignored_params and synchronize it yourself"
+            f"replicate cannot manage parameter {path}: it {what}, and only plain tensors with dense gradients "
+            "are averaged. Pass it in ignored_params and synchronize it yourself"
         )
 
 
@@ -95,8 +95,9 @@ class NotMaterialized(WeftError):
     def __init__(self, path: str | None) -> None:
         state = "its state was never broadcast" if path is None else f"{path} is still on the meta device"
         super().__init__(
-            f"a replicated module built on the meta device is not ready: {state}. Call weft.materialize(model, device=...) "
-            "before the first forward; after your own initialization, weft.distributed.ddp.broadcast_state(model)"
+            f"a replicated module built on the meta device is not ready: {state}. Call weft.materialize(model, "
+            "device=...) before the first forward; after your own initialization, "
+            "weft.distributed.ddp.broadcast_state(model)"
         )
 
 
@@ -105,8 +106,8 @@ class GradientLost(WeftError):
 
     def __init__(self, path: str) -> None:
         super().__init__(
-            f"the gradient of parameter {path} was replaced or set to None by another hook before it was averaged over "
-            "the replicas. Register that hook after weft.replicate: it then gets the averaged gradient"
+            f"the gradient of parameter {path} was replaced or set to None by another hook before it was averaged "
+            "over the replicas. Register that hook after weft.replicate: it then gets the averaged gradient"
         )
 
 
@@ -222,8 +223,8 @@ class UnwaitedCollective(WeftError):
     def __init__(self, name: str, line: str, count: int) -> None:
         more = f" ({count - 1} more like it)" if count > 1 else ""
         super().__init__(
-            f"the step ends without a wait for torch.distributed.{name}(async_op=True) issued at {line}{more}: its result "
-            "would be lost. Call wait() on what it returned"
+            f"the step ends without a wait for torch.distributed.{name}(async_op=True) issued at {line}{more}: "
+            "its result would be lost. Call wait() on what it returned"
         )
 
 

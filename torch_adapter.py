@@ -129,7 +129,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """From inside a backward, ask for `callback` at its end; callbacks run in the order in which they were asked for."""
+    """From inside a backward, ask for `callback` at its end; callbacks run in the order of asking."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -389,10 +389,10 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def redirected_collective(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Make the function `name` of torch.distributed do `replacement` instead; nothing where this torch has no such name.
+    """Make the function `name` of torch.distributed do `replacement` instead, where this torch has it.
 
-    It is exchanged by name. Most of these functions are also wrappers around an inner one, which is exchanged too,
-    so that references made earlier (`from torch.distributed import ...`) are served.
+    It is exchanged by name. Most of these functions are also wrappers around an inner one, which is exchanged
+    too, so that references made earlier (`from torch.distributed import ...`) are served.
     """
     function = getattr(distributed_c10d, name, None)
     if function is None:
@@ -427,7 +427,7 @@ def functional_collectives_waited() -> Iterator[None]:
 
 @contextlib.contextmanager
 def gloo_all_to_all_without_scatter() -> Iterator[None]:
-    """The differentiable all_to_all of torch.distributed.nn calls all_to_all on gloo also, instead of scatters."""
+    """The differentiable all_to_all of torch.distributed.nn calls all_to_all on gloo too, not scatters."""
 
     def forward(ctx: Any, group: Any, outputs: list[torch.Tensor], *inputs: torch.Tensor) -> Any:
         ctx.group = group
