@@ -16,7 +16,7 @@ import torch
 
 from weft import knobs, torch_adapter
 from weft.capture.agreement import agree
-from weft.capture.arguments import MARKS
+from weft.capture.dynamic import MARKS
 from weft.capture.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.guards import Guards
@@ -24,6 +24,7 @@ from weft.capture.signature import signature
 from weft.capture.tracer import CapturedStep, capture_step
 from weft.capture.user_code import user_line
 from weft.errors import UnknownOption, WeftError
+from weft.inductor.passes.pipeline import run_passes
 from weft.inductor.runtime.aten import compile_aten
 from weft.verify import verify_first_call
 
@@ -39,7 +40,7 @@ class _Entry:
     def __init__(self, captured: CapturedStep) -> None:
         self.captured = captured
         self.guards = Guards(captured)
-        self.program = compile_aten(captured.graph)
+        self.program = compile_aten(run_passes(captured.graph))
 
     def run(self, leaves: list[Any]) -> Any:
         captured = self.captured

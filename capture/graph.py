@@ -117,6 +117,14 @@ class StepGraph:
     def collectives(self) -> list[torch.fx.Node]:
         return [node for node in self.graph.nodes if is_collective(node)]
 
+    def copy(self) -> StepGraph:
+        """A graph of its own nodes, which passes may change; fake values are shared."""
+        graph = torch.fx.Graph()
+        nodes: dict[torch.fx.Node, torch.fx.Node] = {}
+        results = graph.graph_copy(self.graph, nodes)
+        graph.output(results)
+        return StepGraph(graph, list(self.inputs), list(self.outputs), dict(self.groups))
+
     def check(self) -> StepGraph:
         """Verify the grammar of a StepGraph and return it.
 
@@ -145,8 +153,8 @@ def is_collective(node: torch.fx.Node) -> bool:
 
 
 def is_effect(node: torch.fx.Node) -> bool:
-    """Whether the node must run even when nothing uses its result (collectives, checks, opaque calls, random state)."""
-    return node.op in ("placeholder", "output") or is_collective(node) or bool(node.meta.get("effect")) or is_random(node)
+    """Whether the node must stay even when nothing uses its result (collectives, checks, opaque calls, random state)."""
+    return node.op in ("placeholder", "output") or is_collective(node) or node.target is WAIT or bool(node.meta.get("effect")) or is_random(node)
 
 
 def is_random(node: torch.fx.Node) -> bool:

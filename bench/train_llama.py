@@ -1,0 +1,191 @@
+"""Train Llama shapes sharded over all GPUs: weft beside torch's FSDP2, in the same processes and on the same data.
+
+    torchrun --nproc-per-node 8 bench/train_llama.py --size 1b 8b --impl fsdp2 fsdp2+compile weft
+
+Every implementation starts from the same weights and sees the same batches, so that losses can be compared. Prints a
+table with ratios to the first implementation and writes one JSON line a run to ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from llama import SHAPES, Llama, Shape
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import weft
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PEAK_BF16 = 989e12
+
+
+def main() -> None:
+    options = arguments()
+    device = join()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    logging.getLogger("weft").setLevel(logging.INFO)
+    for size in options.size:
+        rows = [run(impl, SHAPES[size], options, mesh, device) for impl in options.impl]
+        if dist.get_rank() == 0:
+            report(size, rows, options.out)
+    dist.destroy_process_group()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--size", nargs="+", default=["1b"], choices=list(SHAPES))
+    parser.add_argument("--impl", nargs="+", default=["fsdp2", "fsdp2+compile", "weft"], choices=list(BUILDERS))
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--no-reshard", action="store_true", help="keep gathered weights until backward")
+    parser.add_argument("--out", type=Path, default=Path("out/train_llama.jsonl"))
+    return parser.parse_args()
+
+
+def join() -> torch.device:
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    started = time.perf_counter()
+    reset(device)
+    with torch.device("meta"):
+        model = Llama(shape)
+    step = BUILDERS[impl](model, mesh, not options.no_reshard, device)
+    data = torch.Generator(device).manual_seed(1000 + dist.get_rank())
+    losses, times = [], []
+    for at in range(options.steps):
+        ids = torch.randint(0, shape.vocabulary, (options.batch, options.length + 1), device=device, generator=data)
+        synchronize(device)
+        begin = time.perf_counter()
+        loss = step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        synchronize(device)
+        times.append(time.perf_counter() - begin)
+        losses.append(loss)
+        if at == 0:
+            first = time.perf_counter() - started
+        if at == 4 and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+    mean = torch.stack(losses).float()
+    dist.all_reduce(mean)
+    median = statistics.median(times[5:])
+    tokens = options.batch * options.length / median
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
+    return {
+        "impl": impl, "world": dist.get_world_size(), "length": options.length, "batch": options.batch,
+        "reshard": not options.no_reshard, "step_ms": median * 1e3, "best_ms": min(times[5:]) * 1e3,
+        "tokens_per_second": tokens, "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
+        "peak_gib": peak, "reserved_gib": reserved, "first_step_s": first, "torch": torch.__version__,
+        "losses": (mean / dist.get_world_size()).tolist(),
+    }
+
+
+def reset(device: torch.device) -> None:
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def train_step(model: torch.nn.Module) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = model(ids, labels)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def fill(model: torch.nn.Module, device: torch.device) -> None:
+    """The same values whatever sharded the model: each rank draws its own part of each parameter."""
+    model.to_empty(device=device)
+    draws = torch.Generator(device).manual_seed(dist.get_rank())
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        with torch.no_grad():
+            local.fill_(1.0) if parameter.dim() == 1 else local.normal_(0.0, 0.02, generator=draws)
+
+
+def sharded(shard: Callable[..., Any], model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
+    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fill(model, device)
+    return train_step(model)
+
+
+def fsdp2(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
+    return sharded(torch_fsdp.fully_shard, model, mesh, reshard, device)
+
+
+def fsdp2_compile(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    return fsdp2(model, mesh, reshard, device)
+
+
+def weft_eager(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
+    return sharded(weft.fully_shard, model, mesh, reshard, device)
+
+
+def weft_compiled(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
+    return weft.compile(weft_eager(model, mesh, reshard, device))
+
+
+BUILDERS: dict[str, Callable[..., Step]] = {
+    "fsdp2": fsdp2, "fsdp2+compile": fsdp2_compile, "weft": weft_compiled, "weft-eager": weft_eager,
+}
+
+
+def report(size: str, rows: list[dict[str, Any]], out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    base = rows[0]
+    with out.open("a") as file:
+        for row in rows:
+            file.write(json.dumps({"size": size, **row}) + "\n")
+    print(f"{size}: {base['batch']} x {base['length']} tokens a rank, {base['world']} ranks, torch {base['torch']}")
+    for row in rows:
+        apart = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
+        print(
+            f"  {row['impl']:14} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.2f} of {base['impl']})"
+            f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
+            f"  first step {row['first_step_s']:.1f} s  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f},"
+            f" at most {apart:.2e} apart", flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
