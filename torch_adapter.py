@@ -149,11 +149,6 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., An
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """A number that tensors sharing memory have in common; works on fake and meta tensors."""
-    return tensor.untyped_storage()._cdata
-
-
 class StorageWrites(TorchDispatchMode):
     """While active, notes in `storages` the storage_key of every tensor that an operation writes to."""
 
@@ -255,6 +250,34 @@ def size_symbol(shape_env: ShapeEnv, value: int, name: str) -> torch.SymInt:
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
     return shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+@contextlib.contextmanager
+def on_replacement(shape_env: ShapeEnv, note: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``note(symbol, expression)`` whenever a trace finds a symbol equal to an expression, at that moment."""
+    original = shape_env._set_replacement
+
+    def set_replacement(symbol: Any, expression: Any, message: str) -> None:
+        before = shape_env.replacements.get(symbol)
+        original(symbol, expression, message)
+        if shape_env.replacements.get(symbol) is not before:
+            note(symbol, expression)
+
+    shape_env._set_replacement = set_replacement  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del shape_env._set_replacement
+
+
+def symbol_of(number: torch.SymInt | torch.SymFloat) -> Any:
+    """The symbol that a number was made as, whatever it was found equal to since."""
+    return number.node._expr
+
+
+def replaced(shape_env: ShapeEnv, symbol: Any) -> Any:
+    """What a trace found a symbol to be equal to, in the end; itself where to nothing."""
+    return shape_env.replace(symbol)
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -450,3 +473,11 @@ def gloo_all_to_all_without_scatter() -> Iterator[None]:
 def surely(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds, False where only the data decides."""
     return symbolic_shapes.guard_or_false(condition)
+
+
+# ---- agreement
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
