@@ -23,8 +23,8 @@ from weft import torch_adapter
 from weft.capture.functional import Effects, effects, write_back
 from weft.capture.state import identity
 from weft.capture.symbols import Symbols
-from weft.capture.user_code import Frame, user_frames
-from weft.errors import RuntimeCheckFailed, UncapturableMutation
+from weft.capture.user_code import Frame, user_frames, user_line
+from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableMutation
 
 aten = torch.ops.aten
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -124,6 +124,9 @@ class Recorder(TorchDispatchMode):
                 return op(*args, **kwargs)
         if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in _tensors((args, kwargs))):
             return op(*args, **kwargs)
+        if op.namespace == "c10d":
+            remedy = "use the collectives of torch.distributed that work on tensors of all ranks, or move the call out of the step"
+            raise UncapturableCollective(op._schema.name.split("::")[1], user_line(), remedy)
         return self._record(op, args, kwargs)
 
     def __enter__(self) -> Recorder:
@@ -215,7 +218,7 @@ class Recorder(TorchDispatchMode):
     def _copies_whole(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether ``target.copy_(source)`` makes target equal to source in every respect, so that no copy is needed."""
         same = target.dtype == source.dtype and target.device == source.device
-        return same and self.alias(target).parent is None and _layout(target) == _layout(source)
+        return same and self.alias(target).parent is None and _same_layout(target, source)
 
     def _widened(self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the functional form would return another dtype than the tensor it replaces (bfloat16 += float32)."""
@@ -447,7 +450,7 @@ class Recorder(TorchDispatchMode):
         viewed = [alias for t in _tensors((args, kwargs)) if (alias := self.alias(t)).buffer is buffer]
         parent = viewed[0] if viewed else buffer.whole
         if kwargs or not viewed or viewed[0] is not self.alias(args[0]):
-            geometry = list(val.shape), list(val.stride()), val.storage_offset()
+            geometry = _map((list(val.shape), list(val.stride()), val.storage_offset()), self.value)
             replay = (aten.as_strided.default, geometry, None)
         else:
             replay = (op, tuple(_map(args[1:], self.value)), index)
@@ -492,8 +495,12 @@ def _offset_within(tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
     return start if start >= 0 and start + _extent(tensor) <= _extent(whole) else None
 
 
-def _layout(tensor: torch.Tensor) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return tuple(tensor.shape), tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal sizes and strides (strides of dimensions of one element aside), as far as is known without the data."""
+    if a.dim() != b.dim() or not all(torch_adapter.surely(m == n) for m, n in zip(a.shape, b.shape, strict=True)):
+        return False
+    strides = zip(a.stride(), b.stride(), a.shape, strict=True)
+    return all(torch_adapter.surely(s == t) or torch_adapter.surely(n == 1) for s, t, n in strides)
 
 
 def _extent(tensor: torch.Tensor) -> int:
