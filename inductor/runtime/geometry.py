@@ -47,9 +47,7 @@ _INVERSES = frozenset(
     }
 )
 # Hand back their input's memory although their schemas do not say so.
-_UNMARKED_VIEWS = frozenset(
-    {"aten::_unsafe_view", "_c10d_functional::wait_tensor", "weft::pad_shard", "weft::unpad_shard"}
-)
+_UNMARKED_VIEWS = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor"})
 
 Geometry = tuple[Any, ...]
 
@@ -57,7 +55,7 @@ Geometry = tuple[Any, ...]
 def geometry(value: torch.fx.Node) -> Geometry | None:
     """Storage, offset, sizes, strides and dtype of the value's fake; None for all but strided tensors."""
     val = value.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided or _is_list(value):
         return None
     places = (val.storage_offset(), *val.shape, *val.stride())
     return torch_adapter.storage_key(val), val.dtype, *(n if type(n) is int else str(n) for n in places)
@@ -120,6 +118,11 @@ def _aliased_arguments(node: torch.fx.Node, target: OpOverload) -> list[torch.fx
 def storages(node: torch.fx.Node) -> set[int]:
     """Keys of the storages of the node's fake tensors."""
     return set(_keys(node.meta.get("val")))
+
+
+def _is_list(node: torch.fx.Node) -> bool:
+    """Whether elements are picked from the node: a view taken again has the one element it is for as its fake."""
+    return any(user.target is operator.getitem for user in node.users)
 
 
 def _keys(val: Any) -> Iterator[int]:

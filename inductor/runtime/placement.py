@@ -251,9 +251,25 @@ class _Placer:
         written = {name: tree for name, tree in given.items() if not _left_alone(op, name, node)}
         times = Counter(leaf.memory.root for leaf in leaves(list(written.values())) if leaf.memory)
         clones: list[tuple[Leaf, Leaf]] = []
-        placed = {name: self._place_written(node, tree, times, clones) for name, tree in written.items()}
+        backs: dict[Node, Node] = {}
+
+        def put(tree: Tree) -> Tree:
+            """The variables that hold the new values: the old ones where the write is safe, else clones."""
+            if isinstance(tree, list):
+                return [put(item) for item in tree]
+            if tree is None:
+                return None
+            if tree.memory is None:
+                raise MalformedGraph("a number is written", neighbourhood(self.step.graph.nodes, node))
+            if times[tree.memory.root] == 1 and self._safe(node, tree, backs):
+                return tree
+            clones.append((Leaf(self._unused_name(f"{node.name}_{len(clones)}"), Memory()), tree))
+            return clones[-1][0]
+
+        placed = {name: put(tree) for name, tree in written.items()}
         if clones and op.namespace == "_c10d_functional":
             return _variables(node, None)
+        self.written_back.update(backs)
         self.out.writes[node] = Write(op, placed, clones, _fresh_variables(node, what.fresh))
         for leaf in leaves(list(placed.values())):
             memory = leaf.memory.root  # type: ignore[union-attr]
@@ -261,37 +277,24 @@ class _Placer:
         results = [*self.out.writes[node].fresh, *({**given, **placed}[name] for name in given)]
         return results[0] if len(results) == 1 else results
 
-    def _place_written(
-        self, node: Node, tree: Tree, times: Counter[Memory], clones: list[tuple[Leaf, Leaf]]
-    ) -> Tree:
-        """The variables that hold the new values: the old ones where the write is safe, else clones."""
-        if isinstance(tree, list):
-            return [self._place_written(node, item, times, clones) for item in tree]
-        if tree is None:
-            return None
-        if tree.memory is None:
-            raise MalformedGraph("a number is written", neighbourhood(self.step.graph.nodes, node))
-        if times[tree.memory.root] == 1 and self._safe(node, tree):
-            return tree
-        clone = Leaf(self._unused_name(f"{node.name}_{len(clones)}"), Memory())
-        clones.append((clone, tree))
-        return clone
+    def _safe(self, node: Node, leaf: Leaf, backs: dict[Node, Node]) -> bool:
+        """Whether ``node`` may write into ``leaf``: nobody reads later what it destroys.
 
-    def _safe(self, node: Node, leaf: Leaf) -> bool:
-        """Whether ``node`` may write into ``leaf``: nobody reads later what it destroys."""
+        Notes in ``backs`` the nodes that are then free, with the base each hands on. What ``node`` reads may
+        overlap what it writes only if the eager step's tensors overlapped too.
+        """
         memory = leaf.memory.root  # type: ignore[union-attr]
-        now = self.at[node]
-        new = _holders(node)
-        backs: dict[Node, Node] = {}
-        for value in memory.values:
-            itself = any(other.name == leaf.name for other in leaves(self.trees[value]))
-            if not itself and node in value.users:
-                return False
-            if self.last_read[value] > now and not self._only_written_back(value, now, new, backs):
-                return False
-        if not memory.read_only:
-            self.written_back.update(backs)
-        return not memory.read_only
+        now, new = self.at[node], _holders(node)
+        read = [value for value in memory.values if node in value.users]
+        written = [value for value in read if any(at.name == leaf.name for at in leaves(self.trees[value]))]
+        if memory.read_only or not all(share_storage(value, written[0]) for value in read):
+            return False
+        free: dict[Node, Node] = {}
+        late = (value for value in memory.values if self.last_read[value] > now)
+        if not all(self._only_written_back(value, now, new, free) for value in late):
+            return False
+        backs.update(free)
+        return True
 
     def _only_written_back(self, value: Node, now: int, new: set[Node], backs: dict[Node, Node]) -> bool:
         """Whether later reads of ``value`` only replace in it what was written; notes them in ``backs``."""

@@ -14,10 +14,10 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.functional import Functionalized
-from weft.capture.graph import StepGraph, group_of, is_collective, neighbourhood
+from weft.capture.graph import StepGraph, neighbourhood
 from weft.errors import MalformedGraph
 from weft.inductor.runtime.geometry import looks_into, returns_its_input
-from weft.inductor.runtime.placement import UNUSED, Leaf, Placement, Tree, leaves
+from weft.inductor.runtime.placement import UNUSED, Leaf, Placement, Tree, Write, leaves, writing_form
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -95,24 +95,25 @@ class _Writer:
         self._add("return ", self.placement.returned, [])
 
     def _call(self, node: Node) -> None:
+        write = self.placement.writes.get(node)
         if node in self.placement.free:
             return
-        write = self.placement.writes.get(node)
         if write is not None:
-            self._clone(write.clones)
-            returns = write.op._schema.returns
-            fresh = iter(write.fresh)
-            makes = [UNUSED if result.alias_info else _name(next(fresh)) for result in returns]
-            args, kwargs = _replaced(node, write.op, write.arguments)
-            self._add(write.op, args, makes if write.fresh else [], kwargs, many=len(returns) > 1)
+            self._call_write(node, write)
             return
         tree = self.placement.trees[node]
         makes = [] if returns_its_input(node) else [leaf.name for leaf in leaves(tree)]
-        args, kwargs = self._localized(node) if is_collective(node) else (node.args, node.kwargs)
-        target: Any = node.target
-        self._add(
-            target, args, makes, kwargs, many=isinstance(tree, list), pure=bool(makes) and looks_into(node)
-        )
+        args, kwargs = self._arguments(node, {})
+        pure = bool(makes) and looks_into(node)
+        self._add(node.target, args, makes, kwargs, many=isinstance(tree, list), pure=pure)
+
+    def _call_write(self, node: Node, write: Write) -> None:
+        self._clone(write.clones)
+        args, kwargs = self._arguments(node, write.arguments)
+        returns = write.op._schema.returns
+        fresh = iter(write.fresh)
+        makes = [UNUSED if result.alias_info else _name(next(fresh)) for result in returns]
+        self._add(write.op, args, makes if write.fresh else [], kwargs, many=len(returns) > 1)
 
     def _clone(self, clones: Sequence[tuple[Leaf, Leaf]]) -> None:
         for new, old in clones:
@@ -129,24 +130,26 @@ class _Writer:
         pure: bool = False,
     ) -> None:
         self.reads = set()
-        words = [self._word(arg) for arg in args] + [
-            f"{k}={self._word(v)}" for k, v in (kwargs or {}).items()
-        ]
+        words = [self._word(arg) for arg in args]
+        words += [f"{name}={self._word(value)}" for name, value in (kwargs or {}).items()]
         function = target if isinstance(target, str) else self._function(target)
         self.statements.append(
             _Statement(function, ", ".join(words), self.reads, makes, many, pure, self.node)
         )
 
-    def _localized(self, node: Node) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments of a collective, with its process group named as torch knows it on this rank."""
-        group = group_of(node)
-        torch_name = self.step.groups[group]
-        if any(value == group for value in node.kwargs.values()):
-            return node.args, {
-                key: torch_name if value == group else value for key, value in node.kwargs.items()
-            }
-        last = max(at for at, arg in enumerate(node.args) if isinstance(arg, str))
-        return [torch_name if at == last else arg for at, arg in enumerate(node.args)], dict(node.kwargs)
+    def _arguments(self, node: Node, written: dict[str, Tree]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of ``node``: the written ones replaced, process groups named as torch knows them."""
+
+        def argument(name: str, value: Any) -> Any:
+            if name == "group_name":
+                return self.step.groups.get(value, value)
+            return written.get(name, value)
+
+        schema = getattr(writing_form(node) or node.target, "_schema", None)
+        if schema is None:
+            return list(node.args), node.kwargs
+        args = [argument(spec.name, value) for spec, value in zip(schema.arguments, node.args, strict=False)]
+        return args, {name: argument(name, value) for name, value in node.kwargs.items()}
 
     # ---- words
 
@@ -270,13 +273,6 @@ def _wrapped(head: str, body: str, tail: str, indent: str = "    ") -> Iterator[
         break_on_hyphens=False,
     )
     yield indent + tail
-
-
-def _replaced(node: Node, op: OpOverload, written: dict[str, Tree]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of ``node`` with those that ``op`` writes replaced."""
-    names = [argument.name for argument in op._schema.arguments]
-    args = [written.get(name, arg) for name, arg in zip(names, node.args, strict=False)]
-    return args, {name: written.get(name, arg) for name, arg in node.kwargs.items()}
 
 
 def _name(tree: Tree) -> str:

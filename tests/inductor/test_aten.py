@@ -85,11 +85,29 @@ def test_a_view_read_later_protects_its_base() -> None:
     assert torch.equal(new_value, torch.zeros(4, 4))
 
 
-def test_an_argument_that_views_the_written_tensor_is_read_as_it_was() -> None:
+def test_an_argument_in_the_memory_of_the_written_tensor() -> None:
+    """`t[1].copy_(t[0])`: eager read and wrote one memory, so it may be done again."""
     (x,) = tensors(1, 4, 4)
     b = StepBuilder()
     t = b.call(aten.exp.default, b.input(x))
-    b.returns(b.write(aten.add_.Tensor, t, b.call(aten.t.default, t)))
+    row = b.write(aten.copy_.default, b.call(aten.select.int, t, 0, 1), b.call(aten.select.int, t, 0, 0))
+    new = b.call(aten.select_scatter.default, t, row, 0, 1, val=t.meta["val"])
+    b.returns(b.call(aten.sum.dim_IntList, new, [1]))
+    program = compile_aten(b.build())
+    assert clones(program.source) == 0
+    eager = x.exp()
+    eager[1].copy_(eager[0])
+    assert torch.equal(program(x)[0], eager.sum(1))
+
+
+def test_an_argument_that_a_pass_put_into_the_memory_of_the_written_tensor() -> None:
+    """Two values of their own in eager: here one may be a view of the other, and must be read as it was."""
+    (x,) = tensors(1, 4, 4)
+    b = StepBuilder()
+    t = b.call(aten.exp.default, b.input(x))
+    with b.mode:
+        turned = b.call(aten.t.default, t, val=torch.empty(4, 4))
+    b.returns(b.write(aten.add_.Tensor, t, turned))
     assert torch.equal(compile_aten(b.build())(x)[0], x.exp() + x.exp().t())
 
 
