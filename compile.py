@@ -46,12 +46,15 @@ class _Entry:
         captured = self.captured
         captured.arguments.bind(leaves)
         outputs = self.program(*[place.get() for place in captured.places])
-        for effect in captured.effects:
+        # All values first: one effect may move what another one replaces.
+        values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
+        result = captured.result.fill(outputs)
+        for effect, value in zip(captured.effects, values, strict=True):
             if effect.template is None:
                 effect.container.remove(effect.key)
             else:
-                effect.container.set(effect.key, effect.template.fill(outputs))
-        return captured.result.fill(outputs)
+                effect.container.set(effect.key, value)
+        return result
 
 
 class CompiledStep(Generic[P, R]):

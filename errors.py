@@ -172,6 +172,17 @@ class GraphOutsideStep(WeftError):
         super().__init__(f"{where} has a grad_fn from outside the step; pass {where}.detach(), or compute it inside the step")
 
 
+class MarkedDynamicSpecialised(WeftError):
+    """A size marked with `mark_dynamic` was fixed to a number by the step."""
+
+    def __init__(self, size: str, value: int, line: str) -> None:
+        super().__init__(
+            f"{size} was marked with weft.mark_dynamic, and the step fixes it to {value} at {line}. "
+            "Do not compare that size with a number there or turn it into one (int, range, a list of that length), or mark "
+            "it with weft.maybe_mark_dynamic: then each value that needs it gets a capture of its own"
+        )
+
+
 class HookDidNotFire(WeftError):
     """A registered hook ran fewer times in the capture than what it is registered on."""
 

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.dynamic import MARKS, DynamicSizes
 from weft.capture.graph import Role
 from weft.capture.recorder import Recorder
 from weft.capture.state import SIMPLE, Container, Place, identity, plain
 from weft.errors import GraphOutsideStep, UnregisteredType
 
-MARKS = "_weft_dynamic_dims"
-
 
 class Arguments:
     """The flattened arguments of one call.
+
+    Attributes:
+        leaves: the flattened arguments; paths: where each stands, as the user would write it.
+        tensors: the place of each leaf that is a tensor, by its number.
+        vals: what each of them was captured as, symbolic sizes and all.
 
     Raises:
         UnregisteredType: an argument is an object with tensors inside that pytrees do not know.
@@ -30,6 +34,8 @@ class Arguments:
         self.paths = [_readable(path) for path, _ in keyed]
         self.container = Container([leaf for _, leaf in keyed], "args", label=lambda at: self.paths[at])
         self.shapes = [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves]
+        self.tensors: dict[int, Place] = {}
+        self.vals: dict[int, torch.Tensor] = {}
         self.places: dict[tuple[Any, ...], Place] = {}
         self.gradients: list[tuple[int, Container]] = []
         for at, leaf in enumerate(self.leaves):
@@ -54,7 +60,8 @@ class Arguments:
         if leaf.requires_grad and not leaf.is_leaf:
             raise GraphOutsideStep(path)
         inner, names = plain(leaf)
-        self.places.setdefault(identity(inner), Place(self.container, at, path, Role.BATCH, names))
+        self.tensors[at] = Place(self.container, at, path, Role.BATCH, names)
+        self.places.setdefault(identity(inner), self.tensors[at])
         if leaf.requires_grad:
             gradient = Container(leaf, path, label=lambda _: f"{path}.grad")
             self.gradients.append((at, gradient))
@@ -68,29 +75,37 @@ class Arguments:
             for dim, mark in getattr(leaf, MARKS, {}).items() if mark != "static"
         )
 
-    def as_fakes(self, recorder: Recorder, dynamic: frozenset[tuple[int, int]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def as_fakes(
+        self, recorder: Recorder, dynamic: frozenset[tuple[int, int]], sizes: DynamicSizes
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments to capture with: fake tensors in place of real ones, symbols in place of dynamic sizes.
 
         A tensor that requires grad is passed as itself: hooks on it and its ``.grad`` belong to that object.
         """
         leaves = [
-            self._fake(leaf, at, recorder, {d for a, d in dynamic if a == at}) if isinstance(leaf, torch.Tensor) else leaf
+            self._fake(leaf, at, recorder, {d for a, d in dynamic if a == at}, sizes) if isinstance(leaf, torch.Tensor) else leaf
             for at, leaf in enumerate(self.leaves)
         ]
         return torch_adapter.unflatten(leaves, self.spec)
 
-    def _fake(self, leaf: torch.Tensor, at: int, recorder: Recorder, dims: set[int]) -> torch.Tensor:
-        if leaf.requires_grad:
-            return leaf
+    def _fake(self, leaf: torch.Tensor, at: int, recorder: Recorder, dims: set[int], sizes: DynamicSizes) -> torch.Tensor:
+        path = self.paths[at]
         inner, names = plain(leaf)
+        if leaf.requires_grad:
+            self.vals[at] = inner
+            for dim in sorted(dims):
+                sizes.refuse(path, dim, leaf.shape[dim], "requires_grad: such an argument keeps the sizes it was captured with")
+            return leaf
+        required = {dim for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "dynamic"}
         with torch_adapter.only_mode(recorder.fake_mode):
-            sizes = [
-                torch_adapter.size_symbol(recorder.symbols.shape_env, size, f"{self.paths[at]}.size({dim})")
-                if dim in dims and size > 1 else size
+            shape = [
+                sizes.symbol(at, dim, path, size, required=dim in required) if dim in dims else size
                 for dim, size in enumerate(inner.shape)
             ]
-            val = torch.empty_strided(sizes, _strides(inner, sizes), dtype=inner.dtype, device=inner.device)
-        fake = recorder.known_input(inner) or recorder.new_input(inner, val).val
+            val = torch.empty_strided(shape, sizes.strides(at, path, inner, shape), dtype=inner.dtype, device=inner.device)
+        self.vals[at] = val
+        known = recorder.known_input(inner)
+        fake = recorder.new_input(inner, val).val if known is None else known
         return torch_adapter.rewrap(leaf, fake) if names else fake
 
     def bind(self, leaves: list[Any]) -> None:
@@ -107,18 +122,6 @@ class Arguments:
     def restore(self) -> None:
         for _, container in self.gradients:
             container.restore()
-
-
-def _strides(tensor: torch.Tensor, sizes: list[Any]) -> list[Any]:
-    """Strides of ``tensor`` said with ``sizes``: where a stride is the product of inner sizes it stays so."""
-    strides: list[Any] = list(tensor.stride())
-    product, symbolic = 1, 1
-    for dim in sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), -d)):
-        if tensor.stride(dim) == product:
-            strides[dim] = symbolic
-        product = tensor.stride(dim) * tensor.shape[dim]
-        symbolic = strides[dim] * sizes[dim]
-    return strides
 
 
 def _is_batch_object(obj: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.capture.arguments import MARKS
+from weft.capture.dynamic import MARKS
 
 
 def mark_dynamic(tensor: torch.Tensor, dim: int | list[int] | tuple[int, ...]) -> None:

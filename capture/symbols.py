@@ -44,11 +44,11 @@ class Symbols:
             self._origins.setdefault(expr, origin)
 
     def define_sizes(self, val: torch.Tensor, node: torch.fx.Node, emit: Callable[..., torch.fx.Node]) -> None:
-        """Say that the symbols among the sizes of ``val`` are the sizes of ``node``."""
-        for dim, size in enumerate(val.shape):
-            if isinstance(size, torch.SymInt):
-                op = torch.ops.aten.sym_size.int
-                self.define(size, lambda dim=dim, size=size: emit(op, node, dim, val=size))
+        """Say that the symbols among the sizes and strides of ``val`` are those of ``node``."""
+        for op, numbers in ((torch.ops.aten.sym_size.int, val.shape), (torch.ops.aten.sym_stride.int, val.stride())):
+            for dim, size in enumerate(numbers):
+                if isinstance(size, torch.SymInt):
+                    self.define(size, lambda op=op, dim=dim, size=size: emit(op, node, dim, val=size))
 
     def node(self, value: Number) -> torch.fx.Node | int | float | bool:
         """The node that computes ``value``, or the plain number where it is known."""

@@ -12,9 +12,10 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -62,6 +63,9 @@ class CapturedStep:
         hooks: how often each registered hook fired.
         shape_env: the symbols of the graph and what was assumed of them.
         seconds: how long the capture took.
+        sizes: the sizes of arguments that the capture began with as symbols.
+        rates: the symbol of each learning rate and where its value is found.
+        specialised: those among them, and of those asked for, that are numbers in the graph after all.
     """
 
     graph: StepGraph
@@ -74,7 +78,9 @@ class CapturedStep:
     hooks: HookCounts
     shape_env: ShapeEnv
     seconds: float = 0.0
-    specialised: list[str] = field(default_factory=list)
+    sizes: DynamicSizes
+    rates: list[tuple[sympy.Symbol, Place]]
+    specialised: list[Specialised]
 
 
 def capture_step(
@@ -110,17 +116,19 @@ class _Capture:
         self.dynamic = dynamic | self.arguments.marked_dynamic()
         self.rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, Place]] = []
         self.path = ModulePath(self.state)
+        self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.hooks = HookCounts(self.state, self.path)
 
     def run(self) -> CapturedStep:
         started = time.perf_counter()
         with self._prepared():
-            args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic)
+            args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes)
             try:
                 with explained(self.step), self.fake_mode, self.recorder, CaptureFunctions(self.recorder):
                     result = self.step(*args, **kwargs)
             except BaseException:
                 self._put_back()
+                self.specialised = self.sizes.specialised()
                 raise
         captured = self._finish(result)
         captured.seconds = time.perf_counter() - started
@@ -144,6 +152,7 @@ class _Capture:
                 stack.enter_context(self.hooks.counted())
                 stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
                 self.recorder.module_path = self.path.current
+                stack.enter_context(self.sizes.watched())
                 for optimizer, path in self.state.optimizers:
                     self._make_rates_symbolic(optimizer, path)
                 yield
@@ -208,7 +217,8 @@ class _Capture:
         graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
         return CapturedStep(
             graph, places, effects, returned, self.arguments, self.state, recorder.recorded, self.hooks,
-            recorder.symbols.shape_env,
+            recorder.symbols.shape_env, self.sizes,
+            [(torch_adapter.symbol_of(rate), place) for _, rate, _, place in self.rates], self.specialised,
         )
 
     def _note_gradients(self) -> None:

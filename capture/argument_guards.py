@@ -1,0 +1,110 @@
+"""What must hold of the arguments of a call, and of single tensors, for a captured graph to serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.arguments import Arguments
+from weft.capture.state import SIMPLE, Place, plain
+
+
+class ArgumentGuard:
+    """Structure, plain values, gradients, hooks, aliasing and layouts of the arguments; sizes are left to others."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._arguments = arguments
+        self._plain = [(at, leaf) for at, leaf in enumerate(arguments.leaves) if at not in arguments.tensors]
+        self._gradients = [(container, container.obj.grad is None) for _, container in arguments.gradients]
+        self._flags = [(at, _flags(arguments.leaves[at])) for at in arguments.tensors]
+        self._aliases = _aliases([arguments.leaves[at] for at in arguments.tensors])
+
+    def listed(self) -> list[str]:
+        paths = self._arguments.paths
+        return [
+            "the arguments have the structure of the captured call", "the same arguments share memory",
+            *(f"{paths[at]} is {leaf!r}" for at, leaf in self._plain),
+            *(f"{container.label('grad')} {'is None' if empty else 'exists'}" for container, empty in self._gradients),
+            *(f"{paths[at]}: {kind.__name__}, requires_grad {grad}, {len(hooks)} hooks" for at, (kind, grad, hooks, _) in self._flags),
+        ]
+
+    def failure(self, leaves: list[Any], spec: Any) -> str | None:
+        """Why the graph cannot serve a call with these leaves, None when it can; binds them as the arguments."""
+        arguments = self._arguments
+        if spec != arguments.spec:
+            return "the arguments have another structure"
+        for at, expected in self._plain:
+            if not matches(leaves[at], expected):
+                return f"{arguments.paths[at]} is {leaves[at]!r}, was {expected!r}"
+        for at, flags in self._flags:
+            if _flags(leaves[at]) != flags:
+                return f"type, requires_grad, hooks or placements of {arguments.paths[at]} changed"
+        if _aliases([leaves[at] for at, _ in self._flags]) != self._aliases:
+            return "other arguments than before share memory"
+        arguments.bind(leaves)
+        for container, empty in self._gradients:
+            if (container.obj.grad is None) is not empty:
+                return f"{container.label('grad')} {'exists now' if empty else 'is gone'}"
+        return None
+
+
+class TensorGuard:
+    """Shape, strides, dtype and device of one input; symbolic sizes and strides are left to the size guard."""
+
+    def __init__(self, place: Place, val: torch.Tensor) -> None:
+        self.place = place
+        self.dtype, self.device = val.dtype, val.device
+        self.static = all(isinstance(n, int) for n in (*val.shape, *val.stride()))
+        self.shape = tuple(val.shape) if self.static else val.dim()
+        self.sizes = [(dim, n) for dim, n in enumerate(val.shape) if isinstance(n, int)]
+        self.strides = val.stride() if self.static else [(d, s) for d, s in enumerate(val.stride()) if isinstance(s, int)]
+        self.described = _described(val)
+
+    def __str__(self) -> str:
+        return f"{self.place.path} is {self.described}"
+
+    def failure(self) -> str | None:
+        value = self.place.get()
+        if not isinstance(value, torch.Tensor):
+            return f"{self.place.path} is no tensor any more"
+        if self.static:
+            same = value.shape == self.shape and value.stride() == self.strides
+        else:
+            same = value.dim() == self.shape and all(value.shape[d] == n for d, n in self.sizes)
+            same = same and all(value.stride(d) == s or value.shape[d] < 2 for d, s in self.strides)
+        if same and value.dtype == self.dtype and value.device == self.device:
+            return None
+        return f"{self.place.path} is {_described(value)}, was {self.described}"
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """What tells the hooks registered on a tensor from others."""
+    return tuple(id(hook) for hooks in torch_adapter.registered_hooks(tensor) for hook in hooks.values())
+
+
+def matches(value: Any, expected: Any) -> bool:
+    """Whether a value found in Python state is as good as the one at capture: identical, equal and simple, or a tensor
+    that looks the same."""
+    if value is expected:
+        return True
+    if isinstance(expected, torch.Tensor):
+        return isinstance(value, torch.Tensor) and value.shape == expected.shape and value.dtype == expected.dtype
+    return type(value) is type(expected) and isinstance(expected, SIMPLE) and (value == expected or expected != expected)
+
+
+def _flags(leaf: Any) -> tuple[Any, ...]:
+    layout = (leaf.device_mesh, leaf.placements) if torch_adapter.is_dtensor(leaf) else None
+    hooks = hooks_of(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else ()
+    return type(leaf), getattr(leaf, "requires_grad", None), hooks, layout
+
+
+def _aliases(tensors: list[torch.Tensor]) -> list[int]:
+    """For each tensor the number of the first that shares its storage."""
+    first: dict[int, int] = {}
+    return [first.setdefault(torch_adapter.storage_key(plain(tensor)[0]), at) for at, tensor in enumerate(tensors)]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"
