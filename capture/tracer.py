@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from weft import torch_adapter
 from weft.capture.arguments import Arguments
 from weft.capture.collectives import functional_collectives
+from weft.capture.dynamic import DynamicSizes, Specialised
 from weft.capture.refusals import explained
 from weft.capture.fake_world import current_fake_world
 from weft.capture.functions import CaptureFunctions
