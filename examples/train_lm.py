@@ -77,8 +77,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def join_ranks() -> torch.device:
-    """Start the process group that torchrun describes; returns this rank's device."""
-    if not torch.cuda.is_available():
+    """Start the process group that torchrun describes. Returns this rank's device: its GPU if all have one."""
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

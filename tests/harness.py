@@ -248,6 +248,9 @@ def _run(rank: int, job: _Job) -> Any:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
+    if job.backend == "gloo":
+        # What picks a device by looking for one must find the CPU, on a machine with GPUs too.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = torch.device("cuda", rank) if job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)

@@ -136,7 +136,8 @@ def weft_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Transf
 
 def peer_model(config: Config, mesh: DeviceMesh, device: torch.device) -> Transformer:
     """The same weights sharded by torch. Built whole: torch draws other numbers for a sharded model."""
-    model = Transformer(config).to(device)
+    with device:
+        model = Transformer(config)
     policy = fsdp.MixedPrecisionPolicy(**precision(device))
     for block in model.blocks:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy)
