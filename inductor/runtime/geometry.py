@@ -7,6 +7,7 @@ after it was written.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -68,15 +69,17 @@ def share_storage(a: torch.fx.Node, b: torch.fx.Node) -> bool:
 
 def looks_into(node: torch.fx.Node) -> bool:
     """Whether the node only makes another view of its input's memory, or picks from a list of such."""
-    target = node.target
+    return _makes_views(node.target)
+
+
+@functools.cache
+def _makes_views(target: Any) -> bool:
     if target is operator.getitem:
         return True
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
-    return (
-        any(r.alias_info is not None for r in target._schema.returns)
-        or target._schema.name in _UNMARKED_VIEWS
-    )
+    marked = any(result.alias_info is not None for result in target._schema.returns)
+    return marked or target._schema.name in _UNMARKED_VIEWS
 
 
 def is_inverse_view(node: torch.fx.Node) -> bool:
@@ -121,7 +124,7 @@ def storages(node: torch.fx.Node) -> set[int]:
 
 
 def _is_list(node: torch.fx.Node) -> bool:
-    """Whether elements are picked from the node: a view taken again has the one element it is for as its fake."""
+    """Whether elements are picked from the node; a view taken again has its one element as its fake."""
     return any(user.target is operator.getitem for user in node.users)
 
 

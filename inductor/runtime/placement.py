@@ -284,15 +284,17 @@ class _Placer:
         overlap what it writes only if the eager step's tensors overlapped too.
         """
         memory = leaf.memory.root  # type: ignore[union-attr]
-        now, new = self.at[node], _holders(node)
         read = [value for value in memory.values if node in value.users]
         written = [value for value in read if any(at.name == leaf.name for at in leaves(self.trees[value]))]
         if memory.read_only or not all(share_storage(value, written[0]) for value in read):
             return False
+        now = self.at[node]
+        late = [value for value in memory.values if self.last_read[value] > now]
         free: dict[Node, Node] = {}
-        late = (value for value in memory.values if self.last_read[value] > now)
-        if not all(self._only_written_back(value, now, new, free) for value in late):
-            return False
+        if late:
+            new = _holders(node)
+            if not all(self._only_written_back(value, now, new, free) for value in late):
+                return False
         backs.update(free)
         return True
 
