@@ -77,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def join_ranks() -> torch.device:
-    """Start the process group that torchrun describes. Returns this rank's device: its GPU if all have one."""
+    """Start the process group that torchrun describes; returns this rank's device, a GPU if all have one."""
     if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         dist.init_process_group("gloo")
         return torch.device("cpu")

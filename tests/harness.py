@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import multiprocessing
@@ -88,6 +89,7 @@ def run_ranks(
     """
     if backend == "nccl" and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
+    _start_server()
     # The store's server lives here, outside the ranks, so that a rank that dies does not take it along.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
@@ -109,6 +111,14 @@ def run_ranks(
         finally:
             for rank in ranks:
                 rank.kill()
+
+
+@functools.cache
+def _start_server() -> None:
+    """Have the server import what it must now, so that no call's time is spent on it."""
+    process = _context.Process(target=int)
+    process.start()
+    process.join()
 
 
 def needs_gpu(count: int = 1) -> pytest.MarkDecorator:
