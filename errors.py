@@ -339,11 +339,25 @@ class AgreementTimeout(WeftError):
     def __init__(self, name: str, call: int, rank: int, missing: list[int], listed: str, seconds: float) -> None:
         self.rank = rank
         self.missing = missing
+        if rank in missing:
+            what = f"rank {rank} came too late: rank {by} had waited {seconds:.1f} s for {listed} and given up"
+        else:
+            what = f"rank {by} waited {seconds:.1f} s and did not hear from {listed}. This is rank {rank}"
         super().__init__(
-            f"{name}: rank {rank} waited {seconds:.1f} s for the ranks to compare capture {call} of this "
-            f"step, and did not hear from {listed}. Look at their logs first: a rank may have died or raised, "
-            f"may still be capturing or loading data (WEFT_AGREEMENT_TIMEOUT_S waits longer), may not have "
-            f"called this step, or had no need to capture it again because its inputs did not change as here."
+            f"{name}: the ranks could not compare capture {call} of this step: {what}. Look at the logs of those "
+            f"that were missing: a rank may have died or raised, may have been busy capturing or loading data "
+            f"(WEFT_AGREEMENT_TIMEOUT_S waits longer), may not have called this step, or had no need to capture "
+            f"it again because its inputs did not change as they did on the others."
+        )
+
+
+class StoreLost(WeftError):
+    """The store that the ranks share stopped answering."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        super().__init__(
+            f"{name}: rank {rank} lost the store that ranks compare their graphs over. The process that holds it "
+            f"(the launcher, or rank 0) has died or is unreachable: look at its log first."
         )
 
 
