@@ -8,8 +8,9 @@ they come: a *buffer* is a storage with the node of its current value, an *alias
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import torch_adapter
-from weft.capture.functional import Effects, effects, write_back
+from weft.capture.functional import Effects, effects, out_of_place, write_back
 from weft.capture.state import identity
 from weft.capture.symbols import Symbols
 from weft.capture.user_code import Frame, user_frames, user_line
@@ -86,17 +87,20 @@ class Recorder(TorchDispatchMode):
         graph: what was recorded; a tensor of the user's becomes a placeholder when an operation first meets it.
         placeholders: each placeholder with the user's tensor it stands for.
         recorded: operations seen.
+        shares_memory: the user's tensors that lie in a storage, for one of them that is met for the first time.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         super().__init__()
         self.graph = torch.fx.Graph()
         self.fake_mode = fake_mode
-        self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph)
+        self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph, self._stamp)
         self.recorded = 0
         self.module_path: Callable[[], str] = lambda: ""
         self.optimizing = False
         self.stream: Callable[[], int] | None = None
+        self.input_name: Callable[[torch.Tensor], str] = lambda tensor: "input"
+        self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
         self.float_tags: dict[float, torch.SymFloat] = {}
         self._buffers: dict[int, Buffer] = {}
         self._inputs: dict[tuple[Any, ...], Alias] = {}
@@ -106,6 +110,8 @@ class Recorder(TorchDispatchMode):
         self._after_inputs = self.graph._root
         self._paused_in: tuple[TorchDispatchMode, ...] | None = None
         self._asserted: set[Any] = set()
+        # Each rank has a device of its own; in the graph it is the one that is current, the same text on every rank.
+        self._own_device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
     # ---- dispatch
 
@@ -154,7 +160,11 @@ class Recorder(TorchDispatchMode):
         what = effects(op)
         if what is not None:
             return self._record_write(op, what, args, kwargs, *fakes)
-        out = op(*fakes[0], **fakes[1])
+        try:
+            out = op(*fakes[0], **fakes[1])
+        except Exception as error:
+            error.add_note(f"while capturing {op} at {user_line()}")
+            raise
         self.emit_new_checks()
         if op in _SAME_VALUE and isinstance(out, FakeTensor):
             return self._share(out, self.alias(args[0]))
@@ -197,15 +207,15 @@ class Recorder(TorchDispatchMode):
             return args[0]
         named = {a.name: position for position, a in enumerate(op._schema.arguments)}
         inputs = _map(args, self.value), _map(kwargs, self.value)
-        widens = self._widened(op, what, fake_args, fake_kwargs)
+        wide = self._widened(op, what, fake_args, fake_kwargs)
         out = op(*fake_args, **fake_kwargs)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
         written = [_argument(args, kwargs, position, name) for position, name in what.writes]
-        vals = [*fresh, *_map(written, self._fake)]
+        vals = [*fresh, *_map(written, self._fake)] if wide is None else [wide]
         single = len(vals) == 1
         node = self.emit(what.functional, *inputs[0], val=vals[0] if single else tuple(vals), **inputs[1])
-        if not widens:
+        if wide is None:
             node.meta["inplace"] = op
         parts = [node] if single else [self.pick(node, i, v) for i, v in enumerate(vals)]
         for value, part in zip(fresh, parts, strict=False):
@@ -220,16 +230,18 @@ class Recorder(TorchDispatchMode):
         same = target.dtype == source.dtype and target.device == source.device
         return same and self.alias(target).parent is None and _same_layout(target, source)
 
-    def _widened(self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the functional form would return another dtype than the tensor it replaces (bfloat16 += float32)."""
+    def _widened(
+        self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """What the functional form returns where that has another dtype than the tensor it replaces (bfloat16 += float32)."""
         tensors = list(_tensors((args, kwargs)))
         if len(tensors) < 2 or op in (aten.copy_.default,) or all(t.dtype == tensors[0].dtype for t in tensors):
-            return False
+            return None
         first = _argument(args, kwargs, *what.writes[0])
         if not isinstance(first, torch.Tensor) or not isinstance(what.functional, OpOverload):
-            return False
+            return None
         result = what.functional(*args, **kwargs)
-        return isinstance(result, torch.Tensor) and result.dtype != first.dtype
+        return result if isinstance(result, torch.Tensor) and result.dtype != first.dtype else None
 
     def _write_all(self, target: Any, part: torch.fx.Node) -> None:
         if isinstance(target, torch.Tensor):
@@ -259,9 +271,9 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """``t.transpose_()`` and its like change what the tensor object is: from now on it is a view of what it was."""
         target = args[0]
-        variant = getattr(getattr(aten, op._schema.name.split("::")[1][:-1], None), op._overloadname, None)
-        if variant is None or not isinstance(target, FakeTensor) or "_weft_alias" not in target.__dict__:
-            raise UncapturableMutation(str(op))
+        variant = out_of_place(op)
+        if variant is None or not _known(target):
+            raise UncapturableMutation(f"{op} at {user_line()}: a tensor of your own cannot change its shape in a step")
         before = self.alias(target)
         viewed = self._record(variant, args, kwargs)
         with torch.no_grad():
@@ -296,6 +308,8 @@ class Recorder(TorchDispatchMode):
             return self.symbols.node(argument)
         if type(argument) is float and argument in self.float_tags:
             return self.symbols.node(self.float_tags[argument])
+        if type(argument) is torch.device and argument == self._own_device:
+            return torch.device(argument.type)
         return argument
 
     def alias(self, tensor: torch.Tensor) -> Alias:
@@ -321,15 +335,24 @@ class Recorder(TorchDispatchMode):
     def _input(self, tensor: torch.Tensor) -> Alias:
         key = identity(tensor)
         if key not in self._inputs:
+            whole = self._whole(tensor, key[0])
+            if whole is not tensor:
+                self._input(whole)
             self._inputs[key] = self._overlapping(tensor, key[0]) or self.new_input(tensor)
         return self._inputs[key]
+
+    def _whole(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
+        """The largest of the user's tensors that ``tensor`` is a part of: as an input it serves both."""
+        known = [t for t in self.shares_memory(storage) if _offset_within(tensor, t) is not None]
+        largest = max(known, key=_extent, default=tensor)
+        return largest if _extent(largest) > _extent(tensor) else tensor
 
     def _overlapping(self, tensor: torch.Tensor, storage: int) -> Alias | None:
         """A tensor that lies inside the memory of an input already known is a view of that input."""
         for known, real in self._input_storages.get(storage, ()):
             inside = _offset_within(tensor, real)
             if inside is None:
-                raise UncapturableMutation("two tensors of the step share part of their memory")
+                raise UncapturableMutation(f"tensors that share a part of their memory, at {user_line()}; clone one of them")
             size, stride, offset = list(tensor.shape), list(tensor.stride()), inside
             with torch_adapter.only_mode(self.fake_mode):
                 val = torch.as_strided(known.val, size, stride, offset)
@@ -341,7 +364,7 @@ class Recorder(TorchDispatchMode):
     def new_input(self, tensor: torch.Tensor, val: torch.Tensor | None = None) -> Alias:
         """A placeholder for ``tensor``, standing before all operations; ``val`` overrides its fake (dynamic sizes)."""
         with self.graph.inserting_after(self._after_inputs):
-            node = self.graph.placeholder(f"in_{len(self.placeholders)}")
+            node = self.graph.placeholder(self.input_name(tensor))
         self._after_inputs = node
         if val is None:
             with torch_adapter.only_mode(self.fake_mode):
@@ -368,10 +391,10 @@ class Recorder(TorchDispatchMode):
         alias = self._inputs.get(identity(tensor))
         return alias is not None and alias.buffer.version > 0
 
-    def scalar_input(self, value: torch.SymFloat | torch.SymInt) -> torch.fx.Node:
+    def scalar_input(self, value: torch.SymFloat | torch.SymInt, name: str) -> torch.fx.Node:
         """A placeholder for a Python number that changes from call to call."""
         with self.graph.inserting_after(self._after_inputs):
-            node = self.graph.placeholder("scalar")
+            node = self.graph.placeholder(name)
         self._after_inputs = node
         node.meta["val"] = value
         self.symbols.define(value, lambda: node)
@@ -380,10 +403,15 @@ class Recorder(TorchDispatchMode):
     # ---- nodes
 
     def emit(self, target: Callable[..., Any], *args: Any, val: Any, **kwargs: Any) -> torch.fx.Node:
-        """Append a call to the graph, marked with the user's line, the module and the stage it belongs to."""
-        node = self.graph.create_node("call_function", target, args, kwargs)
+        """Append a call to the graph."""
+        node = self.graph.create_node("call_function", target, args, kwargs, name=_name(target))
+        node.meta["val"] = val
+        self._stamp(node)
+        return node
+
+    def _stamp(self, node: torch.fx.Node) -> None:
+        """Mark a node with the user's line, the module and the stage it belongs to, and the stream it was issued on."""
         meta = node.meta
-        meta["val"] = val
         running = torch_adapter.running_autograd_node()
         if running is None:
             meta["frames"], meta["module"] = user_frames(4), self.module_path()
@@ -397,7 +425,6 @@ class Recorder(TorchDispatchMode):
             meta["stage"] = "backward"
         if self.stream is not None and (stream := self.stream()):
             meta["stream"] = stream
-        return node
 
     def emit_sizes(self, target: Callable[..., Any], *args: Any, val: Any) -> torch.fx.Node:
         return self.emit(target, *args, val=val)
@@ -483,6 +510,12 @@ class Recorder(TorchDispatchMode):
             del pending[:]
 
 
+@functools.cache
+def _name(target: Callable[..., Any]) -> str | None:
+    """``mm`` for ``aten.mm.default``; other functions keep the name that fx gives them."""
+    return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else None
+
+
 def _known(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and "_weft_alias" in tensor.__dict__
 
@@ -501,6 +534,13 @@ def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     strides = zip(a.stride(), b.stride(), a.shape, strict=True)
     return all(torch_adapter.surely(s == t) or torch_adapter.surely(n == 1) for s, t, n in strides)
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have no byte in common, going by their first and last elements."""
+    starts = [t.storage_offset() * t.element_size() for t in (a, b)]
+    ends = [start + _extent(t) * t.element_size() for start, t in zip(starts, (a, b), strict=True)]
+    return ends[0] <= starts[1] or ends[1] <= starts[0]
 
 
 def _extent(tensor: torch.Tensor) -> int:
