@@ -99,6 +99,14 @@ def _functional_variant(op: OpOverload, results: int) -> OpOverload | None:
     return variant if same else None
 
 
+def out_of_place(op: OpOverload) -> OpOverload | None:
+    """The view that an operation like ``transpose_`` leaves its tensor as: ``transpose``, with the same arguments."""
+    packet = getattr(aten, op._schema.name.split("::")[1].removesuffix("_"), None)
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    overloads = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
+    return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
+
+
 Node = torch.fx.Node
 Emit = Callable[..., Node]
 

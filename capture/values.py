@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
 from weft.capture.recorder import Recorder
-from weft.capture.state import plain
+from weft.capture.state import Place, plain
 from weft.errors import EscapedTensor
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -23,10 +23,22 @@ class _Hole:
 
     index: int
     like: torch.Tensor | None = None
+    requires_grad: bool = False
 
     def fill(self, outputs: list[Any]) -> Any:
         value = outputs[self.index]
-        return value if self.like is None else torch_adapter.rewrap(self.like, value)
+        value = value if self.like is None else torch_adapter.rewrap(self.like, value)
+        return value.requires_grad_() if self.requires_grad else value
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The object that stands at ``place`` when a call begins goes here."""
+
+    place: Place
+
+    def fill(self, outputs: list[Any]) -> Any:
+        return self.place.outer()
 
 
 @dataclass(frozen=True)
@@ -38,33 +50,38 @@ class Template:
 
     @classmethod
     def of(
-        cls, value: Any, recorder: Recorder, keep: Callable[[Any], int], where: str, *, lift_users: bool = False
+        cls, value: Any, recorder: Recorder, keep: Callable[[Any], int], where: str, *, lift_users: bool = False,
+        homes: Mapping[int, Place] | None = None,
     ) -> Template:
         """Make a template of ``value``, which the capture left at ``where``.
 
         Args:
             keep: makes a node an output of the graph and returns the output's number.
             lift_users: the user's own tensors become holes too, filled with their value; else they stay themselves.
+            homes: where the user's own tensors stand, by id: what stands there in a later call is meant.
 
         Raises:
             EscapedTensor: a tensor of the capture sits inside an object that cannot be rebuilt.
         """
         torch_adapter.register_dataclasses(value)
         leaves, spec = torch_adapter.flatten(value)
-        return cls(tuple(_hole(leaf, recorder, keep, where, lift_users) for leaf in leaves), spec)
+        return cls(tuple(_hole(leaf, recorder, keep, where, lift_users, homes or {}) for leaf in leaves), spec)
 
     def fill(self, outputs: list[Any]) -> Any:
         """The value of one call, given what the graph returned for its ``Create`` and ``Return`` outputs."""
-        leaves = [leaf.fill(outputs) if isinstance(leaf, _Hole) else leaf for leaf in self.leaves]
+        leaves = [leaf.fill(outputs) if isinstance(leaf, (_Hole, _Held)) else leaf for leaf in self.leaves]
         return torch_adapter.unflatten(leaves, self.spec)
 
 
-def _hole(leaf: Any, recorder: Recorder, keep: Callable[[Any], int], where: str, lift_users: bool) -> Any:
+def _hole(
+    leaf: Any, recorder: Recorder, keep: Callable[[Any], int], where: str, lift_users: bool, homes: Mapping[int, Place]
+) -> Any:
     if isinstance(leaf, torch.Tensor):
         inner, names = plain(leaf)
         if not lift_users and (not isinstance(inner, FakeTensor) or recorder.is_users(inner)):
-            return leaf
-        return _Hole(keep(recorder.current(inner)), leaf if names else None)
+            return _Held(homes[id(leaf)]) if id(leaf) in homes else leaf
+        grad = leaf.requires_grad and leaf.is_leaf and not lift_users
+        return _Hole(keep(recorder.current(inner)), leaf if names else None, grad)
     if isinstance(leaf, _NUMBERS):
         return _Hole(keep(recorder.value(leaf)))
     if any(isinstance(value, FakeTensor) for value in list(getattr(leaf, "__dict__", {}).values())):
