@@ -23,17 +23,31 @@ log = logging.getLogger(__name__)
 Number = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
+class _StampingTracer(torch.fx.proxy.GraphAppendingTracer):
+    def __init__(self, graph: torch.fx.Graph, stamp: Callable[[torch.fx.Node], None]) -> None:
+        super().__init__(graph)
+        self._stamp = stamp
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = super().create_node(*args, **kwargs)
+        self._stamp(node)
+        return node
+
+
 class Symbols:
     """Knows for each symbol which node computes it, and writes expressions over symbols into a graph.
 
     Args:
         shape_env: where the symbols come from.
         graph: the graph that expressions are appended to.
+        stamp: marks each node of an expression with where it came from.
     """
 
-    def __init__(self, shape_env: ShapeEnv, graph: torch.fx.Graph) -> None:
+    def __init__(
+        self, shape_env: ShapeEnv, graph: torch.fx.Graph, stamp: Callable[[torch.fx.Node], None] = lambda node: None
+    ) -> None:
         self.shape_env = shape_env
-        self._tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+        self._tracer = _StampingTracer(graph, stamp)
         self._origins: dict[sympy.Symbol, Callable[[], torch.fx.Node]] = {}
         self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
 

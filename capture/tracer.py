@@ -28,6 +28,7 @@ from weft.capture.refusals import explained
 from weft.capture.fake_world import current_fake_world
 from weft.capture.functions import CaptureFunctions
 from weft.capture.graph import Create, Input, Output, Return, Role, StepGraph, Update, drop_dead
+from weft.capture.names import readable_name
 from weft.capture.groups import canonical_groups
 from weft.capture.hooks import HookCounts
 from weft.capture.modules import ModulePath
@@ -116,6 +117,8 @@ class _Capture:
             self.state.add(obj, path)
         self.dynamic = dynamic | self.arguments.marked_dynamic()
         self.rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, Place]] = []
+        self.recorder.input_name = self._input_name
+        self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.path = ModulePath(self.state)
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.hooks = HookCounts(self.state, self.path)
@@ -175,7 +178,7 @@ class _Capture:
             where = f"{path}.param_groups[{at}]['lr']"
             place = Place(Container(group, where, frozenset({"lr"})), "lr", where, Role.SCALAR)
             symbol = torch_adapter.lr_symbol(self.recorder.symbols.shape_env, group["lr"], f"lr{len(self.rates)}")
-            self.rates.append((group, symbol, self.recorder.scalar_input(symbol), place))
+            self.rates.append((group, symbol, self.recorder.scalar_input(symbol, readable_name(where)), place))
             group["lr"] = symbol
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -267,9 +270,16 @@ class _Capture:
             places.append(place)
         return inputs, places
 
-    def _place(self, tensor: torch.Tensor) -> Place:
+    def _input_name(self, tensor: torch.Tensor) -> str:
+        found = self._known_place(tensor)
+        return "constant" if found is None else readable_name(found.path)
+
+    def _known_place(self, tensor: torch.Tensor) -> Place | None:
         key = identity(tensor)
-        found = self.arguments.places.get(key) or self.state.places.get(key)
+        return self.arguments.places.get(key) or self.state.places.get(key)
+
+    def _place(self, tensor: torch.Tensor) -> Place:
+        found = self._known_place(tensor)
         if found is None:
             log.debug("a tensor of shape %s is not reachable from the step: taken as a constant", tuple(tensor.shape))
             found = Place(Container([tensor], "constant"), 0, "constant", Role.BUFFER)
