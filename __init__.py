@@ -94,3 +94,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+importlib.import_module("weft.logs").install()
