@@ -274,6 +274,14 @@ def symbol_of(number: torch.SymInt | torch.SymFloat) -> Any:
     """The symbol that a number was made as, whatever it was found equal to since."""
     return number.node._expr
 
+def hint(number: int | torch.SymInt) -> int | None:
+    """The value that a size had in the captured call; None where only the data decides it."""
+    if isinstance(number, int):
+        return number
+    value = number.node.hint if number.node.has_hint() else None
+    return None if value is None else int(value)
+
+
 
 def replaced(shape_env: ShapeEnv, symbol: Any) -> Any:
     """What a trace found a symbol to be equal to, in the end; itself where to nothing."""
