@@ -21,6 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
+import weft
 from weft import errors
 from weft.capture.fake_world import current_fake_world, fake_world
 
@@ -334,6 +335,54 @@ def test_a_script_that_reduces_gradients_itself(tmp_path: Path) -> None:
     with fake_world(4096, 4095):
         left = runpy.run_path(script(tmp_path, "", model), run_name="__main__")
         assert_fake_cpu(left["loss"], *left["model"].parameters())
+
+
+WEFT = {
+    "fully_shard": FSDP.format(materialize='weft.materialize(model, device="cuda")'),
+    "hybrid": FSDP.format(materialize='weft.materialize(model, device="cuda")').replace(
+        "(dist.get_world_size(),)", '(2, dist.get_world_size() // 2), mesh_dim_names=("copies", "shards")'
+    ),
+    "replicate": """
+    model = layers().to(device)
+    weft.replicate(model)
+""",
+}
+
+
+@pytest.mark.parametrize("wrapper", list(WEFT))
+@pytest.mark.parametrize("world_size", [8, 4096])
+def test_a_script_with_wefts_wrappers(tmp_path: Path, wrapper: str, world_size: int) -> None:
+    imports = "import weft\nfrom weft import MixedPrecisionPolicy, fully_shard"
+    with fake_world(world_size, 5):
+        left = runpy.run_path(script(tmp_path, imports, WEFT[wrapper]), run_name="__main__")
+        weight = left["model"][0].linear1.weight
+        assert weight.shape == (128, 64)
+        shards = {"fully_shard": world_size, "hybrid": world_size // 2, "replicate": 1}[wrapper]
+        local = weight if wrapper == "replicate" else weight.to_local()
+        assert local.shape == (max(1, 128 // shards), 64)
+        assert_fake_cpu(local, left["loss"])
+
+
+def nodes_captured(world_size: int) -> int:
+    with fake_world(world_size, 3):
+        mesh = init_device_mesh("cuda", (world_size,))
+        model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 7)).cuda()
+        weft.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return len(weft.capture(step, torch.randn(4, 20, device="cuda")))
+
+
+def test_a_step_is_captured_in_as_many_nodes_in_any_world() -> None:
+    assert nodes_captured(8) == nodes_captured(4096) > 20
 
 
 def test_everything_is_restored() -> None:
