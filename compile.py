@@ -84,15 +84,25 @@ class CompiledStep(Generic[P, R]):
         if self._uncompiled:
             return self.step(*args, **kwargs)
         leaves, spec = torch_adapter.flatten((args, kwargs))
-        reasons = []
+        reasons: list[str] = []
+        entry = self._find(leaves, spec, reasons)
+        return self._first_call(args, kwargs, reasons) if entry is None else entry.run(leaves)
+
+    def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+        """The captured form that serves this call, captured now where there is none; nothing runs."""
+        reasons: list[str] = []
+        return self._find(*torch_adapter.flatten((args, kwargs)), reasons) or self.capture(args, kwargs, reasons)
+
+    def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> _Entry | None:
+        """The form whose guards hold, moved to the front; why the others do not serve goes to ``reasons``."""
         for at, entry in enumerate(self.entries):
             why = entry.guards.failure(leaves, spec)
             if why is None:
                 if at:
                     self.entries.insert(0, self.entries.pop(at))
-                return entry.run(leaves)
+                return entry
             reasons.append(why)
-        return self._first_call(args, kwargs, reasons)
+        return None
 
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
         try:

@@ -183,6 +183,15 @@ class MarkedDynamicSpecialised(WeftError):
         )
 
 
+class NotCapturedYet(WeftError):
+    """A compiled step was to be explained before its first call."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} was not captured yet: call it once, or give the arguments of a call, weft.explain({name}, *args)"
+        )
+
+
 class HookDidNotFire(WeftError):
     """A registered hook ran fewer times in the capture than what it is registered on."""
 

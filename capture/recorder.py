@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         graph: what was recorded; a tensor of the user's becomes a placeholder when an operation first meets it.
         placeholders: each placeholder with the user's tensor it stands for.
-        recorded: operations seen.
+        recorded: operations written down; passed: those that ran while recording was paused.
         shares_memory: the user's tensors that lie in a storage, for one of them that is met for the first time.
     """
 
@@ -96,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph, self._stamp)
         self.recorded = 0
+        self.passed = 0
         self.module_path: Callable[[], str] = lambda: ""
         self.optimizing = False
         self.stream: Callable[[], int] | None = None
@@ -128,6 +129,7 @@ class Recorder(TorchDispatchMode):
         if self._paused_in is not None or op.namespace == "profiler":
             with torch_adapter.only_mode(*(self._paused_in or ())):
                 return op(*args, **kwargs)
+            self.passed += op.namespace != "profiler"
         if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in _tensors((args, kwargs))):
             return op(*args, **kwargs)
         if op.namespace == "c10d":

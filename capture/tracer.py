@@ -61,7 +61,8 @@ class CapturedStep:
         result: what the step returns, over the graph's ``Return`` outputs.
         arguments: how the step was called.
         state: the Python state it can reach, for guards.
-        recorded: operations that reached the recorder.
+        recorded: operations that the recorder wrote down.
+        passed: operations that ran once, for the capture, and are no part of the step (making optimizer state).
         hooks: how often each registered hook fired.
         shape_env: the symbols of the graph and what was assumed of them.
         seconds: how long the capture took.
@@ -78,6 +79,7 @@ class CapturedStep:
     state: State
     recorded: int
     hooks: HookCounts
+    passed: int
     shape_env: ShapeEnv
     seconds: float = 0.0
     sizes: DynamicSizes
@@ -220,7 +222,7 @@ class _Capture:
         groups = canonical_groups(recorder.graph)
         graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
         return CapturedStep(
-            graph, places, effects, returned, self.arguments, self.state, recorder.recorded, self.hooks,
+            graph, places, effects, returned, self.arguments, self.state, recorder.recorded, recorder.passed, self.hooks,
             recorder.symbols.shape_env, self.sizes,
             [(torch_adapter.symbol_of(rate), place) for _, rate, _, place in self.rates], self.specialised,
         )

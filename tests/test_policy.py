@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("tests", "examples", "bench", "docs")
 
 # From the ground up: each floor imports only from those before it. The basement may be imported by all.
-FLOORS = ["distributed", "capture", "inductor", "plan", "verify", "compile", "launch"]
+FLOORS = ["distributed", "capture", "inductor", "plan", "verify", "compile", "explain", "launch"]
 BASEMENT = ["errors", "logs", "torch_adapter", "knobs"]
 
 # All that the compiler sees of a wrapper is collectives in a graph.

@@ -1,0 +1,215 @@
+"""The numbers of an explanation against counts made without weft."""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import weft
+from weft.capture.graph import Role
+from weft.errors import NotCapturedYet
+from weft.explain import CollectiveCount, HookFired, InputBytes
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts what reaches the dispatcher below autograd."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.namespace != "profiler"
+        return func(*args, **(kwargs or {}))
+
+
+def training(width: int = 8) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, optimizer, step
+
+
+def test_operations_are_those_that_eager_dispatches() -> None:
+    _, _, step = training()
+    step(torch.randn(4, 8))
+    with CountOperations() as eager:
+        step(torch.randn(4, 8))
+    explained = weft.explain(step, torch.randn(4, 8))
+    # A gradient that someone else holds is detached when it becomes `.grad`; in eager nobody does. One a parameter.
+    assert explained.operations_run == explained.operations_captured == eager.count + 4
+    assert explained.nodes == sum(node.op == "call_function" for node in explained.graph.graph.nodes)
+    assert explained.seconds > 0
+
+
+def test_operations_that_run_once_are_not_captured() -> None:
+    """The first step makes the state of the optimizer: the capture makes it for real, outside the graph."""
+    _, _, step = training()
+    first = weft.explain(step, torch.randn(4, 8))
+    second = weft.explain(step, torch.randn(4, 8))
+    assert first.operations_run - first.operations_captured >= 3 * 4
+    assert second.operations_run == second.operations_captured == first.operations_captured
+
+
+def test_inputs_by_role_with_their_bytes() -> None:
+    _, _, step = training()
+    explained = weft.explain(step, torch.randn(4, 8))
+    parameters = 4 * (8 * 8 + 8 + 8 + 1)
+    assert explained.inputs == [
+        InputBytes(Role.PARAMETER, 4, parameters),
+        InputBytes(Role.OPTIMIZER_STATE, 12, 2 * parameters + 4 * 4),
+        InputBytes(Role.BATCH, 1, 4 * 4 * 8),
+        InputBytes(Role.SCALAR, 1, 0),
+    ]
+
+
+def test_hooks_that_fired() -> None:
+    model, _, step = training()
+    calls = []
+
+    def on_forward(*args: Any) -> None:
+        calls.append("forward")
+
+    def on_gradient(gradient: Tensor) -> Tensor:
+        calls.append("gradient")
+        return gradient * 2
+
+    model[0].register_forward_hook(on_forward)
+    model[2].weight.register_hook(on_gradient)
+    step(torch.randn(4, 8))
+    explained = weft.explain(step, torch.randn(4, 8))
+    found = {(hook.owner, hook.kind): hook.count for hook in explained.hooks}
+    assert found == {("model.0", "forward"): calls.count("forward"), ("model.2.weight", "gradient"): calls.count("gradient")}
+    assert any(hook.name.endswith("on_gradient") for hook in explained.hooks)
+    assert all(isinstance(hook, HookFired) for hook in explained.hooks)
+
+
+@pytest.mark.fake
+def test_collectives_are_those_that_eager_issues() -> None:
+    with weft.fake_world(8, target_device="cpu"):
+        mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 4))
+        for layer in model:
+            weft.fully_shard(layer, mesh=mesh)
+        weft.fully_shard(model, mesh=mesh)
+
+        def step(x: Tensor) -> None:
+            model(x).sum().backward()
+
+        with CommDebugMode() as eager:
+            step(torch.randn(2, 16))
+        model.zero_grad()
+        explained = weft.explain(step, torch.randn(2, 16))
+    counts = {str(op).rpartition(".")[2]: count for op, count in eager.get_comm_counts().items()}
+    ours: dict[str, int] = {}
+    for entry in explained.collectives:
+        ours[entry.kind] = ours.get(entry.kind, 0) + entry.count
+    assert ours == counts
+    weights = 4 * (16 * 16 + 4 * 16 + 4)
+    gathers = [entry for entry in explained.collectives if entry.kind == "all_gather_into_tensor"]
+    per_forward = sum(entry.count for entry in gathers) // 3
+    assert gathers == [CollectiveCount("all_gather_into_tensor", "shards", 3 * per_forward, weights * per_forward)]
+    reduces = {(entry.kind, entry.group): (entry.count, entry.bytes) for entry in explained.collectives}
+    assert reduces["reduce_scatter_tensor", "shards"] == (3, weights)
+    assert reduces["all_reduce", "replicas"] == (3, weights // 4)
+
+
+def test_sizes_and_captures() -> None:
+    model, _, step = training()
+    compiled = weft.compile(step)
+
+    def with_batch(size: int) -> Any:
+        compiled(torch.randn(size, 8))
+        return weft.explain(compiled)
+
+    with_batch(4)
+    explained = with_batch(5)
+    assert [(s.size, s.low, s.high) for s in explained.symbolic] == [("args[0].size(0)", 2, None)]
+    assert explained.symbolic[0].symbol in ast.unparse(ast.parse(str(explained.graph)))
+    assert explained.specialised == []
+    assert explained.captures[0] == "first call"
+    assert "[5, 8]" in explained.captures[1]
+    assert len(explained.captures) == 2
+    assert "size" in explained.guards_by_kind
+    one = with_batch(1)
+    assert one.symbolic == []
+    assert [(s.size, s.value) for s in one.specialised] == [("args[0].size(0)", 1)]
+
+
+def test_guards_are_listed() -> None:
+    model, _, step = training()
+    explained = weft.explain(step, torch.randn(4, 8))
+    conditions = [guard.condition for guard in explained.guards]
+    assert "model.0.training is True" in conditions
+    assert "optimizer.param_groups[0]['weight_decay'] is 0.01" in conditions
+    assert "args[0] is torch.float32 [4, 8] strides [8, 1] on cpu" in conditions
+    assert not any("'lr'" in condition for condition in conditions)
+    assert sum(explained.guards_by_kind.values()) == len(conditions)
+
+
+def test_a_step_that_never_ran() -> None:
+    model, _, step = training()
+    compiled = weft.compile(step)
+    with pytest.raises(NotCapturedYet, match="step was not captured yet"):
+        weft.explain(compiled)
+    before = [p.detach().clone() for p in model.parameters()]
+    explained = weft.explain(compiled, torch.randn(4, 8))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    compiled(torch.randn(4, 8))
+    assert compiled.captures == explained.captures == ["first call"]
+
+
+def test_opaque_calls() -> None:
+    @weft.opaque
+    def log_loss(loss: Tensor) -> None:
+        raise AssertionError("an explanation runs nothing")
+
+    def step(x: Tensor) -> None:
+        log_loss(x.sum())
+
+    assert weft.explain(step, torch.randn(4)).opaque_calls == ["log_loss"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_text_is_plain_unless_a_terminal_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step = training()
+    explained = weft.explain(step, torch.randn(4, 8))
+    plain = str(explained)
+    rows = [line.split() for line in plain.splitlines()]
+    assert ["parameter", "4", "324", "B"] in rows
+    assert ["batch", "1", "128", "B"] in rows
+    assert "\x1b" not in plain
+    assert all(ord(letter) < 128 for letter in plain)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Terminal())
+        patch.setenv("TERM", "xterm-256color")
+        patch.delenv("NO_COLOR", raising=False)
+        assert "\x1b[" in str(explained)
+        patch.setenv("NO_COLOR", "1")
+        assert str(explained) == plain
+
+
+def test_the_program_and_the_graph() -> None:
+    _, _, step = training()
+    explained = weft.explain(step, torch.randn(4, 8))
+    ast.parse(explained.program)
+    ast.parse(str(explained.graph))
+    assert "def run(" in explained.program
