@@ -7,18 +7,18 @@ bits do not change.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import deque
 
 import torch
 
 from weft.capture.graph import WAIT, StepGraph, is_collective
+from weft.inductor.passes.sizes import node_bytes
 from weft.inductor.runtime.geometry import looks_into
 
 Node = torch.fx.Node
 
-PREFETCH_BYTES = 256 << 20
+PREFETCH_BYTES = 512 << 20
 # What may stand between a parameter and its all-gather.
 _PREPARATIONS = frozenset({"aten::_to_copy", "aten::constant_pad_nd", "aten::clone", "weft::pad_shard"})
 # A collective that keeps an input alive which nobody else needs: its wait must not come too late.
@@ -101,7 +101,7 @@ class _Scheduler:
         while self.ahead:
             if self.ahead[0] in self.done:
                 self.ahead.popleft()
-            elif self.gathered + _bytes(self.ahead[0]) <= self.limit:
+            elif self.gathered + node_bytes(self.ahead[0]) <= self.limit:
                 self._run(self.ahead.popleft())
             else:
                 return
@@ -114,7 +114,7 @@ class _Scheduler:
 
     def _account(self, start: Node, sign: int) -> None:
         if _is_gather(start):
-            self.gathered += sign * _bytes(start)
+            self.gathered += sign * node_bytes(start)
         elif _consumed_bytes(start):
             self.consumed += sign * _consumed_bytes(start)
             if sign > 0:
@@ -155,15 +155,4 @@ def _waits_of(start: Node) -> list[Node]:
 def _consumed_bytes(start: Node) -> int:
     if not str(getattr(start.target, "_schema", "")).startswith(_CONSUMING):
         return 0
-    return sum(_bytes(node) for node in start.all_input_nodes)
-
-
-def _bytes(node: Node) -> int:
-    """Size of a node's tensors; one of unknown size is too large to start ahead of its place."""
-    val = node.meta["val"]
-    tensors = [
-        item for item in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(item, torch.Tensor)
-    ]
-    if any(type(n) is not int for tensor in tensors for n in tensor.shape):
-        return 1 << 62
-    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+    return sum(node_bytes(node) for node in start.all_input_nodes)

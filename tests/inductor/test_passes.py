@@ -1,0 +1,118 @@
+"""Passes keep the bits of every result and issue fewer collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+
+import weft
+from weft.capture.graph import StepGraph
+from weft.inductor.passes.coalesce import coalesce
+from weft.inductor.passes.pipeline import run_passes
+from weft.inductor.passes.unused_gathers import drop_unused_gathers
+from weft.inductor.runtime.aten import compile_aten
+
+
+class Toy(nn.Module):
+    """Three sharded layers of uneven width and an embedding, whose table backward never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def step_over(world: int) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    mesh = dist.init_device_mesh("cpu", (world,))
+    model = Toy()
+    for layer in model.layers:
+        weft.fully_shard(layer, mesh=mesh)
+    weft.fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model
+
+
+def kinds(step: StepGraph) -> Counter[str]:
+    return Counter(str(node.target).split(".")[1] for node in step.collectives())
+
+
+def captured(world: int) -> StepGraph:
+    with weft.fake_world(world):
+        step, _ = step_over(world)
+        return weft.capture(step, torch.zeros(5, dtype=torch.long))
+
+
+def test_unused_gathers_are_dropped() -> None:
+    graph = captured(4)
+    before, after = kinds(graph), kinds(drop_unused_gathers(graph.copy()))
+    # Backward reads the two weights of a layer, neither its biases nor the table: 7 gathers of 26 serve nothing.
+    assert before["all_gather_into_tensor"] == 26
+    assert after["all_gather_into_tensor"] == 19
+    assert after["reduce_scatter_tensor"] == before["reduce_scatter_tensor"] == 13
+
+
+def test_neighbours_are_coalesced_and_every_parameter_is_still_served() -> None:
+    graph = captured(4)
+    merged = coalesce(graph.copy()).check()
+    count = kinds(merged)
+    assert count["all_gather_into_tensor"] + count["all_gather_into_tensor_coalesced"] <= 8
+    members = Counter(
+        str(node.target).split(".")[1] for node in merged.collectives() for _ in node.args[0]  # type: ignore[union-attr]
+        if "coalesced" in str(node.target)
+    )
+    single = count["all_gather_into_tensor"], count["reduce_scatter_tensor"]
+    assert members["all_gather_into_tensor_coalesced"] + single[0] == 26
+    assert members["reduce_scatter_tensor_coalesced"] + single[1] == 13
+
+
+def test_passes_leave_the_graph_they_are_given_alone() -> None:
+    graph = captured(2)
+    text = str(graph)
+    assert len(run_passes(graph)) < len(graph)
+    assert str(graph) == text
+
+
+def with_and_without(rank: int, world: int) -> list[list[torch.Tensor]]:
+    """Losses and weights after four steps: eager, without passes, with passes."""
+    ids = [torch.arange(5).add(rank + at).remainder(11) for at in range(4)]
+    outcomes = []
+    for passes in (None, [], [drop_unused_gathers], [drop_unused_gathers, coalesce]):
+        step, model = step_over(world)
+        losses = []
+        for batch in ids:
+            if passes is None:
+                losses.append(step(batch).detach())
+                continue
+            graph = weft.capture(step, batch)
+            program = compile_aten(run_passes(graph, passes))
+            local = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+            values = [batch if e.path == "args[0]" else 0.1 if "lr" in e.path else local[e.path.removeprefix("model.")] for e in graph.inputs]
+            losses.append(program(*values)[-1])
+        outcomes.append([*losses, *(p.to_local().detach().clone() for p in model.parameters())])  # type: ignore[attr-defined]
+    return outcomes
+
+
+def test_bits_are_kept_on_four_ranks() -> None:
+    for eager, *others in run_ranks(with_and_without, 4, timeout=120):
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(eager, other, strict=True))
