@@ -8,10 +8,12 @@ copy of each. The copy serves three ends: names and roles for the graph's inputs
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.graph import Role
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -31,6 +34,9 @@ _BOOKKEEPING = frozenset({
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 })
 MISSING = object()
+OPAQUE = "__weft_opaque__"
+# Code of the functions that were marked opaque. What only they use is none of the step's business.
+opaque_code: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 
 
 class Container:
@@ -82,6 +88,9 @@ class Container:
                 self.remove(key)
         for key, old, _ in list(self.changes()):
             self.set(key, old)
+        if isinstance(self.obj, dict) and self.keys is None and list(self.obj) != list(self.before):
+            for key in self.before:  # hooks run in the order of their dictionary
+                self.obj[key] = self.obj.pop(key)
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """(key, before, after) of each entry that differs from the shallow copy; MISSING where there is none."""
@@ -118,6 +127,16 @@ class Place:
         return value
 
 
+@dataclass(frozen=True)
+class HookSite:
+    """Where hooks of one kind are registered on one leaf tensor; ``read`` returns their dictionary, if there is one."""
+
+    owner: str
+    kind: str
+    read: Callable[[], dict[int, Any] | None]
+    before: dict[int, Any]
+
+
 class State:
     """Everything reachable from a step function, as it stands when the walk is made.
 
@@ -127,27 +146,68 @@ class State:
     Attributes:
         places: for the identity of each tensor's memory (see ``identity``) the place where it was found first.
         containers: every mutable container on the way.
-        modules, optimizers: what was found of them, with their paths.
+        homes: for the id of each tensor object the place where it was found first.
+        in_memory: for each storage (its address as a number) the plain tensors found in it.
+        modules, optimizers, leaves: what was found of them, with their paths.
+        sites: where hooks can be registered on the leaves.
     """
 
-    def __init__(self, step: Callable[..., Any]) -> None:
+    def __init__(self, step: Any, *, with_hooks: bool = True) -> None:
         self.step = step
+        self._with_hooks = with_hooks
         self.places: dict[tuple[Any, ...], Place] = {}
+        self.homes: dict[int, Place] = {}
+        self.in_memory: dict[int, list[torch.Tensor]] = {}
         self.containers: list[Container] = []
         self.modules: dict[int, tuple[torch.nn.Module, str]] = {}
         self.optimizers: list[tuple[torch.optim.Optimizer, str]] = []
         self.leaves: list[tuple[torch.Tensor, str]] = []
         self._seen: dict[int, Any] = {}
+        self.sites: list[HookSite] = []
+        self._attributes: list[tuple[torch.nn.Module, str]] = []
         self._later: list[tuple[torch.optim.Optimizer, str]] = []
+        self._objects: dict[int, tuple[Any, str, set[str]]] = {}
         self._names = _names_used(step)
         self.add(step, "")
 
     def add(self, obj: Any, path: str) -> None:
         """Walk ``obj`` too (a module or optimizer that the step was seen to use)."""
         self._visit(obj, path, None)
+        while self._attributes:
+            self._module_attributes(*self._attributes.pop(0))
         while self._later:
             optimizer, where = self._later.pop()
             self._optimizer(optimizer, where)
+        known = -1
+        while known != len(self._names):  # code met since may name more attributes of objects met before
+            known = len(self._names)
+            for obj, path, _ in list(self._objects.values()):
+                self._object(obj, path)
+            while self._attributes:
+                self._module_attributes(*self._attributes.pop(0))
+
+    def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
+        """Walk a dictionary of hooks and what they close over."""
+        self._container(Container(hooks, path, label=lambda key: f"a hook in {path}"))
+        for hook in list(hooks.values()):
+            self._visit(torch_adapter.user_hook(hook), path, None)
+
+    def sites_of(self, leaf: torch.Tensor, path: str) -> list[HookSite]:
+        """The places where hooks can be registered on a leaf that requires grad, its node of autograd included."""
+        reads = [(kind, lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]) for at, (kind, _) in enumerate(torch_adapter.tensor_hooks(leaf))]
+        node = torch_adapter.accumulator(leaf)
+        reads += [(kind, lambda hooks=hooks, node=node: hooks) for kind, hooks in torch_adapter.node_hooks(node)]
+        return [HookSite(path, kind, read, dict(read() or {})) for kind, read in reads]
+
+    def notice_new_hooks(self) -> None:
+        """Hooks that the step left on leaves which had none become changes like any other."""
+        for site in self.sites:
+            hooks = site.read()
+            if hooks and not site.before and id(hooks) not in self._seen:
+                self._seen[id(hooks)] = hooks
+                container = Container(hooks, f"the {site.kind} hooks of {site.owner}")
+                container.before = {}
+                self.containers.append(container)
 
     # ---- what changed
 
@@ -204,10 +264,24 @@ class State:
         self._seen[id(tensor)] = tensor
         if place is not None:
             inner, names = plain(tensor)
-            self.places.setdefault(identity(inner), Place(place.container, place.key, path, place.role, names))
+            home = Place(place.container, place.key, path, place.role, names)
+            self.homes[id(tensor)] = home
+            self.places.setdefault(identity(inner), home)
+            self.in_memory.setdefault(identity(inner)[0], []).append(inner)
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
             self._container(Container(tensor, path, label=lambda key: f"{path}.grad"), Role.GRADIENT)
+            if tensor.requires_grad and self._with_hooks:
+                self._leaf_hooks(tensor, path)
+
+    def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
+        sites = self.sites_of(leaf, path)
+        self.sites += sites
+        for site in sites:
+            hooks = site.read()
+            if hooks and id(hooks) not in self._seen:
+                self._seen[id(hooks)] = hooks
+                self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         self.modules[id(module)] = module, path
@@ -217,11 +291,20 @@ class State:
         for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
             self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
         self._container(Container(own["_modules"], path, label=lambda key: f"{prefix}{key}"))
-        rest = frozenset(own) - _BOOKKEEPING
-        self._container(Container(own, path, rest | frozenset(self._names), label=lambda key: f"{prefix}{key}"))
+        self._attributes.append((module, path))
+
+    def _module_attributes(self, module: torch.nn.Module, path: str) -> None:
+        """What a module holds besides parameters, buffers and modules; after those, so that they have their short names."""
+        prefix = f"{path}." if path else ""
+        keys = frozenset(vars(module)) - _BOOKKEEPING | frozenset(self._names)
+        self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}"))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.optimizers.append((optimizer, path))
+        # Loading a checkpoint puts other objects here; adding a group makes the list longer.
+        both = frozenset({"state", "param_groups"})
+        self.containers.append(Container(vars(optimizer), path, both, label=lambda key: f"{path}.{key}"))
+        self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
         for at, group in enumerate(optimizer.param_groups):
             self._items(group["params"], f"{path}.param_groups[{at}]['params']", Role.PARAMETER)
             settings = frozenset(group) - {"params", "lr"}
@@ -230,6 +313,8 @@ class State:
             if isinstance(group["lr"], torch.Tensor):
                 rate = Container(group, where, frozenset({"lr"}), lambda key, where=where: f"{where}['lr']")
                 self._container(rate, Role.SCALAR)
+        for kind, hooks in torch_adapter.optimizer_hooks(optimizer):
+            self.add_hooks(hooks, f"the {kind} hooks of {path}")
         self._optimizer_state(optimizer, path)
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer, path: str) -> None:
@@ -255,6 +340,8 @@ class State:
             self._optimizer_state(optimizer, path)
 
     def _function(self, fn: Any, path: str) -> None:
+        if hasattr(fn, OPAQUE):
+            return
         if isinstance(fn, types.MethodType):
             self._visit(fn.__self__, "self" if not path else path, None)
             self._visit(fn.__func__, path, None)
@@ -263,16 +350,19 @@ class State:
                 self._visit(value, f"{path}.args[{at}]" if at else path, None)
         else:
             self._function_code(fn)
+            if not _is_foreign(fn):
+                self._names |= set(_code_names(fn.__code__))
 
     def _function_code(self, fn: Any) -> None:
         """The variables a function closes over and the globals it names."""
         if not isinstance(fn, types.FunctionType) or id(fn.__code__) in self._seen:
             return
         self._seen[id(fn.__code__)] = fn.__code__
-        if _root(fn.__module__) in _FOREIGN and not (fn.__module__ or "").startswith(_WELCOME):
+        if _is_foreign(fn):
             return
+        closed_over = _closed_over(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if id(cell) not in self._seen:
+            if name in closed_over and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 self._container(Container(cell, name, label=lambda key, name=name: name))
         used = frozenset(_code_names(fn.__code__)) & fn.__globals__.keys()
@@ -283,8 +373,12 @@ class State:
     def _object(self, obj: Any, path: str) -> None:
         for method in _methods_used(type(obj), self._names):
             self._function_code(method)
+        done = self._objects.setdefault(id(obj), (obj, path, set()))[2]
         welcome = type(obj).__module__.startswith(_WELCOME)
-        keys = frozenset(vars(obj)) if welcome else frozenset(self._names)
+        keys = frozenset(vars(obj) if welcome else self._names) - done
+        if not keys:
+            return
+        done |= keys
         prefix = f"{path}." if path else ""
         self._container(Container(vars(obj), path, keys, label=lambda key: f"{prefix}{key}"))
 
@@ -299,7 +393,7 @@ def plain(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
     """The tensor that reaches kernels, and the attributes that lead to it through wrapper subclasses."""
     names: tuple[str, ...] = ()
     while hasattr(tensor, "__tensor_flatten__"):
-        inner = tensor.__tensor_flatten__()[0]
+        inner = [n for n in tensor.__tensor_flatten__()[0] if isinstance(getattr(tensor, n), torch.Tensor)]
         if len(inner) != 1:
             break
         names += (inner[0],)
@@ -328,11 +422,28 @@ def _is_user_object(obj: Any) -> bool:
     return _root(module) not in _FOREIGN and (_root(module) not in sys.stdlib_module_names or module == "__main__")
 
 
+def _is_foreign(fn: types.FunctionType) -> bool:
+    return _root(fn.__module__) in _FOREIGN and not (fn.__module__ or "").startswith(_WELCOME)
+
+
 def _code_names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
+    for constant in _inner_code(code):
+        if constant not in opaque_code:
             yield from _code_names(constant)
+
+
+def _inner_code(code: types.CodeType) -> list[types.CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _closed_over(code: types.CodeType) -> set[str]:
+    """The variables of outer functions that ``code`` uses, itself or in functions it makes that are not opaque."""
+    inner = _inner_code(code)
+    if not any(constant in opaque_code for constant in inner):
+        return set(code.co_freevars)
+    names = {step.argval for step in dis.get_instructions(code) if "DEREF" in step.opname}
+    return names.union(*(_closed_over(constant) for constant in inner if constant not in opaque_code))
 
 
 def _names_used(step: Callable[..., Any]) -> set[str]:
