@@ -86,11 +86,14 @@ def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def matches(value: Any, expected: Any) -> bool:
     """Whether a value found in Python state is as good as the one at capture: identical, equal and simple, or a tensor
-    that looks the same."""
+    that looks the same. A leaf of autograd must be the same object: gradient, hooks and optimizer state belong to it."""
     if value is expected:
         return True
     if isinstance(expected, torch.Tensor):
-        return isinstance(value, torch.Tensor) and value.shape == expected.shape and value.dtype == expected.dtype
+        leaf = expected.requires_grad or isinstance(expected, torch.nn.Parameter)
+        return isinstance(value, torch.Tensor) and not leaf and not value.requires_grad and (
+            value.shape == expected.shape and value.dtype == expected.dtype
+        )
     return type(value) is type(expected) and isinstance(expected, SIMPLE) and (value == expected or expected != expected)
 
 

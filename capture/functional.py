@@ -70,6 +70,35 @@ class Functionalized:
         return f"functional({self.op})"
 
 
+class KeepsForBackward:
+    """An operation whose kernel returns what its backward needs only where grad mode is on; called, it turns it on.
+
+    Programs run with grad mode off. Called with the arguments of ``op``, it returns what ``op`` returns, of which autograd
+    knows nothing.
+    """
+
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.__name__ = self.__qualname__ = f"{op._schema.name.split('::')[1]}_for_backward"
+        self.__module__ = __name__
+
+    def __call__(self, *args: Any) -> Any:
+        args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+        with torch.enable_grad():
+            return self.op(*args)
+
+    def __repr__(self) -> str:
+        return f"for_backward({self.op})"
+
+
+_BY_GRAD_MODE = {op: KeepsForBackward(op) for op in (aten.mkldnn_rnn_layer.default,)}
+
+
+def as_run(op: OpOverload) -> Callable[..., Any]:
+    """What a graph calls in the place of ``op``: itself, unless its kernel looks at grad mode."""
+    return _BY_GRAD_MODE.get(op, op)
+
+
 @functools.cache
 def effects(op: OpOverload) -> Effects | None:
     """What ``op`` writes, or None for an operation that writes nothing."""

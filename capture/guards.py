@@ -82,10 +82,11 @@ class Guards:
         return next((f"{k} is {now[k]}, was {v}" for k, v in self._world.items() if now[k] != v), None)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, article: str = "the same") -> str:
     if isinstance(value, torch.Tensor):
-        return f"a tensor {value.dtype} {list(value.shape)}"
-    return repr(value) if isinstance(value, SIMPLE) else f"the same {type(value).__qualname__}"
+        leaf = value.requires_grad or isinstance(value, torch.nn.Parameter)
+        return f"{article if leaf else 'a'} tensor {value.dtype} {list(value.shape)}"
+    return repr(value) if isinstance(value, SIMPLE) else f"{article} {type(value).__qualname__}"
 
 
 class _ContainerGuard:
@@ -115,8 +116,8 @@ class _ContainerGuard:
         for key, expected in self.expected.items():
             value = now.get(key, MISSING)
             if not matches(value, expected):
-                now_is = "missing" if value is MISSING else _shown(value)
-                return f"{self.container.label(key)} is {now_is}, was {_shown(expected)}"
+                now_is = "missing" if value is MISSING else _shown(value, "another")
+                return f"{self.container.label(key)} is {now_is}, was {_shown(expected, 'a')}"
         self.expected = {key: now[key] for key in self.expected}
         return None
 
