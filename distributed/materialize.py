@@ -22,13 +22,14 @@ _log = logging.getLogger(__name__)
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Allocate what of `model` is on the meta device, and let each module initialize its own; return the model.
+    """Allocate what of `model` is on the meta device, let each module initialize its own; return the model.
 
-    Modules are visited in the order in which they were built: the submodules of a module in their order, then the
-    module itself. Each gets whole parameters on `device` and its `reset_parameters` (or `_reset_parameters`) is
-    called; then only this rank's shards are kept. Given the same seed on all ranks, the values are those of a model
-    built on `device` without sharding. A tied parameter has the values of its first place in that order. Replicated
-    modules then take the values of their first rank. Make the optimizer after: parameters are new objects.
+    Modules are visited in the order in which they were built: the submodules of a module in their order, then
+    the module itself. Each gets whole parameters on `device` and its `reset_parameters` (or
+    `_reset_parameters`) is called; then only this rank's shards are kept. Given the same seed on all ranks,
+    the values are those of a model built on `device` without sharding. A tied parameter has the values of its
+    first place in that order. Replicated modules then take the values of their first rank. Make the optimizer
+    after: parameters are new objects.
 
     At most one module is whole at a time. But a `reset_parameters` may reach into submodules, as
     torch.nn.MultiheadAttention's does: those stay whole until it has run.
@@ -37,13 +38,16 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         model: sharded, replicated or neither; parameters and buffers that have memory are left alone.
         device: by default that of the mesh, or the CPU where nothing is sharded.
 
-    Raises CannotInitialize: at once, for modules that have parameters on the meta device while neither they nor a
-    module around them have a `reset_parameters`; at the end, for parameters and buffers that none has filled.
+    Raises CannotInitialize: at once, for modules that have parameters on the meta device while neither they
+    nor a module around them have a `reset_parameters`; at the end, for parameters and buffers that none has
+    filled.
     """
     lacking = list(_without_reset(model, "", False))
     if lacking:
         raise CannotInitialize(lacking, "have parameters on the meta device, and no reset_parameters method")
-    work = _Materialization(_device_of(model) if device is None else torch.device(device), _meta_places(model))
+    work = _Materialization(
+        _device_of(model) if device is None else torch.device(device), _meta_places(model)
+    )
     with torch.no_grad():
         work.visit(model, "", within_reset=False)
     for state in states_in(model.modules()):
@@ -97,16 +101,20 @@ class _Place:
         if isinstance(self.key, ShardedParameter):
             layout, whole = self.key.layout, tensor.detach()
             if layout.model_parallel is not None:
-                whole = torch_adapter.local_tensor(distribute_tensor(whole, *layout.model_parallel, src_data_rank=None))
+                whole = torch_adapter.local_tensor(
+                    distribute_tensor(whole, *layout.model_parallel, src_data_rank=None)
+                )
             shard = layout.wrap(layout.cut(whole))
         else:
-            shard = distribute_tensor(tensor.detach(), self.meta.device_mesh, self.meta.placements, src_data_rank=None)
+            shard = distribute_tensor(
+                tensor.detach(), self.meta.device_mesh, self.meta.placements, src_data_rank=None
+            )
         return nn.Parameter(shard, self.meta.requires_grad)
 
 
 @dataclass(eq=False)
 class _Materialization:
-    """The walk over a model. `done` holds what was kept of each tensor, by key; `untouched` paths without values."""
+    """The walk over a model. `done`: what was kept, by key; `untouched`: paths without values."""
 
     device: torch.device
     places: dict[nn.Module, list[_Place]]
@@ -117,13 +125,16 @@ class _Materialization:
     _written: set[int] = field(default_factory=set)
 
     def visit(self, module: nn.Module, path: str, within_reset: bool) -> None:
-        """Initialize `module` and what is in it. `within_reset`: a module around it has a reset_parameters to run."""
+        """Initialize `module` and what is in it. `within_reset`: a module around it will be reset."""
         if module in self._visited:
             return
         self._visited.add(module)
         reset = _reset_of(module) if any(part in self.places for part in module.modules()) else None
         if reset is not None and not within_reset and module not in self.places:
-            _log.info("%s is whole while its reset_parameters runs: it may reach into submodules", path or "the model")
+            _log.info(
+                "%s is whole while its reset_parameters runs: it may reach into submodules",
+                path or "the model",
+            )
         for name, child in module.named_children():
             self.visit(child, f"{path}.{name}" if path else name, within_reset or reset is not None)
         tied = self._allocate(self.places.get(module, []))
@@ -141,7 +152,8 @@ class _Materialization:
     def _allocate(self, places: list[_Place]) -> list[_Place]:
         """Give memory to `places`; return those tied to one that has it.
 
-        They get memory too, so that their module draws the same random numbers as when it was built; it is not kept.
+        They get memory too, so that their module draws the same random numbers as when it was built; it is
+        not kept.
         """
         tied = []
         for place in places:

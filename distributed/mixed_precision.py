@@ -12,8 +12,8 @@ import torch
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     """`tree` with `function` applied to its tensors, in order.
 
-    Goes through tuples (named ones too), lists, dicts and dataclasses; anything else is left as it is. A container
-    in which nothing changed is returned itself, not a copy.
+    Goes through tuples (named ones too), lists, dicts and dataclasses; anything else is left as it is. A
+    container in which nothing changed is returned itself, not a copy.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)

@@ -1,13 +1,14 @@
 """The three operations of weft that a captured step may hold besides ATen's and the functional collectives.
 
-A parameter of `size` rows over `parts` ranks lives in shards of ceil(size / parts) rows; the last ranks may hold
-fewer or none. Collectives want equal parts, so shards are padded before and cut after. Each is one operation, whether the size divides or not and however many ranks there are: a graph has as many nodes on 4,096 ranks
-as on 8. Their arguments are the same on every rank; what differs, the length of this rank's shard, is found
-inside from the rank in the group.
+A parameter of `size` rows over `parts` ranks lives in shards of ceil(size / parts) rows; the last ranks may
+hold fewer or none. Collectives want equal parts, so shards are padded before and cut after. Each is one
+operation, whether the size divides or not and however many ranks there are: a graph has as many nodes on
+4,096 ranks as on 8. Their arguments are the same on every rank; what differs, the length of this rank's
+shard, is found inside from the rank in the group.
 
     weft::pad_shard(Tensor shard, int size, int parts, ScalarType dtype) -> Tensor
-        (m, ...) with m <= rows to (rows, ...) in dtype, rows = ceil(size / parts), zeros behind. With parts=1 a
-        whole tensor is padded to `size` rows.
+        (m, ...) with m <= rows to (rows, ...) in dtype, rows = ceil(size / parts), zeros behind. With parts=1
+        a whole tensor is padded to `size` rows.
     weft::unpad_shard(Tensor padded, int size, str group_name, ScalarType dtype) -> Tensor
         (rows, ...) to this rank's part of it in dtype.
     weft::take_shard(Tensor whole, int parts, str group_name) -> Tensor
@@ -45,12 +46,12 @@ def pad_shard(shard: torch.Tensor, size: int, parts: int, dtype: torch.dtype) ->
 
 
 def unpad_shard(padded: torch.Tensor, size: int, group_name: str, dtype: torch.dtype) -> torch.Tensor:
-    """`weft::unpad_shard`: this rank's rows of a padded shard of `size` rows over the group, in `dtype`; contiguous."""
+    """`weft::unpad_shard`: what this rank holds of `size` rows over the group, in `dtype`; contiguous."""
     return torch.ops.weft.unpad_shard.default(padded, size, group_name, dtype)
 
 
 def take_shard(whole: torch.Tensor, parts: int, group_name: str) -> torch.Tensor:
-    """`weft::take_shard`: this rank's padded shard of a tensor that every rank of the group holds; contiguous."""
+    """`weft::take_shard`: this rank's padded shard of what every rank of the group holds; contiguous."""
     return torch.ops.weft.take_shard.default(whole, parts, group_name)
 
 

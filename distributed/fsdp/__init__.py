@@ -1,4 +1,4 @@
-"""Per-parameter fully sharded data parallelism: torch's `fully_shard`, in Python over functional collectives."""
+"""Per-parameter fully sharded data parallelism: torch's `fully_shard` in plain Python."""
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 

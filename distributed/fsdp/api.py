@@ -76,11 +76,11 @@ def fully_shard(
 ) -> nn.Module | list[nn.Module]:
     """Shard the parameters of `module` over the ranks of a mesh, in place; return it.
 
-    The meaning of every argument is that of torch.distributed.fsdp.fully_shard. Parameters of modules inside that
-    were wrapped before stay theirs. Each parameter becomes a DTensor that holds this rank's part; forward sees
-    whole tensors. Every parameter has collectives of its own: one all-gather before forward, one more before
-    backward where it was let go in between, one reduce-scatter of its gradient. Grouping them is for the
-    compiler. The class becomes `FSDP<Name>`, a subclass of FSDPModule and of the module's class.
+    The meaning of every argument is that of torch.distributed.fsdp.fully_shard. Parameters of modules inside
+    that were wrapped before stay theirs. Each parameter becomes a DTensor that holds this rank's part;
+    forward sees whole tensors. Every parameter has collectives of its own: one all-gather before forward, one
+    more before backward where it was let go in between, one reduce-scatter of its gradient. Grouping them is
+    for the compiler. The class becomes `FSDP<Name>`, a subclass of FSDPModule and of the module's class.
 
     Beyond torch: 0-dimensional parameters (every rank holds them), sizes that do not divide in any dimension,
     several dtypes in one module, and parameters tied between modules that are wrapped separately.
@@ -88,16 +88,18 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered together.
         mesh: 1-D (shard) or 2-D (replicate, shard); by default all ranks.
-        reshard_after_forward: True lets go of parameters after forward and gathers them again in backward; False
-            keeps them; None is True but for the outermost wrapped module; a number gathers them again over that
-            many ranks, each of which keeps its part of them until then. With None and gradients off, the
+        reshard_after_forward: True lets go of parameters after forward and gathers them again in backward;
+        False
+            keeps them; None is True but for the outermost wrapped module; a number gathers them again over
+            that many ranks, each of which keeps its part of them until then. With None and gradients off, the
             outermost lets go too: there is no backward to keep them for.
         shard_placement_fn: from parameter to the Shard(dim) to split it by (None: Shard(0)), or to torch's
             ShardPlacementResult, which names a mesh as well.
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: only the default; weft does not offload to the CPU.
         ignored_params: left as they are.
-        dp_mesh_dims: torch's DataParallelMeshDims: `mesh` is that of every kind of parallelism, parameters are
+        dp_mesh_dims: torch's DataParallelMeshDims: `mesh` is that of every kind of parallelism, parameters
+        are
             DTensors on it, and these dimensions of it are for data.
 
     Raises InvalidMesh, InvalidShardPlacement, InvalidReshardSize, UnshardableParameter, UnsupportedPolicy,
@@ -233,7 +235,9 @@ def _shard(
 ) -> ShardedParameter:
     param = slots[0].get()
     if not param.is_contiguous():
-        raise UnshardableParameter(path, f"is not contiguous (shape {tuple(param.shape)}, strides {param.stride()})")
+        raise UnshardableParameter(
+            path, f"is not contiguous (shape {tuple(param.shape)}, strides {param.stride()})"
+        )
     if torch_adapter.registered_hooks(param):
         raise HookBeforeSharding(path)
     placement = None if placement_fn is None else placement_fn(param)
@@ -243,7 +247,9 @@ def _shard(
     layout = layout_of(param, placement, axes, path)
     shard = layout.cut(torch_adapter.local_tensor(param) if isinstance(param, DTensor) else param.detach())
     if hasattr(shard, "fsdp_pre_all_gather"):
-        raise UnshardableParameter(path, f"is a {type(shard).__name__} that gathers itself (fsdp_pre_all_gather)")
+        raise UnshardableParameter(
+            path, f"is a {type(shard).__name__} that gathers itself (fsdp_pre_all_gather)"
+        )
     if not shard.is_meta:
         shard = shard.to(device)
     sharded = nn.Parameter(layout.wrap(shard), requires_grad=param.requires_grad)

@@ -2,10 +2,10 @@
 
     sharded parameter --ReduceGradient--> anchor --Attach--> gathered parameter --> the module's operations
 
-The anchor has the shape of the gathered parameter and no memory. It exists so that all gathers of a parameter in
-one forward, however many, hand their gradients to one ReduceGradient: autograd sums them there and the sum is
-reduced once, as soon as the last of them has arrived. The sharded parameter is the one leaf, so the user's hooks
-on it fire natively.
+The anchor has the shape of the gathered parameter and no memory. It exists so that all gathers of a parameter
+in one forward, however many, hand their gradients to one ReduceGradient: autograd sums them there and the sum
+is reduced once, as soon as the last of them has arrived. The sharded parameter is the one leaf, so the user's
+hooks on it fire natively.
 
 None of these save tensors: they may be run again by a second backward over the same graph.
 """
@@ -37,13 +37,16 @@ class ReduceGradient(torch.autograd.Function):
 
 
 class Attach(torch.autograd.Function):
-    """Give a gathered tensor the anchor as its origin. The tensor comes in a list, so that it is no input of the
-    function and becomes the output itself, without an operation.
+    """Give a gathered tensor the anchor as its origin. The tensor comes in a list, so that it is no input of
+    the function and becomes the output itself, without an operation.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, gathered: list[torch.Tensor], param: ShardedParameter) -> torch.Tensor:
-        # The graph keeps the anchor alive: a later gather of the same forward finds it (ShardedParameter.anchor).
+    def forward(
+        ctx: Any, anchor: torch.Tensor, gathered: list[torch.Tensor], param: ShardedParameter
+    ) -> torch.Tensor:
+        # The graph keeps the anchor alive: a later gather of the same forward finds it
+        # (ShardedParameter.anchor).
         ctx.anchor, ctx.param = anchor, param
         return gathered[0]
 

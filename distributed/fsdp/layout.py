@@ -1,4 +1,4 @@
-"""Where the shard of a parameter lies in the whole: mesh, placements and shapes, decided once at wrap time."""
+"""Where the shard of a parameter lies in the whole: mesh, placements and shapes, decided at wrap time."""
 
 from __future__ import annotations
 
@@ -59,7 +59,12 @@ class Layout:
     def wrap(self, shard: torch.Tensor) -> DTensor:
         """The DTensor that holds this rank's shard."""
         return DTensor.from_local(
-            shard, self.mesh, self.placements, run_check=False, shape=self.global_shape, stride=self.global_stride
+            shard,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.global_shape,
+            stride=self.global_stride,
         )
 
     def wrap_whole(self, whole: torch.Tensor) -> torch.Tensor:
@@ -80,11 +85,13 @@ class Layout:
         return torch_adapter.local_tensor(grad.redistribute(mesh, placements))
 
 
-def layout_of(param: torch.Tensor, placement: Shard | None, data_parallel: DataParallelMesh, path: str) -> Layout:
+def layout_of(
+    param: torch.Tensor, placement: Shard | None, data_parallel: DataParallelMesh, path: str
+) -> Layout:
     """The layout of `param`, split in the dimension of `placement` (None: 0).
 
-    Raises InvalidShardPlacement where there is no such dimension, and, with `dp_mesh_dims`, where the parameter is
-    not a DTensor on that mesh that is replicated over the data-parallel dimensions.
+    Raises InvalidShardPlacement where there is no such dimension, and, with `dp_mesh_dims`, where the
+    parameter is not a DTensor on that mesh that is replicated over the data-parallel dimensions.
     """
     shape = torch_adapter.local_tensor(param).shape if isinstance(param, DTensor) else param.shape
     dim = _shard_dim(shape, placement, path)
@@ -109,9 +116,13 @@ def _shard_dim(shape: torch.Size, placement: Any, path: str) -> int:
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise InvalidShardPlacement(path, f"shard_placement_fn returned {placement!r}; return a Shard or None")
+        raise InvalidShardPlacement(
+            path, f"shard_placement_fn returned {placement!r}; return a Shard or None"
+        )
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
-    if not 0 <= dim < max(len(shape), 1):
+    if not shape:
+        return 0
+    if not 0 <= dim < len(shape):
         raise InvalidShardPlacement(path, f"{placement} is out of range for its shape {tuple(shape)}")
     return dim
 
@@ -121,17 +132,23 @@ def _data_placements(data_parallel: DataParallelMesh, shard: Placement) -> tuple
     return replicate if data_parallel.shard is None else (*replicate, shard)
 
 
-def _on_whole_mesh(param: torch.Tensor, dim: int | None, data_parallel: DataParallelMesh, path: str) -> Layout:
+def _on_whole_mesh(
+    param: torch.Tensor, dim: int | None, data_parallel: DataParallelMesh, path: str
+) -> Layout:
     """A parameter that is a DTensor on the mesh of every kind of parallelism (`dp_mesh_dims`)."""
     whole = data_parallel.whole
     assert whole is not None
     if not isinstance(param, DTensor) or param.device_mesh != whole:
-        raise InvalidShardPlacement(path, "with dp_mesh_dims every parameter must be a DTensor on the given mesh")
+        raise InvalidShardPlacement(
+            path, "with dp_mesh_dims every parameter must be a DTensor on the given mesh"
+        )
     names = whole.mesh_dim_names or ()
     data = [names.index(name) for name in (*data_parallel.shard_names, *data_parallel.replicate_names)]
     before = tuple(param.placements)
     if any(not before[i].is_replicate() for i in data):
-        raise InvalidShardPlacement(path, f"its placements {before} must be Replicate() on {[names[i] for i in data]}")
+        raise InvalidShardPlacement(
+            path, f"its placements {before} must be Replicate() on {[names[i] for i in data]}"
+        )
     mesh, placements = _split_whole(whole, before, dim, data_parallel)
     shape = torch_adapter.local_tensor(param).shape
     return Layout(

@@ -31,10 +31,10 @@ class UnshardHandle:
 class FSDPModule:
     """A module wrapped by `weft.fully_shard`: an instance of `FSDP<Name>`, its own class and this one.
 
-    The methods have the names, arguments and meanings of torch.distributed.fsdp.FSDPModule. It is no subclass of
-    that: torch's pipeline schedules and memory tracker reach from an instance of torch's class into private parts
-    that have no counterpart here, and would fail or, worse, half work. Methods that steer how torch overlaps
-    communication say once, in the log, that they do nothing: the compiler decides that.
+    The methods have the names, arguments and meanings of torch.distributed.fsdp.FSDPModule. It is no subclass
+    of that: torch's pipeline schedules and memory tracker reach from an instance of torch's class into
+    private parts that have no counterpart here, and would fail or, worse, half work. Methods that steer how
+    torch overlaps communication say once, in the log, that they do nothing: the compiler decides that.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class FSDPModule:
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without, whole gradients add up in the reduce dtype until one does."""
+        """Whether backward reduces gradients; without, they add up, whole and in the reduce dtype."""
         for state in self._states(recurse):
             state.options.reduce = requires_gradient_sync
             state.options.all_reduce = requires_gradient_sync
@@ -113,11 +113,13 @@ class FSDPModule:
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with every reduced gradient before the last division; it may change it in place.
 
-        Parameters are reduced one by one, so it is called once for each of them, with this rank's (padded) shard
-        in the reduce dtype. `stream` is ignored: the hook is part of the step like any other code.
+        Parameters are reduced one by one, so it is called once for each of them, with this rank's (padded)
+        shard in the reduce dtype. `stream` is ignored: the hook is part of the step like any other code.
         """
         state = self._state()
-        if stream is not None and any(m.param.layout.data_parallel.replicate is not None for m in state.members):
+        if stream is not None and any(
+            m.param.layout.data_parallel.replicate is not None for m in state.members
+        ):
             raise ValueError("stream cannot be set when using native HSDP")
         state.options.all_reduce_hook = hook
 
@@ -241,6 +243,6 @@ def _means_nothing(method: str) -> None:
     if method not in _said:
         _said.add(method)
         _log.warning(
-            "%s does nothing in weft: when a collective runs, and through which memory, is decided by the compiler",
+            "%s does nothing in weft: the compiler decides when a collective runs and through which memory",
             method,
         )

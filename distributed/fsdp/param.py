@@ -1,4 +1,4 @@
-"""One sharded parameter: its shard, the gathered tensor while there is one, and the reduction of its gradient."""
+"""One sharded parameter: its shard, the gathered tensor while there is one, and its gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from weft import torch_adapter
 from weft.distributed.fsdp.autograd import Attach, ReduceGradient
 from weft.distributed.fsdp.layout import Layout
 from weft.distributed.fsdp.mesh import Axis
-from weft.distributed.fsdp.reduction import Division, ReduceOptions, all_reduce, choose_division, reduce_scatter
+from weft.distributed.fsdp.reduction import (
+    Division,
+    ReduceOptions,
+    all_reduce,
+    choose_division,
+    reduce_scatter,
+)
 from weft.distributed.ops import pad_shard, take_shard, unpad_shard
 from weft.errors import ParameterReplaced
 
@@ -52,10 +58,11 @@ class ShardedParameter:
         on_gradient: called when backward brings a gradient.
         small: the axis to gather it over again where it was resharded to a smaller world after forward.
 
-    The numbers beside tensors are versions of the shard: what was gathered before an update is not used after it.
+    The numbers beside tensors are versions of the shard: what was gathered before an update is not used after
+    it.
 
-    Between steps `gathered`, `pending` and `kept` are None, `holders` and `anchors` empty. Only `unreduced` (a
-    whole gradient in the reduce dtype) and `unsummed` (a shard of it, not yet all-reduced) live on, while
+    Between steps `gathered`, `pending` and `kept` are None, `holders` and `anchors` empty. Only `unreduced`
+    (a whole gradient in the reduce dtype) and `unsummed` (a shard of it, not yet all-reduced) live on, while
     gradients accumulate without synchronization.
     """
 
@@ -73,9 +80,10 @@ class ShardedParameter:
     unreduced: torch.Tensor | None = None
     unsummed: torch.Tensor | None = None
     on_gradient: Callable[[], None] = lambda: None
-    had_gradient: bool = False
     holders: set[object] = field(default_factory=set)
-    anchors: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
+    anchors: weakref.WeakValueDictionary[str, torch.Tensor] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
 
     # ---- the parameter
 
@@ -83,6 +91,11 @@ class ShardedParameter:
     def shard(self) -> torch.Tensor:
         """This rank's part, the tensor inside the DTensor."""
         return torch_adapter.local_tensor(self.sharded)
+
+    @property
+    def _version(self) -> int:
+        """Grows with every update: eager optimizers update the DTensor, compiled steps the tensor inside."""
+        return self.sharded._version + self.shard._version
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -106,7 +119,7 @@ class ShardedParameter:
         """Start the all-gather, unless the gathered tensor is there or on its way."""
         if self._is_split and self.pending is None and not self._is_current():
             with torch.no_grad():
-                self.pending = self._start_gather(), self.shard._version
+                self.pending = self._start_gather(), self._version
 
     def acquire(self, holder: object) -> torch.Tensor:
         """The gathered tensor in the compute dtype, with the gradient's way back where gradients are on.
@@ -121,7 +134,7 @@ class ShardedParameter:
         return self.gathered
 
     def release(self, holder: object, for_backward: bool = False) -> None:
-        """Let the gathered tensor go. With `for_backward`, a shard over the smaller world is kept, if there is one."""
+        """Let the gathered tensor go. With `for_backward`, keep a shard over the smaller world."""
         if holder not in self.holders:
             return
         self.holders.discard(holder)
@@ -150,7 +163,6 @@ class ShardedParameter:
         """Forget everything but the parameter: gradients waiting to be reduced too."""
         self.forget_gathered()
         self.unreduced = self.unsummed = None
-        self.had_gradient = False
 
     @property
     def _is_split(self) -> bool:
@@ -158,14 +170,14 @@ class ShardedParameter:
 
     def _is_current(self) -> bool:
         """Whether there is a gathered tensor, of the present values, that autograd may use."""
-        if self.gathered is None or self.gathered_from != self.shard._version:
+        if self.gathered is None or self.gathered_from != self._version:
             return False
         return torch.is_inference_mode_enabled() or not self.gathered.is_inference()
 
     @torch.no_grad()
     def gather(self) -> torch.Tensor:
-        """The whole, in the compute dtype; new memory, or a view of the shard where nothing is split or cast."""
-        self.gathered_from = self.shard._version
+        """The whole in the compute dtype; a view of the shard where nothing is split or cast."""
+        self.gathered_from = self._version
         if not self._is_split:
             shard, dtype = self.shard, self.compute_dtype
             return self.layout.wrap_whole(shard.detach() if shard.dtype == dtype else shard.to(dtype))
@@ -181,7 +193,7 @@ class ShardedParameter:
     def _start_gather(self) -> torch.Tensor:
         axis = self.layout.data_parallel.shard
         assert axis is not None
-        if self.kept is not None and self.small is not None and self.kept[1] == self.shard._version:
+        if self.kept is not None and self.small is not None and self.kept[1] == self._version:
             axis, part = self.small, self.kept[0]
         else:
             size = self.layout.shape[self.layout.dim or 0]
@@ -202,7 +214,7 @@ class ShardedParameter:
         self.gathered._is_param = True  # type: ignore[attr-defined]
 
     def _anchor(self) -> torch.Tensor:
-        """The anchor of this iteration; alive as long as a graph is that gathered through it, or until backward is done."""
+        """The anchor of this iteration: until backward is done, or no graph is left that gathered by it."""
         anchor = self.anchors.get("")
         if anchor is None:
             anchor = ReduceGradient.apply(self.sharded, self)
@@ -227,13 +239,38 @@ class ShardedParameter:
 
         None where the options say to wait; the sum so far is kept then.
         """
-        self.had_gradient = True
-        options, dtype = self.options, self.policy.reduce_dtype or self.compute_dtype
         if self.unreduced is not None:
             grad, self.unreduced = self.unreduced + grad, None
-        if not options.reduce:
-            self.unreduced = grad.to(dtype)
-            return None
+        if self.options.reduce and not self.options.reduce_unused:
+            return self._reduced(grad)
+        self.unreduced = grad.to(self._reduce_dtype)
+        return None
+
+    def reduce_leftover(self) -> None:
+        """At the end of a backward: reduce what was left for now, or what it did not touch.
+
+        Where parameters without a gradient are reduced too, all of them are reduced here: in one order on all
+        ranks.
+        """
+        if not self.options.reduce or not self.sharded.requires_grad:
+            return
+        grad, self.unreduced = self.unreduced, None
+        if grad is None:
+            if not self.options.reduce_unused:
+                return
+            grad = self.shard.new_zeros(self.layout.shape, dtype=self.compute_dtype)
+        with torch.no_grad():
+            reduced = self._reduced(grad)
+        if reduced is not None:
+            torch.autograd.backward([self.sharded], [reduced])
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self.policy.reduce_dtype or self.compute_dtype
+
+    def _reduced(self, grad: torch.Tensor) -> DTensor | None:
+        """The collectives of a gradient; None where the all-reduce is to wait."""
+        options, dtype = self.options, self._reduce_dtype
         division = choose_division(self.layout.data_parallel, dtype, options)
         part = self._scattered(grad, dtype, division)
         if (axis := self.layout.data_parallel.replicate) is not None:
@@ -247,24 +284,8 @@ class ShardedParameter:
             options.all_reduce_hook(part)
         return self._finished(part if division.divide_after == 1 else part / division.divide_after)
 
-    def reduce_leftover(self) -> None:
-        """At the end of a backward: reduce what earlier backwards left and this one did not touch."""
-        had_gradient, self.had_gradient = self.had_gradient, False
-        if had_gradient or not self.options.reduce or not self.sharded.requires_grad:
-            return
-        grad, self.unreduced = self.unreduced, None
-        if grad is None:
-            if not self.options.reduce_unused:
-                return
-            grad = self.shard.new_zeros(self.layout.shape, dtype=self.compute_dtype)
-        with torch.no_grad():
-            reduced = self.reduce(grad)
-        self.had_gradient = False
-        if reduced is not None:
-            torch.autograd.backward([self.sharded], [reduced])
-
     def _scattered(self, grad: torch.Tensor, dtype: torch.dtype, division: Division) -> torch.Tensor:
-        """Sum or mean of `grad` over the shard axis: this rank's padded shard of it, or all where nothing is split."""
+        """`grad` reduced over the shard axis: this rank's padded shard, or all where nothing is split."""
         axis = self.layout.data_parallel.shard
         if self._is_split and axis is not None:
             part = pad_shard(self._to_front(grad), self.layout.rows * axis.size, 1, dtype)

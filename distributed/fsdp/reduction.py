@@ -1,8 +1,8 @@
 """How gradients are summed over ranks: operation, dtype and divisions, as torch's FSDP2 chooses them.
 
 The order is: cast to the reduce dtype, divide before, reduce-scatter over the shard axis, all-reduce over the
-replicate axis, the user's hook, divide after, cast to the parameter's dtype. Equal operations in an equal order
-give equal bits.
+replicate axis, the user's hook, divide after, cast to the parameter's dtype. Equal operations in an equal
+order give equal bits.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Division:
 
 
 def choose_division(mesh: DataParallelMesh, dtype: torch.dtype, options: ReduceOptions) -> Division:
-    """float32 and bfloat16 are averaged by the collective itself. float16 (and any other dtype) could overflow in the
-    sum, so half of the division, as a power of two, comes before it.
+    """float32 and bfloat16 are averaged by the collective itself. float16 (and any other dtype) could
+    overflow in the sum, so half of the division, as a power of two, comes before it.
     """
     factor, wide = options.divide_factor, dtype in (torch.float32, torch.bfloat16)
     if wide and not options.force_sum:

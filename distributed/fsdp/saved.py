@@ -1,8 +1,9 @@
 """What autograd saves of gathered parameters: a note how to make it again, instead of memory.
 
-With `reshard_after_forward`, a gathered parameter must not outlive forward. But operations save it, or views of it,
-for backward. While such a module runs, a saved tensor that lies in the memory of a gathered parameter is replaced
-by a recipe (which parameter, which view); backward gathers the parameter again and takes the same view.
+With `reshard_after_forward`, a gathered parameter must not outlive forward. But operations save it, or views
+of it, for backward. While such a module runs, a saved tensor that lies in the memory of a gathered parameter
+is replaced by a recipe (which parameter, which view); backward gathers the parameter again and takes the same
+view.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class View:
 
 def describe(tensor: torch.Tensor, whole: torch.Tensor) -> View:
     """The view of the contiguous `whole` that `tensor`, which shares its memory and dtype, is."""
-    offset = tensor.storage_offset() - whole.storage_offset()
+    offset = int(tensor.storage_offset() - whole.storage_offset())
     plain = View(tuple(tensor.shape), tensor.stride(), offset)
     if tensor.ndim != whole.ndim:
         return plain

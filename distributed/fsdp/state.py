@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,12 @@ from weft.distributed.fsdp.saved import saved_as_recipes
 from weft.distributed.mixed_precision import cast_floating, map_tensors, move_to, tensors_in
 from weft.errors import MetaParameters
 
+_log = logging.getLogger(__name__)
 _STATE = "_weft_fsdp_state"
 
 
 class Phase(enum.Enum):
-    """What a wrapped module is in the middle of. Backward lasts from its outputs' gradients to its inputs'."""
+    """What a wrapped module is in. Backward: from the gradients of its outputs to those of its inputs."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
@@ -81,6 +83,12 @@ class Context:
                 member.param.reduce_leftover()
                 member.param.release(self)
                 member.param.end_iteration()
+
+    def recover(self) -> None:
+        """At a forward: if the last backward was left by an exception, forget what it left."""
+        if self.callback_queued and not torch_adapter.in_backward():
+            _log.warning("the backward before this forward was not finished: its gradients are forgotten")
+            self.reset()
 
     def reset(self) -> None:
         """Forget an iteration that an exception cut short, the gradients it had accumulated included."""
@@ -183,9 +191,8 @@ class ShardedState:
     # ---- forward
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather, cast the inputs; a forward that backward runs again finds gathered parameters and leaves them."""
-        if self.phase is Phase.BACKWARD and not torch_adapter.in_backward():
-            self.context.reset()
+        """Gather, cast the inputs. A forward that backward runs again leaves parameters as they are."""
+        self.context.recover()
         again, entered = self.phase is Phase.BACKWARD, self.phase is Phase.FORWARD
         if self.context.forward_root is None and not again:
             self.context.forward_root = self

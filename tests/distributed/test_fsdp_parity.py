@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
@@ -18,6 +17,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from harness import run_ranks
 from weft.distributed import fsdp as weft_fsdp
 
 pytestmark = pytest.mark.gloo
@@ -237,7 +238,11 @@ def second_dimension(shard: Shard_, mesh: DeviceMesh, rank: int) -> Any:
     torch.manual_seed(0)
     for param in model.parameters():
         nn.init.normal_(param, std=0.3)
-    shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 8 == 0 else None)
+    shard(
+        model,
+        mesh=mesh,
+        shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 8 == 0 else None,
+    )
     return train(model, rank)
 
 
@@ -326,7 +331,9 @@ def other_forward(shard: Shard_, mesh: DeviceMesh, rank: int) -> Any:
     model = build()
     Block.encode = Block.forward  # type: ignore[attr-defined]
     wrap(shard, model, mesh)
-    register = register_fsdp_forward_method if shard is torch_fully_shard else weft_fsdp.register_fsdp_forward_method
+    register = (
+        register_fsdp_forward_method if shard is torch_fully_shard else weft_fsdp.register_fsdp_forward_method
+    )
     for block in model.blocks:
         register(block, "encode")
 
@@ -342,9 +349,13 @@ def other_forward(shard: Shard_, mesh: DeviceMesh, rank: int) -> Any:
 
 
 def compare(
-    rank: int, world: int, shape: tuple[int, ...], cases: dict[str, Callable[..., Any]], tolerance: float | None = None
+    rank: int,
+    world: int,
+    shape: tuple[int, ...],
+    cases: dict[str, Callable[..., Any]],
+    tolerance: float | None = None,
 ) -> list[str]:
-    """Names of the cases that agree, in every bit where there is no tolerance; the first that does not raises."""
+    """Names of the cases, all of which agree; in every bit where there is no tolerance."""
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for name, case in cases.items():
@@ -398,7 +409,9 @@ POLICIES: dict[str, Callable[..., Any]] = {
     "autocast": with_autocast,
     "float16": partial(plain, policy=MixedPrecisionPolicy(torch.float16)),
     "output_dtype": cast_output,
-    "inputs not cast": partial(setters, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, cast_forward_inputs=False)),
+    "inputs not cast": partial(
+        setters, policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
+    ),
     "sums": partial(setters, policy=BF16, set_force_sum_reduction_for_comms=True),
     "sums with a factor": partial(
         setters, policy=None, set_force_sum_reduction_for_comms=True, set_gradient_divide_factor=3.0
@@ -408,13 +421,15 @@ POLICIES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("cases", [MATRIX, WRAPPING, RECOMPUTING, POLICIES], ids=["matrix", "wrapping", "recomputing", "policies"])
+@pytest.mark.parametrize(
+    "cases", [MATRIX, WRAPPING, RECOMPUTING, POLICIES], ids=["matrix", "wrapping", "recomputing", "policies"]
+)
 def test_equals_torch_on_two_ranks(cases: dict[str, Callable[..., Any]]) -> None:
     assert run_ranks(compare, 2, (2,), cases, timeout=100) == [list(cases)] * 2
 
 
-# From three ranks on, gloo adds up in an order that depends on where an element lies in the buffer, and torch puts many
-# gradients into one. The sums of a few bfloat16 numbers in float32 are exact in any order.
+# From three ranks on, gloo adds up in an order that depends on where an element lies in the buffer, and torch
+# puts many gradients into one. The sums of a few bfloat16 numbers in float32 are exact in any order.
 EXACT: dict[str, Callable[..., Any]] = {
     "bfloat16": partial(plain, policy=BF16),
     "accumulated, bfloat16": partial(accumulated, policy=BF16),
@@ -442,4 +457,6 @@ def test_hybrid_sharding_equals_torch() -> None:
 
 
 def test_one_rank_equals_torch() -> None:
-    run_ranks(compare, 1, (1,), {k: MATRIX[k] for k in ("float32", "bfloat16", "tied", "accumulated, bfloat16")})
+    run_ranks(
+        compare, 1, (1,), {k: MATRIX[k] for k in ("float32", "bfloat16", "tied", "accumulated, bfloat16")}
+    )

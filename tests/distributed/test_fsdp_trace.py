@@ -1,4 +1,4 @@
-"""What a step over sharded parameters runs: on fake tensors, with nobody to communicate with, at any world size."""
+"""What a step over sharded parameters runs, on fake tensors and at any world size."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
 from weft.distributed.fsdp import fully_shard
 from weft.distributed.materialize import materialize
 
@@ -129,7 +130,9 @@ def operations(world: int, rank: int, variant: str) -> list[str]:
         options: dict[str, Any] = {"mp_policy": BF16}
         if variant == "hybrid":
             net = build()
-            fully_shard(net, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s")), **options)
+            fully_shard(
+                net, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s")), **options
+            )
         else:
             if variant == "second dimension":
                 options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1)
@@ -141,7 +144,7 @@ def operations(world: int, rank: int, variant: str) -> list[str]:
                 net.set_requires_gradient_sync(step == 2)  # type: ignore[operator]
 
         steps = 3 if variant == "accumulated" else 1
-        # Once before: DTensor finds shapes of what it has not yet seen by running it on fake tensors of its own.
+        # Once before: DTensor runs what it has not seen yet on fakes of its own, to find shapes.
         record(net, steps, between)
         return record(net, steps, between).ops
     finally:
@@ -185,9 +188,11 @@ def test_nothing_of_a_step_stays_behind(world: int) -> None:
         found: list[Any] = []
         for state in states_in(net.modules()):
             found.append({k: list(v) if isinstance(v, (list, set)) else v for k, v in vars(state).items()})
-            found.append({k: v for k, v in vars(state.context).items()})
+            found.append(dict(vars(state.context)))
             for member in state.members:
-                found.append({k: len(v) if k in ("holders", "anchors") else v for k, v in vars(member.param).items()})
+                found.append(
+                    {k: len(v) if k in ("holders", "anchors") else v for k, v in vars(member.param).items()}
+                )
                 found.append([slot.get() for slot in member.slots])
         return found
 
@@ -195,6 +200,13 @@ def test_nothing_of_a_step_stays_behind(world: int) -> None:
     before = snapshot(net)
     record(net)
     for old, new in zip(before, snapshot(net), strict=True):
-        pairs = zip(old.items(), new.items(), strict=True) if isinstance(old, dict) else zip(old, new, strict=True)
+        pairs = (
+            zip(old.items(), new.items(), strict=True)
+            if isinstance(old, dict)
+            else zip(old, new, strict=True)
+        )
         for a, b in pairs:
-            assert a is b or (isinstance(a, tuple) and a[0] == b[0] and (a[1] is b[1] or a[1] == b[1])), (a, b)
+            assert a is b or (isinstance(a, tuple) and a[0] == b[0] and (a[1] is b[1] or a[1] == b[1])), (
+                a,
+                b,
+            )
