@@ -328,7 +328,7 @@ class _Placer:
             if target.name == source.name:
                 continue
             after = max(self.at[value], target.memory.root.busy_until)
-            if after < end and not source.memory.root.inputs:
+            if after < end:
                 self.out.copies.append(Copy(target, source, after))
             else:
                 late.setdefault(value, []).append(target)

@@ -320,6 +320,48 @@ def test_a_write_through_a_view_whose_base_is_read_later_leaves_the_base() -> No
     assert torch.equal(new_value, expected)
 
 
+def test_a_scatter_of_a_written_view_somewhere_else_needs_the_old_base() -> None:
+    (x,) = tensors(1, 4, 4)
+    b = StepBuilder()
+    t = b.call(aten.exp.default, b.input(x))
+    rows = b.write(aten.add_.Tensor, b.call(aten.slice.Tensor, t, 0, 0, 2), 1)
+    b.returns(b.call(aten.slice_scatter.default, t, rows, 0, 2, 4))
+    (moved,) = compile_aten(b.build())(x)
+    assert torch.equal(moved, torch.cat([x.exp()[:2], x.exp()[:2] + 1]))
+
+
+def test_two_writes_that_are_each_written_back_into_the_old_base() -> None:
+    (x,) = tensors(1, 4, 4)
+    b = StepBuilder()
+    t = b.call(aten.exp.default, b.input(x))
+    first = b.write(aten.add_.Tensor, b.call(aten.select.int, t, 0, 0), 1)
+    once = b.call(aten.select_scatter.default, t, first, 0, 0, val=t.meta["val"])
+    second = b.write(aten.add_.Tensor, b.call(aten.select.int, once, 0, 1), 1)
+    other = b.call(aten.select_scatter.default, t, second, 0, 1, val=t.meta["val"])
+    b.returns(once, other)
+    expected = x.exp(), x.exp()
+    expected[0][0].add_(1)
+    expected[1][1].add_(1)
+    assert all(torch.equal(a, e) for a, e in zip(compile_aten(b.build())(x), expected, strict=True))
+
+
+def test_two_views_in_one_multi_tensor_write_are_written_back_one_after_the_other() -> None:
+    (x,) = tensors(1, 4, 4)
+    b = StepBuilder()
+    t = b.call(aten.exp.default, b.input(x))
+    rows = [b.call(aten.select.int, t, 0, at) for at in (0, 1)]
+    first, second = b.write(aten._foreach_add_.Scalar, rows, 1)
+    once = b.call(aten.select_scatter.default, t, first, 0, 0, val=t.meta["val"])
+    total = b.call(aten.sum.dim_IntList, once, [1])
+    b.returns(total, b.call(aten.select_scatter.default, once, second, 0, 1, val=t.meta["val"]))
+    got_total, twice = compile_aten(b.build())(x)
+    expected = x.exp()
+    expected[0].add_(1)
+    assert torch.equal(got_total, expected.sum(1))
+    expected[1].add_(1)
+    assert torch.equal(twice, expected)
+
+
 def test_the_users_own_scatter_of_a_written_view_is_a_new_tensor() -> None:
     """`z = torch.slice_scatter(t, rows, 0, 2, 4)` after `rows.add_(1)` leaves t as the write made it."""
     (x,) = tensors(1, 4, 4)
