@@ -257,6 +257,16 @@ class StepFailed(WeftError):
             f"{operation} failed in a compiled step: {type(error).__name__}: {error}\nIt came from{where}\n"
             "The same step without weft.compile raises at that line if the mistake is in the step or its data."
         )
+class UncapturableStreamCall(WeftError):
+    """The step asked a stream or event how far it is."""
+
+    def __init__(self, name: str, line: str) -> None:
+        super().__init__(
+            f"cannot capture torch.cuda.{name} at {line}: the answer depends on when it is asked, and Python would act on "
+            "it once, in the capture. Ask outside the step, or in a function marked @weft.opaque"
+        )
+
+
 
 
 # ---- distributed: sharded parameters

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from weft import torch_adapter
+from weft.capture import fake_streams
 from weft.capture.swapping import Swaps
 
 CPU = torch.device("cpu")
@@ -66,10 +67,13 @@ def swap_devices(
 ) -> None:
     """Register all stand-ins of this file. `available` is what `torch.cuda.is_available()` says;
     `device_count` is the number of GPUs of a host."""
+    fake_streams.set_stream(fake_streams.default_stream())
     _swap_functions(swaps, torch.cuda, _cuda(local_rank, device_count, available))
     _swap_functions(swaps, torch.cuda.nvtx, _nvtx())
     _swap_functions(swaps, torch.accelerator, _accelerator(available))
     swaps.function(torch, "Generator", _Generator)
+    swaps.function(torch, "Stream", fake_streams.Stream)
+    swaps.function(torch, "Event", fake_streams.Event)
     swaps.function(torch.utils, "swap_tensors", _swap_tensors(torch.utils.swap_tensors, fake_mode))
     swaps.attribute(torch.nn.Module, "to", _module_to(torch.nn.Module.to))
     swaps.attribute(torch.nn.Module, "cuda", lambda module, device=None: module.to(CPU))
@@ -112,12 +116,12 @@ def _cuda(local_rank: int, device_count: int, available: bool) -> dict[str, Any]
         "memory_stats": lambda device=None: {},
         "set_device": set_device,
         "device": _null_context,
-        "Stream": Stream,
-        "Event": Event,
-        "stream": _null_context,
-        "set_stream": nothing,
-        "current_stream": lambda device=None: Stream(),
-        "default_stream": lambda device=None: Stream(),
+        "Stream": fake_streams.Stream,
+        "Event": fake_streams.Event,
+        "stream": fake_streams.stream,
+        "set_stream": fake_streams.set_stream,
+        "current_stream": fake_streams.current_stream,
+        "default_stream": fake_streams.default_stream,
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "get_rng_state_all": lambda: [],
         "initial_seed": torch.initial_seed,
@@ -139,8 +143,9 @@ def _accelerator(available: bool) -> dict[str, Any]:
         "device_count": lambda: torch.cuda.device_count(),
         "current_device_index": lambda: torch.cuda.current_device(),
         "set_device_index": lambda device: torch.cuda.set_device(device),
-        "current_stream": lambda device=None: Stream(),
-        **dict.fromkeys(("set_stream", "synchronize", "empty_cache", "reset_peak_memory_stats"), nothing),
+        "current_stream": fake_streams.current_stream,
+        "set_stream": fake_streams.set_stream,
+        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), nothing),
         **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda device=None: 0),
         **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda device=None: 0),
     }
@@ -160,59 +165,6 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 @contextlib.contextmanager
 def _null_context(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
-
-
-class Event:
-    """Stands for `torch.cuda.Event` where nothing runs: always done, zero milliseconds from any other."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Stream | None = None) -> None:
-        pass
-
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Event) -> float:
-        return 0.0
-
-
-class Stream:
-    """Stands for `torch.cuda.Stream` where nothing runs."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-    def wait_stream(self, stream: Stream) -> None:
-        pass
-
-    def wait_event(self, event: Event) -> None:
-        pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
 
 
 class _Generator(torch.Generator):

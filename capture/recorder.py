@@ -418,14 +418,16 @@ class Recorder(TorchDispatchMode):
         if running is None:
             meta["frames"], meta["module"] = user_frames(4), self.module_path()
             meta["stage"] = "optimizer" if self.optimizing else "forward"
-            self._origin.setdefault(torch_adapter.last_sequence_number(), (meta["frames"], meta["module"]))
+            self._origin.setdefault(torch_adapter.last_sequence_number(), (meta["frames"], meta["module"], stream))
         else:
-            unknown = ((), "")
-            meta["frames"], meta["module"] = self._origin.get(torch_adapter.sequence_number(running), unknown)
+            unknown = ((), "", 0)
+            meta["frames"], meta["module"], issued = self._origin.get(torch_adapter.sequence_number(running), unknown)
+            stream = stream or issued  # autograd runs a backward on the stream of its forward
             if not meta["frames"]:
                 meta["frames"] = user_frames(4)
+        stream = self.stream() if self.stream is not None else 0
             meta["stage"] = "backward"
-        if self.stream is not None and (stream := self.stream()):
+        if stream:
             meta["stream"] = stream
 
     def emit_sizes(self, target: Callable[..., Any], *args: Any, val: Any) -> torch.fx.Node:
@@ -437,6 +439,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(val, torch.Tensor):
             self._bind_fresh(val, node)
         return node
+
+    def first(self, target: Callable[..., Any], *args: Any) -> torch.fx.Node:
+        """A call that stands before all operations."""
+        with self.graph.inserting_after(self._after_inputs):
+            return self.graph.create_node("call_function", target, args)
 
     def effect_on_nodes(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
         """:meth:`effect` for operands that are nodes already."""

@@ -34,7 +34,8 @@ from weft.capture.hooks import HookCounts
 from weft.capture.modules import ModulePath
 from weft.capture.randomness import record_random_state
 from weft.capture.recorder import Recorder
-from weft.capture.state import MISSING, Container, Place, State, identity, plain
+from weft.capture.state import MISSING, Container, Place, State, identity, opaque_code, plain
+from weft.capture.streams import Streams
 from weft.capture.values import Template
 from weft.errors import PythonStateChanged
 
@@ -125,6 +126,7 @@ class _Capture:
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.hooks = HookCounts(self.state, self.path)
 
+        self.streams = Streams(self.recorder)
     def run(self) -> CapturedStep:
         started = time.perf_counter()
         with self._prepared():
@@ -181,6 +183,8 @@ class _Capture:
             place = Place(Container(group, where, frozenset({"lr"})), "lr", where, Role.SCALAR)
             symbol = torch_adapter.lr_symbol(self.recorder.symbols.shape_env, group["lr"], f"lr{len(self.rates)}")
             self.rates.append((group, symbol, self.recorder.scalar_input(symbol, readable_name(where)), place))
+                stack.enter_context(self.sizes.watched())
+                stack.enter_context(self.streams.noted())
             group["lr"] = symbol
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -242,6 +246,7 @@ class _Capture:
         for container, key, old, new in [*self.state.changes(), *self.arguments.changes()]:
             path = container.label(key)
             if new is MISSING:
+        self.streams.end()
                 effects.append(Effect(container, key, None))
                 continue
             if isinstance(new, (int, float)) and not isinstance(new, bool):

@@ -14,6 +14,7 @@ import torch
 
 from weft.capture.graph import WAIT, StepGraph, is_collective
 from weft.inductor.passes.sizes import node_bytes
+from weft.capture.streams import FENCE, StreamCall
 from weft.inductor.runtime.geometry import looks_into
 
 Node = torch.fx.Node
@@ -33,6 +34,7 @@ def schedule(step: StepGraph, prefetch_bytes: int = PREFETCH_BYTES) -> list[Node
       its place while no more than ``prefetch_bytes`` of gathered results are started and not yet waited for.
     - Reduce-scatters and all-to-alls are waited for, oldest first, when their inputs exceed
       ``prefetch_bytes``: communication holds its inputs until then.
+    - Before a call that orders the step with streams outside it, everything issued so far is waited for.
     - Elements are picked from a list right after it is made, so that the list can go.
 
     Args:
@@ -55,13 +57,13 @@ class _Scheduler:
 
     def run(self) -> list[Node]:
         for node in self.nodes:
-            if node.op == "placeholder":
+            if node.op == "placeholder" or node.meta.get(FENCE):
                 self._append(node)
         self._start_ahead()
         for node in self.nodes:
             if node in self.done:
                 continue
-            if node.op == "output":
+            if node.op == "output" or isinstance(node.target, StreamCall):
                 for late in list(self.deferred):
                     self._run(late)
             if node.target is WAIT or (
