@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import _HookMixin
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
@@ -180,7 +184,14 @@ def dtensor_spec(dtensor: Any) -> Any:
 
 def dtensor_like(local: torch.Tensor, like: Any) -> Any:
     """A DTensor of `local`, laid out as the DTensor `like`; no operation and no gradient."""
-    return type(like)(local, like._spec, requires_grad=False)
+    return dtensor_with(local, like._spec)
+
+
+def dtensor_with(local: torch.Tensor, spec: Any) -> Any:
+    """A DTensor of `local` with the `dtensor_spec` of another; no operation and no gradient."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, spec, requires_grad=False)
 
 
 def group_rank(group_name: str) -> int:
@@ -270,10 +281,6 @@ def on_replacement(shape_env: ShapeEnv, note: Callable[[Any, Any], None]) -> Ite
         del shape_env._set_replacement
 
 
-def symbol_of(number: torch.SymInt | torch.SymFloat) -> Any:
-    """The symbol that a number was made as, whatever it was found equal to since."""
-    return number.node._expr
-
 def hint(number: int | torch.SymInt) -> int | None:
     """The value that a size had in the captured call; None where only the data decides it."""
     if isinstance(number, int):
@@ -281,6 +288,10 @@ def hint(number: int | torch.SymInt) -> int | None:
     value = number.node.hint if number.node.has_hint() else None
     return None if value is None else int(value)
 
+
+def symbol_of(number: torch.SymInt | torch.SymFloat) -> Any:
+    """The symbol that a number was made as, whatever it was found equal to since."""
+    return number.node._expr
 
 
 def replaced(shape_env: ShapeEnv, symbol: Any) -> Any:
@@ -302,6 +313,104 @@ def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
 def registered_hooks(tensor: torch.Tensor) -> list[dict[int, Any]]:
     """The dictionaries of hooks that users registered on a tensor (gradient and post-accumulate-gradient hooks)."""
     return [d for d in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if d]
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]]:
+    """Kind and dictionary (None before the first registration) of the hooks registered on a tensor."""
+    return [("gradient", tensor._backward_hooks), ("post-accumulate-grad", tensor._post_accumulate_grad_hooks)]
+
+
+def accumulator(leaf: torch.Tensor) -> Any:
+    """The autograd node that adds to the ``.grad`` of a leaf that requires grad; torch forgets it when nobody holds it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def node_hooks(node: Any) -> list[tuple[str, dict[int, Any]]]:
+    """Kind and dictionary of the hooks registered on an autograd node; torch shows them to the handle of a new one only."""
+    handles = [("node", node.register_hook(_nothing)), ("node-pre", node.register_prehook(_nothing))]
+    found = [(kind, handle.hooks_dict_ref()) for kind, handle in handles]
+    for _, handle in handles:
+        handle.remove()
+    return found
+
+
+def _nothing(*grads: Any) -> None:
+    """A hook that leaves gradients alone."""
+
+
+def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[int, Any]]]:
+    """Kind and dictionary of the hooks registered on an optimizer's step."""
+    return [("step-pre", optimizer._optimizer_step_pre_hooks), ("step-post", optimizer._optimizer_step_post_hooks)]
+
+
+def global_hooks() -> list[tuple[str, dict[int, Any]]]:
+    """Kind and dictionary of the hooks registered on all modules, and on the steps of all optimizers."""
+    return [
+        ("forward-pre", nn_module._global_forward_pre_hooks),
+        ("forward", nn_module._global_forward_hooks),
+        ("full-backward-pre", nn_module._global_backward_pre_hooks),
+        ("full-backward", nn_module._global_backward_hooks),
+        ("step-pre", torch_optimizer._global_optimizer_pre_hooks),
+        ("step-post", torch_optimizer._global_optimizer_post_hooks),
+    ]
+
+
+def user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that the user registered: of a multi-grad hook the one inside the function that torch registers."""
+    if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:
+        return hook
+    inside = inspect.getclosurevars(hook).nonlocals.get("fn", hook)
+    return getattr(inside, "__wrapped__", inside)
+
+
+_REGISTRATIONS = (
+    (torch.Tensor, "register_hook", "gradient"),
+    (torch.Tensor, "register_post_accumulate_grad_hook", "post-accumulate-grad"),
+    (torch.nn.Module, "register_forward_pre_hook", "forward-pre"),
+    (torch.nn.Module, "register_forward_hook", "forward"),
+    (torch.nn.Module, "register_full_backward_pre_hook", "full-backward-pre"),
+    (torch.nn.Module, "register_full_backward_hook", "full-backward"),
+)
+
+
+@contextlib.contextmanager
+def hook_registrations(exchange: Callable[[Any, str, Any], Any]) -> Iterator[None]:
+    """Register ``exchange(owner, kind, hook)`` in place of each hook registered inside; those left are put back after.
+
+    ``owner`` is the tensor or module, None of a hook on an autograd node (torch does not say which).
+    """
+    registered: list[tuple[RemovableHandle, Any]] = []
+
+    def through(register: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        @functools.wraps(register)
+        def with_exchange(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
+            handle = register(owner, exchange(owner, kind, hook), *args, **kwargs)
+            registered.append((handle, hook))
+            return handle
+
+        return with_exchange
+
+    def on_node(hooks: Any, hook: Any) -> Any:
+        hooks, handle = of_nodes(hooks, exchange(None, "node", hook))
+        registered.append((handle, hook))
+        return hooks, handle
+
+    originals = [(owner, name, getattr(owner, name), kind) for owner, name, kind in _REGISTRATIONS]
+    of_nodes = _HookMixin._register_hook
+    _HookMixin._register_hook = staticmethod(on_node)  # type: ignore[method-assign]
+    for owner, name, register, kind in originals:
+        setattr(owner, name, through(register, kind))
+    try:
+        yield
+    finally:
+        _HookMixin._register_hook = staticmethod(of_nodes)  # type: ignore[method-assign]
+        for owner, name, register, _ in originals:
+            setattr(owner, name, register)
+        for handle, hook in registered:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                hooks[handle.id] = hook
 
 
 def register_dataclasses(tree: Any) -> None:

@@ -64,10 +64,19 @@ def describe(tensor: torch.Tensor, whole: torch.Tensor) -> View:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What stands for a saved tensor: a view of a parameter that is to be gathered again."""
+    """What stands for a saved tensor: a view of a parameter that is to be gathered again.
+
+    `spec` is the layout of the view where the gathered parameter is a DTensor.
+    """
 
     param: ShardedParameter
     view: View
+    spec: Any = None
+
+    def follow(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.spec is None:
+            return self.view.of(whole)
+        return torch_adapter.dtensor_with(self.view.of(torch_adapter.local_tensor(whole)), self.spec)
 
 
 @dataclass(frozen=True)
@@ -86,25 +95,25 @@ def saved_as_recipes(
     Everything else goes to the hooks that were innermost before: torch applies one pair only, and activation
     checkpointing around the module is such a pair.
     """
-    gathered = {}
-    for param in params:
-        if param.gathered is not None and not isinstance(param.gathered, DTensor):
-            gathered[torch_adapter.storage_key(param.gathered)] = param
+    gathered = {torch_adapter.storage_key(_local(p.gathered)): p for p in params if p.gathered is not None}
     outer = torch_adapter.innermost_saved_tensor_hooks()
 
     def pack(tensor: torch.Tensor) -> Any:
-        param = gathered.get(torch_adapter.storage_key(tensor)) if _is_strided(tensor) else None
+        local = _local(tensor)
+        param = gathered.get(torch_adapter.storage_key(local)) if local.layout is torch.strided else None
         if param is not None and (whole := param.gathered) is not None and whole.dtype == tensor.dtype:
-            return Recipe(param, describe(tensor, whole))
+            spec = torch_adapter.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
+            if (spec is None) == (not isinstance(whole, DTensor)):
+                return Recipe(param, describe(local, _local(whole)), spec)
         return tensor if outer is None else PassedOn(outer[1], outer[0](tensor))
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, Recipe):
-            return packed.view.of(gather_again(packed.param))
+            return packed.follow(gather_again(packed.param))
         return packed.unpack(packed.packed) if isinstance(packed, PassedOn) else packed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not isinstance(tensor, DTensor)
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return torch_adapter.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -161,6 +161,14 @@ def tensor_parallel_body(rank: int, world: int) -> None:
         module.reshard()
         assert module.weight.grad.placements == module.weight.placements
         torch.testing.assert_close(module.weight.grad.full_tensor(), 2 * whole)
+        module.weight.grad = None
+        x = distribute_tensor(torch.ones(3, 6, requires_grad=True), mesh["tp"], [Replicate()])
+        module.set_reshard_after_forward(True)
+        alive, out = gathered_memory(module, x)
+        assert not alive
+        out.full_tensor().square().sum().backward()
+        want = torch.ones(3, 6).t() @ (2 * torch.ones(3, 6) @ whole.t())
+        torch.testing.assert_close(module.weight.grad.full_tensor(), want.t())
 
 
 @pytest.mark.gloo
@@ -170,7 +178,6 @@ def test_parameters_that_are_dtensors_already() -> None:
 
 def mesh_dims_body(rank: int, world: int) -> None:
     from torch.distributed.fsdp import DataParallelMeshDims
-    from torch.distributed.tensor import Replicate
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
@@ -254,31 +261,29 @@ def test_what_stands_in_the_module(mesh: Any) -> None:
     model(torch.ones(1, 3)).sum().backward()
 
 
+def gathered_memory(module: Any, inputs: torch.Tensor) -> tuple[bool, torch.Tensor]:
+    """Whether the gathered weight outlived a forward whose graph is still there, and the output."""
+    memory: list[Any] = []
+
+    def note(module: Any, args: Any) -> None:
+        weight = module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+        memory.append(torch.multiprocessing.reductions.StorageWeakRef(weight.untyped_storage()))
+
+    handle = module.register_forward_pre_hook(note)
+    out = module(inputs)
+    handle.remove()
+    return not memory[0].expired(), out
+
+
 @pytest.mark.fake
-def test_gathered_parameters_do_not_outlive_forward(mesh: Any) -> None:
+@pytest.mark.parametrize("keep", [False, True])
+def test_gathered_parameters_do_not_outlive_forward(mesh: Any, keep: bool) -> None:
     """With reshard_after_forward the graph holds recipes; without, the tensors."""
-
-    def held(keep: bool) -> int:
-        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Tanh())
-        for part in model[:2]:
-            fully_shard(part, mesh=mesh, reshard_after_forward=not keep)
-        out = model(torch.ones(1, 64, requires_grad=True))
-        found = []
-        stack, seen = [out.grad_fn], set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            stack += [edge for edge, _ in node.next_functions]
-            for name in dir(node):
-                if name.startswith("_raw_saved_"):
-                    raw = getattr(node, name)
-                    data = raw.data if hasattr(raw, "data") else None
-                    found.append(data)
-        return sum(isinstance(d, torch.Tensor) and d.numel() == 64 * 64 for d in found)
-
-    assert held(keep=False) == 0
+    module = fully_shard(nn.Linear(6, 7), mesh=mesh, reshard_after_forward=not keep)
+    alive, out = gathered_memory(module, torch.ones(1, 6, requires_grad=True))
+    assert alive is keep
+    out.sum().backward()
+    assert isinstance(module.weight, DTensor)
 
 
 @pytest.mark.fake
@@ -389,7 +394,11 @@ def test_every_method_of_torch_is_there(mesh: Any, caplog: pytest.LogCaptureFixt
             ours.set_is_last_backward(False)
             share_comm_ctx([ours])
     assert len(caplog.records) == len({record.getMessage() for record in caplog.records}) <= 2
-    assert isinstance(ours.unshard(async_op=True), UnshardHandle)
+    handle = ours.unshard(async_op=True)
+    assert isinstance(handle, UnshardHandle)
+    handle.wait()
+    assert tuple(ours[1].weight.shape) == (2, 5)
+    assert not isinstance(ours[1].weight, DTensor)
 
 
 @pytest.mark.fake
