@@ -14,10 +14,16 @@ from weft.capture.state import State
 
 
 class ModulePath:
-    """Follows the modules a capture enters, by their dotted paths from the outermost one."""
+    """Follows the modules a step enters, by their dotted paths from the outermost one.
+
+    Attributes:
+        calls: how often each module (its id) was called.
+        finished: how often it returned something; a forward can also be left by an exception, as checkpointing does.
+    """
 
     def __init__(self, state: State) -> None:
         self.calls: Counter[int] = Counter()
+        self.finished: Counter[int] = Counter()
         self._state = state
         self._stack: list[str] = []
 
@@ -43,4 +49,5 @@ class ModulePath:
         self._stack.append(self._state.modules[id(module)][1])
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self.finished[id(module)] += output is not None
         self._stack.pop()

@@ -2,52 +2,91 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 
+from weft import torch_adapter
+from weft.capture.moment import Moment
 from weft.capture.recorder import recording
+from weft.capture.state import OPAQUE, SIMPLE, opaque_code
 from weft.capture.values import Template
+
+_silent = False
 
 
 class OpaqueCall:
-    """A node's target: calls ``function`` with the real tensors of this step."""
+    """A node's target: calls ``function`` with the real tensors of this step.
 
-    def __init__(self, function: Callable[..., Any], arguments: Template) -> None:
+    Args:
+        function: the user's.
+        arguments: what it is called with, over the node's operands.
+        moment: what else it can see, as it was at this point of the step.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Template, moment: Moment) -> None:
         self.function = function
         self.arguments = arguments
+        self.moment = moment
+        self._grad_enabled = torch.is_grad_enabled()
         self.__name__ = self.__qualname__ = f"opaque_{getattr(function, '__name__', type(function).__name__)}"
         self.__module__ = __name__
 
-    def __call__(self, *values: Any) -> None:
-        args, kwargs = self.arguments.fill(list(values))
-        self.function(*args, **kwargs)
+    def __call__(self, *operands: Any) -> None:
+        values = list(operands)
+        args, kwargs = self.arguments.fill(values)
+        with self.moment.restored(values), torch.set_grad_enabled(self._grad_enabled):
+            self.function(*args, **kwargs)
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., None]:
     """Mark a function as one that runs every step with real tensors and is not captured.
 
-    In a captured step the graph holds a call of it, where the step called it, with the values of that moment. It may do
-    anything Python can (print, append, compute metrics with ``.item()``), must not change its arguments, and returns
-    nothing. Uncompiled it is called as it is. Works as a hook of any kind.
+    In a captured step the graph holds a call of it, where the step called it. The function sees its arguments, and
+    everything else of the step's that it can reach through them, its closure and its globals (gradients, parameters,
+    optimizer state), with the values of that moment. It may do anything Python can: print, append, compute metrics
+    with ``.item()``. It must not change tensors of the step, and returns nothing. Uncompiled it is called as it is.
+    Works as a hook of any kind.
     """
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        opaque_code.add(code)
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> None:
         recorder = recording()
         if recorder is None:
-            function(*args, **kwargs)
+            if not _silent:
+                function(*args, **kwargs)
             return
-        values: list[Any] = []
+        operands: list[Any] = []
 
         def keep(value: Any) -> int:
-            values.append(value)
-            return len(values) - 1
+            operands.append(value)
+            return len(operands) - 1
 
-        arguments = Template.of((args, kwargs), recorder, keep, function.__qualname__, lift_users=True)
-        recorder.effect_on_nodes(OpaqueCall(function, arguments), *values)
+        moments = recorder.moments
+        where = f"an argument of {getattr(function, '__qualname__', function)}"
+        template = Template.of((args, kwargs), recorder, keep, where, homes=moments.homes)
+        roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
+        moment = moments.of([function, *roots], keep)
+        recorder.effect_on_nodes(OpaqueCall(function, template, moment), *operands)
+        # The function may keep what it is given. Autograd would take a gradient that nobody else holds for its own.
+        recorder.held.append((args, kwargs))
 
+    setattr(called, OPAQUE, True)
     return called
 
 
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Opaque functions do nothing inside: a step that runs a second time, to be compared, logs once."""
+    global _silent
+    before, _silent = _silent, True
+    try:
+        yield
+    finally:
+        _silent = before
