@@ -26,7 +26,7 @@ from weft.capture.graph import Role
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
-_WELCOME = ("weft.distributed", "torch.amp", "torch.cuda.amp")
+_WELCOME = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp")
 # Attributes of every nn.Module that do not change what its forward or backward does.
 _BOOKKEEPING = frozenset({
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",

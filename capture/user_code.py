@@ -15,6 +15,7 @@ import torch
 
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN_USER_ROOMS = ("tests", "examples", "bench")
+_OWN_USER_FILES = ("toy.py",)
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -82,7 +83,8 @@ def _is_machinery(path: str) -> bool:
             return True
     for root in _roots(_OWN_ROOT):
         if path.startswith(root):
-            return path[len(root) :].split(os.sep)[0] not in _OWN_USER_ROOMS
+            parts = path[len(root) :].split(os.sep)
+            return parts[0] not in _OWN_USER_ROOMS and parts[-1] not in _OWN_USER_FILES
     for name in ("stdlib", "platstdlib"):
         for root in _roots(sysconfig.get_path(name)):
             if path.startswith(root):
