@@ -67,6 +67,8 @@ class CompiledStep(Generic[P, R]):
 
     def __init__(self, step: Callable[P, R], *, dynamic: bool | None, verify: bool, fallback: str | None) -> None:
         functools.update_wrapper(self, step)
+        self.__name__: str = getattr(step, "__name__", type(step).__name__)
+        self.__qualname__: str = getattr(step, "__qualname__", self.__name__)
         self.step = step
         self.dynamic = dynamic
         self.verify = verify

@@ -30,7 +30,8 @@ _WIDTH = 120
 
 @dataclass(frozen=True)
 class CollectiveCount:
-    """Collectives of one kind over one group; ``bytes`` sums their larger sides, None where only the data decides."""
+    """Collectives of one kind over one group; ``bytes`` sums their larger sides, None where only the data
+    decides."""
 
     kind: str
     group: str
@@ -50,7 +51,8 @@ class HookFired:
 
 @dataclass(frozen=True)
 class SymbolicSize:
-    """A size (``args[0].size(0)``) or stride that is a symbol in the graph, from ``low`` to ``high`` (None: no bound)."""
+    """A size (``args[0].size(0)``) or stride that is a symbol in the graph, from ``low`` to ``high`` (None:
+    no bound)."""
 
     size: str
     symbol: str
@@ -74,8 +76,8 @@ class Explanation:
     Attributes:
         name: of the step.
         operations_run: operations that the step dispatched while it was captured.
-        operations_captured: those among them that were recorded; the others run once and not in later steps (making the
-            state of an optimizer).
+        operations_captured: those among them that were recorded; the others run once and not in later steps
+            (making the state of an optimizer).
         nodes: calls in the graph. Views and writes add some, what nothing uses is gone.
         opaque_calls: functions marked with ``weft.opaque`` that the graph calls, in order.
         collectives: by kind and group.
@@ -126,13 +128,17 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         step: a compiled step; or any function, which is then captured for the purpose and not run.
-        args, kwargs: a call to explain. A compiled step that was captured in that form is not captured again; without
-            arguments, the form that ran last is explained.
+        args, kwargs: a call to explain. A compiled step that was captured in that form is not captured again;
+            without arguments, the form that ran last is explained.
 
     Raises:
         NotCapturedYet: a compiled step never ran and no arguments were given.
     """
-    compiled = step if isinstance(step, CompiledStep) else CompiledStep(step, dynamic=None, verify=False, fallback=None)
+    compiled = (
+        step
+        if isinstance(step, CompiledStep)
+        else CompiledStep(step, dynamic=None, verify=False, fallback=None)
+    )
     given = bool(args or kwargs) or not isinstance(step, CompiledStep)
     if not given and not compiled.entries:
         raise NotCapturedYet(compiled.__name__)
@@ -143,9 +149,15 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         operations_run=captured.recorded + captured.passed,
         operations_captured=captured.recorded,
         nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
-        opaque_calls=[operation(n.target).removeprefix("opaque_") for n in graph.graph.nodes if isinstance(n.target, OpaqueCall)],
+        opaque_calls=[
+            operation(n.target).removeprefix("opaque_")
+            for n in graph.graph.nodes
+            if isinstance(n.target, OpaqueCall)
+        ],
         collectives=_collectives(graph),
-        hooks=[HookFired(count.owner, count.kind, count.name, count.fired) for count in captured.hooks.counts],
+        hooks=[
+            HookFired(count.owner, count.kind, count.name, count.fired) for count in captured.hooks.counts
+        ],
         guards=entry.guards.listed(),
         symbolic=list(_symbolic(captured)),
         specialised=list(captured.specialised),
@@ -188,22 +200,39 @@ def _inputs(graph: StepGraph) -> list[InputBytes]:
 
 def _tables(explained: Explanation) -> Iterator[RenderableType]:
     yield Text(
-        f"{explained.name}: {explained.operations_captured} of {explained.operations_run} operations captured as "
-        f"{explained.nodes} nodes in {explained.seconds:.2f} s",
+        f"{explained.name}: {explained.operations_captured} of {explained.operations_run} operations "
+        f"captured as {explained.nodes} nodes in {explained.seconds:.2f} s",
         style="bold",
     )
-    yield from _table("inputs", ["role", "count", "bytes"], [
-        (i.role.value, i.count, format_bytes(i.bytes)) for i in explained.inputs
-    ])
-    yield from _table("collectives", ["kind", "group", "count", "bytes"], [
-        (c.kind, c.group, c.count, "data decides" if c.bytes is None else format_bytes(c.bytes)) for c in explained.collectives
-    ])
-    yield from _table("hooks", ["owner", "kind", "function", "fired"], [(h.owner, h.kind, h.name, h.count) for h in explained.hooks])
+    yield from _table(
+        "inputs",
+        ["role", "count", "bytes"],
+        [(i.role.value, i.count, format_bytes(i.bytes)) for i in explained.inputs],
+    )
+    yield from _table(
+        "collectives",
+        ["kind", "group", "count", "bytes"],
+        [
+            (c.kind, c.group, c.count, "data decides" if c.bytes is None else format_bytes(c.bytes))
+            for c in explained.collectives
+        ],
+    )
+    yield from _table(
+        "hooks",
+        ["owner", "kind", "function", "fired"],
+        [(h.owner, h.kind, h.name, h.count) for h in explained.hooks],
+    )
     yield from _table("opaque calls", ["function", "count"], Counter(explained.opaque_calls).items())
-    yield from _table("symbolic sizes", ["size", "symbol", "from", "to"], [
-        (s.size, s.symbol, s.low, "any" if s.high is None else s.high) for s in explained.symbolic
-    ])
-    yield from _table("specialised sizes", ["size", "value", "by"], [(s.size, s.value, s.line) for s in explained.specialised])
+    yield from _table(
+        "symbolic sizes",
+        ["size", "symbol", "from", "to"],
+        [(s.size, s.symbol, s.low, "any" if s.high is None else s.high) for s in explained.symbolic],
+    )
+    yield from _table(
+        "specialised sizes",
+        ["size", "value", "by"],
+        [(s.size, s.value, s.line) for s in explained.specialised],
+    )
     yield from _table("guards", ["kind", "count"], explained.guards_by_kind.items())
     yield from _table("captures", ["", "reason"], list(enumerate(explained.captures, 1)))
 

@@ -59,7 +59,7 @@ class TensorGuard:
         self.static = all(isinstance(n, int) for n in (*val.shape, *val.stride()))
         self.shape = tuple(val.shape) if self.static else val.dim()
         self.sizes = [(dim, n) for dim, n in enumerate(val.shape) if isinstance(n, int)]
-        self.strides = val.stride() if self.static else [(d, s) for d, s in enumerate(val.stride()) if isinstance(s, int)]
+        self.strides: Any = val.stride() if self.static else [(d, s) for d, s in enumerate(val.stride()) if isinstance(s, int)]
         self.described = _described(val)
 
     def __str__(self) -> str:

@@ -13,7 +13,8 @@ from weft.capture.graph import is_collective
 
 
 def tensor_bytes(val: Any) -> int | None:
-    """Bytes of a value (a fake tensor or a nest of them; numbers count nothing) at the sizes of the captured call.
+    """Bytes of a value (a fake tensor or a nest of them; numbers count nothing) at the sizes of the captured
+    call.
 
     None where only the data decides a size.
     """
@@ -27,9 +28,13 @@ def tensor_bytes(val: Any) -> int | None:
 
 
 def collective_bytes(node: torch.fx.Node) -> int | None:
-    """Bytes of the larger side of a collective: the whole buffer, as bandwidth tests count it; None as above."""
+    """Bytes of the larger side of a collective: the whole buffer, as bandwidth tests count it; None as
+    above."""
     assert is_collective(node)
-    sides = [tensor_bytes([used.meta["val"] for used in node.all_input_nodes]), tensor_bytes(node.meta["val"])]
+    sides = [
+        tensor_bytes([used.meta["val"] for used in node.all_input_nodes]),
+        tensor_bytes(node.meta["val"]),
+    ]
     known = [side for side in sides if side is not None]
     return max(known) if len(known) == len(sides) else None
 

@@ -1,8 +1,8 @@
 """Sizes of arguments that a capture keeps symbolic, and what became of them.
 
-A size that the step's Python compares with a number, or that an operation needs as a number, is *specialised*: the
-graph serves that one value. That is never silent: a size marked with ``weft.mark_dynamic`` makes it an error, any other
-a log line, both with the user's line.
+A size that the step's Python compares with a number, or that an operation needs as a number, is
+*specialised*: the graph serves that one value. That is never silent: a size marked with ``weft.mark_dynamic``
+makes it an error, any other a log line, both with the user's line.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class DynamicSize:
 
 @dataclass(frozen=True)
 class Specialised:
-    """A size that was to be symbolic and is the number ``value`` in the graph, because of ``line`` of the user's code.
+    """A size that was to be symbolic and is the number ``value`` in the graph, because of ``line`` of the
+    user's code.
 
     ``size`` is ``args[0].size(1)``.
     """
@@ -84,8 +85,8 @@ class DynamicSizes:
         self._replaced: dict[sympy.Symbol, tuple[Any, str]] = {}
 
     def symbol(self, leaf: int, dim: int, path: str, value: int, *, required: bool) -> int | torch.SymInt:
-        """A symbol for a size, or the size itself where it is 0 or 1: those behave unlike all others (broadcasting,
-        strides), so a graph of their own serves them."""
+        """A symbol for a size, or the size itself where it is 0 or 1: those behave unlike all others
+        (broadcasting, strides), so a graph of their own serves them."""
         if value < 2:
             self.refuse(path, dim, value, "its value: sizes 0 and 1 are always captured as numbers")
             return value
@@ -94,8 +95,8 @@ class DynamicSizes:
         return size
 
     def strides(self, leaf: int, path: str, tensor: torch.Tensor, sizes: list[Any]) -> list[Any]:
-        """Strides (elements) of ``tensor`` said with ``sizes``: a product of inner sizes stays one; any other stride
-        outside a symbolic size (a slice of a longer row) is a symbol of its own."""
+        """Strides (elements) of ``tensor`` said with ``sizes``: a product of inner sizes stays one; any other
+        stride outside a symbolic size (a slice of a longer row) is a symbol of its own."""
         strides: list[Any] = list(tensor.stride())
         product: Any = 1
         value, inner = 1, False
@@ -150,11 +151,14 @@ class DynamicSizes:
 
 @contextmanager
 def _symbolic_sqrt() -> Iterator[None]:
-    """``math.sqrt`` of a symbolic size stays symbolic: attention scales by it, and C would ask for the number."""
+    """``math.sqrt`` of a symbolic size stays symbolic: attention scales by it, and C would ask for the
+    number."""
     original = math.sqrt
 
     def sqrt(number: Any, /) -> Any:
-        return torch.sym_sqrt(number) if isinstance(number, (torch.SymInt, torch.SymFloat)) else original(number)
+        return (
+            torch.sym_sqrt(number) if isinstance(number, (torch.SymInt, torch.SymFloat)) else original(number)
+        )
 
     math.sqrt = sqrt
     try:

@@ -8,6 +8,13 @@ import re
 
 
 def readable_name(path: str) -> str:
-    """``model_blocks_0_weight`` for the path ``model.blocks.0.weight``: a Python name, not always a unique one."""
+    """``model_blocks_0_weight`` for the path ``model.blocks.0.weight``: a Python name, not always a unique
+    one."""
     name = re.sub(r"\W+", "_", path).strip("_") or "input"
-    return f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else f"_{name}" if name[0].isdigit() else name
+    return (
+        f"{name}_"
+        if keyword.iskeyword(name) or hasattr(builtins, name)
+        else f"_{name}"
+        if name[0].isdigit()
+        else name
+    )

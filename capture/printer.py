@@ -1,7 +1,7 @@
 """A StepGraph as readable Python: typed inputs, one line a node, the user's lines as comments.
 
-The text parses as Python and is for reading, not for running: names of operations are short (``aten.mm``) and types are
-written ``f32[4, 16]``.
+The text parses as Python and is for reading, not for running: names of operations are short (``aten.mm``) and
+types are written ``f32[4, 16]``.
 """
 
 from __future__ import annotations
@@ -13,36 +13,58 @@ import os
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.fx
 
 from weft.capture.costs import collective_bytes, format_bytes, tensor_bytes
-from weft.capture.graph import WAIT, Input, Return, StepGraph, Update, group_of, is_collective
+from weft.capture.graph import Input, Return, StepGraph, Update, group_of, is_collective
 from weft.capture.user_code import Frame
 
 _WIDTH = 120
 _MANY = 4
 _SPACE = "\0"  # one inside a string, where a line must not break
 _SHORT = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
-    torch.complex64: "c64", torch.complex128: "c128",
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
 }
 _OPERATORS = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
-    operator.mod: "%", operator.pow: "**", operator.eq: "==", operator.ne: "!=", operator.lt: "<", operator.le: "<=",
-    operator.gt: ">", operator.ge: ">=", operator.and_: "&", operator.or_: "|",
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.floordiv: "//",
+    operator.mod: "%",
+    operator.pow: "**",
+    operator.eq: "==",
+    operator.ne: "!=",
+    operator.lt: "<",
+    operator.le: "<=",
+    operator.gt: ">",
+    operator.ge: ">=",
+    operator.and_: "&",
+    operator.or_: "|",
 }
 
 
 def print_graph(step: StepGraph) -> str:
-    """The text of ``step``: a header of counts, a function with one argument an input, its nodes, what becomes of them.
+    """The text of ``step``: a header of counts, a function with one argument an input, its nodes, what
+    becomes of them.
 
-    A comment and an empty line mark where the user's line, the module or the stage changes. Bytes of a collective are
-    those of its larger side.
+    A comment and an empty line mark where the user's line, the module or the stage changes. Bytes of a
+    collective are those of its larger side.
     """
     lines = [*_header(step), "def step("]
     for entry, node in zip(step.inputs, step.placeholders, strict=True):
@@ -52,7 +74,8 @@ def print_graph(step: StepGraph) -> str:
 
 
 def annotation(val: Any) -> str:
-    """``f32[4, 16]`` for a tensor, the Python type of a number, a bracketed list of either; "" where nothing is known."""
+    """``f32[4, 16]`` for a tensor, the Python type of a number, a bracketed list of either; "" where nothing
+    is known."""
     if isinstance(val, torch.Tensor):
         return f"{_dtype(val.dtype)}[{', '.join(str(size) for size in val.shape) or '()'}]"
     if isinstance(val, (list, tuple)):
@@ -60,7 +83,11 @@ def annotation(val: Any) -> str:
         if len(shown) > _MANY:
             shown = [shown[0], "...", shown[-1]]
         return f"[{', '.join(shown)}]"
-    for kinds, name in (((torch.SymBool, bool), "bool"), ((torch.SymInt, int), "int"), ((torch.SymFloat, float), "float")):
+    for kinds, name in (
+        ((torch.SymBool, bool), "bool"),
+        ((torch.SymInt, int), "int"),
+        ((torch.SymFloat, float), "float"),
+    ):
         if isinstance(val, kinds):
             return name
     return "" if val is None else type(val).__name__
@@ -82,7 +109,8 @@ def place(frame: Frame) -> str:
 def _header(step: StepGraph) -> Iterator[str]:
     kinds = Counter(operation(node.target) for node in step.collectives())
     size = sum(tensor_bytes(node.meta["val"]) or 0 for node in step.placeholders)
-    yield f"# {len(step)} nodes, {len(step.inputs)} inputs of {format_bytes(size)}, {len(step.outputs)} outputs"
+    inputs = f"{len(step.inputs)} inputs of {format_bytes(size)}"
+    yield f"# {len(step)} nodes, {inputs}, {len(step.outputs)} outputs"
     for kind, count in sorted(kinds.items()):
         yield f"# {count} {kind}"
 
@@ -124,7 +152,9 @@ def _statement(node: torch.fx.Node) -> Iterator[str]:
 
 def _communicated(node: torch.fx.Node) -> str:
     size = collective_bytes(node)
-    return f"over {group_of(node)}, {'as many bytes as the data says' if size is None else format_bytes(size)}"
+    return (
+        f"over {group_of(node)}, {'as many bytes as the data says' if size is None else format_bytes(size)}"
+    )
 
 
 def _call(node: torch.fx.Node) -> str:
@@ -184,7 +214,12 @@ def _wrapped(makes: str, call: str, note: str) -> Iterator[str]:
     indent = " " * 8
     yield f"    {makes}{head}({note}"
     yield from textwrap.wrap(
-        rest[:-1], _WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        rest[:-1],
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     yield "    )"
 

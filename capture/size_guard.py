@@ -16,7 +16,8 @@ from weft.capture.tracer import CapturedStep
 class SizeGuard:
     """Sizes, strides and learning rates of a call against the conditions under which the graph was captured.
 
-    Three kinds of condition: comparisons that the step made (``s0 == 10``), the range of each size (from 2 up: smaller
+    Three kinds of condition: comparisons that the step made (``s0 == 10``), the range of each size (from 2
+        up: smaller
     ones are never symbols), and strides that are products of symbolic sizes (``stride == s0*s1``).
 
     Attributes:
@@ -44,7 +45,10 @@ class SizeGuard:
             for dim, stride in enumerate(val.stride()):
                 if isinstance(stride, torch.SymInt) and (leaf, dim) not in own:
                     name, place = f"stride_{leaf}_{dim}", places[leaf]
-                    self._values[name] = f"{place.path}.stride({dim})", lambda place=place, dim=dim: place.get().stride(dim)
+                    self._values[name] = (
+                        f"{place.path}.stride({dim})",
+                        lambda place=place, dim=dim: place.get().stride(dim),
+                    )
                     self.conditions.append(f"{name} == {printed(stride.node.expr)}")
         self.conditions = list(dict.fromkeys(self.conditions))
         self._holds = _function(self._values, " and ".join(f"({c})" for c in self.conditions) or "True")
@@ -59,7 +63,8 @@ class SizeGuard:
             return None
         broken = next(c for c in self.conditions if not _function(self._values, c)(*values))
         where = [
-            f"{name} = {shown} = {value}" for (name, (shown, _)), value in zip(self._values.items(), values, strict=True)
+            f"{name} = {shown} = {value}"
+            for (name, (shown, _)), value in zip(self._values.items(), values, strict=True)
             if name in broken
         ]
         return f"{broken} does not hold for {', '.join(where)}"

@@ -1,22 +1,25 @@
 """Side streams and events of the user's, kept as ordering in the graph.
 
-A node issued on a side stream says which in ``node.meta["stream"]``: a small number in the order in which the step
-names them, 0 being the stream that is current when the step begins. What orders streams are nodes with effects:
+A node issued on a side stream says which in ``node.meta["stream"]``: a small number in the order in which the
+step names them, 0 being the stream that is current when the step begins. What orders streams are nodes with
+effects:
 
 ``stream_wait(waiting, waited)``            ``waiting.wait_stream(waited)``
 ``event_record(event, stream)``             ``event.record(stream)``, by the event's number
 ``event_wait(event, stream)``               ``stream.wait_event(event)``
-``stream_synchronize(stream)``              the host waits; so do ``event_synchronize(event)``, ``device_synchronize()``
+``stream_synchronize(stream)``              the host waits; so do ``event_synchronize(event)``,
+                                            ``device_synchronize()``
 ``record_stream(tensor, stream)``           the memory of the tensor is in use on that stream
-``stream_begin(stream)``, ``stream_end``    the step's work on a side stream comes after what was on it before the step,
-                                            and before what is put on it later
+``stream_begin(stream)``, ``stream_end``    the step's work on a side stream comes after what was on it before
+                                            the step, and before what is put on it later
 
-An executor that runs everything on one stream needs no ``stream_wait``: one stream keeps order, so the call does
-nothing. The others mean something outside the step, and are made again with the user's own objects, the program's
-stream in the place of the step's; on a machine without a GPU they do nothing.
+An executor that runs everything on one stream needs no ``stream_wait``: one stream keeps order, so the call
+does nothing. The others mean something outside the step, and are made again with the user's own objects, the
+program's stream in the place of the step's; on a machine without a GPU they do nothing.
 
-Objects of the plain ``torch.Stream`` and ``torch.Event`` made outside the step are C types that let nobody watch them:
-nodes on such a stream are marked and fenced by ``stream_begin`` and ``stream_end``, waits between are not noted.
+The plain ``torch.Stream`` and ``torch.Event`` are C types on a GPU that let nobody watch them: nodes on such
+a stream are marked and fenced by ``stream_begin`` and ``stream_end``, waits between are not noted, and an event
+recorded in the step is recorded by the capture alone. Use those of ``torch.cuda`` across the step's bounds.
 """
 
 from __future__ import annotations
@@ -39,16 +42,18 @@ FENCE = "fence"  # in the meta of a node that nothing may be moved before
 
 
 def stream_wait(waiting: int, waited: int) -> None:
-    """Work issued on stream ``waiting`` from here on comes after all issued on ``waited`` so far. Running on one stream,
-    where that is so by itself, it does nothing."""
+    """Work issued on stream ``waiting`` from here on comes after all issued on ``waited`` so far. Running on
+    one stream, where that is so by itself, it does nothing."""
 
 
 class StreamCall:
-    """A node's target: a call on streams or events that has a meaning outside the step, made again in each step.
+    """A node's target: a call on streams or events that has a meaning outside the step, made again in each
+    step.
 
     Args:
         name: how it reads in the graph.
-        call: makes it, given the values of the node's tensor arguments; None where there is no GPU to make it on.
+        call: makes it, given the values of the node's tensor arguments; None where there is no GPU to make it
+            on.
     """
 
     def __init__(self, name: str, call: Callable[..., Any] | None) -> None:
@@ -77,11 +82,14 @@ class Streams:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note instead of make the calls of ``torch.cuda``'s streams and events; nothing where there is no GPU."""
+        """Note instead of make the calls of ``torch.cuda``'s streams and events; nothing where there is no
+        GPU."""
         if not torch.cuda.is_available():
             yield
             return
-        stream, event = (torch.cuda.Stream, torch.cuda.Event) if self._real else (fake_streams.Stream, fake_streams.Event)
+        stream, event = (
+            (torch.cuda.Stream, torch.cuda.Event) if self._real else (fake_streams.Stream, fake_streams.Event)
+        )
         if torch.cuda.is_initialized():  # else the step itself begins to use the GPU, on the default stream
             self._admit(torch.cuda.current_stream())
         with ExitStack() as stack:
@@ -112,10 +120,15 @@ class Streams:
         return self._number(torch.cuda.current_stream()) if torch.cuda.is_initialized() else 0
 
     def end(self) -> None:
-        """Append the fences that let work put on the side streams later follow the step. The last nodes of the graph."""
+        """Append the fences that let work put on the side streams later follow the step. The last nodes of
+        the graph."""
         for number, stream in enumerate(self._streams):
             if number:
-                self._note("stream_end", lambda stream=stream: stream.wait_stream(torch.cuda.current_stream()), number)
+                self._note(
+                    "stream_end",
+                    lambda stream=stream: stream.wait_stream(torch.cuda.current_stream()),
+                    number,
+                )
 
     # ---- what the user calls
 
@@ -123,7 +136,9 @@ class Streams:
         self._recorder.effect_on_nodes(stream_wait, self._number(waiting), self._number(waited))
 
     def _record(self, event: Any, stream: Any = None) -> None:
-        self._note("event_record", lambda: event.record(), self._event(event), self._stream_or_current(stream))
+        self._note(
+            "event_record", lambda: event.record(), self._event(event), self._stream_or_current(stream)
+        )
 
     def _record_event(self, kind: Any) -> Callable[..., Any]:
         def record_event(stream: Any, event: Any = None) -> Any:
@@ -148,7 +163,9 @@ class Streams:
 
     def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         number, inner = self._number(stream), plain(tensor)[0]
-        self._note("record_stream", lambda value: value.record_stream(stream), self._recorder.value(inner), number)
+        self._note(
+            "record_stream", lambda value: value.record_stream(stream), self._recorder.value(inner), number
+        )
 
     def _refuse(self, name: str) -> Callable[..., Any]:
         def refuse(*args: Any) -> None:
@@ -188,7 +205,9 @@ class Streams:
         """Fence the work on a side stream that the step now names, before all its nodes."""
         call = (lambda: torch.cuda.current_stream().wait_stream(stream)) if self._real else None
         node = self._recorder.first(StreamCall("stream_begin", call), number)
-        node.meta.update(val=None, effect=True, frames=user_frames(4), module="", stage="forward", **{FENCE: True})
+        node.meta.update(
+            val=None, effect=True, frames=user_frames(4), module="", stage="forward", **{FENCE: True}
+        )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A training step small enough to read whole: two layers in a data-parallel run, a loss, SGD.
 
-Each room shows what it makes of it: ``python -m weft.capture``, ``python -m weft.inductor``. Its code counts as a user's.
+Each room shows what it makes of it: ``python -m weft.capture``, ``python -m weft.inductor``. Its code counts
+as a user's.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_operations_are_those_that_eager_dispatches() -> None:
     with CountOperations() as eager:
         step(torch.randn(4, 8))
     explained = weft.explain(step, torch.randn(4, 8))
-    # A gradient that someone else holds is detached when it becomes `.grad`; in eager nobody does. One a parameter.
+    # A gradient that someone else holds is detached when it becomes `.grad`; in eager nobody does.
     assert explained.operations_run == explained.operations_captured == eager.count + 4
     assert explained.nodes == sum(node.op == "call_function" for node in explained.graph.graph.nodes)
     assert explained.seconds > 0
@@ -93,7 +93,10 @@ def test_hooks_that_fired() -> None:
     step(torch.randn(4, 8))
     explained = weft.explain(step, torch.randn(4, 8))
     found = {(hook.owner, hook.kind): hook.count for hook in explained.hooks}
-    assert found == {("model.0", "forward"): calls.count("forward"), ("model.2.weight", "gradient"): calls.count("gradient")}
+    assert found == {
+        ("model.0", "forward"): calls.count("forward"),
+        ("model.2.weight", "gradient"): calls.count("gradient"),
+    }
     assert any(hook.name.endswith("on_gradient") for hook in explained.hooks)
     assert all(isinstance(hook, HookFired) for hook in explained.hooks)
 
@@ -122,14 +125,16 @@ def test_collectives_are_those_that_eager_issues() -> None:
     weights = 4 * (16 * 16 + 4 * 16 + 4)
     gathers = [entry for entry in explained.collectives if entry.kind == "all_gather_into_tensor"]
     per_forward = sum(entry.count for entry in gathers) // 3
-    assert gathers == [CollectiveCount("all_gather_into_tensor", "shards", 3 * per_forward, weights * per_forward)]
+    assert gathers == [
+        CollectiveCount("all_gather_into_tensor", "shards", 3 * per_forward, weights * per_forward)
+    ]
     reduces = {(entry.kind, entry.group): (entry.count, entry.bytes) for entry in explained.collectives}
     assert reduces["reduce_scatter_tensor", "shards"] == (3, weights)
     assert reduces["all_reduce", "replicas"] == (3, weights // 4)
 
 
 def test_sizes_and_captures() -> None:
-    model, _, step = training()
+    _, _, step = training()
     compiled = weft.compile(step)
 
     def with_batch(size: int) -> Any:
@@ -151,7 +156,7 @@ def test_sizes_and_captures() -> None:
 
 
 def test_guards_are_listed() -> None:
-    model, _, step = training()
+    _, _, step = training()
     explained = weft.explain(step, torch.randn(4, 8))
     conditions = [guard.condition for guard in explained.guards]
     assert "model.0.training is True" in conditions

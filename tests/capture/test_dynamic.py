@@ -1,4 +1,5 @@
-"""Sizes that change: what stays symbolic, what becomes a number, what is said about it. All against eager, bit for bit."""
+"""Sizes that change: what stays symbolic, what becomes a number, what is said about it. All against eager,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -23,20 +24,29 @@ def model() -> nn.Module:
 
 
 def equal_to_eager(
-    make: Callable[[nn.Module], Callable[..., Any]], calls: Iterable[tuple[Tensor, ...]], captures: int, *,
-    mark: Callable[[Tensor], None] | None = None, **options: Any,
+    make: Callable[[nn.Module], Callable[..., Any]],
+    calls: Iterable[tuple[Tensor, ...]],
+    captures: int,
+    *,
+    mark: Callable[[Tensor], None] | None = None,
+    **options: Any,
 ) -> weft.CompiledStep:
-    """Run every call on one model eagerly and on its twin compiled; results, gradients and the number of captures."""
+    """Run every call on one model eagerly and on its twin compiled; results, gradients and the number of
+    captures."""
     ours, theirs = model(), model()
     eager, compiled = make(theirs), weft.compile(make(ours), **options)
     for args in calls:
-        mine = [arg.clone(memory_format=torch.preserve_format) if arg.is_contiguous() else arg for arg in args]
+        mine = [
+            arg.clone(memory_format=torch.preserve_format) if arg.is_contiguous() else arg for arg in args
+        ]
         for arg in mine if mark else []:
             mark(arg)
         ours.zero_grad()
         theirs.zero_grad()
         expected, got = eager(*args), compiled(*mine)
-        assert torch.equal(got, expected), f"{got} instead of {expected} for {[tuple(arg.shape) for arg in args]}"
+        assert torch.equal(got, expected), (
+            f"{got} instead of {expected} for {[tuple(arg.shape) for arg in args]}"
+        )
         for (name, mine_p), theirs_p in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine_p.grad, theirs_p.grad), name
     assert len(compiled.captures) == captures, compiled.captures
@@ -96,7 +106,9 @@ def test_dynamic_true_keeps_every_size_symbolic() -> None:
         weight = next(module.parameters())
 
         def step(x: Tensor) -> Tensor:
-            loss = (x.unsqueeze(-1) * weight[0]).square().sum() + 0 * sum(p.sum() for p in module.parameters())
+            loss = (x.unsqueeze(-1) * weight[0]).square().sum() + 0 * sum(
+                p.sum() for p in module.parameters()
+            )
             loss.backward()
             return loss.detach()
 
@@ -270,14 +282,18 @@ def test_a_marked_size_must_not_be_fixed() -> None:
     x = torch.randn(10, FEATURES)
     weft.mark_dynamic(x, 0)
     module = model()
-    with pytest.raises(MarkedDynamicSpecialised, match=r"args\[0\]\.size\(0\).*10 at .*test_dynamic\.py:\d+ in step"):
+    with pytest.raises(
+        MarkedDynamicSpecialised, match=r"args\[0\]\.size\(0\).*10 at .*test_dynamic\.py:\d+ in step"
+    ):
         weft.compile(fixed_to_ten(module))(x)
     assert all(p.grad is None for p in module.parameters())
 
 
 def test_a_size_that_may_be_dynamic_may_be_fixed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "weft.capture.dynamic"):
-        equal_to_eager(fixed_to_ten, batches(10, 4, 5), captures=2, mark=lambda x: weft.maybe_mark_dynamic(x, 0))
+        equal_to_eager(
+            fixed_to_ten, batches(10, 4, 5), captures=2, mark=lambda x: weft.maybe_mark_dynamic(x, 0)
+        )
     assert "args[0].size(0) is fixed to 10" in caplog.text
 
 
@@ -293,7 +309,8 @@ def test_an_assertion_on_the_shape_fixes_it() -> None:
 
     compiled = equal_to_eager(step_of, batches(10, 10), captures=1, dynamic=True)
     assert [(s.size, s.value) for s in compiled.entries[0].captured.specialised] == [
-        ("args[0].size(0)", 10), ("args[0].size(1)", FEATURES)
+        ("args[0].size(0)", 10),
+        ("args[0].size(1)", FEATURES),
     ]
     with pytest.raises(AssertionError):
         compiled(torch.randn(11, FEATURES))
@@ -351,6 +368,6 @@ def test_a_dictionary_of_tensors_with_one_size_in_common() -> None:
         assert torch.equal(compiled(batch), eager(batch))
         ours.zero_grad()
     assert len(compiled.captures) == 2
-    assert symbols(compiled) == ["args[0]['weight'].size(0)", "args[0]['x'].size(0)"] or symbols(compiled) == [
-        "args[0]['x'].size(0)", "args[0]['weight'].size(0)"
-    ]
+    assert symbols(compiled) == ["args[0]['weight'].size(0)", "args[0]['x'].size(0)"] or symbols(
+        compiled
+    ) == ["args[0]['x'].size(0)", "args[0]['weight'].size(0)"]

@@ -58,7 +58,8 @@ def test_a_training_step() -> None:
     assert "# parameter model.0.linear.weight" in text
     assert "# batch args[0]['x']" in text
     line = line_of("return torch.relu(self.linear(x))")
-    assert f"# forward | model.1.linear | tests/capture/test_printer.py:{line} in forward: return torch.relu(self" in text
+    where = f"tests/capture/test_printer.py:{line} in forward"
+    assert f"# forward | model.1.linear | {where}: return torch.relu(self.linear(x))" in text
     assert re.search(r"# backward \| model\.0\.linear \| .*: return torch\.relu\(self\.linear\(x\)\)", text)
     assert re.search(r"# optimizer \| .* in step: optimizer\.step\(\)", text)
     assert "sum_1,  # returned by the step" in text
@@ -66,7 +67,8 @@ def test_a_training_step() -> None:
 
 
 def check_python(text: str, graph: StepGraph) -> tuple[dict[str, str], dict[str, str]]:
-    """Parse; every node is assigned once, before its uses. Returns the annotations of arguments and variables."""
+    """Parse; every node is assigned once, before its uses. Returns the annotations of arguments and
+    variables."""
     function = ast.parse(text).body[0]
     assert isinstance(function, ast.FunctionDef)
     arguments = {arg.arg: ast.unparse(arg.annotation) for arg in function.args.args if arg.annotation}
@@ -78,15 +80,23 @@ def check_python(text: str, graph: StepGraph) -> tuple[dict[str, str], dict[str,
         used = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         if isinstance(statement, ast.AnnAssign):
             used -= {n.id for n in ast.walk(statement.annotation) if isinstance(n, ast.Name)}
-        called = {n.func.id for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        called = {
+            n.func.id for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
         assert used <= known | functions | called, ast.unparse(statement)
         if isinstance(statement, ast.AnnAssign | ast.Assign):
             target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
             assert isinstance(target, ast.Name)
             assert target.id not in known
             known.add(target.id)
-            assigned[target.id] = ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
-    named = {n.name for n in graph.graph.nodes if n.op == "call_function" and (n.users or n.meta.get("val") is not None)}
+            assigned[target.id] = (
+                ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
+            )
+    named = {
+        n.name
+        for n in graph.graph.nodes
+        if n.op == "call_function" and (n.users or n.meta.get("val") is not None)
+    }
     assert named == set(assigned)
     return arguments, assigned
 
@@ -109,7 +119,9 @@ def test_collectives_with_group_and_bytes() -> None:
         text = str(graph)
     arguments, _ = check_python(text, graph)
     assert arguments["model_weight"] == "f32[2, 8]"
-    assert re.search(r"# parameter model\.weight: \[8, 8\] torch\.float32 over {'dp': 4} as \[Shard\(dim=0\)\]", text)
+    assert re.search(
+        r"# parameter model\.weight: \[8, 8\] torch\.float32 over {'dp': 4} as \[Shard\(dim=0\)\]", text
+    )
     assert re.search(r"_c10d_functional\.all_gather_into_tensor\w*\(.*\)  # over \w+, 256 B", text)
     assert re.search(r"_c10d_functional\.reduce_scatter_tensor\w*\(.*\)  # over \w+, 256 B", text)
 

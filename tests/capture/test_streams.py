@@ -18,13 +18,21 @@ from weft.inductor.runtime.aten import compile_aten
 
 pytestmark = pytest.mark.fake
 ORDER = {
-    "stream_wait", "event_record", "event_wait", "event_synchronize", "stream_synchronize", "device_synchronize",
-    "record_stream", "stream_begin", "stream_end",
+    "stream_wait",
+    "event_record",
+    "event_wait",
+    "event_synchronize",
+    "stream_synchronize",
+    "device_synchronize",
+    "record_stream",
+    "stream_begin",
+    "stream_end",
 }
 
 
 def order(graph: StepGraph) -> list[str]:
-    """Calls on streams with their numbers, and the operations between them with the stream that they are on."""
+    """Calls on streams with their numbers, and the operations between them with the stream that they are
+    on."""
     lines = []
     for node in graph.graph.nodes:
         name = getattr(node.target, "__name__", "")
@@ -53,7 +61,13 @@ def test_work_on_a_side_stream() -> None:
 
         graph = captured(step, torch.randn(3, device="cuda"))
     assert order(graph) == [
-        "stream_begin(1)", "stream_wait(1, 0)", "sin@1", "cos@0", "stream_wait(0, 1)", "add@0", "stream_end(1)"
+        "stream_begin(1)",
+        "stream_wait(1, 0)",
+        "sin@1",
+        "cos@0",
+        "stream_wait(0, 1)",
+        "add@0",
+        "stream_end(1)",
     ]
     assert "sin: f32[3] = aten.sin(args_0)  # on stream 1" in str(graph)
     assert "stream_wait(1, 0)" in str(graph)
@@ -105,9 +119,19 @@ def test_events_order_streams() -> None:
 
         graph = captured(step, torch.randn(3))
     assert order(graph) == [
-        "stream_begin(2)", "stream_begin(1)", "sin@1", "event_record(0, 1)", "event_wait(0, 2)", "cos@2",
-        "event_record(1, 2)", "event_wait(1, 0)", "event_synchronize(1)", "record_stream(cos, 2)", "device_synchronize()",
-        "stream_end(1)", "stream_end(2)",
+        "stream_begin(2)",
+        "stream_begin(1)",
+        "sin@1",
+        "event_record(0, 1)",
+        "event_wait(0, 2)",
+        "cos@2",
+        "event_record(1, 2)",
+        "event_wait(1, 0)",
+        "event_synchronize(1)",
+        "record_stream(cos, 2)",
+        "device_synchronize()",
+        "stream_end(1)",
+        "stream_end(2)",
     ]
 
 
@@ -122,9 +146,17 @@ def test_backward_is_on_the_stream_of_its_forward() -> None:
             y.exp().sum().backward()
 
         graph = captured(step, torch.randn(2, 4))
-    on = {(node.meta["stage"], node.target.__name__): node.meta.get("stream", 0) for node in graph.graph.nodes
-          if node.op == "call_function" and node.target.__name__ in ("mul.Tensor", "mm.default", "addmm.default")}
-    assert on == {("forward", "addmm.default"): 1, ("backward", "mm.default"): 1, ("backward", "mul.Tensor"): 0}
+    on = {
+        (node.meta["stage"], node.target.__name__): node.meta.get("stream", 0)
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        and node.target.__name__ in ("mul.Tensor", "mm.default", "addmm.default")
+    }
+    assert on == {
+        ("forward", "addmm.default"): 1,
+        ("backward", "mm.default"): 1,
+        ("backward", "mul.Tensor"): 0,
+    }
 
 
 def test_generic_streams_and_set_stream() -> None:
@@ -158,7 +190,8 @@ def test_nothing_is_noted_without_side_streams() -> None:
 
 
 def test_fences_come_before_collectives_that_start_early() -> None:
-    """A gather may be moved to the front of the program, not before work that the user put on a side stream."""
+    """A gather may be moved to the front of the program, not before work that the user put on a side
+    stream."""
     with weft.fake_world(2):
         mesh = dist.init_device_mesh("cuda", (2,))
         model, side = weft.fully_shard(nn.Linear(4, 4), mesh=mesh), torch.cuda.Stream()
@@ -175,7 +208,11 @@ def test_fences_come_before_collectives_that_start_early() -> None:
 def test_how_far_a_stream_is_cannot_be_asked(ask: str) -> None:
     with weft.fake_world(1):
         event, stream = torch.cuda.Event(), torch.cuda.Stream()
-        calls = {"Event.query": event.query, "Stream.query": stream.query, "Event.elapsed_time": event.elapsed_time}
+        calls = {
+            "Event.query": event.query,
+            "Stream.query": stream.query,
+            "Event.elapsed_time": event.elapsed_time,
+        }
 
         def step(x: Tensor) -> Tensor:
             method = getattr(stream if ask.startswith("Stream") else event, ask.partition(".")[2])
@@ -189,7 +226,9 @@ def test_how_far_a_stream_is_cannot_be_asked(ask: str) -> None:
 def test_the_stand_ins_are_as_they_were_after_a_capture() -> None:
     with weft.fake_world(1):
         side = torch.cuda.Stream()
-        before = {name: getattr(torch.cuda.Stream, name) for name in ("wait_stream", "record_event", "synchronize")}
+        before = {
+            name: getattr(torch.cuda.Stream, name) for name in ("wait_stream", "record_event", "synchronize")
+        }
 
         def step(x: Tensor) -> Tensor:
             side.synchronize()
@@ -203,7 +242,8 @@ def test_the_stand_ins_are_as_they_were_after_a_capture() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_compiled_step_equals_the_eager_one() -> None:
-    """Work before the step on a side stream, work after it on the same stream, events that live outside the step."""
+    """Work before the step on a side stream, work after it on the same stream, events that live outside the
+    step."""
     size = 1 << 11
 
     def run(wrap: Callable[[Any], Any]) -> list[Tensor]:
@@ -236,7 +276,9 @@ def test_on_a_gpu_the_compiled_step_equals_the_eager_one() -> None:
             x = torch.empty(size, size, device="cuda")
             with torch.cuda.stream(side):
                 side.wait_stream(torch.cuda.default_stream())
-                for _ in range(20):  # long enough that a step which did not wait would read what is not there yet
+                for _ in range(
+                    20
+                ):  # long enough that a step which did not wait would read what is not there yet
                     x.copy_(torch.full((size, size), at / 100.0, device="cuda").sin())
                 ready.record()
             losses.append(step(x, x).clone())
