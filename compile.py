@@ -131,7 +131,7 @@ class CompiledStep(Generic[P, R]):
 
     def _agree(self, graph: StepGraph) -> None:
         """Show that all ranks run the same operations and collectives, once for each form of the step."""
-        text = signature(graph)
+        text = f"{signature(graph)}\ncollectives in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead"
         if text not in self._agreed and torch_adapter.world_size() > 1 and current_fake_world() is None:
             agree(self.__qualname__, text)
         self._agreed.add(text)

@@ -79,9 +79,48 @@ class TensorGuard:
         return f"{self.place.path} is {_described(value)}, was {self.described}"
 
 
-def hooks_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def hooks_of(tensor: torch.Tensor) -> tuple[HookKey, ...]:
     """What tells the hooks registered on a tensor from others."""
-    return tuple(id(hook) for hooks in torch_adapter.registered_hooks(tensor) for hook in hooks.values())
+    return tuple(HookKey(hook) for hooks in torch_adapter.registered_hooks(tensor) for hook in hooks.values())
+
+
+def _node_hooks_of(leaf: torch.Tensor) -> tuple[HookKey, ...]:
+    found = torch_adapter.node_hooks(torch_adapter.accumulator(leaf)) if leaf.is_leaf else []
+    return tuple(HookKey(hook) for _, hooks in found for hook in hooks.values())
+
+
+class HookKey:
+    """Equal for hooks that do the same: one function, or the same code over the same variables (a lambda that is
+    registered on every batch)."""
+
+    __slots__ = ("_parts", "hook")
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+        function = getattr(hook, "__func__", hook)
+        cells = getattr(function, "__closure__", None) or ()
+        code = getattr(function, "__code__", None)
+        owner = getattr(hook, "__self__", None)
+        defaults = getattr(function, "__defaults__", None) or ()
+        self._parts = None if code is None else (code, owner, *defaults, *(_content(cell) for cell in cells))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HookKey):
+            return NotImplemented
+        if self.hook is other.hook:
+            return True
+        if self._parts is None or other._parts is None or len(self._parts) != len(other._parts):
+            return False
+        return all(a is b or (isinstance(b, SIMPLE) and matches(a, b)) for a, b in zip(self._parts, other._parts, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
 
 
 def matches(value: Any, expected: Any) -> bool:
@@ -99,7 +138,7 @@ def matches(value: Any, expected: Any) -> bool:
 
 def _flags(leaf: Any) -> tuple[Any, ...]:
     layout = (leaf.device_mesh, leaf.placements) if torch_adapter.is_dtensor(leaf) else None
-    hooks = hooks_of(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else ()
+    hooks = (*hooks_of(leaf), *_node_hooks_of(leaf)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else ()
     return type(leaf), getattr(leaf, "requires_grad", None), hooks, layout
 
 

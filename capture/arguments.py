@@ -51,6 +51,11 @@ class Arguments:
         return ((leaf, path) for leaf, path in zip(self.leaves, self.paths, strict=True)
                 if not isinstance(leaf, (torch.Tensor, *SIMPLE)))
 
+    @property
+    def differentiable(self) -> list[tuple[torch.Tensor, str]]:
+        """Arguments that require grad, with their names."""
+        return [(self.leaves[at], self.paths[at]) for at, _ in self.gradients]
+
     def _admit(self, at: int, leaf: Any) -> None:
         path = self.paths[at]
         if not isinstance(leaf, torch.Tensor):

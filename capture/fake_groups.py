@@ -85,6 +85,9 @@ def _mesh_init(original: Callable[..., None]) -> Callable[..., None]:
     def init(self: DeviceMesh, device_type: str, mesh: Any = None, *args: Any, **kwargs: Any) -> None:
         if isinstance(mesh, FakeTensor):
             raise errors.MeshOfFakeTensor(tuple(mesh.shape))
+        if isinstance(kwargs.get("_rank_map"), FakeTensor):
+            # A reference to init_device_mesh from before this world, one in a function's local variables, made it.
+            kwargs["_rank_map"] = torch.arange(kwargs["_rank_map"].numel())
         original(self, "cpu" if device_type == "cuda" else device_type, mesh, *args, **kwargs)
 
     return init

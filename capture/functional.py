@@ -136,15 +136,36 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
     return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
 
 
+def single_view(op: OpOverload, args: tuple[Any, ...], index: int, val: torch.Tensor) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The view that makes element ``index`` of a list of views by itself.
+
+    Args:
+        op, args: the operation that made the list, and its arguments after the tensor it looks into.
+        val: the element.
+    """
+    dim = args[-1] if len(args) == (1 if op is aten.unbind.int else 2) else 0
+    if op is aten.unbind.int:
+        return aten.select.int, (dim, index)
+    if op in (aten.split.Tensor, aten.split_with_sizes.default):
+        start = args[0] * index if op is aten.split.Tensor else sum(args[0][:index])
+        return aten.slice.Tensor, (dim, start, start + val.shape[dim])
+    return as_strided_like(val)
+
+
+def as_strided_like(val: torch.Tensor) -> tuple[OpOverload, tuple[Any, ...]]:
+    """The view of ``val``'s sizes, strides and offset, whatever tensor of its storage it starts from."""
+    return aten.as_strided.default, (list(val.shape), list(val.stride()), val.storage_offset())
+
+
 Node = torch.fx.Node
 Emit = Callable[..., Node]
 
 
 def write_back(
-    emit: Emit, view: OpOverload, args: tuple[Any, ...], index: int | None, base: Node, base_val: torch.Tensor,
+    emit: Emit, view: OpOverload, args: tuple[Any, ...], base: Node, base_val: torch.Tensor,
     new: Node, view_val: torch.Tensor,
 ) -> Node:
-    """Emit the new value of ``base`` after its view ``view(base, *args)`` (element ``index``) became ``new``.
+    """Emit the new value of ``base`` after its view ``view(base, *args)`` became ``new``.
 
     Mirrors the inverses that torch's functionalization uses (``FunctionalInverses.cpp``), said as scatters.
 
@@ -156,7 +177,7 @@ def write_back(
     """
     inverse = _INVERSES.get(view)
     if inverse is not None:
-        op, inverse_args = inverse(base_val, view_val, index, *args)
+        op, inverse_args = inverse(base_val, view_val, *args)
         inputs = (base, new) if op in _SCATTERS else (new,)
         return emit(op, *inputs, *inverse_args, val=base_val)
     offset = view_val.storage_offset() - base_val.storage_offset()
@@ -170,19 +191,19 @@ _SCATTERS = {
 }
 
 
-def _reshape(base: torch.Tensor, view: torch.Tensor, index: int | None, *args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
+def _reshape(base: torch.Tensor, view: torch.Tensor, *args: Any) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.reshape.default, (list(base.shape),)
 
 
-def _transpose(base: torch.Tensor, view: torch.Tensor, index: int | None, a: int, b: int) -> tuple[OpOverload, tuple[Any, ...]]:
+def _transpose(base: torch.Tensor, view: torch.Tensor, a: int, b: int) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.transpose.int, (a, b)
 
 
-def _t(base: torch.Tensor, view: torch.Tensor, index: int | None) -> tuple[OpOverload, tuple[Any, ...]]:
+def _t(base: torch.Tensor, view: torch.Tensor) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.t.default, ()
 
 
-def _permute(base: torch.Tensor, view: torch.Tensor, index: int | None, dims: list[int]) -> tuple[OpOverload, tuple[Any, ...]]:
+def _permute(base: torch.Tensor, view: torch.Tensor, dims: list[int]) -> tuple[OpOverload, tuple[Any, ...]]:
     rank = base.dim()
     inverse = [0] * rank
     for at, dim in enumerate(dims):
@@ -190,39 +211,21 @@ def _permute(base: torch.Tensor, view: torch.Tensor, index: int | None, dims: li
     return aten.permute.default, (inverse,)
 
 
-def _select(base: torch.Tensor, view: torch.Tensor, index: int | None, dim: int, at: int) -> tuple[OpOverload, tuple[Any, ...]]:
+def _select(base: torch.Tensor, view: torch.Tensor, dim: int, at: int) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.select_scatter.default, (dim, at)
 
 
 def _slice(
-    base: torch.Tensor, view: torch.Tensor, index: int | None, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+    base: torch.Tensor, view: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.slice_scatter.default, (dim, start, end, step)
 
 
-def _unbind(base: torch.Tensor, view: torch.Tensor, index: int | None, dim: int = 0) -> tuple[OpOverload, tuple[Any, ...]]:
-    return aten.select_scatter.default, (dim, index)
-
-
-def _split(
-    base: torch.Tensor, view: torch.Tensor, index: int | None, size: int, dim: int = 0
-) -> tuple[OpOverload, tuple[Any, ...]]:
-    start = size * (index or 0)
-    return aten.slice_scatter.default, (dim, start, start + view.shape[dim], 1)
-
-
-def _split_with_sizes(
-    base: torch.Tensor, view: torch.Tensor, index: int | None, sizes: list[int], dim: int = 0
-) -> tuple[OpOverload, tuple[Any, ...]]:
-    start = sum(sizes[: index or 0])
-    return aten.slice_scatter.default, (dim, start, start + view.shape[dim], 1)
-
-
-def _diagonal(base: torch.Tensor, view: torch.Tensor, index: int | None, *args: int) -> tuple[OpOverload, tuple[Any, ...]]:
+def _diagonal(base: torch.Tensor, view: torch.Tensor, *args: int) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.diagonal_scatter.default, args
 
 
-def _view_dtype(base: torch.Tensor, view: torch.Tensor, index: int | None, dtype: torch.dtype) -> tuple[OpOverload, tuple[Any, ...]]:
+def _view_dtype(base: torch.Tensor, view: torch.Tensor, dtype: torch.dtype) -> tuple[OpOverload, tuple[Any, ...]]:
     return aten.view.dtype, (base.dtype,)
 
 
@@ -238,9 +241,6 @@ _INVERSES: dict[OpOverload, Callable[..., tuple[OpOverload, tuple[Any, ...]]]] =
     aten.permute.default: _permute,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
-    aten.unbind.int: _unbind,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split_with_sizes,
     aten.diagonal.default: _diagonal,
     aten.view.dtype: _view_dtype,
 }

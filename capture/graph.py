@@ -187,8 +187,8 @@ def _check(step: StepGraph) -> None:
             _require(not _mutates(node.target), step, node, "mutates an argument")
         if is_collective(node):
             _require(any(_waited(user) for user in node.users), step, node, "collective that nothing waits for")
-            group = group_of(node)
-            _require(group in step.groups, step, node, f"unknown process group {group!r}")
+        group = group_of(node)
+        _require(not group or group in step.groups, step, node, f"unknown process group {group!r}")
 
 
 def _waited(user: torch.fx.Node) -> bool:
@@ -197,9 +197,13 @@ def _waited(user: torch.fx.Node) -> bool:
 
 
 def group_of(node: torch.fx.Node) -> str:
-    """Name of the process group of a collective: the last string among its arguments, as in every schema of torch's."""
-    named = node.kwargs.get("group_name", node.kwargs.get("tag"))
-    return named if isinstance(named, str) else [a for a in node.args if isinstance(a, str)][-1]
+    """Name of the process group that a node's operation works over, "" for one that takes no group."""
+    schema = getattr(node.target, "_schema", None)
+    for at, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in ("group_name", "group"):
+            named = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+            return named if isinstance(named, str) else ""
+    return ""
 
 
 def _mutates(target: Callable[..., Any] | str) -> bool:

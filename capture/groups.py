@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft import torch_adapter
-from weft.capture.graph import group_of, is_collective
+from weft.capture.graph import group_of
 
 
 def canonical_groups(graph: torch.fx.Graph) -> dict[str, str]:
@@ -16,9 +16,9 @@ def canonical_groups(graph: torch.fx.Graph) -> dict[str, str]:
     """
     named: dict[str, str] = {}
     for node in graph.nodes:
-        if not is_collective(node):
-            continue
         torch_name = group_of(node)
+        if not torch_name:
+            continue
         if torch_name not in named:
             named[torch_name] = _unused(torch_adapter.describe_group(torch_name), named.values())
         node.args = tuple(named[torch_name] if arg == torch_name and isinstance(arg, str) else arg for arg in node.args)

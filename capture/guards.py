@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.argument_guards import ArgumentGuard, TensorGuard, hooks_of, matches
+from weft.capture.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
 from weft.capture.size_guard import SizeGuard
 from weft.capture.state import MISSING, SIMPLE, Container
 from weft.capture.tracer import CapturedStep
@@ -45,6 +45,8 @@ class Guards:
         self._flags = [
             (tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves
         ]
+        self._sites = captured.state.sites
+        self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
 
     def __len__(self) -> int:
@@ -72,7 +74,10 @@ class Guards:
             if tensor.requires_grad is not requires_grad:
                 return f"{path}.requires_grad is {tensor.requires_grad}"
             if hooks_of(tensor) != hooks:
-                return f"the hooks registered on {path} changed"
+                return f"the hooks registered on {path} changed: {_listed(hooks_of(tensor))}, had {_listed(hooks)}"
+        if any(self._quiet):
+            site = next(site for site in self._sites if site.read() and not site.before)
+            return f"a {site.kind} hook was registered on {site.owner}"
         for guard in self._tensors:
             if (why := guard.failure()) is not None:
                 return why
@@ -80,6 +85,10 @@ class Guards:
             return why
         now = _global_state()
         return next((f"{k} is {now[k]}, was {v}" for k, v in self._world.items() if now[k] != v), None)
+
+
+def _listed(hooks: tuple[HookKey, ...]) -> str:
+    return ", ".join(getattr(key.hook, "__qualname__", repr(key.hook)) for key in hooks) or "none"
 
 
 def _shown(value: Any, article: str = "the same") -> str:

@@ -21,7 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import torch_adapter
-from weft.capture.functional import Effects, effects, out_of_place, write_back
+from weft.capture.functional import (
+    Effects,
+    as_run,
+    as_strided_like,
+    effects,
+    out_of_place,
+    single_view,
+    write_back,
+)
 from weft.capture.state import identity
 from weft.capture.symbols import Symbols
 from weft.capture.user_code import Frame, user_frames, user_line
@@ -32,12 +40,14 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SAME_VALUE = (aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
 
-def check(holds: bool, message: str) -> None:
-    """Raise unless ``holds``: what the graph assumes about a number only the data decides."""
+def check(holds: bool, condition: str, names: str, *values: int) -> None:
+    """Raise unless ``holds``: what the graph assumes about numbers that only the data decides."""
     if not holds:
-        raise RuntimeCheckFailed(message)
+        found = ", ".join(f"{name} = {value}" for name, value in zip(names.split(), values, strict=True))
+        raise RuntimeCheckFailed(condition, found)
 
 
 _active: list[Recorder] = []
@@ -67,7 +77,7 @@ class Alias:
 
     def __init__(
         self, buffer: Buffer, node: torch.fx.Node, val: torch.Tensor, parent: Alias | None = None,
-        replay: tuple[OpOverload, tuple[Any, ...], int | None] | None = None,
+        replay: tuple[OpOverload, tuple[Any, ...]] | None = None,
     ) -> None:
         self.buffer = buffer
         self.node = node
@@ -103,11 +113,13 @@ class Recorder(TorchDispatchMode):
         self.input_name: Callable[[torch.Tensor], str] = lambda tensor: "input"
         self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
         self.float_tags: dict[float, torch.SymFloat] = {}
+        self.moments: Any = None
+        self.held: list[Any] = []
         self._buffers: dict[int, Buffer] = {}
         self._inputs: dict[tuple[Any, ...], Alias] = {}
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
         self._input_storages: dict[int, list[Alias]] = {}
-        self._origin: dict[int, tuple[tuple[Frame, ...], str]] = {}
+        self._origin: dict[int, tuple[tuple[Frame, ...], str, int]] = {}
         self._after_inputs = self.graph._root
         self._paused_in: tuple[TorchDispatchMode, ...] | None = None
         self._asserted: set[Any] = set()
@@ -127,9 +139,9 @@ class Recorder(TorchDispatchMode):
         if any(not torch_adapter.is_plain_tensor_type(t) for t in types):
             return NotImplemented
         if self._paused_in is not None or op.namespace == "profiler":
+            self.passed += op.namespace != "profiler"
             with torch_adapter.only_mode(*(self._paused_in or ())):
                 return op(*args, **kwargs)
-            self.passed += op.namespace != "profiler"
         if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in _tensors((args, kwargs))):
             return op(*args, **kwargs)
         if op.namespace == "c10d":
@@ -162,6 +174,8 @@ class Recorder(TorchDispatchMode):
         what = effects(op)
         if what is not None:
             return self._record_write(op, what, args, kwargs, *fakes)
+        if op is _ALL_TO_ALL:
+            _check_splits(*fakes[0][:3])
         try:
             out = op(*fakes[0], **fakes[1])
         except Exception as error:
@@ -172,7 +186,7 @@ class Recorder(TorchDispatchMode):
             return self._share(out, self.alias(args[0]))
         if op is _WAIT:
             return self._record_wait(out, args[0])
-        node = self.emit(op, *_map(args, self.value), val=out, **_map(kwargs, self.value))
+        node = self.emit(as_run(op), *_map(args, self.value), val=out, **_map(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
         return out
 
@@ -261,9 +275,9 @@ class Recorder(TorchDispatchMode):
             alias.buffer.version += 1
             alias.buffer.node = new
         else:
-            op, args, index = alias.replay  # type: ignore[misc]
+            op, args = alias.replay  # type: ignore[misc]
             parent = alias.parent
-            base = write_back(self.emit, op, args, index, self.read(parent), parent.val, new, alias.val)
+            base = write_back(self.emit, op, args, self.read(parent), parent.val, new, alias.val)
             self.write(parent, base)
         alias.node, alias.version = new, alias.buffer.version
 
@@ -278,10 +292,14 @@ class Recorder(TorchDispatchMode):
             raise UncapturableMutation(f"{op} at {user_line()}: a tensor of your own cannot change its shape in a step")
         before = self.alias(target)
         viewed = self._record(variant, args, kwargs)
+        with torch_adapter.only_mode(self.fake_mode):
+            as_it_was = target.detach()
+        for node in self.graph.nodes:
+            node.meta["val"] = _map(node.meta["val"], lambda val: as_it_was if val is target else val)
         with torch.no_grad():
             op(*fake_args, **fake_kwargs)
         after = self.alias(viewed)
-        before_again = Alias(before.buffer, before.node, before.val, before.parent, before.replay)
+        before_again = Alias(before.buffer, before.node, as_it_was, before.parent, before.replay)
         before_again.version = before.version
         target._weft_alias = Alias(after.buffer, after.node, viewed, before_again, after.replay)  # type: ignore[attr-defined]
         return target
@@ -294,11 +312,8 @@ class Recorder(TorchDispatchMode):
             if alias.parent is None:
                 alias.node = alias.buffer.node
             else:
-                op, args, index = alias.replay  # type: ignore[misc]
-                node = self.emit(op, self.read(alias.parent), *args, val=alias.val)
-                if index is not None:
-                    node = self.pick(node, index, alias.val)
-                alias.node = node
+                op, args = alias.replay  # type: ignore[misc]
+                alias.node = self.emit(op, self.read(alias.parent), *args, val=alias.val)
             alias.version = alias.buffer.version
         return alias.node
 
@@ -360,7 +375,7 @@ class Recorder(TorchDispatchMode):
                 val = torch.as_strided(known.val, size, stride, offset)
             op = aten.as_strided.default
             node = self.emit(op, self.read(known), size, stride, offset, val=val)
-            return self._mark(val, Alias(known.buffer, node, val, known, (op, (size, stride, offset), None)))
+            return self._mark(val, Alias(known.buffer, node, val, known, (op, (size, stride, offset))))
         return None
 
     def new_input(self, tensor: torch.Tensor, val: torch.Tensor | None = None) -> Alias:
@@ -414,6 +429,7 @@ class Recorder(TorchDispatchMode):
     def _stamp(self, node: torch.fx.Node) -> None:
         """Mark a node with the user's line, the module and the stage it belongs to, and the stream it was issued on."""
         meta = node.meta
+        stream = self.stream() if self.stream is not None else 0
         running = torch_adapter.running_autograd_node()
         if running is None:
             meta["frames"], meta["module"] = user_frames(4), self.module_path()
@@ -425,10 +441,14 @@ class Recorder(TorchDispatchMode):
             stream = stream or issued  # autograd runs a backward on the stream of its forward
             if not meta["frames"]:
                 meta["frames"] = user_frames(4)
-        stream = self.stream() if self.stream is not None else 0
             meta["stage"] = "backward"
         if stream:
             meta["stream"] = stream
+
+    def first(self, target: Callable[..., Any], *args: Any) -> torch.fx.Node:
+        """A call that stands before all operations."""
+        with self.graph.inserting_after(self._after_inputs):
+            return self.graph.create_node("call_function", target, args)
 
     def emit_sizes(self, target: Callable[..., Any], *args: Any, val: Any) -> torch.fx.Node:
         return self.emit(target, *args, val=val)
@@ -440,11 +460,6 @@ class Recorder(TorchDispatchMode):
             self._bind_fresh(val, node)
         return node
 
-    def first(self, target: Callable[..., Any], *args: Any) -> torch.fx.Node:
-        """A call that stands before all operations."""
-        with self.graph.inserting_after(self._after_inputs):
-            return self.graph.create_node("call_function", target, args)
-
     def effect_on_nodes(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
         """:meth:`effect` for operands that are nodes already."""
         node = self.emit(target, *args, val=val, **kwargs)
@@ -455,8 +470,10 @@ class Recorder(TorchDispatchMode):
         """What the operations so far assume about data-dependent numbers becomes a check in the graph, before its use."""
         for expr, where in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
             if all(self.symbols.knows(symbol) for symbol in expr.free_symbols):
-                message = f"{expr} does not hold for the numbers of this step"
-                self.effect_on_nodes(check, self.symbols.expression(expr), message)
+                symbols = sorted(expr.free_symbols, key=str)
+                values = [self.symbols.expression(symbol) for symbol in symbols]
+                names = " ".join(map(str, symbols))
+                self.effect_on_nodes(check, self.symbols.expression(expr), self.symbols.shown(expr), names, *values)
 
     def pick(self, node: torch.fx.Node, index: int, val: Any) -> torch.fx.Node:
         return self.emit(operator.getitem, node, index, val=val)
@@ -484,13 +501,16 @@ class Recorder(TorchDispatchMode):
         if _known(val):
             return
         viewed = [alias for t in _tensors((args, kwargs)) if (alias := self.alias(t)).buffer is buffer]
-        parent = viewed[0] if viewed else buffer.whole
-        if kwargs or not viewed or viewed[0] is not self.alias(args[0]):
-            geometry = _map((list(val.shape), list(val.stride()), val.storage_offset()), self.value)
-            replay = (aten.as_strided.default, geometry, None)
+        simple = viewed and not kwargs and op is not aten.as_strided.default and viewed[0] is self.alias(args[0])
+        if simple and index is not None:
+            op, args = single_view(op, args[1:], index, val)
+        elif simple:
+            args = args[1:]
         else:
-            replay = (op, tuple(_map(args[1:], self.value)), index)
-        self._mark(val, Alias(buffer, node, val, parent, replay))
+            op, args = as_strided_like(val)
+        # as_strided counts from the start of the storage, not of the view it is called on.
+        parent = buffer.whole if op is aten.as_strided.default else viewed[0]
+        self._mark(val, Alias(buffer, node, val, parent, (op, tuple(_map(args, self.value)))))
 
     def _bind_fresh(self, val: torch.Tensor, node: torch.fx.Node) -> Alias:
         storage = val.untyped_storage()
@@ -523,6 +543,13 @@ class Recorder(TorchDispatchMode):
 def _name(target: Callable[..., Any]) -> str | None:
     """``mm`` for ``aten.mm.default``; other functions keep the name that fx gives them."""
     return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else None
+
+
+def _check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:
+    """Splits of an exchange that only the data decides: each must be a size, and those of what is sent must cover it."""
+    for size in (*theirs, *ours):
+        torch._check(size >= 0, lambda size=size: f"{size} is no size to split by")
+    torch._check(sum(ours) == sent.shape[0], lambda: f"splits {ours} do not cover {sent.shape[0]} rows")
 
 
 def _known(tensor: Any) -> bool:

@@ -24,7 +24,7 @@ def signature(step: StepGraph) -> str:
             entry = paths[node.name]
             names[node] = entry.path
             lines.append(f"input {entry.path}: {entry.role.value} {entry.sharding or _described(entry.role, node)}")
-        elif node.op == "call_function" and not isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool)):
+        elif node.op == "call_function" and not _is_size(node, names):
             names[node] = f"%{len(names)}"
             lines.append(f"{names[node]} = {_target(node)}({_operands(node, names)}){_identity(node)}")
     for what, value in zip(step.outputs, step.results, strict=True):
@@ -38,6 +38,14 @@ def _described(role: Role, node: torch.fx.Node) -> str:
     if not isinstance(val, torch.Tensor):
         return type(val).__name__
     return f"{val.dtype}" if role is Role.BATCH else f"{val.dtype} {list(val.shape)}"
+
+
+def _is_size(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> bool:
+    """Whether the node is a size of a tensor or arithmetic on sizes alone: nodes that a capture with fixed sizes lacks."""
+    if isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool)):
+        return True
+    inputs = node.all_input_nodes
+    return bool(inputs) and not node.meta.get("effect") and all(used not in names for used in inputs)
 
 
 def _target(node: torch.fx.Node) -> str:

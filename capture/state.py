@@ -92,6 +92,13 @@ class Container:
             for key in self.before:  # hooks run in the order of their dictionary
                 self.obj[key] = self.obj.pop(key)
 
+    def grew(self) -> bool:
+        """Whether a list that had entries kept them and got more: it will at every call. (One that was empty may be
+        cleared by the next call before it is filled again.)"""
+        now = self.entries()
+        longer = isinstance(self.obj, (list, deque)) and len(now) > len(self.before) > 0
+        return longer and all(now[key] is old for key, old in self.before.items())
+
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """(key, before, after) of each entry that differs from the shallow copy; MISSING where there is none."""
         now = self.entries()

@@ -18,8 +18,8 @@ does nothing. The others mean something outside the step, and are made again wit
 program's stream in the place of the step's; on a machine without a GPU they do nothing.
 
 The plain ``torch.Stream`` and ``torch.Event`` are C types on a GPU that let nobody watch them: nodes on such
-a stream are marked and fenced by ``stream_begin`` and ``stream_end``, waits between are not noted, and an event
-recorded in the step is recorded by the capture alone. Use those of ``torch.cuda`` across the step's bounds.
+a stream are marked and fenced by ``stream_begin`` and ``stream_end``, waits between are not noted, and an
+event recorded in the step is recorded by the capture alone. Use those of ``torch.cuda`` beyond the step.
 """
 
 from __future__ import annotations

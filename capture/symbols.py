@@ -16,6 +16,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,10 @@ class Symbols:
                 self._nodes[symbol] = self._origins[symbol]()
         env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
         return sympy_interp(PythonReferenceAnalysis, env, expr).node
+
+    def shown(self, expr: Any) -> str:
+        """An expression as a Python programmer would write it."""
+        return PythonPrinter().doprint(expr)
 
     def knows(self, symbol: sympy.Symbol) -> bool:
         return symbol in self._origins or symbol in self._nodes

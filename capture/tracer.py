@@ -17,7 +17,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft import torch_adapter
@@ -32,6 +32,7 @@ from weft.capture.names import readable_name
 from weft.capture.groups import canonical_groups
 from weft.capture.hooks import HookCounts
 from weft.capture.modules import ModulePath
+from weft.capture.moment import Moments
 from weft.capture.randomness import record_random_state
 from weft.capture.recorder import Recorder
 from weft.capture.state import MISSING, Container, Place, State, identity, opaque_code, plain
@@ -66,10 +67,10 @@ class CapturedStep:
         passed: operations that ran once, for the capture, and are no part of the step (making optimizer state).
         hooks: how often each registered hook fired.
         shape_env: the symbols of the graph and what was assumed of them.
-        seconds: how long the capture took.
         sizes: the sizes of arguments that the capture began with as symbols.
         rates: the symbol of each learning rate and where its value is found.
         specialised: those among them, and of those asked for, that are numbers in the graph after all.
+        seconds: how long the capture took.
     """
 
     graph: StepGraph
@@ -79,13 +80,13 @@ class CapturedStep:
     arguments: Arguments
     state: State
     recorded: int
-    hooks: HookCounts
     passed: int
+    hooks: HookCounts
     shape_env: ShapeEnv
-    seconds: float = 0.0
     sizes: DynamicSizes
     rates: list[tuple[sympy.Symbol, Place]]
     specialised: list[Specialised]
+    seconds: float = 0.0
 
 
 def capture_step(
@@ -102,7 +103,11 @@ def capture_step(
     Raises:
         CannotCapture: the step does something that has no place in a graph; names the user's line and the remedy.
     """
-    return _Capture(step, args, kwargs or {}, dynamic).run()
+    known = len(opaque_code)
+    captured = _Capture(step, args, kwargs or {}, dynamic).run()
+    if len(opaque_code) > known:  # functions made inside the step: what only they use must guard nothing
+        captured = _Capture(step, args, kwargs or {}, dynamic).run()
+    return captured
 
 
 class _Capture:
@@ -115,32 +120,52 @@ class _Capture:
         self.modes = (self.fake_mode,) if world else ()
         self.recorder = Recorder(self.fake_mode)
         self.state = State(step)
+        self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
         self.arguments = Arguments(args, kwargs)
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
         self.dynamic = dynamic | self.arguments.marked_dynamic()
-        self.rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, Place]] = []
         self.recorder.input_name = self._input_name
-        self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
-        self.path = ModulePath(self.state)
-        self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
-        self.hooks = HookCounts(self.state, self.path)
-
         self.streams = Streams(self.recorder)
+        self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
+        self.rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, Place]] = []
+        self.initialized: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
+        self.path = ModulePath(self.state)
+        self.hooks = self._hooks()
+        self.recorder.moments = self._moments()
+
     def run(self) -> CapturedStep:
         started = time.perf_counter()
-        with self._prepared():
-            args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes)
-            try:
+        try:
+            with self._prepared():
+                args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes)
                 with explained(self.step), self.fake_mode, self.recorder, CaptureFunctions(self.recorder):
                     result = self.step(*args, **kwargs)
-            except BaseException:
-                self._put_back()
                 self.specialised = self.sizes.specialised()
-                raise
-        captured = self._finish(result)
+            captured = self._finish(result)
+        except BaseException:
+            self._put_back()
+            for optimizer, parameter in self.initialized:
+                optimizer.state.pop(parameter, None)
+            raise
         captured.seconds = time.perf_counter() - started
         return captured
+
+    def _hooks(self) -> HookCounts:
+        """Walk the hooks that belong to no object of the step: those on everything, those on arguments."""
+        for kind, hooks in torch_adapter.global_hooks():
+            self.state.add_hooks(hooks, f"the {kind} hooks of everything")
+        leaves = [(leaf, path) for leaf, path in self.arguments.differentiable if id(leaf) not in self.state.homes]
+        for leaf, path in leaves:
+            for hooks in torch_adapter.registered_hooks(leaf):
+                for hook in hooks.values():
+                    self.state.add(torch_adapter.user_hook(hook), f"a hook of {path}")
+        return HookCounts(self.state, self.path, leaves)
+
+    def _moments(self) -> Moments:
+        arguments = self.arguments
+        homes = {id(arguments.leaves[at]): place for at, place in arguments.tensors.items()}
+        return Moments(self.recorder, self.state, [container for _, container in arguments.gradients], homes)
 
     # ---- around the run
 
@@ -158,9 +183,10 @@ class _Capture:
                 stack.enter_context(record_random_state(self.recorder))
                 stack.enter_context(self.path.followed())
                 stack.enter_context(self.hooks.counted())
+                stack.enter_context(self.sizes.watched())
+                stack.enter_context(self.streams.noted())
                 stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
                 self.recorder.module_path = self.path.current
-                stack.enter_context(self.sizes.watched())
                 for optimizer, path in self.state.optimizers:
                     self._make_rates_symbolic(optimizer, path)
                 yield
@@ -183,8 +209,6 @@ class _Capture:
             place = Place(Container(group, where, frozenset({"lr"})), "lr", where, Role.SCALAR)
             symbol = torch_adapter.lr_symbol(self.recorder.symbols.shape_env, group["lr"], f"lr{len(self.rates)}")
             self.rates.append((group, symbol, self.recorder.scalar_input(symbol, readable_name(where)), place))
-                stack.enter_context(self.sizes.watched())
-                stack.enter_context(self.streams.noted())
             group["lr"] = symbol
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -196,6 +220,7 @@ class _Capture:
         if missing:
             with self.recorder.paused(*self.modes):
                 if torch_adapter.init_optimizer_state(optimizer):
+                    self.initialized += [(optimizer, p) for p in missing]
                     self.state.extend_optimizer_state()
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -214,12 +239,14 @@ class _Capture:
             return len(nodes) - 1
 
         with torch_adapter.only_mode(self.fake_mode):
-            self._note_gradients()
             self.hooks.check()
+            self.state.notice_new_hooks()
             effects = self._effects(keep)
-            returned = Template.of(result, recorder, lambda value: keep(Return, value), "the step's return value")
+            kept = lambda value: keep(Return, value)
+            returned = Template.of(result, recorder, kept, "the step's return value", homes=self.state.homes)
             self._put_back()
             self._updates(outputs, nodes)
+        self.streams.end()
         recorder.graph.output(tuple(nodes))
         drop_dead(recorder.graph)
         inputs, places = self._inputs(outputs)
@@ -231,12 +258,6 @@ class _Capture:
             [(torch_adapter.symbol_of(rate), place) for _, rate, _, place in self.rates], self.specialised,
         )
 
-    def _note_gradients(self) -> None:
-        for tensor, _ in self.state.leaves:
-            grad = tensor.grad
-            if grad is not None and (isinstance(plain(grad)[0], FakeTensor) or self.recorder.was_written(plain(grad)[0])):
-                self.hooks.with_gradient.add(id(tensor))
-
     def _effects(self, keep: Callable[[Callable[[int], Output], Any], int]) -> list[Effect]:
         effects = []
         for group, symbol, _, place in self.rates:
@@ -246,12 +267,17 @@ class _Capture:
         for container, key, old, new in [*self.state.changes(), *self.arguments.changes()]:
             path = container.label(key)
             if new is MISSING:
-        self.streams.end()
                 effects.append(Effect(container, key, None))
                 continue
             if isinstance(new, (int, float)) and not isinstance(new, bool):
-                raise PythonStateChanged(path, f"{old!r} -> {new!r}", "keep it in a tensor, or count outside the step")
-            template = Template.of(new, self.recorder, lambda value, path=path: keep(lambda _: Create(path), value), path)
+                remedy = "keep it in a tensor, count outside the step, or in a function marked @weft.opaque"
+                raise PythonStateChanged(path, f"{old!r} -> {new!r}", remedy)
+            if container.grew():
+                remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
+                change = f"{len(container.before)} -> {len(container.obj)} entries"
+                raise PythonStateChanged(container.path, change, remedy)
+            kept = lambda value, path=path: keep(lambda _: Create(path), value)
+            template = Template.of(new, self.recorder, kept, path, homes=self.state.homes)
             effects.append(Effect(container, key, template))
         return effects
 

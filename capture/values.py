@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,19 @@ def _hole(
         return _Hole(keep(recorder.current(inner)), leaf if names else None, grad)
     if isinstance(leaf, _NUMBERS):
         return _Hole(keep(recorder.value(leaf)))
-    if any(isinstance(value, FakeTensor) for value in list(getattr(leaf, "__dict__", {}).values())):
+    if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(_made_by_capture, _inside(leaf))):
         raise EscapedTensor(type(leaf), where)
     return leaf
+
+
+def _inside(leaf: Any) -> list[Any]:
+    """Attributes of an object, and variables that a function closes over."""
+    cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or () if cell != _EMPTY_CELL]
+    return [*getattr(leaf, "__dict__", {}).values(), *cells]
+
+
+def _made_by_capture(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and "_weft_alias" in value.__dict__
+
+
+_EMPTY_CELL = types.CellType()

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
+from weft import knobs
 from weft.capture.graph import StepGraph, is_collective, is_effect
 from weft.inductor.passes.sizes import node_bytes
 
 Node = torch.fx.Node
-
-BUCKET_BYTES = 256 << 20
 
 _c10d = torch.ops._c10d_functional
 _COALESCED = {
@@ -28,7 +27,7 @@ _COALESCED = {
 
 
 def coalesce(step: StepGraph) -> StepGraph:
-    """Merge runs of collectives of one kind and group, up to ``BUCKET_BYTES`` of inputs a run. Changes ``step``.
+    """Merge runs of collectives of one kind and group, up to ``knobs.bucket_mib`` of inputs a run. Changes ``step``.
 
     A run ends at a collective of another kind or group. What depends on an early member moves behind the last one;
     when that holds an effect, a random operation or a collective, the run ends before.
@@ -42,7 +41,7 @@ def coalesce(step: StepGraph) -> StepGraph:
 def _runs(step: StepGraph) -> Iterator[list[Node]]:
     run: list[Node] = []
     dependents: set[Node] = set()
-    held = 0
+    held, limit = 0, knobs.bucket_mib << 20
     for node in step.graph.nodes:
         if any(used in dependents or used in run for used in node.all_input_nodes):
             dependents.add(node)
@@ -52,7 +51,7 @@ def _runs(step: StepGraph) -> Iterator[list[Node]]:
         if not is_collective(node):
             continue
         bytes_in = sum(node_bytes(used) for used in node.all_input_nodes)
-        joins = run and _kind(node) == _kind(run[0]) and node not in dependents and held + bytes_in <= BUCKET_BYTES
+        joins = run and _kind(node) == _kind(run[0]) and node not in dependents and held + bytes_in <= limit
         if not joins:
             yield run
             run, dependents, held = [], set(), 0

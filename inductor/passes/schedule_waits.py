@@ -12,21 +12,21 @@ from collections import deque
 
 import torch
 
+from weft import knobs
 from weft.capture.graph import WAIT, StepGraph, is_collective
-from weft.inductor.passes.sizes import node_bytes
 from weft.capture.streams import FENCE, StreamCall
+from weft.inductor.passes.sizes import node_bytes
 from weft.inductor.runtime.geometry import looks_into
 
 Node = torch.fx.Node
 
-PREFETCH_BYTES = 512 << 20
 # What may stand between a parameter and its all-gather.
 _PREPARATIONS = frozenset({"aten::_to_copy", "aten::constant_pad_nd", "aten::clone", "weft::pad_shard"})
 # A collective that keeps an input alive which nobody else needs: its wait must not come too late.
 _CONSUMING = ("_c10d_functional::reduce_scatter", "_c10d_functional::all_to_all")
 
 
-def schedule(step: StepGraph, prefetch_bytes: int = PREFETCH_BYTES) -> list[Node]:
+def schedule(step: StepGraph, prefetch_bytes: int | None = None) -> list[Node]:
     """All nodes of the graph, in the order to run them.
 
     - A wait, and the views of what it returns, come just before their first real use.
@@ -38,9 +38,9 @@ def schedule(step: StepGraph, prefetch_bytes: int = PREFETCH_BYTES) -> list[Node
     - Elements are picked from a list right after it is made, so that the list can go.
 
     Args:
-        prefetch_bytes: bytes; with 0 every collective starts where it was issued.
+        prefetch_bytes: bytes (default: the knob ``prefetch_mib``); with 0 every collective starts where it was issued.
     """
-    return _Scheduler(step, prefetch_bytes).run()
+    return _Scheduler(step, knobs.prefetch_mib << 20 if prefetch_bytes is None else prefetch_bytes).run()
 
 
 class _Scheduler:

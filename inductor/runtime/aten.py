@@ -19,8 +19,8 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame
-from weft.errors import StepFailed, WeftError
-from weft.inductor.passes.schedule_waits import PREFETCH_BYTES, schedule
+from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
+from weft.inductor.passes.schedule_waits import schedule
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.writer import write_program
 
@@ -63,6 +63,11 @@ class AtenProgram:
         try:
             with torch.no_grad(), torch_adapter.no_autocast():
                 return self._run(*inputs)
+        except RuntimeCheckFailed as error:
+            node = self._failing_node(error.__traceback__)
+            frames = node.meta.get("frames", ()) if node is not None else ()
+            line = format_frame(frames[0]) if frames else ""
+            raise RuntimeCheckFailed(error.condition, error.found, line) from None
         except WeftError:
             raise
         except Exception as error:
@@ -84,7 +89,7 @@ class AtenProgram:
 
 
 def compile_aten(
-    step: StepGraph, *, device: torch.device | None = None, prefetch_bytes: int = PREFETCH_BYTES
+    step: StepGraph, *, device: torch.device | None = None, prefetch_bytes: int | None = None
 ) -> AtenProgram:
     """Make a program that runs ``step`` with eager kernels.
 
