@@ -438,7 +438,9 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 def rewrap(like: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
     """A wrapper subclass like ``like`` (a DTensor) around another inner tensor."""
     names, context = like.__tensor_flatten__()
-    return type(like).__tensor_unflatten__({names[0]: inner}, context, like.shape, like.stride())
+    parts = {name: getattr(like, name) for name in names}
+    inside = {name: inner if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+    return type(like).__tensor_unflatten__(inside, context, like.shape, like.stride())
 
 
 def describe_dtensor(tensor: Any) -> str:
@@ -495,6 +497,11 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 def kernel(op: OpOverload) -> Callable[..., Any]:
     """The C++ callable of an operation: what calling the OpOverload does, less a Python frame (0.3 microseconds)."""
     return op._op
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Run operations past autograd: slices made in here are tensors of their own to it, not views of another."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -68,15 +68,6 @@ class ParameterCast:
         self._replaced.clear()
 
 
-def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` (any nest of containers) with its floating-point tensors cast to `dtype`."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return torch_adapter.tree_map(cast, tree)
-
-
 def _put(slot: Slot, tensor: torch.Tensor) -> None:
     # Not setattr: it refuses a tensor that is not a Parameter in the place of one.
     slot.owner._parameters[slot.name] = tensor  # type: ignore[assignment]

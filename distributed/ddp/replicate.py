@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from weft import errors, torch_adapter
-from weft.distributed.ddp.precision import ParameterCast, cast_floating
+from weft.distributed.ddp.precision import ParameterCast
 from weft.distributed.ddp.reduction import GradientReduction
 from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
+from weft.distributed.mixed_precision import cast_floating
 
 _log = logging.getLogger(__name__)
 _STATE = "_weft_replicate_state"

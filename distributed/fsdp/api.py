@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft import torch_adapter
+from weft.distributed.ddp import ReplicateModule
 from weft.distributed.fsdp.layout import layout_of
 from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, data_parallel_mesh, mesh_device
 from weft.distributed.fsdp.module import FSDPModule, wrap_class
@@ -197,7 +198,7 @@ def _managed_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    return state_of(module) is not None or "_weft_replicate_state" in module.__dict__
+    return state_of(module) is not None or isinstance(module, ReplicateModule)
 
 
 def _parameters(modules: dict[nn.Module, str], ignored: set[nn.Parameter]) -> list[tuple[list[Slot], str]]:

@@ -187,8 +187,10 @@ class ShardedParameter:
         started = self._start_gather() if self.pending is None else self.pending[0]
         self.pending = self.kept = None
         rows = self.layout.shape[self.layout.dim or 0]
-        whole = torch.ops._c10d_functional.wait_tensor(started).narrow(0, 0, rows)
-        return self.layout.wrap_whole(self._from_front(whole))
+        with torch_adapter.below_autograd():
+            # Else autograd forbids writing to what forward sees, as a view of memory that it does not know.
+            whole = self._from_front(torch.ops._c10d_functional.wait_tensor(started).narrow(0, 0, rows))
+        return self.layout.wrap_whole(whole)
 
     def _start_gather(self) -> torch.Tensor:
         axis = self.layout.data_parallel.shard
@@ -209,7 +211,9 @@ class ShardedParameter:
         if not needed:
             self.gathered = self.gathered.detach()
             return
-        self.gathered = Attach.apply(self._anchor(), [self.gathered], self)
+        # A compiled step may have left it here as a view, which autograd would not let anyone write to.
+        gathered = self.gathered.detach() if self.gathered._is_view() else self.gathered
+        self.gathered = Attach.apply(self._anchor(), [gathered], self)
         # So that isinstance(module.weight, nn.Parameter) holds inside forward too.
         self.gathered._is_param = True  # type: ignore[attr-defined]
 

@@ -219,14 +219,16 @@ class ShardedState:
         if self.phase is Phase.BACKWARD:
             return self._cast_output(output)
         self.remaining.discard(module)
+        is_last = self.context.forward_root is self
+        if is_last:
+            self.context.forward_root = None
         if self.remaining:
             return self._cast_output(output)
         output = self._finish_forward(output)
-        if self.context.forward_root is self:
+        if is_last:
             for state in reversed(self.context.states):
                 if state is not self and state.remaining:
                     output = state._finish_forward(output)
-            self.context.forward_root = None
         return output
 
     def unwind(self, depth: int) -> None:

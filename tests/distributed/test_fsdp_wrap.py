@@ -474,3 +474,21 @@ def test_usual_views_need_no_strides() -> None:
     whole = torch.empty(5, 6)
     for usual in (whole, whole.t(), whole[1:3], whole[:, 2:5].t()):
         assert describe(usual, whole).order is not None
+
+
+@pytest.mark.fake
+def test_forward_may_write_to_what_it_sees(mesh: Any) -> None:
+    """As in torch, it writes to the gathered copy only."""
+
+    class Clamped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    module = fully_shard(Clamped(3, 8), mesh=mesh)
+    before = module.weight.to_local().clone()
+    out = module(torch.full((1, 3), 10.0))
+    assert out.abs().max() <= 3.1 + 1
+    out.sum().backward()
+    assert torch.equal(module.weight.to_local(), before)
