@@ -56,6 +56,11 @@ def only_mode(*modes: TorchDispatchMode) -> Iterator[None]:
         yield
 
 
+def forget_fake_results() -> None:
+    """Empty torch's cache of what operations on fakes returned: it does not know that a rank may have been another."""
+    FakeTensorMode.cache_clear()
+
+
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Run operations for real although a fake mode is active."""
     return _disable_current_modes()
@@ -130,6 +135,11 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor; does not import DTensor where nobody else did."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which runs as it is under torch.compile, and so does all that it calls."""
+    return torch._disable_dynamo(function)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -323,7 +333,19 @@ def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]
 def accumulator(leaf: torch.Tensor) -> Any:
     """The autograd node that adds to the ``.grad`` of a leaf that requires grad; torch forgets it when nobody holds it."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-        return torch.autograd.graph.get_gradient_edge(leaf).node
+        return _Touch.apply(leaf).grad_fn.next_functions[0][0]
+
+
+class _Touch(torch.autograd.Function):
+    """Depends on a leaf without an operation on it: torch's own way runs a view, which costs a DTensor milliseconds."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        return None
 
 
 def node_hooks(node: Any) -> list[tuple[str, dict[int, Any]]]:

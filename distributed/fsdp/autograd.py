@@ -7,7 +7,8 @@ in one forward, however many, hand their gradients to one ReduceGradient: autogr
 is reduced once, as soon as the last of them has arrived. The sharded parameter is the one leaf, so the user's
 hooks on it fire natively.
 
-None of these save tensors: they may be run again by a second backward over the same graph.
+None of these save tensors: they may be run again by a second backward over the same graph. torch.compile, where a
+user puts it around or into a sharded module, keeps out of what they do.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from weft import torch_adapter
 
 if TYPE_CHECKING:
     from weft.distributed.fsdp.param import ShardedParameter
@@ -30,6 +33,7 @@ class ReduceGradient(torch.autograd.Function):
         return torch.empty((), dtype=param.compute_dtype, device=sharded.device).expand(param.layout.shape)
 
     @staticmethod
+    @torch_adapter.untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
         ctx.param.on_gradient()
         with torch.no_grad():
@@ -51,6 +55,7 @@ class Attach(torch.autograd.Function):
         return gathered[0]
 
     @staticmethod
+    @torch_adapter.untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.param.layout.unwrap_gradient(grads[0]), None, None
 
@@ -65,6 +70,7 @@ class AfterBackward(torch.autograd.Function):
         return inputs
 
     @staticmethod
+    @torch_adapter.untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.done()
         return None, *grads

@@ -64,6 +64,7 @@ class Context:
             self.callback_queued = True
             torch_adapter.after_backward(self.after_backward)
 
+    @torch_adapter.untraced
     def gather_again(self, param: ShardedParameter) -> torch.Tensor:
         """A parameter that autograd needs; inside a backward it is then kept to the end of it at most."""
         if not torch_adapter.in_backward():
@@ -71,6 +72,7 @@ class Context:
         self.in_backward()
         return param.acquire(self)
 
+    @torch_adapter.untraced
     def after_backward(self) -> None:
         """Finish what no gradient came by for, and let everything go."""
         self.callback_queued = False
@@ -190,6 +192,7 @@ class ShardedState:
 
     # ---- forward
 
+    @torch_adapter.untraced
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, cast the inputs. A forward that backward runs again leaves parameters as they are."""
         self.context.recover()
@@ -213,6 +216,7 @@ class ShardedState:
             state.launch()
         return self._watch_inputs(args, kwargs)
 
+    @torch_adapter.untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Let go, if so asked, cast the output, and have backward gather again."""
         self._stop_saving(len(self.saving) - 1)
@@ -299,6 +303,7 @@ class ShardedState:
         """Called from inside a backward: have it finished at its end."""
         self.context.in_backward()
 
+    @torch_adapter.untraced
     def before_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """Gather again, for what was saved and for forwards that run again; the gradient passes."""
         if self.phase is Phase.BACKWARD:
@@ -312,6 +317,7 @@ class ShardedState:
             state.launch()
         return grad
 
+    @torch_adapter.untraced
     def after_backward(self) -> None:
         """Let go; called when the gradients of the inputs are there, and at the end of backward."""
         self.phase = Phase.IDLE
