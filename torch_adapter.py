@@ -333,7 +333,8 @@ def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]
 def accumulator(leaf: torch.Tensor) -> Any:
     """The autograd node that adds to the ``.grad`` of a leaf that requires grad; torch forgets it when nobody holds it."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-        return _Touch.apply(leaf).grad_fn.next_functions[0][0]
+        touched = _Touch.apply(leaf)
+        return touched.grad_fn.next_functions[0][0]
 
 
 class _Touch(torch.autograd.Function):

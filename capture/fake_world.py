@@ -101,6 +101,7 @@ def fake_world(
     global _active
     with contextlib.ExitStack() as undo:
         undo.enter_context(_restored_globals())
+        torch_adapter.forget_fake_results()
         world = _new_world(world_size, rank, device, target_device, local_world_size)
         mode = OnCpu()
         torch_adapter.dispatch_through(world.fake_mode, on_cpu)

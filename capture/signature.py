@@ -42,10 +42,12 @@ def _described(role: Role, node: torch.fx.Node) -> str:
 
 def _is_size(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> bool:
     """Whether the node is a size of a tensor or arithmetic on sizes alone: nodes that a capture with fixed sizes lacks."""
-    if isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool)):
+    val, inputs = node.meta.get("val"), node.all_input_nodes
+    if isinstance(val, (int, torch.SymInt, torch.SymBool)):
         return True
-    inputs = node.all_input_nodes
-    return bool(inputs) and not node.meta.get("effect") and all(used not in names for used in inputs)
+    if isinstance(val, (torch.Tensor, list, tuple)) or node.meta.get("effect"):
+        return False
+    return bool(inputs) and all(used not in names for used in inputs)
 
 
 def _target(node: torch.fx.Node) -> str:

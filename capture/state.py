@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import sys
 import types
 import weakref
@@ -173,6 +172,7 @@ class State:
         self.sites: list[HookSite] = []
         self._attributes: list[tuple[torch.nn.Module, str]] = []
         self._later: list[tuple[torch.optim.Optimizer, str]] = []
+        self._keys: list[tuple[Any, str]] = []
         self._objects: dict[int, tuple[Any, str, set[str]]] = {}
         self._names = _names_used(step)
         self.add(step, "")
@@ -180,18 +180,19 @@ class State:
     def add(self, obj: Any, path: str) -> None:
         """Walk ``obj`` too (a module or optimizer that the step was seen to use)."""
         self._visit(obj, path, None)
-        while self._attributes:
-            self._module_attributes(*self._attributes.pop(0))
-        while self._later:
-            optimizer, where = self._later.pop()
-            self._optimizer(optimizer, where)
         known = -1
-        while known != len(self._names):  # code met since may name more attributes of objects met before
-            known = len(self._names)
-            for obj, path, _ in list(self._objects.values()):
-                self._object(obj, path)
-            while self._attributes:
+        while self._attributes or self._later or self._keys or known != len(self._names):
+            if self._attributes:
                 self._module_attributes(*self._attributes.pop(0))
+            elif self._later:
+                self._optimizer(*self._later.pop())
+            elif known != len(self._names):  # code met since may name more attributes of objects met before
+                known = len(self._names)
+                for known_object, where, _ in list(self._objects.values()):
+                    self._object(known_object, where)
+            else:
+                key, where = self._keys.pop(0)
+                self._visit(key, where, None)
 
     def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
         """Walk a dictionary of hooks and what they close over."""
@@ -263,6 +264,8 @@ class State:
         self.containers.append(container)
         for key, value in container.before.items():
             path = container.label(key)
+            if not isinstance(key, SIMPLE):
+                self._keys.append((key, path))
             self._visit(value, path, Place(container, key, path, role or _role_of(value)))
 
     def _tensor(self, tensor: torch.Tensor, path: str, place: Place | None) -> None:
@@ -378,10 +381,10 @@ class State:
         self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
 
     def _object(self, obj: Any, path: str) -> None:
-        for method in _methods_used(type(obj), self._names):
+        welcome = type(obj).__module__.startswith(_WELCOME)
+        for method in () if welcome else _methods_used(type(obj), self._names):
             self._function_code(method)
         done = self._objects.setdefault(id(obj), (obj, path, set()))[2]
-        welcome = type(obj).__module__.startswith(_WELCOME)
         keys = frozenset(vars(obj) if welcome else self._names) - done
         if not keys:
             return
@@ -464,13 +467,19 @@ def _names_used(step: Callable[..., Any]) -> set[str]:
     return set(_code_names(code)) if code else set()
 
 
+@functools.cache
+def _functions_of(owner: type) -> dict[str, types.FunctionType]:
+    """The plain methods of a class and its bases, as attribute look-up finds them."""
+    members = {name: member for base in reversed(owner.__mro__) for name, member in vars(base).items()}
+    return {name: member for name, member in members.items() if isinstance(member, types.FunctionType)}
+
+
 def _methods_used(owner: type, names: set[str]) -> list[types.FunctionType]:
     """Methods of ``owner`` that code using ``names`` can call, directly or through each other; ``names`` grows by theirs."""
     found: dict[str, types.FunctionType] = {}
     grown = True
     while grown:
-        new = {name: inspect.getattr_static(owner, name, None) for name in sorted(names - found.keys())}
-        methods = {name: method for name, method in new.items() if isinstance(method, types.FunctionType)}
+        methods = {name: method for name, method in _functions_of(owner).items() if name in names and name not in found}
         found |= methods
         for method in methods.values():
             names |= set(_code_names(method.__code__))

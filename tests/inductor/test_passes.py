@@ -13,6 +13,7 @@ from torch import nn
 import weft
 from weft.capture.graph import StepGraph
 from weft.inductor.passes.coalesce import coalesce
+from weft.inductor.passes.noops import drop_noops
 from weft.inductor.passes.pipeline import run_passes
 from weft.inductor.passes.unused_gathers import drop_unused_gathers
 from weft.inductor.runtime.aten import compile_aten
@@ -85,6 +86,35 @@ def test_neighbours_are_coalesced_and_every_parameter_is_still_served() -> None:
     assert members["reduce_scatter_tensor_coalesced"] + single[1] == 13
 
 
+def targets(step: StepGraph) -> Counter[str]:
+    return Counter(str(node.target) for node in step.graph.nodes if node.op == "call_function")
+
+
+def test_padding_of_shards_that_divide_goes_and_of_others_stays() -> None:
+    """Over 3 ranks widths 6 and 6x7 divide, 7 and 11 do not; the same on every rank."""
+    seen = set()
+    for rank in range(3):
+        with weft.fake_world(3, rank):
+            step, _ = step_over(3)
+            graph = weft.capture(step, torch.zeros(5, dtype=torch.long))
+        left = targets(drop_noops(graph.copy()).check())
+        seen.add((left["weft.pad_shard.default"], left["weft.unpad_shard.default"]))
+        assert targets(graph)["weft.pad_shard.default"] > left["weft.pad_shard.default"] > 0
+    assert len(seen) == 1
+
+
+def test_views_of_the_shape_a_tensor_has_are_dropped() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x[:].view(4, 3)[0:4, 0:3].expand(4, 3).permute(0, 1)
+        return y.t() + y[1:3].sum() + x.unsqueeze(0).squeeze(0).view(3, 4)
+
+    left = targets(drop_noops(weft.capture(step, torch.randn(4, 3))).check())
+    assert left["aten.slice.Tensor"] == 1
+    assert left["aten.view.default"] == 1
+    assert left["aten.t.default"] == 1
+    assert left["aten.expand.default"] == left["aten.permute.default"] == 0
+
+
 def test_passes_leave_the_graph_they_are_given_alone() -> None:
     graph = captured(2)
     text = str(graph)
@@ -96,7 +126,7 @@ def with_and_without(rank: int, world: int) -> list[list[torch.Tensor]]:
     """Losses and weights after four steps: eager, without passes, with passes."""
     ids = [torch.arange(5).add(rank + at).remainder(11) for at in range(4)]
     outcomes = []
-    for passes in (None, [], [drop_unused_gathers], [drop_unused_gathers, coalesce]):
+    for passes in (None, [], [drop_noops], [drop_unused_gathers], [drop_noops, drop_unused_gathers, coalesce]):
         step, model = step_over(world)
         losses = []
         for batch in ids:

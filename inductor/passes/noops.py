@@ -1,0 +1,81 @@
+"""Operations that hand on what they were given are not run.
+
+Capture keeps what the step did: slices of a whole tensor, views of the shape it has, padding of shards that divide
+evenly. Each costs the host a launch or at least a call, hundreds of times a step. Whether an operation is one of these
+follows from global sizes, which are the same on every rank.
+
+Keeps the bits of every result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from weft.capture.graph import WAIT, StepGraph
+
+Node = torch.fx.Node
+
+aten = torch.ops.aten
+_VIEWS = frozenset({
+    aten.slice.Tensor, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
+    aten.expand.default, aten.alias.default, aten.detach.default, aten.squeeze.dim, aten.as_strided.default,
+})
+
+
+def drop_noops(step: StepGraph) -> StepGraph:
+    """Replace each operation that changes nothing by its input, or by the cast that is left of it. Changes ``step``."""
+    for node in step.graph.nodes:
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        rewrite = _REWRITES.get(name) or (_same_view if node.target in _VIEWS else None)
+        replacement = rewrite(step.graph, node) if rewrite is not None else None
+        if replacement is not None:
+            node.replace_all_uses_with(replacement)
+            step.graph.erase_node(node)
+    return step
+
+
+def _same_view(graph: torch.fx.Graph, node: Node) -> Node | None:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    val, given = node.meta["val"], source.meta["val"]
+    static = all(type(n) is int for t in (val, given) for n in (*t.shape, *t.stride(), t.storage_offset()))
+    same = static and val.shape == given.shape and val.stride() == given.stride() and val.dtype == given.dtype
+    return source if same and val.storage_offset() == given.storage_offset() and val.dim() > 0 else None
+
+
+def _padded(graph: torch.fx.Graph, node: Node) -> Node | None:
+    """``pad_shard(shard, size, parts, dtype)`` is a cast where the parts divide evenly, or the whole (parts=1) has the size."""
+    shard, size, parts, dtype = node.args
+    short = parts == 1 and shard.meta["val"].shape[0] != size  # type: ignore[union-attr]
+    return _cast(graph, node, shard, dtype) if size % parts == 0 and not short else None  # type: ignore[operator]
+
+
+def _unpadded(graph: torch.fx.Graph, node: Node) -> Node | None:
+    """``unpad_shard(padded, size, group, dtype)`` of what a reduce-scatter of ``size`` rows left is a cast."""
+    padded, size, _, dtype = node.args
+    reduced = padded.args[0] if padded.target is WAIT else None  # type: ignore[union-attr]
+    if not isinstance(reduced, Node) or reduced.target is not torch.ops._c10d_functional.reduce_scatter_tensor.default:
+        return None
+    rows = reduced.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
+    return _cast(graph, node, padded, dtype) if rows == size else None
+
+
+def _cast(graph: torch.fx.Graph, node: Node, source: object, dtype: object) -> Node | None:
+    assert isinstance(source, Node)
+    given = source.meta["val"]
+    if not given.is_contiguous():
+        return None
+    if given.dtype == dtype:
+        return source
+    with graph.inserting_before(node):
+        cast = graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
+    cast.meta = dict(node.meta)
+    return cast
+
+
+_REWRITES: dict[str, Callable[[torch.fx.Graph, Node], Node | None]] = {
+    "weft::pad_shard": _padded,
+    "weft::unpad_shard": _unpadded,
+}
