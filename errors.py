@@ -122,7 +122,16 @@ class NumpyOnTensor(WeftError):
 
 
 class RuntimeCheckFailed(WeftError):
-    """A condition on data-dependent numbers, assumed by the captured graph, does not hold in this call."""
+    """A condition on data-dependent numbers, without which the step has no meaning, does not hold in this call."""
+
+    def __init__(self, condition: str, found: str, line: str = "") -> None:
+        self.condition, self.found = condition, found
+        where = f" at {line}" if line else ""
+        super().__init__(
+            f"the numbers in the tensors of this call do not fit together{where}: {condition} does not hold for {found}. "
+            "Sizes taken from tensors (splits of an all-to-all, lengths) must be sizes that the same line would accept "
+            "without weft.compile"
+        )
 
 
 class CannotCapture(WeftError):
@@ -202,6 +211,17 @@ class HookDidNotFire(WeftError):
         )
 
 
+class HookCountDiffers(WeftError):
+    """A hook fired another number of times in the capture than in the eager step."""
+
+    def __init__(self, owner: str, kind: str, name: str, eager: int, captured: int) -> None:
+        super().__init__(
+            f"the {kind} hook {name} on {owner} fired {eager} times in the eager step and {captured} times in the capture. "
+            "What the step does must not change from one call to the next by itself: look for branches on Python's random "
+            "module, on time or on a counter around what the hook is registered on."
+        )
+
+
 class UnknownOption(WeftError, ValueError):
     """An option has a value weft does not know."""
 
@@ -237,6 +257,16 @@ class UncapturableCollective(WeftError):
         super().__init__(f"cannot capture torch.distributed.{name} at {line}: {remedy}")
 
 
+class UncapturableStreamCall(WeftError):
+    """The step asked a stream or event how far it is."""
+
+    def __init__(self, name: str, line: str) -> None:
+        super().__init__(
+            f"cannot capture torch.cuda.{name} at {line}: the answer depends on when it is asked, and Python would act on "
+            "it once, in the capture. Ask outside the step, or in a function marked @weft.opaque"
+        )
+
+
 class UnwaitedCollective(WeftError):
     """The step ended with an asynchronous collective that nobody had waited for."""
 
@@ -257,16 +287,6 @@ class StepFailed(WeftError):
             f"{operation} failed in a compiled step: {type(error).__name__}: {error}\nIt came from{where}\n"
             "The same step without weft.compile raises at that line if the mistake is in the step or its data."
         )
-class UncapturableStreamCall(WeftError):
-    """The step asked a stream or event how far it is."""
-
-    def __init__(self, name: str, line: str) -> None:
-        super().__init__(
-            f"cannot capture torch.cuda.{name} at {line}: the answer depends on when it is asked, and Python would act on "
-            "it once, in the capture. Ask outside the step, or in a function marked @weft.opaque"
-        )
-
-
 
 
 # ---- distributed: sharded parameters
@@ -353,9 +373,11 @@ class GraphMismatch(WeftError):
 
 
 class AgreementTimeout(WeftError):
-    """Some ranks never said which graph they captured. `missing` are their numbers."""
+    """Some ranks did not say in time which graph they captured. `missing` are their numbers."""
 
-    def __init__(self, name: str, call: int, rank: int, missing: list[int], listed: str, seconds: float) -> None:
+    def __init__(
+        self, name: str, call: int, rank: int, missing: list[int], listed: str, by: int, seconds: float
+    ) -> None:
         self.rank = rank
         self.missing = missing
         if rank in missing:
