@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +38,10 @@ class ModulePath:
             nn_module.register_module_forward_hook(self._leave, always_call=True),
         ]
         try:
-            yield
+            with warnings.catch_warnings():
+                # The hooks that torch would warn of here are the two above.
+                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+                yield
         finally:
             for handle in handles:
                 handle.remove()
