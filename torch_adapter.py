@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -379,61 +378,26 @@ def global_hooks() -> list[tuple[str, dict[int, Any]]]:
     ]
 
 
-def user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that the user registered: of a multi-grad hook the one inside the function that torch registers."""
-    if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:
-        return hook
-    inside = inspect.getclosurevars(hook).nonlocals.get("fn", hook)
-    return getattr(inside, "__wrapped__", inside)
-
-
-_REGISTRATIONS = (
-    (torch.Tensor, "register_hook", "gradient"),
-    (torch.Tensor, "register_post_accumulate_grad_hook", "post-accumulate-grad"),
-    (torch.nn.Module, "register_forward_pre_hook", "forward-pre"),
-    (torch.nn.Module, "register_forward_hook", "forward"),
-    (torch.nn.Module, "register_full_backward_pre_hook", "full-backward-pre"),
-    (torch.nn.Module, "register_full_backward_hook", "full-backward"),
-)
-
-
 @contextlib.contextmanager
-def hook_registrations(exchange: Callable[[Any, str, Any], Any]) -> Iterator[None]:
-    """Register ``exchange(owner, kind, hook)`` in place of each hook registered inside; those left are put back after.
+def node_registrations(register: Callable[[Callable[[Any], RemovableHandle], Any], RemovableHandle]) -> Iterator[None]:
+    """While active, a hook is registered on an autograd node by ``register(original, hook)``."""
+    original = _HookMixin._register_hook
 
-    ``owner`` is the tensor or module, None of a hook on an autograd node (torch does not say which).
-    """
-    registered: list[tuple[RemovableHandle, Any]] = []
+    def exchanged(hooks: Any, hook: Any) -> Any:
+        made = []
 
-    def through(register: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        @functools.wraps(register)
-        def with_exchange(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> Any:
-            handle = register(owner, exchange(owner, kind, hook), *args, **kwargs)
-            registered.append((handle, hook))
-            return handle
+        def one(hook: Any) -> RemovableHandle:
+            made.append(original(hooks, hook))
+            return made[0][1]
 
-        return with_exchange
+        register(one, hook)
+        return made[0]
 
-    def on_node(hooks: Any, hook: Any) -> Any:
-        hooks, handle = of_nodes(hooks, exchange(None, "node", hook))
-        registered.append((handle, hook))
-        return hooks, handle
-
-    originals = [(owner, name, getattr(owner, name), kind) for owner, name, kind in _REGISTRATIONS]
-    of_nodes = _HookMixin._register_hook
-    _HookMixin._register_hook = staticmethod(on_node)  # type: ignore[method-assign]
-    for owner, name, register, kind in originals:
-        setattr(owner, name, through(register, kind))
+    _HookMixin._register_hook = staticmethod(exchanged)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _HookMixin._register_hook = staticmethod(of_nodes)  # type: ignore[method-assign]
-        for owner, name, register, _ in originals:
-            setattr(owner, name, register)
-        for handle, hook in registered:
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id in hooks:
-                hooks[handle.id] = hook
+        _HookMixin._register_hook = staticmethod(original)  # type: ignore[method-assign]
 
 
 def register_dataclasses(tree: Any) -> None:
@@ -628,3 +592,8 @@ def surely(condition: bool | torch.SymBool) -> bool:
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def map_leaves(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """``tree`` with ``function`` applied to its leaves of this type."""
+    return _pytree.tree_map_only(kind, function, tree)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map_only
+
+from weft import torch_adapter
+from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ class Functionalized:
         names = [argument.name for argument in self.op._schema.arguments]
         bound = {**dict(zip(names, args, strict=False)), **kwargs}
         for name in self.writes:
-            bound[name] = tree_map_only(torch.Tensor, torch.clone, bound.get(name))
+            bound[name] = torch_adapter.map_leaves(torch.Tensor, torch.clone, bound.get(name))
         results = self.op(**bound)
         results = () if results is None else results if isinstance(results, tuple) else (results,)
         fresh = [r for r, spec in zip(results, self.op._schema.returns, strict=True) if spec.alias_info is None]
@@ -83,7 +84,7 @@ class KeepsForBackward:
         self.__module__ = __name__
 
     def __call__(self, *args: Any) -> Any:
-        args = tree_map_only(torch.Tensor, torch.Tensor.detach, args)
+        args = torch_adapter.map_leaves(torch.Tensor, torch.Tensor.detach, args)
         with torch.enable_grad():
             return self.op(*args)
 

@@ -1,7 +1,8 @@
 """Every registered hook runs in the trace, or the capture fails by naming it.
 
-Hooks need no special treatment to be captured: the recorder sees what they do where autograd runs them. What could go
-wrong is that one silently does not run. So each is counted while the step is captured, and what each hangs on is
+Hooks need no special treatment to be captured: the recorder sees what they do where autograd runs them. What
+    could go wrong is that one silently does not run. So each is counted while the step is captured, and what
+    each hangs on is
 counted apart from it: calls of modules, gradients that autograd accumulated, steps of optimizers.
 """
 
@@ -18,13 +19,16 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.modules import ModulePath
+from weft.capture.registrations import registrations, user_hook
 from weft.capture.state import State
 from weft.capture.user_code import user_line
 from weft.errors import HookCountDiffers, HookDidNotFire
 
 _MODULE_HOOKS = {
-    "_forward_pre_hooks": "forward-pre", "_forward_hooks": "forward",
-    "_backward_pre_hooks": "full-backward-pre", "_backward_hooks": "full-backward",
+    "_forward_pre_hooks": "forward-pre",
+    "_forward_hooks": "forward",
+    "_backward_pre_hooks": "full-backward-pre",
+    "_backward_hooks": "full-backward",
 }
 _COUNTED = "__weft_counted__"
 Expected = Callable[[], int | None]
@@ -51,8 +55,8 @@ class HookCount:
 
 
 class HookCounts:
-    """Counts hooks while a step runs: those on the modules, leaf tensors and optimizers it can reach, those on all
-    modules or optimizers, and those that the step itself registers.
+    """Counts hooks while a step runs: those on the modules, leaf tensors and optimizers it can reach, those
+    on all modules or optimizers, and those that the step itself registers.
 
     Args:
         state: what the step can reach.
@@ -67,7 +71,10 @@ class HookCounts:
         self.counts: list[HookCount] = []
         self._state = state
         self._path = path
-        self._sites = [*state.sites, *(site for leaf, name in arguments for site in state.sites_of(leaf, name))]
+        self._sites = [
+            *state.sites,
+            *(site for leaf, name in arguments for site in state.sites_of(leaf, name)),
+        ]
         self._owners = {id(leaf): name for leaf, name in [*state.leaves, *arguments]}
         self._leaves = {name: leaf for leaf, name in [*state.leaves, *arguments]}
         self._accumulated: Counter[str] = Counter()
@@ -81,12 +88,17 @@ class HookCounts:
                 stack.callback(_put_back, hooks, dict(hooks))
                 for key, hook in list(hooks.items()):
                     if _root(hook) != "weft.capture":
-                        present: Expected = lambda key=key, hooks=hooks, expected=expected: expected() if key in hooks else None
+                        present: Expected = lambda key=key, hooks=hooks, expected=expected: (
+                            expected() if key in hooks else None
+                        )
                         hooks[key] = self._counting(hook, owner, kind, present)
             for name in {site.owner for site in self._sites if site.read()}:
                 stack.callback(self._count_gradients(name).remove)
-            stack.enter_context(torch_adapter.hook_registrations(self._registered_inside))
-            steps = [lambda optimizer, kind=kind: self._stepped.update([(id(optimizer), kind)]) for kind in ("step-pre", "step-post")]
+            stack.enter_context(registrations(self._registered_inside))
+            steps = [
+                lambda optimizer, kind=kind: self._stepped.update([(id(optimizer), kind)])
+                for kind in ("step-pre", "step-post")
+            ]
             stack.enter_context(torch_adapter.around_optimizer_steps(*steps))
             yield
         self._sites, self._owners, self._leaves = [], {}, {}  # arguments must not outlive their call
@@ -104,7 +116,8 @@ class HookCounts:
         return counted
 
     def _registered_inside(self, owner: Any, kind: str, hook: Any) -> Any:
-        """The step registers a hook: count it, unless torch registers it for itself or it is counted already."""
+        """The step registers a hook: count it, unless torch registers it for itself or it is counted
+        already."""
         if hasattr(hook, _COUNTED) or _root(hook).startswith("torch."):
             return hook
         name = self._owners.get(id(owner)) or self._state.modules.get(id(owner), (None, ""))[1] or user_line()
@@ -130,7 +143,12 @@ class HookCounts:
                     yield hooks, path, kind, lambda key=(id(optimizer), kind): self._stepped[key]
         for kind, hooks in torch_adapter.global_hooks():
             if hooks:
-                yield hooks, "all optimizers" if kind.startswith("step") else "all modules", kind, lambda: None
+                yield (
+                    hooks,
+                    "all optimizers" if kind.startswith("step") else "all modules",
+                    kind,
+                    lambda: None,
+                )
 
     def _calls(self, kind: str, module: int) -> Expected:
         if kind == "forward-pre":
@@ -177,10 +195,10 @@ def _put_back(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 
 def _root(hook: Any) -> str:
     """The outer two names of the module that a hook's function is from."""
-    module = getattr(torch_adapter.user_hook(hook), "__module__", None) or type(hook).__module__
+    module = getattr(user_hook(hook), "__module__", None) or type(hook).__module__
     return ".".join([*module.split("."), ""][:2])
 
 
 def _name(hook: Any) -> str:
-    hook = torch_adapter.user_hook(hook)
+    hook = user_hook(hook)
     return getattr(hook, "__qualname__", type(hook).__qualname__)

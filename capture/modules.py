@@ -19,7 +19,8 @@ class ModulePath:
 
     Attributes:
         calls: how often each module (its id) was called.
-        finished: how often it returned something; a forward can also be left by an exception, as checkpointing does.
+        finished: how often it returned something; a forward can also be left by an exception, as
+            checkpointing does.
     """
 
     def __init__(self, state: State) -> None:
@@ -40,7 +41,9 @@ class ModulePath:
         try:
             with warnings.catch_warnings():
                 # The hooks that torch would warn of here are the two above.
-                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
+                warnings.filterwarnings(
+                    "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
+                )
                 yield
         finally:
             for handle in handles:

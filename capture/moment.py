@@ -1,8 +1,9 @@
 """What Python would see at one moment of a step, for the functions that a capture does not look into.
 
-A compiled step changes the user's objects at its end: gradients are assigned, attributes set. A function that runs in
-the middle of it must find them as they were at that point of the eager step, and only for the time of its call. What it
-can reach is walked as the step itself was (:mod:`weft.capture.state`): its arguments, its closure, its globals.
+A compiled step changes the user's objects at its end: gradients are assigned, attributes set. A function that
+runs in the middle of it must find them as they were at that point of the eager step, and only for the time of
+its call. What it can reach is walked as the step itself was (:mod:`weft.capture.state`): its arguments, its
+closure, its globals.
 """
 
 from __future__ import annotations
@@ -49,9 +50,13 @@ class Moment:
 
     @contextlib.contextmanager
     def restored(self, values: list[Any]) -> Iterator[None]:
-        """Inside, the user's objects are as they were at this moment; ``values`` are those of the graph's operands."""
+        """Inside, the user's objects are as they were at this moment; ``values`` are those of the graph's
+        operands."""
         tensors = [(each.place.get(), values[each.index]) for each in self.values]
-        entries = [(e.container, e.key, MISSING if e.template is None else e.template.fill(values)) for e in self.entries]
+        entries = [
+            (e.container, e.key, MISSING if e.template is None else e.template.fill(values))
+            for e in self.entries
+        ]
         with contextlib.ExitStack() as stack:
             for tensor, value in tensors:
                 if not _same_memory(tensor, value):
@@ -87,7 +92,8 @@ class Moments:
         return {**self._state.homes, **self._arguments}
 
     def of(self, roots: Iterable[Any], keep: Keep) -> Moment:
-        """The moment that is now, as far as it can be reached from ``roots``; ``keep`` makes a node an operand."""
+        """The moment that is now, as far as it can be reached from ``roots``; ``keep`` makes a node an
+        operand."""
         homes = self.homes
         known: dict[int, list[Container]] = {}
         for container in [*self._state.containers, *self._gradients]:
@@ -115,16 +121,21 @@ class Moments:
             yield self._entry(container, key, new, homes, keep)
 
     def _made_inside(self, container: Container, homes: Mapping[int, Place], keep: Keep) -> Iterator[_Entry]:
-        """Entries of a container that the step made (a cell of a function in it) which hold tensors of this call."""
+        """Entries of a container that the step made (a cell of a function in it) which hold tensors of this
+        call."""
         for key, value in container.before.items():
             tensors = [leaf for leaf in torch_adapter.flatten(value)[0] if isinstance(leaf, torch.Tensor)]
             if any(id(t) in self._arguments or self._is_captured(t) for t in tensors):
                 yield self._entry(container, key, value, homes, keep)
 
-    def _entry(self, container: Container, key: Any, value: Any, homes: Mapping[int, Place], keep: Keep) -> _Entry:
+    def _entry(
+        self, container: Container, key: Any, value: Any, homes: Mapping[int, Place], keep: Keep
+    ) -> _Entry:
         if value is MISSING:
             return _Entry(container, key, None)
-        return _Entry(container, key, Template.of(value, self._recorder, keep, container.label(key), homes=homes))
+        return _Entry(
+            container, key, Template.of(value, self._recorder, keep, container.label(key), homes=homes)
+        )
 
     def _is_captured(self, tensor: torch.Tensor) -> bool:
         inner = plain(tensor)[0]
@@ -141,7 +152,11 @@ class Moments:
 
 
 def _same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    return tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape and tensor.stride() == value.stride()
+    return (
+        tensor.data_ptr() == value.data_ptr()
+        and tensor.shape == value.shape
+        and tensor.stride() == value.stride()
+    )
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,33 +24,54 @@ class OpaqueCall:
 
     Args:
         function: the user's.
-        arguments: what it is called with, over the node's operands.
-        moment: what else it can see, as it was at this point of the step.
+        arguments: what it is called with, over the first ``given`` of the node's operands.
+        moment: what else it can see, over all operands, as it was at this point of the step.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Template, moment: Moment) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Template, given: int, moment: Moment) -> None:
         self.function = function
         self.arguments = arguments
+        self.given = given
         self.moment = moment
         self._grad_enabled = torch.is_grad_enabled()
         self.__name__ = self.__qualname__ = f"opaque_{getattr(function, '__name__', type(function).__name__)}"
         self.__module__ = __name__
 
     def __call__(self, *operands: Any) -> None:
-        values = list(operands)
-        args, kwargs = self.arguments.fill(values)
-        with self.moment.restored(values), torch.set_grad_enabled(self._grad_enabled):
+        lent = [
+            value.detach() if isinstance(value, torch.Tensor) else value for value in operands[: self.given]
+        ]
+        args, kwargs = self.arguments.fill(lent)
+        with self.moment.restored(list(operands)), torch.set_grad_enabled(self._grad_enabled):
             self.function(*args, **kwargs)
+        del args, kwargs
+        _give_what_was_kept(lent)
+
+
+def _give_what_was_kept(lent: list[Any]) -> None:
+    """Tensors that the function kept get memory of their own: the program goes on to write in what it
+    lent."""
+    for at in range(len(lent)):
+        if isinstance(lent[at], torch.Tensor) and _references(lent, at) > _LENT:
+            lent[at].data = lent[at].clone()
+
+
+def _references(items: list[Any], at: int) -> int:
+    return sys.getrefcount(items[at])
+
+
+# References to what nobody holds but a list.
+_LENT = _references([object()], 0)
 
 
 def opaque(function: Callable[..., Any]) -> Callable[..., None]:
     """Mark a function as one that runs every step with real tensors and is not captured.
 
-    In a captured step the graph holds a call of it, where the step called it. The function sees its arguments, and
-    everything else of the step's that it can reach through them, its closure and its globals (gradients, parameters,
-    optimizer state), with the values of that moment. It may do anything Python can: print, append, compute metrics
-    with ``.item()``. It must not change tensors of the step, and returns nothing. Uncompiled it is called as it is.
-    Works as a hook of any kind.
+    In a captured step the graph holds a call of it, where the step called it. The function sees its
+    arguments, and everything else of the step's that it can reach through them, its closure and its globals
+    (gradients, parameters, optimizer state), with the values of that moment. It may do anything Python can:
+    print, append, compute metrics with ``.item()``. It must not change tensors of the step, and returns
+    nothing. Uncompiled it is called as it is. Works as a hook of any kind.
     """
     code = getattr(function, "__code__", None)
     if code is not None:
@@ -71,11 +93,10 @@ def opaque(function: Callable[..., Any]) -> Callable[..., None]:
         moments = recorder.moments
         where = f"an argument of {getattr(function, '__qualname__', function)}"
         template = Template.of((args, kwargs), recorder, keep, where, homes=moments.homes)
+        given = len(operands)
         roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
         moment = moments.of([function, *roots], keep)
-        recorder.effect_on_nodes(OpaqueCall(function, template, moment), *operands)
-        # The function may keep what it is given. Autograd would take a gradient that nobody else holds for its own.
-        recorder.held.append((args, kwargs))
+        recorder.effect_on_nodes(OpaqueCall(function, template, given, moment), *operands)
 
     setattr(called, OPAQUE, True)
     return called

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft import torch_adapter
 from weft.capture.functional import (
@@ -30,10 +28,13 @@ from weft.capture.functional import (
     single_view,
     write_back,
 )
+from weft.capture.geometry import extent, offset_within, same_layout
+from weft.capture.operands import argument_of, handed_back, map_operands, tensors_in
 from weft.capture.state import identity
 from weft.capture.symbols import Symbols
 from weft.capture.user_code import Frame, user_frames, user_line
 from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableMutation
+from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -114,7 +115,6 @@ class Recorder(TorchDispatchMode):
         self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
         self.float_tags: dict[float, torch.SymFloat] = {}
         self.moments: Any = None
-        self.held: list[Any] = []
         self._buffers: dict[int, Buffer] = {}
         self._inputs: dict[tuple[Any, ...], Alias] = {}
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
             self.passed += op.namespace != "profiler"
             with torch_adapter.only_mode(*(self._paused_in or ())):
                 return op(*args, **kwargs)
-        if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in _tensors((args, kwargs))):
+        if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in tensors_in((args, kwargs))):
             return op(*args, **kwargs)
         if op.namespace == "c10d":
             remedy = "use the collectives of torch.distributed that work on tensors of all ranks, or move the call out of the step"
@@ -168,7 +168,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.recorded += 1
-        fakes = _map(args, self._fake), _map(kwargs, self._fake)
+        fakes = map_operands(args, self._fake), map_operands(kwargs, self._fake)
         if op is aten._local_scalar_dense.default:
             return self._record_scalar(op, args, fakes[0])
         what = effects(op)
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
             return self._share(out, self.alias(args[0]))
         if op is _WAIT:
             return self._record_wait(out, args[0])
-        node = self.emit(as_run(op), *_map(args, self.value), val=out, **_map(kwargs, self.value))
+        node = self.emit(as_run(op), *map_operands(args, self.value), val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
         return out
 
@@ -222,13 +222,13 @@ class Recorder(TorchDispatchMode):
             self.write(self.alias(args[0]), self.value(args[1]))
             return args[0]
         named = {a.name: position for position, a in enumerate(op._schema.arguments)}
-        inputs = _map(args, self.value), _map(kwargs, self.value)
+        inputs = map_operands(args, self.value), map_operands(kwargs, self.value)
         wide = self._widened(op, what, fake_args, fake_kwargs)
         out = op(*fake_args, **fake_kwargs)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
-        written = [_argument(args, kwargs, position, name) for position, name in what.writes]
-        vals = [*fresh, *_map(written, self._fake)] if wide is None else [wide]
+        written = [argument_of(args, kwargs, position, name) for position, name in what.writes]
+        vals = [*fresh, *map_operands(written, self._fake)] if wide is None else [wide]
         single = len(vals) == 1
         node = self.emit(what.functional, *inputs[0], val=vals[0] if single else tuple(vals), **inputs[1])
         if wide is None:
@@ -239,21 +239,21 @@ class Recorder(TorchDispatchMode):
                 self._bind_fresh(value, part)
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
-        return _handed_back(op, out, args, kwargs, named)
+        return handed_back(op, out, args, kwargs, named)
 
     def _copies_whole(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """Whether ``target.copy_(source)`` makes target equal to source in every respect, so that no copy is needed."""
         same = target.dtype == source.dtype and target.device == source.device
-        return same and self.alias(target).parent is None and _same_layout(target, source)
+        return same and self.alias(target).parent is None and same_layout(target, source)
 
     def _widened(
         self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """What the functional form returns where that has another dtype than the tensor it replaces (bfloat16 += float32)."""
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         if len(tensors) < 2 or op in (aten.copy_.default,) or all(t.dtype == tensors[0].dtype for t in tensors):
             return None
-        first = _argument(args, kwargs, *what.writes[0])
+        first = argument_of(args, kwargs, *what.writes[0])
         if not isinstance(first, torch.Tensor) or not isinstance(what.functional, OpOverload):
             return None
         result = what.functional(*args, **kwargs)
@@ -295,7 +295,7 @@ class Recorder(TorchDispatchMode):
         with torch_adapter.only_mode(self.fake_mode):
             as_it_was = target.detach()
         for node in self.graph.nodes:
-            node.meta["val"] = _map(node.meta["val"], lambda val: as_it_was if val is target else val)
+            node.meta["val"] = map_operands(node.meta["val"], lambda val: as_it_was if val is target else val)
         with torch.no_grad():
             op(*fake_args, **fake_kwargs)
         after = self.alias(viewed)
@@ -360,14 +360,14 @@ class Recorder(TorchDispatchMode):
 
     def _whole(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
         """The largest of the user's tensors that ``tensor`` is a part of: as an input it serves both."""
-        known = [t for t in self.shares_memory(storage) if _offset_within(tensor, t) is not None]
-        largest = max(known, key=_extent, default=tensor)
-        return largest if _extent(largest) > _extent(tensor) else tensor
+        known = [t for t in self.shares_memory(storage) if offset_within(tensor, t) is not None]
+        largest = max(known, key=extent, default=tensor)
+        return largest if extent(largest) > extent(tensor) else tensor
 
     def _overlapping(self, tensor: torch.Tensor, storage: int) -> Alias | None:
         """A tensor that lies inside the memory of an input already known is a view of that input."""
         for known, real in self._input_storages.get(storage, ()):
-            inside = _offset_within(tensor, real)
+            inside = offset_within(tensor, real)
             if inside is None:
                 raise UncapturableMutation(f"tensors that share a part of their memory, at {user_line()}; clone one of them")
             size, stride, offset = list(tensor.shape), list(tensor.stride()), inside
@@ -455,7 +455,7 @@ class Recorder(TorchDispatchMode):
 
     def effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
         """Append a call that must run whether or not its result is used."""
-        node = self.effect_on_nodes(target, *_map(args, self.value), val=val, **_map(kwargs, self.value))
+        node = self.effect_on_nodes(target, *map_operands(args, self.value), val=val, **map_operands(kwargs, self.value))
         if isinstance(val, torch.Tensor):
             self._bind_fresh(val, node)
         return node
@@ -500,7 +500,7 @@ class Recorder(TorchDispatchMode):
             return
         if _known(val):
             return
-        viewed = [alias for t in _tensors((args, kwargs)) if (alias := self.alias(t)).buffer is buffer]
+        viewed = [alias for t in tensors_in((args, kwargs)) if (alias := self.alias(t)).buffer is buffer]
         simple = viewed and not kwargs and op is not aten.as_strided.default and viewed[0] is self.alias(args[0])
         if simple and index is not None:
             op, args = single_view(op, args[1:], index, val)
@@ -510,7 +510,7 @@ class Recorder(TorchDispatchMode):
             op, args = as_strided_like(val)
         # as_strided counts from the start of the storage, not of the view it is called on.
         parent = buffer.whole if op is aten.as_strided.default else viewed[0]
-        self._mark(val, Alias(buffer, node, val, parent, (op, tuple(_map(args, self.value)))))
+        self._mark(val, Alias(buffer, node, val, parent, (op, tuple(map_operands(args, self.value)))))
 
     def _bind_fresh(self, val: torch.Tensor, node: torch.fx.Node) -> Alias:
         storage = val.untyped_storage()
@@ -554,67 +554,3 @@ def _check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> Non
 
 def _known(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) and "_weft_alias" in tensor.__dict__
-
-
-def _offset_within(tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
-    """Where ``tensor`` starts inside ``whole`` (elements), None unless it lies wholly inside."""
-    if tensor.dtype != whole.dtype:
-        return None
-    start = tensor.storage_offset() - whole.storage_offset()
-    return start if start >= 0 and start + _extent(tensor) <= _extent(whole) else None
-
-
-def _same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal sizes and strides (strides of dimensions of one element aside), as far as is known without the data."""
-    if a.dim() != b.dim() or not all(torch_adapter.surely(m == n) for m, n in zip(a.shape, b.shape, strict=True)):
-        return False
-    strides = zip(a.stride(), b.stride(), a.shape, strict=True)
-    return all(torch_adapter.surely(s == t) or torch_adapter.surely(n == 1) for s, t, n in strides)
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have no byte in common, going by their first and last elements."""
-    starts = [t.storage_offset() * t.element_size() for t in (a, b)]
-    ends = [start + _extent(t) * t.element_size() for start, t in zip(starts, (a, b), strict=True)]
-    return ends[0] <= starts[1] or ends[1] <= starts[0]
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-
-
-def _map(tree: Any, fn: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([_map(item, fn) for item in tree]) if not hasattr(tree, "_fields") else tuple(_map(i, fn) for i in tree)
-    if isinstance(tree, dict):
-        return {key: _map(item, fn) for key, item in tree.items()}
-    return fn(tree)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
-
-
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    return args[position] if position < len(args) else kwargs.get(name)
-
-
-def _handed_back(op: OpOverload, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, int]) -> Any:
-    """The results of an in-place operation, with the caller's own tensor objects where it returns what it was given."""
-    if out is None:
-        return None
-    back = []
-    for result, spec in zip(out if isinstance(out, tuple) else (out,), op._schema.returns, strict=True):
-        if spec.alias_info is None:
-            back.append(result)
-            continue
-        name = next(a.name for a in op._schema.arguments if a.alias_info and a.alias_info.before_set & spec.alias_info.before_set)
-        back.append(_argument(args, kwargs, named[name], name))
-    return tuple(back) if isinstance(out, tuple) else back[0]

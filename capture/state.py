@@ -22,6 +22,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import Role
+from weft.capture.registrations import user_hook
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
 _FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
@@ -198,7 +199,7 @@ class State:
         """Walk a dictionary of hooks and what they close over."""
         self._container(Container(hooks, path, label=lambda key: f"a hook in {path}"))
         for hook in list(hooks.values()):
-            self._visit(torch_adapter.user_hook(hook), path, None)
+            self._visit(user_hook(hook), path, None)
 
     def sites_of(self, leaf: torch.Tensor, path: str) -> list[HookSite]:
         """The places where hooks can be registered on a leaf that requires grad, its node of autograd included."""

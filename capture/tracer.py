@@ -24,18 +24,19 @@ from weft import torch_adapter
 from weft.capture.arguments import Arguments
 from weft.capture.collectives import functional_collectives
 from weft.capture.dynamic import DynamicSizes, Specialised
-from weft.capture.refusals import explained
 from weft.capture.fake_world import current_fake_world
 from weft.capture.functions import CaptureFunctions
 from weft.capture.graph import Create, Input, Output, Return, Role, StepGraph, Update, drop_dead
-from weft.capture.names import readable_name
 from weft.capture.groups import canonical_groups
 from weft.capture.hooks import HookCounts
 from weft.capture.modules import ModulePath
 from weft.capture.moment import Moments
+from weft.capture.names import readable_name
 from weft.capture.randomness import record_random_state
 from weft.capture.recorder import Recorder
-from weft.capture.state import MISSING, Container, Place, State, identity, opaque_code, plain
+from weft.capture.refusals import explained
+from weft.capture.registrations import user_hook
+from weft.capture.state import MISSING, Container, Place, State, identity, opaque_code
 from weft.capture.streams import Streams
 from weft.capture.values import Template
 from weft.errors import PythonStateChanged
@@ -159,7 +160,7 @@ class _Capture:
         for leaf, path in leaves:
             for hooks in torch_adapter.registered_hooks(leaf):
                 for hook in hooks.values():
-                    self.state.add(torch_adapter.user_hook(hook), f"a hook of {path}")
+                    self.state.add(user_hook(hook), f"a hook of {path}")
         return HookCounts(self.state, self.path, leaves)
 
     def _moments(self) -> Moments:
