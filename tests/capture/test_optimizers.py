@@ -1,0 +1,187 @@
+"""Optimizers: torch's own and the user's, their state and their learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from both_ways import assert_equal, batches, both_ways, detached, mlp, snapshot, training
+
+optim = torch.optim
+Make = Callable[[Any], optim.Optimizer]
+
+
+class SignMomentum(optim.Optimizer):
+    """Made by hand; its state, a counter among it, comes to exist in the first step."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                    state["count"] = torch.tensor(0.0)
+                state["count"] += 1
+                state["momentum"].mul_(0.9).add_(p.grad.sign(), alpha=0.1)
+                p.add_(state["momentum"] / (1 - 0.9 ** state["count"]), alpha=-group["lr"])
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: optim.AdamW(p, lr=0.1),
+    "adamw fused": lambda p: optim.AdamW(p, lr=0.1, fused=True),
+    "adamw foreach": lambda p: optim.AdamW(p, lr=0.1, foreach=True),
+    "adam amsgrad fused": lambda p: optim.Adam(p, lr=0.1, fused=True, amsgrad=True),
+    "adamw maximize": lambda p: optim.AdamW(p, lr=0.1, maximize=True, weight_decay=0.0),
+    "adamw lr tensor": lambda p: optim.AdamW(p, lr=torch.tensor(0.1), fused=True),
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd nesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd momentum fused": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "own": lambda p: SignMomentum(p, lr=0.1),
+}
+
+
+def _loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_to_eager(name: str) -> None:
+    # Where the first step differs from the others (it makes the state itself), it is a graph of its own.
+    late = name == "own" or name in ("sgd momentum", "sgd nesterov", "sgd momentum fused")
+    both_ways(training(_loss, optimizer=OPTIMIZERS[name]), batches(4), captures=2 if late else 1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw fused", "sgd", "adamw foreach", "rmsprop"])
+def test_a_schedule_of_learning_rates_is_one_capture(name: str) -> None:
+    def run(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        step, changed = training(_loss, optimizer=OPTIMIZERS[name])()
+        step = wrap(step)
+        schedule = optim.lr_scheduler.CosineAnnealingLR(changed[1], T_max=5)
+        losses = []
+        for (x,) in batches(5):
+            losses.append(step(x).detach())
+            schedule.step()
+        return step, [losses, *map(snapshot, changed)]
+
+    compiled, ours = run(weft.compile)
+    _, theirs = run(lambda step: step)
+    assert_equal(ours, theirs)
+    assert compiled.captures == ["first call"]
+    assert len({round(loss.item(), 6) for loss in ours[0]}) == 5
+
+
+def test_groups_with_settings_of_their_own() -> None:
+    def grouped(parameters: Any) -> optim.Optimizer:
+        first, *rest = parameters
+        groups = [{"params": [first], "lr": 0.3}, {"params": rest, "weight_decay": 0.5}]
+        return optim.AdamW(groups, lr=0.1, fused=True)
+
+    both_ways(training(_loss, optimizer=grouped), batches())
+
+
+def test_two_optimizers_in_one_step() -> None:
+    def make() -> tuple[Any, list[Any]]:
+        first, second = mlp(), mlp()
+        adamw = optim.AdamW(first.parameters(), lr=0.1)
+        sgd = optim.SGD(second.parameters(), lr=0.05, momentum=0.9)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            loss = _loss(first, x)
+            loss.backward()
+            adamw.step()
+            adamw.zero_grad()
+            other = second(first(x).detach()).abs().mean()
+            other.backward()
+            sgd.step()
+            sgd.zero_grad()
+            return loss, other
+
+        return step, [first, second, adamw, sgd]
+
+    both_ways(make, batches(), captures=2)
+
+
+def test_an_optimizer_stepped_every_other_call() -> None:
+    def make() -> tuple[Any, list[Any]]:
+        model = mlp()
+        optimizer = optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+        def step(x: torch.Tensor, update: bool) -> torch.Tensor:
+            loss = _loss(model, x)
+            loss.backward()
+            if update:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        return step, [model, optimizer]
+
+    calls = [(x, at % 2 == 1) for at, (x,) in enumerate(batches(6))]
+    # Without an update there is no state yet, with one, and without an update again.
+    both_ways(make, calls, captures=3)
+
+
+def test_clipping_and_the_norm_it_returns() -> None:
+    def make() -> tuple[Any, list[Any]]:
+        model = mlp()
+        optimizer = optim.SGD(model.parameters(), lr=0.5)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            _loss(model, x).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        return step, [model]
+
+    both_ways(make, batches())
+
+
+def test_an_average_of_weights_with_foreach() -> None:
+    def make() -> tuple[Any, list[Any]]:
+        model, average = mlp(), mlp()
+        average.requires_grad_(False)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = _loss(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 0.1)
+            return loss
+
+        return step, [model, average]
+
+    both_ways(make, batches())
+
+
+def test_training_goes_on_from_a_loaded_optimizer() -> None:
+    def run(wrap: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        step, (model, optimizer) = training(_loss, optimizer=OPTIMIZERS["adamw fused"])()
+        step = wrap(step)
+        step(batches()[0][0])
+        saved = detached(model.state_dict()), detached(optimizer.state_dict())
+        step(batches()[1][0])
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        return [detached(step(batches()[2][0])), snapshot(model), snapshot(optimizer)]
+
+    assert_equal(run(weft.compile), run(lambda step: step))

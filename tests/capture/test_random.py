@@ -1,0 +1,122 @@
+"""Random operations: the same stream of numbers as eager, from the same generator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from both_ways import batches, both_ways, mlp, training
+
+# both_ways compares the generator's state after the last call with eager's.
+
+
+def _dropout_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), nn.Linear(8, 8), nn.Dropout(0.2))
+
+
+def test_dropout() -> None:
+    both_ways(training(lambda model, x: model(x).square().mean(), _dropout_net), batches())
+
+
+def test_dropout_off_in_eval_mode() -> None:
+    both_ways(training(lambda model, x: model(x).square().mean(), lambda: _dropout_net().eval()), batches())
+
+
+def test_every_way_to_draw() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = F.dropout(model(x + torch.randn_like(x) * 0.1), 0.3)
+        order = torch.randperm(4)
+        keep = torch.bernoulli(torch.full((8,), 0.5))
+        scale = torch.empty(8).uniform_()
+        noise = torch.zeros(8).normal_(0, 0.1)
+        pick = torch.randint(0, 4, (2,))
+        sample = torch.multinomial(torch.ones(4), 2)
+        y = y + (y[order] * keep * scale * torch.rand(8) + noise)
+        return y.square().mean() + y[pick].sum() + y[sample].sum()
+
+    both_ways(training(forward), batches())
+
+
+def test_numbers_that_are_not_used_are_still_drawn() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.rand(5)
+        return F.dropout(model(x), 0.5).square().mean()
+
+    both_ways(training(forward), batches())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("preserve", [False, True])
+def test_checkpointing_draws_again(reentrant: bool, preserve: bool) -> None:
+    def forward(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(model[1:], model[0](x), use_reentrant=reentrant, preserve_rng_state=preserve)
+        return y.square().mean() + torch.rand(())
+
+    both_ways(training(forward, _dropout_net), batches())
+
+
+def test_nested_checkpoints() -> None:
+    def forward(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        def inner(y: torch.Tensor) -> torch.Tensor:
+            return model[3](checkpoint(model[1:3], y, use_reentrant=False))
+
+        return checkpoint(inner, model[0](x), use_reentrant=False).square().mean()
+
+    both_ways(training(forward, _dropout_net), batches())
+
+
+def test_a_forked_generator() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            noise = torch.rand(8)
+        return (model(x) * noise).sum() + torch.rand(())
+
+    both_ways(training(forward), batches())
+
+
+def test_state_saved_and_set_again() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        state = torch.get_rng_state()
+        first = torch.rand(8)
+        torch.set_rng_state(state)
+        return (model(x) * first).sum() + torch.rand(8).sum()
+
+    both_ways(training(forward), batches())
+
+
+def test_a_generator_of_the_users_own() -> None:
+    def make() -> tuple[Any, list[Any]]:
+        model = mlp()
+        generator = torch.Generator().manual_seed(3)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return (model(x) * torch.rand(8, generator=generator)).sum()
+
+        return step, [model]
+
+    both_ways(make, batches())
+
+
+def test_a_capture_draws_nothing() -> None:
+    step, _ = training(lambda model, x: model(x).square().mean(), _dropout_net)()
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    weft.capture(step, *batches()[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_another_seed_gives_other_numbers_without_a_capture() -> None:
+    compiled = weft.compile(lambda: torch.rand(4))
+    draws = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        draws.append(compiled())
+    assert torch.equal(draws[0], draws[2])
+    assert not torch.equal(draws[0], draws[1])
+    assert len(compiled.captures) == 1
