@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -205,7 +205,7 @@ def dtensor_with(local: torch.Tensor, spec: Any) -> Any:
 
 def group_rank(group_name: str) -> int:
     """This process's rank in the process group of that name."""
-    return torch._C._distributed_c10d._resolve_process_group(group_name).rank()
+    return torch._C._distributed_c10d._resolve_process_group(cast(Any, group_name)).rank()
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
@@ -260,7 +260,7 @@ def lr_symbol(shape_env: ShapeEnv, value: float, name: str) -> torch.SymFloat:
 
     source = ConstantSource(name)
     symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    return shape_env.create_symfloatnode(symbol, hint=value, source=source)
+    return cast(torch.SymFloat, shape_env.create_symfloatnode(symbol, hint=value, source=source))
 
 
 def size_symbol(shape_env: ShapeEnv, value: int, name: str) -> torch.SymInt:
@@ -269,7 +269,7 @@ def size_symbol(shape_env: ShapeEnv, value: int, name: str) -> torch.SymInt:
 
     source = ConstantSource(name)
     symbol = shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-    return shape_env.create_symintnode(symbol, hint=value, source=source)
+    return cast(torch.SymInt, shape_env.create_symintnode(symbol, hint=value, source=source))
 
 
 @contextlib.contextmanager
@@ -344,7 +344,7 @@ class _Touch(torch.autograd.Function):
         return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
+    def backward(ctx: Any, *grads: Any) -> None:
         return None
 
 
@@ -379,19 +379,16 @@ def global_hooks() -> list[tuple[str, dict[int, Any]]]:
 
 
 @contextlib.contextmanager
-def node_registrations(register: Callable[[Callable[[Any], RemovableHandle], Any], RemovableHandle]) -> Iterator[None]:
-    """While active, a hook is registered on an autograd node by ``register(original, hook)``."""
+def node_registrations(
+    exchange: Callable[[Any], Any], registered: Callable[[RemovableHandle, Any], None]
+) -> Iterator[None]:
+    """Register ``exchange(hook)`` for each hook on an autograd node, and tell ``registered`` about it."""
     original = _HookMixin._register_hook
 
     def exchanged(hooks: Any, hook: Any) -> Any:
-        made = []
-
-        def one(hook: Any) -> RemovableHandle:
-            made.append(original(hooks, hook))
-            return made[0][1]
-
-        register(one, hook)
-        return made[0]
+        hooks, handle = original(hooks, exchange(hook))
+        registered(handle, hook)
+        return hooks, handle
 
     _HookMixin._register_hook = staticmethod(exchanged)  # type: ignore[method-assign]
     try:
@@ -422,7 +419,7 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
-def rewrap(like: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+def rewrap(like: Any, inner: torch.Tensor) -> torch.Tensor:
     """A wrapper subclass like ``like`` (a DTensor) around another inner tensor."""
     names, context = like.__tensor_flatten__()
     parts = {name: getattr(like, name) for name in names}
@@ -439,7 +436,7 @@ def describe_dtensor(tensor: Any) -> str:
 
 def describe_group(name: str) -> str:
     """What a process group was made for: its mesh axis, ``world`` for the default group, ``group`` when nothing says."""
-    described = dist.distributed_c10d._resolve_process_group(name).group_desc
+    described = dist.distributed_c10d._resolve_process_group(cast(Any, name)).group_desc
     if described == "default_pg":
         return "world"
     return described.removeprefix("mesh_") if described and described != "undefined" else "group"
@@ -509,8 +506,8 @@ def assumptions(shape_env: ShapeEnv) -> list[Any]:
 def range_of(shape_env: ShapeEnv, symbol: Any) -> tuple[int, int | None]:
     """Smallest and largest value of a size symbol; the largest is None where there is no bound."""
     bounds = shape_env.var_to_range[symbol]
-    high = None if bounds.upper > 2**62 else int(bounds.upper)
-    return int(bounds.lower), high
+    low, high = cast(Any, bounds.lower), cast(Any, bounds.upper)
+    return int(low), None if high > 2**62 else int(high)
 
 
 def world_size() -> int:
@@ -551,8 +548,9 @@ def redirected_collective(name: str, replacement: Callable[..., Any]) -> Iterato
 @contextlib.contextmanager
 def functional_collectives_waited() -> Iterator[None]:
     """Functional collectives called from Python return waited plain tensors, as in torch's own traces."""
-    wrap = _functional_collectives._maybe_wrap_tensor
-    _functional_collectives._maybe_wrap_tensor = _functional_collectives.wait_tensor
+    module: Any = _functional_collectives
+    wrap = module._maybe_wrap_tensor
+    module._maybe_wrap_tensor = module.wait_tensor
     try:
         yield
     finally:

@@ -1,9 +1,8 @@
 """Every registered hook runs in the trace, or the capture fails by naming it.
 
 Hooks need no special treatment to be captured: the recorder sees what they do where autograd runs them. What
-    could go wrong is that one silently does not run. So each is counted while the step is captured, and what
-    each hangs on is
-counted apart from it: calls of modules, gradients that autograd accumulated, steps of optimizers.
+could go wrong is that one silently does not run. So each is counted while the step is captured, and what each
+hangs on is counted apart from it: calls of modules, gradients that autograd accumulated, steps of optimizers.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class HookCounts:
         return counted
 
     def _registered_inside(self, owner: Any, kind: str, hook: Any) -> Any:
-        """The step registers a hook: count it, unless torch registers it for itself or it is counted
-        already."""
+        """Count a hook that the step registers, unless it is torch's own or counted already."""
         if hasattr(hook, _COUNTED) or _root(hook).startswith("torch."):
             return hook
         name = self._owners.get(id(owner)) or self._state.modules.get(id(owner), (None, ""))[1] or user_line()
@@ -140,15 +138,11 @@ class HookCounts:
         for optimizer, path in self._state.optimizers:
             for kind, hooks in torch_adapter.optimizer_hooks(optimizer):
                 if hooks:
-                    yield hooks, path, kind, lambda key=(id(optimizer), kind): self._stepped[key]
+                    key = id(optimizer), kind
+                    yield hooks, path, kind, lambda key=key: self._stepped[key]
         for kind, hooks in torch_adapter.global_hooks():
             if hooks:
-                yield (
-                    hooks,
-                    "all optimizers" if kind.startswith("step") else "all modules",
-                    kind,
-                    lambda: None,
-                )
+                yield hooks, f"all {'optimizers' if 'step' in kind else 'modules'}", kind, lambda: None
 
     def _calls(self, kind: str, module: int) -> Expected:
         if kind == "forward-pre":

@@ -50,8 +50,7 @@ class Moment:
 
     @contextlib.contextmanager
     def restored(self, values: list[Any]) -> Iterator[None]:
-        """Inside, the user's objects are as they were at this moment; ``values`` are those of the graph's
-        operands."""
+        """Inside, the user's objects are as they were at this moment; ``values`` are the node's operands."""
         tensors = [(each.place.get(), values[each.index]) for each in self.values]
         entries = [
             (e.container, e.key, MISSING if e.template is None else e.template.fill(values))
@@ -92,8 +91,7 @@ class Moments:
         return {**self._state.homes, **self._arguments}
 
     def of(self, roots: Iterable[Any], keep: Keep) -> Moment:
-        """The moment that is now, as far as it can be reached from ``roots``; ``keep`` makes a node an
-        operand."""
+        """What now is, as far as ``roots`` lead to it; ``keep`` makes a node an operand."""
         homes = self.homes
         known: dict[int, list[Container]] = {}
         for container in [*self._state.containers, *self._gradients]:
@@ -121,8 +119,7 @@ class Moments:
             yield self._entry(container, key, new, homes, keep)
 
     def _made_inside(self, container: Container, homes: Mapping[int, Place], keep: Keep) -> Iterator[_Entry]:
-        """Entries of a container that the step made (a cell of a function in it) which hold tensors of this
-        call."""
+        """Entries of a container that the step made (a cell of a function), if tensors are in them."""
         for key, value in container.before.items():
             tensors = [leaf for leaf in torch_adapter.flatten(value)[0] if isinstance(leaf, torch.Tensor)]
             if any(id(t) in self._arguments or self._is_captured(t) for t in tensors):

@@ -49,8 +49,7 @@ class OpaqueCall:
 
 
 def _give_what_was_kept(lent: list[Any]) -> None:
-    """Tensors that the function kept get memory of their own: the program goes on to write in what it
-    lent."""
+    """Tensors that the function kept get memory of their own: the program may yet write in what it lent."""
     for at in range(len(lent)):
         if isinstance(lent[at], torch.Tensor) and _references(lent, at) > _LENT:
             lent[at].data = lent[at].clone()

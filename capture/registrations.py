@@ -24,8 +24,7 @@ _METHODS = (
 
 
 def user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that the user registered: of a multi-grad hook the one inside what torch registers for
-    it."""
+    """The function that the user registered: of a multi-grad hook the one inside torch's own function."""
     if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:
         return hook
     inside = inspect.getclosurevars(hook).nonlocals.get("fn", hook)
@@ -34,10 +33,10 @@ def user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def registrations(exchange: Callable[[Any, str, Any], Any]) -> Iterator[None]:
-    """Register ``exchange(owner, kind, hook)`` in place of each hook registered inside; those left are put
-    back after.
+    """Register ``exchange(owner, kind, hook)`` in place of each hook registered inside.
 
-    ``owner`` is the tensor or module, None of a hook on an autograd node (torch does not say which).
+    Those that are left at the end are put back. ``owner`` is the tensor or module, None of a hook on an autograd
+    node (torch does not say which).
     """
     registered: list[tuple[RemovableHandle, Any]] = []
 
@@ -50,14 +49,14 @@ def registrations(exchange: Callable[[Any, str, Any], Any]) -> Iterator[None]:
 
         return with_exchange
 
-    def on_node(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
-        return through(lambda _, hook: register(hook), "node")(None, hook)
-
+    on_node = torch_adapter.node_registrations(
+        lambda hook: exchange(None, "node", hook), lambda handle, hook: registered.append((handle, hook))
+    )
     originals = [(owner, name, getattr(owner, name), kind) for owner, name, kind in _METHODS]
     for owner, name, register, kind in originals:
         setattr(owner, name, through(register, kind))
     try:
-        with torch_adapter.node_registrations(on_node):
+        with on_node:
             yield
     finally:
         for owner, name, register, _ in originals:

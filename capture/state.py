@@ -202,10 +202,13 @@ class State:
             self._visit(user_hook(hook), path, None)
 
     def sites_of(self, leaf: torch.Tensor, path: str) -> list[HookSite]:
-        """The places where hooks can be registered on a leaf that requires grad, its node of autograd included."""
-        reads = [(kind, lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]) for at, (kind, _) in enumerate(torch_adapter.tensor_hooks(leaf))]
+        """The places where hooks can be registered on a leaf that requires grad, its autograd node included."""
+        reads: list[tuple[str, Callable[[], dict[int, Any] | None]]] = []
+        for at, (kind, _) in enumerate(torch_adapter.tensor_hooks(leaf)):
+            reads.append((kind, lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]))
         node = torch_adapter.accumulator(leaf)
-        reads += [(kind, lambda hooks=hooks, node=node: hooks) for kind, hooks in torch_adapter.node_hooks(node)]
+        for kind, hooks in torch_adapter.node_hooks(node):
+            reads.append((kind, lambda hooks=hooks, node=node: hooks))
         return [HookSite(path, kind, read, dict(read() or {})) for kind, read in reads]
 
     def notice_new_hooks(self) -> None:

@@ -1,13 +1,14 @@
 """Every kind of hook on every target, in every variant: training runs that differ in one hook.
 
-A case trains a small model for a few steps, uncompiled or compiled, with one hook registered; :func:`train` returns
-everything the run leaves behind, so that two runs can be compared bit for bit. A hook counts its firings in a tensor
-(``model.fired``), which is part of the step and so is counted by the compiled step as well.
+A case trains a small model for a few steps, uncompiled or compiled, with one hook registered; :func:`train`
+returns everything the run leaves behind, so that two runs can be compared bit for bit. A hook counts its
+firings in a tensor (``model.fired``), which is part of the step and so is counted by the compiled step as
+well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -100,7 +101,9 @@ class Run:
     def note(self, *values: Any) -> None:
         """What an opaque hook does: reads numbers, keeps tensors."""
         for value in values:
-            self.seen.append(value if isinstance(value, str) else (value.detach().double().sum().item(), value.detach()))
+            self.seen.append(
+                value if isinstance(value, str) else (value.detach().double().sum().item(), value.detach())
+            )
 
 
 # ---- what is registered, by kind
@@ -134,7 +137,9 @@ def on_many(run: Run) -> Callable[[Any], None]:
 
 def on_node(run: Run) -> Callable[[Any, Any], Any]:
     if run.variant == "opaque":
-        return weft.opaque(lambda inputs, outputs: run.note("node", *(g for g in (*inputs, *outputs) if g is not None)))
+        return weft.opaque(
+            lambda inputs, outputs: run.note("node", *(g for g in (*inputs, *outputs) if g is not None))
+        )
 
     def change(inputs: Any, outputs: Any) -> Any:
         if inputs:
@@ -165,7 +170,11 @@ def forward_pre(run: Run) -> Callable[..., Any]:
 
 def backward(run: Run) -> Callable[..., Any]:
     if run.variant == "opaque":
-        return weft.opaque(lambda module, inputs, outputs: run.note(type(module).__name__, *(g for g in inputs if g is not None), *outputs))
+        return weft.opaque(
+            lambda module, inputs, outputs: run.note(
+                type(module).__name__, *(g for g in inputs if g is not None), *outputs
+            )
+        )
     return lambda module, inputs, outputs: tuple(None if g is None else run.changed(g) for g in inputs)
 
 
@@ -184,7 +193,11 @@ def around_step(run: Run) -> Callable[..., Any]:
             grad.copy_(run.changed(grad))
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        run.note(f"lr {optimizer.param_groups[0]['lr']:.6f}", optimizer.param_groups[0]["params"][0], *gradients(optimizer))
+        run.note(
+            f"lr {optimizer.param_groups[0]['lr']:.6f}",
+            optimizer.param_groups[0]["params"][0],
+            *gradients(optimizer),
+        )
         run.note(*(v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)))
 
     return weft.opaque(look) if run.variant == "opaque" else change
@@ -194,7 +207,11 @@ _MODULE_KINDS: dict[str, tuple[Callable[[Run], Any], str, Callable[[Any], Any]]]
     "forward": (forward, "register_forward_hook", nn_module.register_module_forward_hook),
     "forward-pre": (forward_pre, "register_forward_pre_hook", nn_module.register_module_forward_pre_hook),
     "full-backward": (backward, "register_full_backward_hook", nn_module.register_module_full_backward_hook),
-    "full-backward-pre": (backward_pre, "register_full_backward_pre_hook", nn_module.register_module_full_backward_pre_hook),
+    "full-backward-pre": (
+        backward_pre,
+        "register_full_backward_pre_hook",
+        nn_module.register_module_full_backward_pre_hook,
+    ),
 }
 _TENSOR_KINDS: dict[str, tuple[Callable[[Run], Any], Callable[[Tensor, Any], Any]]] = {
     "Tensor.register_hook": (on_tensor, lambda t, hook: t.register_hook(hook)),
@@ -215,7 +232,7 @@ def node_of(t: Tensor) -> Any:
     return t.grad_fn or torch.autograd.graph.get_gradient_edge(t).node
 
 
-def cases() -> list[Case]:
+def cases(only: str | None = None) -> list[Case]:
     """All cells of the matrix that mean something: a hook on accumulation needs a leaf, and so on."""
     cells = []
     for kind in _TENSOR_KINDS:
@@ -224,9 +241,15 @@ def cases() -> list[Case]:
         cells += [(kind, target) for target in ([] if leaf_only else ["intermediate"]) + targets]
         if "multi" in kind:
             cells.append((kind, "parameters and intermediates"))
-    cells += [(kind, target) for kind in _MODULE_KINDS for target in ("module", "whole model", "module, inside", "all modules")]
+    cells += [
+        (kind, target)
+        for kind in _MODULE_KINDS
+        for target in ("module", "whole model", "module, inside", "all modules")
+    ]
     cells += [(kind, target) for kind in _OPTIMIZER_KINDS for target in ("optimizer", "all optimizers")]
-    return [Case(kind, target, variant) for kind, target in cells for variant in VARIANTS]
+    return [
+        Case(kind, target, variant) for kind, target in cells for variant in VARIANTS if only in (None, kind)
+    ]
 
 
 def register(case: Case, run: Run) -> None:
@@ -246,12 +269,15 @@ def _register_on_module(case: Case, run: Run) -> None:
     if case.target == "all modules":
         run.handles.append(everywhere(make(run)))
     elif case.target == "module, inside":
+
         def tap(x: Tensor, hidden: Tensor, deeper: Tensor) -> None:
             run.kept.append(getattr(run.model.last, method)(make(run)))
 
         run.model.tap = tap
     else:
-        run.handles.append(getattr(run.model if case.target == "whole model" else run.model.second, method)(make(run)))
+        run.handles.append(
+            getattr(run.model if case.target == "whole model" else run.model.second, method)(make(run))
+        )
 
 
 def _register_on_tensor(case: Case, run: Run) -> None:
@@ -260,16 +286,22 @@ def _register_on_tensor(case: Case, run: Run) -> None:
     if case.target == "parameter":
         run.handles += [node_of(model.second.weight), attach(model.second.weight, hook)]
     elif case.target == "input":
+
         def prepare(x: Tensor) -> None:
             run.handles += [node_of(x), attach(x, hook)]
 
         run.prepare = prepare
     elif case.target == "parameters and intermediates":
         mode = case.kind.split()[1]
-        model.tap = lambda x, h, d: run.kept.append(register_multi_grad_hook([model.first.weight, d, h], hook, mode=mode))
+        model.tap = lambda x, h, d: run.kept.append(
+            register_multi_grad_hook([model.first.weight, d, h], hook, mode=mode)
+        )
     else:
+
         def tap(x: Tensor, hidden: Tensor, deeper: Tensor) -> None:
-            on = {"intermediate": hidden, "input, inside": x, "parameter, inside": model.second.weight}[case.target]
+            on = {"intermediate": hidden, "input, inside": x, "parameter, inside": model.second.weight}[
+                case.target
+            ]
             run.kept += [node_of(on), attach(on, hook)]
 
         model.tap = tap
@@ -278,7 +310,9 @@ def _register_on_tensor(case: Case, run: Run) -> None:
 # ---- runs
 
 
-def begin(case: Case | None, rank: int, compiled: bool, **options: Any) -> tuple[Run, Callable[[Tensor], Tensor]]:
+def begin(
+    case: Case | None, rank: int, compiled: bool, **options: Any
+) -> tuple[Run, Callable[[Tensor], Tensor]]:
     """A run and its step, compiled or not, with the case's hook registered."""
     torch.manual_seed(7)
     model = Model()
@@ -343,14 +377,46 @@ def train(case: Case | None, rank: int, compiled: bool, **options: Any) -> Outco
 def differences(eager: Outcome, compiled: Outcome) -> list[str]:
     """Names of what is not the same, bit for bit."""
     names = [f"only one has {name}" for name in eager.values.keys() ^ compiled.values.keys()]
-    names += [n for n in eager.values.keys() & compiled.values.keys() if not torch.equal(eager.values[n], compiled.values[n])]
+    names += [
+        n
+        for n in eager.values.keys() & compiled.values.keys()
+        if not torch.equal(eager.values[n], compiled.values[n])
+    ]
     if eager.fired != compiled.fired:
         names.append(f"fired {eager.fired} times eager, {compiled.fired} compiled")
     if len(eager.seen) != len(compiled.seen):
         names.append(f"opaque hook saw {len(eager.seen)} values eager, {len(compiled.seen)} compiled")
     for at, (a, b) in enumerate(zip(eager.seen, compiled.seen, strict=False)):
-        same = a == b if isinstance(a, str) or isinstance(b, str) else a[0] == b[0] and torch.equal(a[1], b[1])
+        same = (
+            a == b if isinstance(a, str) or isinstance(b, str) else a[0] == b[0] and torch.equal(a[1], b[1])
+        )
         if not same:
             names.append(f"opaque hook saw {a} eager, {b} compiled at {at}")
             break
     return sorted(names)
+
+
+def compare(rank: int, world: int, kind: str | None) -> list[tuple[Case, list[str]]]:
+    """What differs between the two ways, for all cases of a kind; runs on each rank of a process group."""
+    rows = []
+    for case in cases(kind):
+        eager = train(case, rank, compiled=False)
+        wrong = differences(eager, train(case, rank, compiled=True))
+        fired = eager.seen if case.variant == "opaque" else eager.fired
+        rows.append((case, wrong if fired else [*wrong, "the hook never fired"]))
+    return rows
+
+
+def table(rows: Iterable[tuple[Case, list[str]]]) -> str:
+    """One line a kind and target, one column a variant: ``=`` where both ways agreed, else what differs."""
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for case, wrong in rows:
+        lines.setdefault((case.kind, case.target), {})[case.variant] = (
+            "=" if not wrong else f"{len(wrong)} differ: {wrong[0]}"
+        )
+    head = f"{'kind':24} {'target':28} " + " ".join(f"{variant:10}" for variant in VARIANTS)
+    body = [
+        f"{k:24} {t:28} " + " ".join(f"{cells.get(v, '-'):10}" for v in VARIANTS)
+        for (k, t), cells in lines.items()
+    ]
+    return "\n".join([head, *body])
