@@ -20,9 +20,9 @@ from weft.capture.dynamic import MARKS
 from weft.capture.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.guards import Guards
+from weft.capture.recorder import recording
 from weft.capture.signature import signature
 from weft.capture.tracer import CapturedStep, capture_step
-from weft.capture.user_code import user_line
 from weft.errors import UnknownOption, WeftError
 from weft.inductor.passes.pipeline import run_passes
 from weft.inductor.runtime.aten import compile_aten
@@ -83,7 +83,7 @@ class CompiledStep(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._uncompiled:
+        if self._uncompiled or recording() is not None:  # a step inside a step is captured as part of it
             return self.step(*args, **kwargs)
         leaves, spec = torch_adapter.flatten((args, kwargs))
         reasons: list[str] = []

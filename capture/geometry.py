@@ -11,7 +11,7 @@ def offset_within(tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
     """Where ``tensor`` starts inside ``whole`` (elements), None unless it lies wholly inside."""
     if tensor.dtype != whole.dtype:
         return None
-    start = tensor.storage_offset() - whole.storage_offset()
+    start = int(tensor.storage_offset() - whole.storage_offset())
     return start if start >= 0 and start + extent(tensor) <= extent(whole) else None
 
 

@@ -33,7 +33,7 @@ from weft.capture.operands import argument_of, handed_back, map_operands, tensor
 from weft.capture.state import identity
 from weft.capture.symbols import Symbols
 from weft.capture.user_code import Frame, user_frames, user_line
-from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableMutation
+from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableLayout, UncapturableMutation
 from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
         self._buffers: dict[int, Buffer] = {}
         self._inputs: dict[tuple[Any, ...], Alias] = {}
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
-        self._input_storages: dict[int, list[Alias]] = {}
+        self._input_storages: dict[int, list[tuple[Alias, torch.Tensor]]] = {}
         self._origin: dict[int, tuple[tuple[Frame, ...], str, int]] = {}
         self._after_inputs = self.graph._root
         self._paused_in: tuple[TorchDispatchMode, ...] | None = None
@@ -132,7 +132,8 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would wrap every dispatch to keep its own compiler out; none runs here
 
-    def __torch_dispatch__(self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        op: OpOverload = func
         if op is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = kwargs or {}
@@ -153,9 +154,9 @@ class Recorder(TorchDispatchMode):
         _active.append(self)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         _active.pop()
-        super().__exit__(*error)
+        super().__exit__(exc_type, exc_val, exc_tb)
 
     @contextmanager
     def paused(self, *modes: TorchDispatchMode) -> Iterator[None]:
@@ -483,6 +484,8 @@ class Recorder(TorchDispatchMode):
         for at, value in enumerate(out if many else (out,)):
             index = at if many else None
             if isinstance(value, torch.Tensor):
+                if value.layout is not torch.strided:
+                    raise UncapturableLayout(str(op), value.layout, user_line())
                 part = self.pick(node, at, value) if many else node
                 self._bind_result(value, part, op, args, kwargs, index)
             elif isinstance(value, _NUMBERS):

@@ -253,6 +253,8 @@ class State:
             self._later.append((obj, path))
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(obj, path)
+        elif isinstance(getattr(obj, "__wrapped__", None), (types.FunctionType, types.MethodType)):
+            self._visit(obj.__wrapped__, path, None)  # a compiled step that this one calls, a cached function
         elif isinstance(obj, (dict, list, deque)):
             self._items(obj, path)
         elif isinstance(obj, (tuple, set, frozenset)):
@@ -276,7 +278,7 @@ class State:
         if id(tensor) in self._seen:
             return
         self._seen[id(tensor)] = tensor
-        if place is not None:
+        if place is not None and tensor.layout is torch.strided:
             inner, names = plain(tensor)
             home = Place(place.container, place.key, path, place.role, names)
             self.homes[id(tensor)] = home

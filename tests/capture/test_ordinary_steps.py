@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_the_step_of_an_object() -> None:
         assert torch.equal(ours.step(x), theirs.eager_step(x))
     assert len(Trainer.step.captures) == 2
     assert "scale" in Trainer.step.captures[1]
+
+
+@pytest.mark.parametrize("decorate", [weft.compile, functools.cache, functools.lru_cache(None)])
+def test_a_decorated_function_inside_the_step(decorate: Any) -> None:
+    def make() -> tuple[Any, list[Any]]:
+        model, seen = mlp(), [torch.zeros(8)]
+
+        @decorate
+        def forward_and_note(x: torch.Tensor) -> torch.Tensor:
+            y = model(x)
+            seen[0] = seen[0] + y.detach().mean(0)
+            return y
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return forward_and_note(x).sum() + seen[0].sum()
+
+        return step, [seen]
+
+    both_ways(make, batches())
 
 
 def test_micro_batches_in_a_loop() -> None:

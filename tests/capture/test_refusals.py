@@ -20,6 +20,7 @@ from weft.errors import (
     GraphOutsideStep,
     NumpyOnTensor,
     PythonStateChanged,
+    UncapturableLayout,
     UncapturableMutation,
     UnregisteredType,
     WeftError,
@@ -137,6 +138,19 @@ def test_the_message_has_the_remedy(refused: Callable[..., Any]) -> None:
     s = Setting()
     with pytest.raises(CannotCapture, match=r"torch\.where(.|\n)*weft\.opaque(.|\n)*fallback=\"eager\""):
         weft.compile(lambda x: refused(s, s.train(x)))(*batches()[0])
+
+
+def test_sparse_gradients() -> None:
+    table = nn.Embedding(10, 4, sparse=True)
+
+    def step(ids: torch.Tensor) -> None:
+        table(ids).sum().backward()  # HERE
+
+    with pytest.raises(UncapturableLayout, match=rf"test_refusals\.py:{_marked_line(step)}.*sparse=False"):
+        weft.compile(step)(torch.tensor([1, 2]))
+    weft.compile(step, fallback="eager")(torch.tensor([1, 2]))
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
 
 
 # ---- Python state
