@@ -72,7 +72,7 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
         model = Llama(shape)
     step = BUILDERS[impl](model, mesh, not options.no_reshard, device)
     data = torch.Generator(device).manual_seed(1000 + dist.get_rank())
-    losses, times = [], []
+    losses, times, first = [], [], 0.0
     for at in range(options.steps):
         ids = torch.randint(0, shape.vocabulary, (options.batch, options.length + 1), device=device, generator=data)
         synchronize(device)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from typing import Any
+
 import torch
 
 from weft.capture.graph import WAIT, StepGraph
@@ -62,7 +64,7 @@ def _unpadded(graph: torch.fx.Graph, node: Node) -> Node | None:
     return _cast(graph, node, padded, dtype) if rows == size else None
 
 
-def _cast(graph: torch.fx.Graph, node: Node, source: object, dtype: object) -> Node | None:
+def _cast(graph: torch.fx.Graph, node: Node, source: object, dtype: Any) -> Node | None:
     assert isinstance(source, Node)
     given = source.meta["val"]
     if not given.is_contiguous():
