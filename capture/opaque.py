@@ -38,9 +38,7 @@ class OpaqueCall:
         self.__module__ = __name__
 
     def __call__(self, *operands: Any) -> None:
-        lent = [
-            value.detach() if isinstance(value, torch.Tensor) else value for value in operands[: self.given]
-        ]
+        lent = [value.detach() if isinstance(value, torch.Tensor) else value for value in operands[: self.given]]
         args, kwargs = self.arguments.fill(lent)
         with self.moment.restored(list(operands)), torch.set_grad_enabled(self._grad_enabled):
             self.function(*args, **kwargs)
@@ -70,7 +68,8 @@ def opaque(function: Callable[..., Any]) -> Callable[..., None]:
     arguments, and everything else of the step's that it can reach through them, its closure and its globals
     (gradients, parameters, optimizer state), with the values of that moment. It may do anything Python can:
     print, append, compute metrics with ``.item()``. It must not change tensors of the step, and returns
-    nothing. Uncompiled it is called as it is. Works as a hook of any kind.
+    nothing. Uncompiled it is called as it is. Works as a hook of any kind. All ranks must call it, as any other
+    part of the step: look at the rank inside of it, not around it.
     """
     code = getattr(function, "__code__", None)
     if code is not None:

@@ -137,9 +137,7 @@ def on_many(run: Run) -> Callable[[Any], None]:
 
 def on_node(run: Run) -> Callable[[Any, Any], Any]:
     if run.variant == "opaque":
-        return weft.opaque(
-            lambda inputs, outputs: run.note("node", *(g for g in (*inputs, *outputs) if g is not None))
-        )
+        return weft.opaque(lambda inputs, outputs: run.note("node", *(g for g in (*inputs, *outputs) if g is not None)))
 
     def change(inputs: Any, outputs: Any) -> Any:
         if inputs:
@@ -247,9 +245,7 @@ def cases(only: str | None = None) -> list[Case]:
         for target in ("module", "whole model", "module, inside", "all modules")
     ]
     cells += [(kind, target) for kind in _OPTIMIZER_KINDS for target in ("optimizer", "all optimizers")]
-    return [
-        Case(kind, target, variant) for kind, target in cells for variant in VARIANTS if only in (None, kind)
-    ]
+    return [Case(kind, target, variant) for kind, target in cells for variant in VARIANTS if only in (None, kind)]
 
 
 def register(case: Case, run: Run) -> None:
@@ -275,9 +271,7 @@ def _register_on_module(case: Case, run: Run) -> None:
 
         run.model.tap = tap
     else:
-        run.handles.append(
-            getattr(run.model if case.target == "whole model" else run.model.second, method)(make(run))
-        )
+        run.handles.append(getattr(run.model if case.target == "whole model" else run.model.second, method)(make(run)))
 
 
 def _register_on_tensor(case: Case, run: Run) -> None:
@@ -299,9 +293,7 @@ def _register_on_tensor(case: Case, run: Run) -> None:
     else:
 
         def tap(x: Tensor, hidden: Tensor, deeper: Tensor) -> None:
-            on = {"intermediate": hidden, "input, inside": x, "parameter, inside": model.second.weight}[
-                case.target
-            ]
+            on = {"intermediate": hidden, "input, inside": x, "parameter, inside": model.second.weight}[case.target]
             run.kept += [node_of(on), attach(on, hook)]
 
         model.tap = tap
@@ -310,9 +302,7 @@ def _register_on_tensor(case: Case, run: Run) -> None:
 # ---- runs
 
 
-def begin(
-    case: Case | None, rank: int, compiled: bool, **options: Any
-) -> tuple[Run, Callable[[Tensor], Tensor]]:
+def begin(case: Case | None, rank: int, compiled: bool, **options: Any) -> tuple[Run, Callable[[Tensor], Tensor]]:
     """A run and its step, compiled or not, with the case's hook registered."""
     torch.manual_seed(7)
     model = Model()
@@ -378,18 +368,14 @@ def differences(eager: Outcome, compiled: Outcome) -> list[str]:
     """Names of what is not the same, bit for bit."""
     names = [f"only one has {name}" for name in eager.values.keys() ^ compiled.values.keys()]
     names += [
-        n
-        for n in eager.values.keys() & compiled.values.keys()
-        if not torch.equal(eager.values[n], compiled.values[n])
+        n for n in eager.values.keys() & compiled.values.keys() if not torch.equal(eager.values[n], compiled.values[n])
     ]
     if eager.fired != compiled.fired:
         names.append(f"fired {eager.fired} times eager, {compiled.fired} compiled")
     if len(eager.seen) != len(compiled.seen):
         names.append(f"opaque hook saw {len(eager.seen)} values eager, {len(compiled.seen)} compiled")
     for at, (a, b) in enumerate(zip(eager.seen, compiled.seen, strict=False)):
-        same = (
-            a == b if isinstance(a, str) or isinstance(b, str) else a[0] == b[0] and torch.equal(a[1], b[1])
-        )
+        same = a == b if isinstance(a, str) or isinstance(b, str) else a[0] == b[0] and torch.equal(a[1], b[1])
         if not same:
             names.append(f"opaque hook saw {a} eager, {b} compiled at {at}")
             break
@@ -416,7 +402,6 @@ def table(rows: Iterable[tuple[Case, list[str]]]) -> str:
         )
     head = f"{'kind':24} {'target':28} " + " ".join(f"{variant:10}" for variant in VARIANTS)
     body = [
-        f"{k:24} {t:28} " + " ".join(f"{cells.get(v, '-'):10}" for v in VARIANTS)
-        for (k, t), cells in lines.items()
+        f"{k:24} {t:28} " + " ".join(f"{cells.get(v, '-'):10}" for v in VARIANTS) for (k, t), cells in lines.items()
     ]
     return "\n".join([head, *body])

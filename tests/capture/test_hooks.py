@@ -67,9 +67,7 @@ def training(register: Callable[[nn.Sequential, torch.optim.Optimizer], Any], wr
     return [(step(x), snapshot(model)) for (x,) in batches()], noted, step
 
 
-def assert_same_training(
-    register: Callable[[nn.Sequential, torch.optim.Optimizer], Any], **options: Any
-) -> Any:
+def assert_same_training(register: Callable[[nn.Sequential, torch.optim.Optimizer], Any], **options: Any) -> Any:
     """Train both ways and return the compiled step."""
     eager, eager_noted, _ = training(register, lambda step: step)
     compiled, noted, step = training(register, lambda step: weft.compile(step, **options))
@@ -202,9 +200,7 @@ def on(model: Any, optimizer: Any, where: str) -> Any:
     """Register a hook that doubles what it gets (of optimizers: the gradients); returns its handle."""
     weight = model[0].weight
     double = lambda *grads: tuple(g * 2 for g in grads[-1]) if isinstance(grads[-1], tuple) else grads[-1] * 2
-    doubled = lambda optimizer, args, kwargs: (
-        [p.grad.mul_(2) for p in optimizer.param_groups[0]["params"]] and None
-    )
+    doubled = lambda optimizer, args, kwargs: [p.grad.mul_(2) for p in optimizer.param_groups[0]["params"]] and None
     return {
         "gradient": lambda: weight.register_hook(double),
         "post-accumulate": lambda: weight.register_post_accumulate_grad_hook(scale_accumulated(2)),
@@ -212,9 +208,7 @@ def on(model: Any, optimizer: Any, where: str) -> Any:
         "node": lambda: get_gradient_edge(weight).node.register_prehook(double),
         "forward": lambda: model[0].register_forward_hook(double),
         "forward-pre": lambda: model[0].register_forward_pre_hook(double),
-        "full-backward": lambda: model[2].register_full_backward_hook(
-            lambda module, inputs, outputs: (inputs[0] * 2,)
-        ),
+        "full-backward": lambda: model[2].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,)),
         "full-backward-pre": lambda: model[2].register_full_backward_pre_hook(double),
         "all modules": lambda: register_module_forward_hook(double),
         "optimizer": lambda: optimizer.register_step_pre_hook(doubled),
@@ -481,9 +475,7 @@ def test_hooks_that_eager_does_not_fire_either_are_no_error() -> None:
             module.register_forward_pre_hook(
                 weft.opaque(lambda *args, name=name, noted=noted: noted.append(f"pre {name}"))
             )
-            module.register_forward_hook(
-                weft.opaque(lambda *args, name=name, noted=noted: noted.append(name))
-            )
+            module.register_forward_hook(weft.opaque(lambda *args, name=name, noted=noted: noted.append(name)))
             module.register_full_backward_hook(
                 weft.opaque(lambda *args, name=name, noted=noted: noted.append(f"back {name}"))
             )
@@ -503,6 +495,30 @@ def test_hooks_that_eager_does_not_fire_either_are_no_error() -> None:
         run = wrap(step)
         results.append(([run(x) for (x,) in batches()], noted, snapshot(model)))
     assert_equal(results[1], results[0])
+
+
+def test_hooks_on_parameters_that_copies_stand_in_for() -> None:
+    """Neither way fires the hook of a parameter while a copy of it is used in its place."""
+
+    def make(wrap: Any) -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        model = mlp()
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+        for p in model.parameters():
+            p.register_hook(lambda grad: grad * 2)
+
+        def step(x: Tensor) -> list[Tensor]:
+            copies = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            torch.func.functional_call(model, copies, (x,)).square().mean().backward()
+            loss = model(x).square().mean()
+            loss.backward()
+            return [loss.detach(), *(copy.grad for copy in copies.values())]
+
+        step = wrap(step)
+        return [step(x) for (x,) in batches()], snapshot(model)
+
+    eager = make(lambda step: step)
+    assert_equal(make(lambda step: weft.compile(step, verify=True)), eager)
 
 
 def test_verify_compares_how_often_hooks_fired() -> None:
