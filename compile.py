@@ -23,7 +23,7 @@ from weft.capture.guards import Guards
 from weft.capture.recorder import recording
 from weft.capture.signature import signature
 from weft.capture.tracer import CapturedStep, capture_step
-from weft.errors import UnknownOption, WeftError
+from weft.errors import AgreementTimeout, GraphMismatch, StoreLost, UnknownOption, WeftError
 from weft.inductor.passes.pipeline import run_passes
 from weft.inductor.runtime.aten import compile_aten
 from weft.verify import verify_first_call
@@ -109,6 +109,8 @@ class CompiledStep(Generic[P, R]):
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
         try:
             entry = self.capture(args, kwargs, reasons)
+        except (GraphMismatch, AgreementTimeout, StoreLost):
+            raise  # ranks that differ must not go on, compiled or not
         except WeftError as error:
             if self.fallback != "eager":
                 raise
@@ -123,18 +125,33 @@ class CompiledStep(Generic[P, R]):
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _Entry:
         """Capture one call, agree with the other ranks, and keep the result at the front of ``entries``."""
         self._say_why(reasons)
-        captured = capture_step(self.step, args, kwargs, dynamic=self._dynamic_dims(args, kwargs))
-        self._agree(captured.graph)
+        try:
+            captured = capture_step(self.step, args, kwargs, dynamic=self._dynamic_dims(args, kwargs))
+        except Exception as error:
+            self._tell_of_failure(error)
+            raise
+        self._agree(
+            f"{signature(captured.graph)}\n"
+            f"collectives in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead"
+        )
         self.entries.insert(0, _Entry(captured))
-        log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, len(captured.graph), captured.recorded)
+        nodes, seen = len(captured.graph), captured.recorded
+        log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
         return self.entries[0]
 
-    def _agree(self, graph: StepGraph) -> None:
+    def _agree(self, text: str) -> None:
         """Show that all ranks run the same operations and collectives, once for each form of the step."""
-        text = f"{signature(graph)}\ncollectives in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead"
         if text not in self._agreed and torch_adapter.world_size() > 1 and current_fake_world() is None:
             agree(self.__qualname__, text)
         self._agreed.add(text)
+
+    def _tell_of_failure(self, error: Exception) -> None:
+        """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none."""
+        try:
+            self._agree(f"{self.__qualname__} cannot be captured: {type(error).__name__}")
+        except WeftError:
+            if self.fallback == "eager":
+                raise
 
     def _say_why(self, reasons: list[str]) -> None:
         if not self.captures:

@@ -25,6 +25,7 @@ from weft.capture.graph import Role
 from weft.capture.registrations import user_hook
 
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+_UNCALLABLE = (bool, int, float, complex, str, bytes)
 _FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
 _WELCOME = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp")
 # Attributes of every nn.Module that do not change what its forward or backward does.
@@ -175,20 +176,20 @@ class State:
         self._later: list[tuple[torch.optim.Optimizer, str]] = []
         self._keys: list[tuple[Any, str]] = []
         self._objects: dict[int, tuple[Any, str, set[str]]] = {}
-        self._names = _names_used(step)
+        self._names = _Names(step)
         self.add(step, "")
 
     def add(self, obj: Any, path: str) -> None:
         """Walk ``obj`` too (a module or optimizer that the step was seen to use)."""
         self._visit(obj, path, None)
         known = -1
-        while self._attributes or self._later or self._keys or known != len(self._names):
+        while self._attributes or self._later or self._keys or known != self._names.count:
             if self._attributes:
                 self._module_attributes(*self._attributes.pop(0))
             elif self._later:
                 self._optimizer(*self._later.pop())
-            elif known != len(self._names):  # code met since may name more attributes of objects met before
-                known = len(self._names)
+            elif known != self._names.count:  # code met since may name more attributes of objects met before
+                known = self._names.count
                 for known_object, where, _ in list(self._objects.values()):
                     self._object(known_object, where)
             else:
@@ -367,7 +368,7 @@ class State:
         else:
             self._function_code(fn)
             if not _is_foreign(fn):
-                self._names |= set(_code_names(fn.__code__))
+                self._names.add_code(fn.__code__)
 
     def _function_code(self, fn: Any) -> None:
         """The variables a function closes over and the globals it names."""
@@ -391,7 +392,7 @@ class State:
         for method in () if welcome else _methods_used(type(obj), self._names):
             self._function_code(method)
         done = self._objects.setdefault(id(obj), (obj, path, set()))[2]
-        keys = frozenset(vars(obj) if welcome else self._names) - done
+        keys = frozenset(vars(obj) if welcome else self._names.of(vars(obj))) - done
         if not keys:
             return
         done |= keys
@@ -449,6 +450,17 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
             yield from _code_names(constant)
 
 
+def _names_read(code: types.CodeType) -> Iterator[str]:
+    """Names whose value the code reads or writes, other than to call it as a method: ``x.step()`` reads no number ``step``."""
+    for step in dis.get_instructions(code):
+        method = step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and step.arg & 1)
+        if step.opname.endswith(("_ATTR", "_NAME", "_GLOBAL")) and not method:
+            yield step.argval
+    for constant in _inner_code(code):
+        if constant not in opaque_code:
+            yield from _names_read(constant)
+
+
 def _inner_code(code: types.CodeType) -> list[types.CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
@@ -462,15 +474,35 @@ def _closed_over(code: types.CodeType) -> set[str]:
     return names.union(*(_closed_over(constant) for constant in inner if constant not in opaque_code))
 
 
-def _names_used(step: Callable[..., Any]) -> set[str]:
-    """Attribute names in the step's own code.
+class _Names(set[str]):
+    """Attribute names in the code that a step can run.
 
     Objects of the user's carry much that changes every step and has nothing to do with it (a trainer's counters);
     only attributes that the step, or a method it names, can read or write are looked at.
+
+    Attributes:
+        read: those that are used for more than to call a method.
     """
-    function = getattr(step, "__func__", step)
-    code = getattr(function, "__code__", None) or getattr(type(step).__call__, "__code__", None)
-    return set(_code_names(code)) if code else set()
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        super().__init__()
+        self.read: set[str] = set()
+        function = getattr(step, "__func__", step)
+        code = getattr(function, "__code__", None) or getattr(type(step).__call__, "__code__", None)
+        if code:
+            self.add_code(code)
+
+    @property
+    def count(self) -> int:
+        return len(self) + len(self.read)
+
+    def add_code(self, code: types.CodeType) -> None:
+        self.update(_code_names(code))
+        self.read.update(_names_read(code))
+
+    def of(self, attributes: dict[str, Any]) -> set[str]:
+        """The names that matter of an object with these attributes: a plain value is never called."""
+        return {name for name in self if name in self.read or not isinstance(attributes.get(name), _UNCALLABLE)}
 
 
 @functools.cache
@@ -480,7 +512,7 @@ def _functions_of(owner: type) -> dict[str, types.FunctionType]:
     return {name: member for name, member in members.items() if isinstance(member, types.FunctionType)}
 
 
-def _methods_used(owner: type, names: set[str]) -> list[types.FunctionType]:
+def _methods_used(owner: type, names: _Names) -> list[types.FunctionType]:
     """Methods of ``owner`` that code using ``names`` can call, directly or through each other; ``names`` grows by theirs."""
     found: dict[str, types.FunctionType] = {}
     grown = True
@@ -488,6 +520,6 @@ def _methods_used(owner: type, names: set[str]) -> list[types.FunctionType]:
         methods = {name: method for name, method in _functions_of(owner).items() if name in names and name not in found}
         found |= methods
         for method in methods.values():
-            names |= set(_code_names(method.__code__))
+            names.add_code(method.__code__)
         grown = bool(methods)
     return list(found.values())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import torch
 
+import weft.gloo  # noqa: F401 - all-gathers on the CPU that may be in flight together
 from weft import torch_adapter
 
 _library = torch.library.Library("weft", "FRAGMENT")

@@ -18,7 +18,7 @@ OUTSIDE = ("tests", "examples", "bench", "docs")
 
 # From the ground up: each floor imports only from those before it. The basement may be imported by all.
 FLOORS = ["distributed", "capture", "inductor", "plan", "verify", "compile", "explain", "launch"]
-BASEMENT = ["errors", "logs", "torch_adapter", "knobs"]
+BASEMENT = ["errors", "gloo", "logs", "torch_adapter", "knobs"]
 
 # All that the compiler sees of a wrapper is collectives in a graph.
 FORBIDDEN = {("inductor", "distributed")}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import weft.gloo  # noqa: F401 - all-gathers on the CPU that may be in flight together
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame

@@ -346,3 +346,33 @@ def test_many_captures_are_a_warning_with_the_reason(caplog: pytest.LogCaptureFi
     (message,) = [m for m in caplog.messages if "captured" in m]
     assert "args[1] is 3, was" in message
     assert "mark_dynamic" in message
+
+
+class Counting:
+    """A trainer whose own counter has the name of a method that its step calls on other objects."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.step = 0
+        self.scale = 1.0
+
+    def train(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.model(x).square().mean() * self.scale
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+
+def test_a_counter_named_like_a_method_guards_nothing() -> None:
+    compiled, eager = Counting(), Counting()
+    train = weft.compile(compiled.train)
+    for at in range(4):
+        compiled.step = eager.step = at
+        compiled.scale = eager.scale = 2.0 if at == 3 else 1.0
+        x = torch.randn(3, 4)
+        assert torch.equal(train(x), eager.train(x))
+    assert len(train.captures) == 2
+    assert "scale" in train.captures[1]
