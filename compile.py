@@ -164,7 +164,9 @@ class CompiledStep(Generic[P, R]):
             log.warning(
                 "%s was captured %d times; each capture costs seconds. Last reason: %s. "
                 "Mark sizes that change with weft.mark_dynamic, or keep what changes in a tensor.",
-                self.__name__, len(self.captures), why,
+                self.__name__,
+                len(self.captures),
+                why,
             )
 
     def _dynamic_dims(self, args: Any, kwargs: Any) -> frozenset[tuple[int, int]]:
@@ -180,7 +182,9 @@ class CompiledStep(Generic[P, R]):
             for entry in self.entries:
                 if entry.captured.arguments.spec == spec:
                     dims |= _changed_dims(leaves, entry.captured)
-        static = {(at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"}
+        static = {
+            (at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"
+        }
         return frozenset(dims - static)
 
 
@@ -193,15 +197,22 @@ def _changed_dims(leaves: list[Any], captured: CapturedStep) -> set[tuple[int, i
 
 
 def compile(
-    step: Callable[P, R] | None = None, *, mode: str = "default", dynamic: bool | None = None,
-    memory_limit: float | None = None, verify: bool | None = None, fallback: str | None = None,
+    step: Callable[P, R] | None = None,
+    *,
+    mode: str = "default",
+    dynamic: bool | None = None,
+    memory_limit: float | None = None,
+    verify: bool | None = None,
+    fallback: str | None = None,
 ) -> Any:
     """Compile a training step. A drop-in decorator: without it the step trains with the same numbers.
 
     Args:
         step: a function (or method) that runs forward, ``.backward()``, clipping and optimizers in any combination.
-        mode: ``"default"``, the only mode so far: the captured graph runs on eager ATen kernels, bit for bit the eager step.
-        dynamic: True keeps every size of the tensor arguments symbolic, False none, None those that were seen to change.
+        mode: ``"default"``, the only mode so far: the captured graph runs on eager ATen kernels, bit for bit the
+            eager step.
+        dynamic: True keeps every size of the tensor arguments symbolic, False none, None those that were seen to
+            change.
         memory_limit: GiB a rank may use; not supported yet.
         verify: run the first call both ways and compare loss, gradients and updated state (default: ``WEFT_VERIFY``).
         fallback: ``"eager"`` runs the step uncompiled, said once, when it cannot be captured; None raises.

@@ -14,7 +14,9 @@ class MalformedGraph(WeftError):
     """A graph broke the grammar of its stage: a fault of weft's own."""
 
     def __init__(self, what: str, neighbourhood: str) -> None:
-        super().__init__(f"the graph is malformed: {what}. This is a fault in weft; please report it with\n{neighbourhood}")
+        super().__init__(
+            f"the graph is malformed: {what}. This is a fault in weft; please report it with\n{neighbourhood}"
+        )
 
 
 class UncapturableMutation(WeftError):
@@ -126,7 +128,8 @@ class UncapturableLayout(WeftError):
 
     def __init__(self, operation: str, layout: object, line: str) -> None:
         super().__init__(
-            f"cannot capture {operation} at {line}: it makes a {layout} tensor, and graphs hold strided ones only. Use a "
+            f"cannot capture {operation} at {line}: it makes a {layout} tensor, and graphs hold strided ones "
+            "only. Use a "
             "dense gradient (sparse=False), call .to_dense() before the step, or run the step uncompiled with "
             'weft.compile(..., fallback="eager")'
         )
@@ -139,7 +142,8 @@ class RuntimeCheckFailed(WeftError):
         self.condition, self.found = condition, found
         where = f" at {line}" if line else ""
         super().__init__(
-            f"the numbers in the tensors of this call do not fit together{where}: {condition} does not hold for {found}. "
+            f"the numbers in the tensors of this call do not fit together{where}: {condition} does not hold for "
+            f"{found}. "
             "Sizes taken from tensors (splits of an all-to-all, lengths) must be sizes that the same line would accept "
             "without weft.compile"
         )
@@ -162,7 +166,10 @@ class PythonStateChanged(WeftError):
     """The step changed a Python number that a captured graph would leave as it was."""
 
     def __init__(self, path: str, change: str, remedy: str) -> None:
-        super().__init__(f"the step changed {path} ({change}); a compiled step runs no Python, so it would change once only: {remedy}")
+        super().__init__(
+            f"the step changed {path} ({change}); a compiled step runs no Python, so it would change once only: "
+            f"{remedy}"
+        )
 
 
 class EscapedTensor(WeftError):
@@ -180,7 +187,8 @@ class UnregisteredType(WeftError):
 
     def __init__(self, kind: type, where: str) -> None:
         super().__init__(
-            f"{where} is a {kind.__module__}.{kind.__qualname__} with tensors inside; make it a dataclass or register it with "
+            f"{where} is a {kind.__module__}.{kind.__qualname__} with tensors inside; make it a dataclass or "
+            "register it with "
             "torch.utils._pytree.register_pytree_node so that its tensors become inputs of the step"
         )
 
@@ -189,7 +197,9 @@ class GraphOutsideStep(WeftError):
     """An argument was computed with gradients outside the step, where its backward cannot be captured."""
 
     def __init__(self, where: str) -> None:
-        super().__init__(f"{where} has a grad_fn from outside the step; pass {where}.detach(), or compute it inside the step")
+        super().__init__(
+            f"{where} has a grad_fn from outside the step; pass {where}.detach(), or compute it inside the step"
+        )
 
 
 class MarkedDynamicSpecialised(WeftError):
@@ -198,7 +208,8 @@ class MarkedDynamicSpecialised(WeftError):
     def __init__(self, size: str, value: int, line: str) -> None:
         super().__init__(
             f"{size} was marked with weft.mark_dynamic, and the step fixes it to {value} at {line}. "
-            "Do not compare that size with a number there or turn it into one (int, range, a list of that length), or mark "
+            "Do not compare that size with a number there or turn it into one (int, range, a list of that "
+            "length), or mark "
             "it with weft.maybe_mark_dynamic: then each value that needs it gets a capture of its own"
         )
 
@@ -217,7 +228,8 @@ class HookDidNotFire(WeftError):
 
     def __init__(self, owner: str, kind: str, name: str, fired: int, expected: int) -> None:
         super().__init__(
-            f"the {kind} hook {name} on {owner} fired {fired} times in the capture, expected {expected}: its work would be lost. "
+            f"the {kind} hook {name} on {owner} fired {fired} times in the capture, expected {expected}: its "
+            "work would be lost. "
             "Register it before the first call of the step, on the object the step really uses."
         )
 
@@ -227,8 +239,10 @@ class HookCountDiffers(WeftError):
 
     def __init__(self, owner: str, kind: str, name: str, eager: int, captured: int) -> None:
         super().__init__(
-            f"the {kind} hook {name} on {owner} fired {eager} times in the eager step and {captured} times in the capture. "
-            "What the step does must not change from one call to the next by itself: look for branches on Python's random "
+            f"the {kind} hook {name} on {owner} fired {eager} times in the eager step and {captured} times in "
+            "the capture. "
+            "What the step does must not change from one call to the next by itself: look for branches on "
+            "Python's random "
             "module, on time or on a counter around what the hook is registered on."
         )
 
@@ -247,7 +261,8 @@ class VerifyFailed(WeftError):
         shown = "\n  ".join(differences[:20])
         super().__init__(
             f"the compiled step differs from the eager one in {len(differences)} tensors:\n  {shown}\n"
-            "Either the step is not deterministic (run it twice eagerly to see) or this is a fault in weft; please report it."
+            "Either the step is not deterministic (run it twice eagerly to see) or this is a fault in weft; "
+            "please report it."
         )
 
 
@@ -273,7 +288,8 @@ class UncapturableStreamCall(WeftError):
 
     def __init__(self, name: str, line: str) -> None:
         super().__init__(
-            f"cannot capture torch.cuda.{name} at {line}: the answer depends on when it is asked, and Python would act on "
+            f"cannot capture torch.cuda.{name} at {line}: the answer depends on when it is asked, and Python "
+            "would act on "
             "it once, in the capture. Ask outside the step, or in a function marked @weft.opaque"
         )
 
@@ -322,7 +338,9 @@ class UnshardableParameter(WeftError, ValueError):
     """A parameter is of a kind that `fully_shard` does not manage."""
 
     def __init__(self, path: str, what: str) -> None:
-        super().__init__(f"fully_shard cannot manage parameter {path}: it {what}. Change it, or pass it in ignored_params")
+        super().__init__(
+            f"fully_shard cannot manage parameter {path}: it {what}. Change it, or pass it in ignored_params"
+        )
 
 
 class HookBeforeSharding(WeftError):
@@ -330,7 +348,8 @@ class HookBeforeSharding(WeftError):
 
     def __init__(self, path: str) -> None:
         super().__init__(
-            f"a hook is registered on parameter {path}, which fully_shard exchanges for its shard: the hook would never "
+            f"a hook is registered on parameter {path}, which fully_shard exchanges for its shard: the hook "
+            "would never "
             "run. Register it on the sharded parameter, after fully_shard"
         )
 
@@ -418,6 +437,7 @@ class CannotInitialize(WeftError):
 
     def __init__(self, paths: list[str], what: str) -> None:
         super().__init__(
-            f"weft.materialize: {', '.join(paths)} {what}. Give the module that owns them a reset_parameters() that fills "
+            f"weft.materialize: {', '.join(paths)} {what}. Give the module that owns them a reset_parameters() "
+            "that fills "
             "its parameters and buffers, or build that module off the meta device"
         )

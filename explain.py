@@ -134,11 +134,7 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         NotCapturedYet: a compiled step never ran and no arguments were given.
     """
-    compiled = (
-        step
-        if isinstance(step, CompiledStep)
-        else CompiledStep(step, dynamic=None, verify=False, fallback=None)
-    )
+    compiled = step if isinstance(step, CompiledStep) else CompiledStep(step, dynamic=None, verify=False, fallback=None)
     given = bool(args or kwargs) or not isinstance(step, CompiledStep)
     if not given and not compiled.entries:
         raise NotCapturedYet(compiled.__name__)
@@ -150,14 +146,10 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         operations_captured=captured.recorded,
         nodes=sum(node.op == "call_function" for node in graph.graph.nodes),
         opaque_calls=[
-            operation(n.target).removeprefix("opaque_")
-            for n in graph.graph.nodes
-            if isinstance(n.target, OpaqueCall)
+            operation(n.target).removeprefix("opaque_") for n in graph.graph.nodes if isinstance(n.target, OpaqueCall)
         ],
         collectives=_collectives(graph),
-        hooks=[
-            HookFired(count.owner, count.kind, count.name, count.fired) for count in captured.hooks.counts
-        ],
+        hooks=[HookFired(count.owner, count.kind, count.name, count.fired) for count in captured.hooks.counts],
         guards=entry.guards.listed(),
         symbolic=list(_symbolic(captured)),
         specialised=list(captured.specialised),

@@ -34,9 +34,7 @@ agreement_timeout_s: Annotated[
     float, "Seconds that a rank waits for the others to say which graph they captured before it gives up."
 ] = 30.0
 
-bucket_mib: Annotated[
-    int, "Most MiB of inputs that neighbouring collectives handed over together may have."
-] = 256
+bucket_mib: Annotated[int, "Most MiB of inputs that neighbouring collectives handed over together may have."] = 256
 
 prefetch_mib: Annotated[
     int,
@@ -44,9 +42,7 @@ prefetch_mib: Annotated[
     " not waited for yet. The same on all ranks.",
 ] = 1024
 
-recapture_limit: Annotated[
-    int, "How often a step is captured anew before a warning says what keeps changing."
-] = 8
+recapture_limit: Annotated[int, "How often a step is captured anew before a warning says what keeps changing."] = 8
 
 verify: Annotated[
     bool, "Run the first call of every compiled step also uncompiled, and compare loss, gradients and state."

@@ -209,7 +209,8 @@ def group_rank(group_name: str) -> int:
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """The placement of a dimension that is split over this mesh dimension after `split_factor` parts over a later one."""
+    """The placement of a dimension that is split over this mesh dimension after `split_factor` parts over a later
+    one."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
@@ -330,7 +331,8 @@ def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]
 
 
 def accumulator(leaf: torch.Tensor) -> Any:
-    """The autograd node that adds to the ``.grad`` of a leaf that requires grad; torch forgets it when nobody holds it."""
+    """The autograd node that adds to the ``.grad`` of a leaf that requires grad; torch forgets it when nobody
+    holds it."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
         touched = _Touch.apply(leaf)
         return touched.grad_fn.next_functions[0][0]
@@ -349,7 +351,8 @@ class _Touch(torch.autograd.Function):
 
 
 def node_hooks(node: Any) -> list[tuple[str, dict[int, Any]]]:
-    """Kind and dictionary of the hooks registered on an autograd node; torch shows them to the handle of a new one only."""
+    """Kind and dictionary of the hooks registered on an autograd node; torch shows them to the handle of a new one
+    only."""
     handles = [("node", node.register_hook(_nothing)), ("node-pre", node.register_prehook(_nothing))]
     found = [(kind, handle.hooks_dict_ref()) for kind, handle in handles]
     for _, handle in handles:
@@ -435,7 +438,8 @@ def describe_dtensor(tensor: Any) -> str:
 
 
 def describe_group(name: str) -> str:
-    """What a process group was made for: its mesh axis, ``world`` for the default group, ``group`` when nothing says."""
+    """What a process group was made for: its mesh axis, ``world`` for the default group, ``group`` when nothing
+    says."""
     described = dist.distributed_c10d._resolve_process_group(cast(Any, name)).group_desc
     if described == "default_pg":
         return "world"

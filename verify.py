@@ -63,9 +63,7 @@ def verify_first_call(
     """
     leaves = [leaf for leaf in captured.arguments.leaves if isinstance(leaf, torch.Tensor)]
     inputs = [(leaf, leaf.detach().clone()) for leaf in leaves]
-    gradients = [
-        (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves if leaf.is_leaf
-    ]
+    gradients = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves if leaf.is_leaf]
     before = _Moment.now(step)
     captured.state.refresh()
     hooks, eager_result = _counting_hooks(step, captured, args, kwargs)
@@ -93,9 +91,7 @@ def _counting_hooks(
     """Run the step as it is; also returns how often each hook fired."""
     path = ModulePath(captured.state)
     arguments = [
-        (leaf, name)
-        for leaf, name in captured.arguments.differentiable
-        if id(leaf) not in captured.state.homes
+        (leaf, name) for leaf, name in captured.arguments.differentiable if id(leaf) not in captured.state.homes
     ]
     hooks = HookCounts(captured.state, path, arguments)
     with silenced(), path.followed(), hooks.counted():
@@ -118,8 +114,7 @@ def _named(name: str, value: Any) -> dict[str, torch.Tensor]:
 
 def _compare(eager: dict[str, torch.Tensor], compiled: dict[str, torch.Tensor]) -> None:
     wrong = [
-        f"{path}: only in the {'eager' if path in eager else 'compiled'} run"
-        for path in eager.keys() ^ compiled.keys()
+        f"{path}: only in the {'eager' if path in eager else 'compiled'} run" for path in eager.keys() ^ compiled.keys()
     ]
     for path in eager.keys() & compiled.keys():
         a, b = eager[path], compiled[path]

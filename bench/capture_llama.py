@@ -62,9 +62,15 @@ def measure(size: str, world: int, length: int) -> dict[str, Any]:
         graph = weft.capture(step, ids, torch.zeros_like(ids))
         captured = time.perf_counter()
     return {
-        "size": size, "world": world, "length": length, "nodes": len(graph), "collectives": len(graph.collectives()),
-        "wrap_s": round(built - began, 2), "capture_s": round(captured - built, 2),
-        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2), "torch": torch.__version__,
+        "size": size,
+        "world": world,
+        "length": length,
+        "nodes": len(graph),
+        "collectives": len(graph.collectives()),
+        "wrap_s": round(built - began, 2),
+        "capture_s": round(captured - built, 2),
+        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "torch": torch.__version__,
     }
 
 

@@ -46,8 +46,7 @@ def main() -> None:
     for kind in KINDS:
         timed_block(trainers[kind], options.warmup)
     rounds: list[dict[Kind, list[float]]] = [
-        {kind: timed_block(trainers[kind], options.block) for kind in turn(number)}
-        for number in range(options.rounds)
+        {kind: timed_block(trainers[kind], options.block) for kind in turn(number)} for number in range(options.rounds)
     ]
     differences = loss_differences(trainers)
     rows = [summary(kind, first[kind], rounds, differences[kind]) for kind in KINDS]
@@ -57,9 +56,7 @@ def main() -> None:
         report(title, rows)
         if options.out:
             options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(
-                json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1)
-            )
+            options.out.write_text(json.dumps({"title": title, "rows": [asdict(row) for row in rows]}, indent=1))
     dist.destroy_process_group()
 
 

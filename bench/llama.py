@@ -1,4 +1,5 @@
-"""Transformers of Llama-3 shape, as a workload to measure with: grouped-query attention, RMSNorm, SwiGLU, rotary positions."""
+"""Transformers of Llama-3 shape, as a workload to measure with: grouped-query attention, RMSNorm, SwiGLU, rotary
+positions."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class Norm(nn.Module):
 def angles(length: int, shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of rotary positions: each float32 [length, 1, head_width / 2]."""
     steps = torch.arange(0, shape.head_width, 2, device=device, dtype=torch.float32) / shape.head_width
-    turns = torch.arange(length, device=device, dtype=torch.float32)[:, None] * shape.base ** -steps
+    turns = torch.arange(length, device=device, dtype=torch.float32)[:, None] * shape.base**-steps
     return turns.cos()[:, None], turns.sin()[:, None]
 
 

@@ -92,10 +92,19 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     return {
-        "impl": impl, "world": dist.get_world_size(), "length": options.length, "batch": options.batch,
-        "reshard": not options.no_reshard, "step_ms": median * 1e3, "best_ms": min(times[5:]) * 1e3,
-        "tokens_per_second": tokens, "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
-        "peak_gib": peak, "reserved_gib": reserved, "first_step_s": first, "torch": torch.__version__,
+        "impl": impl,
+        "world": dist.get_world_size(),
+        "length": options.length,
+        "batch": options.batch,
+        "reshard": not options.no_reshard,
+        "step_ms": median * 1e3,
+        "best_ms": min(times[5:]) * 1e3,
+        "tokens_per_second": tokens,
+        "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
+        "peak_gib": peak,
+        "reserved_gib": reserved,
+        "first_step_s": first,
+        "torch": torch.__version__,
         "losses": (mean / dist.get_world_size()).tolist(),
     }
 
@@ -166,7 +175,10 @@ def weft_compiled(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.d
 
 
 BUILDERS: dict[str, Callable[..., Step]] = {
-    "fsdp2": fsdp2, "fsdp2+compile": fsdp2_compile, "weft": weft_compiled, "weft-eager": weft_eager,
+    "fsdp2": fsdp2,
+    "fsdp2+compile": fsdp2_compile,
+    "weft": weft_compiled,
+    "weft-eager": weft_eager,
 }
 
 
@@ -183,7 +195,8 @@ def report(size: str, rows: list[dict[str, Any]], out: Path) -> None:
             f"  {row['impl']:14} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.2f} of {base['impl']})"
             f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
             f"  first step {row['first_step_s']:.1f} s  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f},"
-            f" at most {apart:.2e} apart", flush=True,
+            f" at most {apart:.2e} apart",
+            flush=True,
         )
 
 

@@ -24,10 +24,14 @@ class ArgumentGuard:
     def listed(self) -> list[str]:
         paths = self._arguments.paths
         return [
-            "the arguments have the structure of the captured call", "the same arguments share memory",
+            "the arguments have the structure of the captured call",
+            "the same arguments share memory",
             *(f"{paths[at]} is {leaf!r}" for at, leaf in self._plain),
             *(f"{container.label('grad')} {'is None' if empty else 'exists'}" for container, empty in self._gradients),
-            *(f"{paths[at]}: {kind.__name__}, requires_grad {grad}, {len(hooks)} hooks" for at, (kind, grad, hooks, _) in self._flags),
+            *(
+                f"{paths[at]}: {kind.__name__}, requires_grad {grad}, {len(hooks)} hooks"
+                for at, (kind, grad, hooks, _) in self._flags
+            ),
         ]
 
     def failure(self, leaves: list[Any], spec: Any) -> str | None:
@@ -59,7 +63,9 @@ class TensorGuard:
         self.static = all(isinstance(n, int) for n in (*val.shape, *val.stride()))
         self.shape = tuple(val.shape) if self.static else val.dim()
         self.sizes = [(dim, n) for dim, n in enumerate(val.shape) if isinstance(n, int)]
-        self.strides: Any = val.stride() if self.static else [(d, s) for d, s in enumerate(val.stride()) if isinstance(s, int)]
+        self.strides: Any = (
+            val.stride() if self.static else [(d, s) for d, s in enumerate(val.stride()) if isinstance(s, int)]
+        )
         self.described = _described(val)
 
     def __str__(self) -> str:
@@ -111,7 +117,9 @@ class HookKey:
             return True
         if self._parts is None or other._parts is None or len(self._parts) != len(other._parts):
             return False
-        return all(a is b or (isinstance(b, SIMPLE) and matches(a, b)) for a, b in zip(self._parts, other._parts, strict=True))
+        return all(
+            a is b or (isinstance(b, SIMPLE) and matches(a, b)) for a, b in zip(self._parts, other._parts, strict=True)
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -125,15 +133,21 @@ def _content(cell: Any) -> Any:
 
 def matches(value: Any, expected: Any) -> bool:
     """Whether a value found in Python state is as good as the one at capture: identical, equal and simple, or a tensor
-    that looks the same. A leaf of autograd must be the same object: gradient, hooks and optimizer state belong to it."""
+    that looks the same. A leaf of autograd must be the same object: gradient, hooks and optimizer state belong to
+    it."""
     if value is expected:
         return True
     if isinstance(expected, torch.Tensor):
         leaf = expected.requires_grad or isinstance(expected, torch.nn.Parameter)
-        return isinstance(value, torch.Tensor) and not leaf and not value.requires_grad and (
-            value.shape == expected.shape and value.dtype == expected.dtype
+        return (
+            isinstance(value, torch.Tensor)
+            and not leaf
+            and not value.requires_grad
+            and (value.shape == expected.shape and value.dtype == expected.dtype)
         )
-    return type(value) is type(expected) and isinstance(expected, SIMPLE) and (value == expected or expected != expected)
+    return (
+        type(value) is type(expected) and isinstance(expected, SIMPLE) and (value == expected or expected != expected)
+    )
 
 
 def _flags(leaf: Any) -> tuple[Any, ...]:

@@ -48,8 +48,11 @@ class Arguments:
     @property
     def objects(self) -> Iterator[tuple[Any, str]]:
         """Arguments that are neither tensors nor plain values: modules, optimizers, functions."""
-        return ((leaf, path) for leaf, path in zip(self.leaves, self.paths, strict=True)
-                if not isinstance(leaf, (torch.Tensor, *SIMPLE)))
+        return (
+            (leaf, path)
+            for leaf, path in zip(self.leaves, self.paths, strict=True)
+            if not isinstance(leaf, (torch.Tensor, *SIMPLE))
+        )
 
     @property
     def differentiable(self) -> list[tuple[torch.Tensor, str]]:
@@ -76,8 +79,11 @@ class Arguments:
 
     def marked_dynamic(self) -> frozenset[tuple[int, int]]:
         return frozenset(
-            (at, dim) for at, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)
-            for dim, mark in getattr(leaf, MARKS, {}).items() if mark != "static"
+            (at, dim)
+            for at, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor)
+            for dim, mark in getattr(leaf, MARKS, {}).items()
+            if mark != "static"
         )
 
     def as_fakes(
@@ -88,18 +94,24 @@ class Arguments:
         A tensor that requires grad is passed as itself: hooks on it and its ``.grad`` belong to that object.
         """
         leaves = [
-            self._fake(leaf, at, recorder, {d for a, d in dynamic if a == at}, sizes) if isinstance(leaf, torch.Tensor) else leaf
+            self._fake(leaf, at, recorder, {d for a, d in dynamic if a == at}, sizes)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
             for at, leaf in enumerate(self.leaves)
         ]
         return torch_adapter.unflatten(leaves, self.spec)
 
-    def _fake(self, leaf: torch.Tensor, at: int, recorder: Recorder, dims: set[int], sizes: DynamicSizes) -> torch.Tensor:
+    def _fake(
+        self, leaf: torch.Tensor, at: int, recorder: Recorder, dims: set[int], sizes: DynamicSizes
+    ) -> torch.Tensor:
         path = self.paths[at]
         inner, names = plain(leaf)
         if leaf.requires_grad:
             self.vals[at] = inner
             for dim in sorted(dims):
-                sizes.refuse(path, dim, leaf.shape[dim], "requires_grad: such an argument keeps the sizes it was captured with")
+                sizes.refuse(
+                    path, dim, leaf.shape[dim], "requires_grad: such an argument keeps the sizes it was captured with"
+                )
             return leaf
         required = {dim for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "dynamic"}
         with torch_adapter.only_mode(recorder.fake_mode):
@@ -107,7 +119,9 @@ class Arguments:
                 sizes.symbol(at, dim, path, size, required=dim in required) if dim in dims else size
                 for dim, size in enumerate(inner.shape)
             ]
-            val = torch.empty_strided(shape, sizes.strides(at, path, inner, shape), dtype=inner.dtype, device=inner.device)
+            val = torch.empty_strided(
+                shape, sizes.strides(at, path, inner, shape), dtype=inner.dtype, device=inner.device
+            )
         self.vals[at] = val
         known = recorder.known_input(inner)
         fake = recorder.new_input(inner, val).val if known is None else known
@@ -143,5 +157,3 @@ def _readable(path: tuple[Any, ...]) -> str:
     outer, *rest = path
     tail = "".join(str(part) for part in rest)
     return f"args{tail}" if str(outer) == "[0]" else tail.replace("['", "", 1).replace("']", "", 1)
-
-

@@ -28,9 +28,7 @@ class CapturedWork(dist.Work):
         outputs: the user's buffers, which futures hold.
     """
 
-    def __init__(
-        self, name: str, results: Sequence[torch.Tensor], write: Write, outputs: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, name: str, results: Sequence[torch.Tensor], write: Write, outputs: list[torch.Tensor]) -> None:
         super().__init__()
         self.name = name
         self.line = user_line()

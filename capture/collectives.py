@@ -40,9 +40,7 @@ _REFUSED = {
         ("send", "recv", "isend", "irecv", "batch_isend_irecv"),
         "ranks run the same graph, so there is no single sender; use all_to_all_single with split sizes",
     ),
-    **dict.fromkeys(
-        ("barrier", "monitored_barrier"), "a graph orders its operations itself; take it out of the step"
-    ),
+    **dict.fromkeys(("barrier", "monitored_barrier"), "a graph orders its operations itself; take it out of the step"),
     **dict.fromkeys(
         (
             "all_gather_object",
@@ -162,9 +160,7 @@ class _Capture:
         call.reduction, call.outputs, call.write = call.reduction_name(op), [output], _into([_data(output)])
         return self._issue(call, async_op)
 
-    def all_gather(
-        self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> Any:
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         call = _Call("all_gather", group)
         call.same_dtype(tensor, *tensor_list)
         call.require(len(tensor_list) == call.size, f"{len(tensor_list)} outputs for {call.size} ranks")
@@ -194,9 +190,7 @@ class _Capture:
         )
         call.inputs = [_with_rows(_data(tensor)) for tensor in input_tensor_list]
         call.outputs = [tensor for outputs in output_tensor_lists for tensor in outputs]
-        writes = [
-            _into_pieces([_data(t) for t in of_input]) for of_input in zip(*output_tensor_lists, strict=True)
-        ]
+        writes = [_into_pieces([_data(t) for t in of_input]) for of_input in zip(*output_tensor_lists, strict=True)]
 
         def write(results: Sequence[Tensor]) -> None:
             for put, result in zip(writes, results, strict=True):
@@ -288,9 +282,7 @@ class _Capture:
         """Collectives of one kind on `group` inside become one coalesced operation at the end."""
         name = _Call("_coalescing_manager", group).group_name
         if name in self._coalescing:
-            raise errors.InvalidCollective(
-                "_coalescing_manager", "it is active for this group already", user_line()
-            )
+            raise errors.InvalidCollective("_coalescing_manager", "it is active for this group already", user_line())
         manager = _CoalescingManager()
         calls = self._coalescing[name] = []
         try:
@@ -343,9 +335,7 @@ class _Call:
         self.name = name
         group = dist.group.WORLD if group is None else group
         if group == dist.GroupMember.NON_GROUP_MEMBER:
-            self.fail(
-                "this rank is not in the group; all ranks run the same graph, so call it on members only"
-            )
+            self.fail("this rank is not in the group; all ranks run the same graph, so call it on members only")
         if not isinstance(group, dist.ProcessGroup):
             self.fail(f"group is {group!r}, not a ProcessGroup; of a mesh, give mesh.get_group('name')")
         self.group = group
@@ -384,9 +374,7 @@ class _Call:
         """The split sizes to use along dimension 0 of `tensor`: equal ones where none are given."""
         rows = tensor.shape[0]
         if not sizes:
-            self.require(
-                rows % self.size == 0, f"the {which}'s {rows} rows do not divide by {self.size} ranks"
-            )
+            self.require(rows % self.size == 0, f"the {which}'s {rows} rows do not divide by {self.size} ranks")
             return [rows // self.size] * self.size
         self.require(len(sizes) == self.size, f"{len(sizes)} {which} split sizes for {self.size} ranks")
         for size in sizes:
@@ -408,9 +396,7 @@ _OPERATIONS: dict[str, Callable[[_Call], Sequence[Tensor]]] = {
     "all_gather_into_tensor": lambda c: [_ops.all_gather_into_tensor(c.inputs[0], c.size, c.group_name)],
     "all_gather_coalesced": lambda c: _ops.all_gather_into_tensor_coalesced(c.inputs, c.size, c.group_name),
     "reduce_scatter": lambda c: [_ops.reduce_scatter_tensor(c.inputs[0], c.reduction, c.size, c.group_name)],
-    "reduce_scatter_tensor": lambda c: [
-        _ops.reduce_scatter_tensor(c.inputs[0], c.reduction, c.size, c.group_name)
-    ],
+    "reduce_scatter_tensor": lambda c: [_ops.reduce_scatter_tensor(c.inputs[0], c.reduction, c.size, c.group_name)],
     "reduce_scatter_coalesced": lambda c: _ops.reduce_scatter_tensor_coalesced(
         c.inputs, c.reduction, c.size, c.group_name
     ),
@@ -455,9 +441,7 @@ class _PartOfCoalesced:
     """The handle of one collective inside a coalescing manager, which only the manager can wait for."""
 
     def wait(self, timeout: Any = None) -> None:
-        raise errors.InvalidCollective(
-            "Work.wait", "the collective is coalesced; wait for the manager", user_line()
-        )
+        raise errors.InvalidCollective("Work.wait", "the collective is coalesced; wait for the manager", user_line())
 
 
 def _refusal(name: str, remedy: str) -> Callable[..., Any]:

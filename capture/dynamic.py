@@ -156,9 +156,7 @@ def _symbolic_sqrt() -> Iterator[None]:
     original = math.sqrt
 
     def sqrt(number: Any, /) -> Any:
-        return (
-            torch.sym_sqrt(number) if isinstance(number, (torch.SymInt, torch.SymFloat)) else original(number)
-        )
+        return torch.sym_sqrt(number) if isinstance(number, (torch.SymInt, torch.SymFloat)) else original(number)
 
     math.sqrt = sqrt
     try:

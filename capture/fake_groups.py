@@ -93,9 +93,7 @@ def _mesh_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _loader_iter(
-    original: Callable[..., Iterator[Any]], fake_mode: FakeTensorMode
-) -> Callable[..., Iterator[Any]]:
+def _loader_iter(original: Callable[..., Iterator[Any]], fake_mode: FakeTensorMode) -> Callable[..., Iterator[Any]]:
     """Samplers and datasets work with values (`randperm(n).tolist()`), so batches are loaded for real; only
     then are they made fake. No worker processes: they could not send fakes of data that was made inside the
     world."""

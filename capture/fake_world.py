@@ -118,9 +118,7 @@ def fake_world(
         yield world
 
 
-def _new_world(
-    world_size: int, rank: int, device: str, target_device: str, local_world_size: int | None
-) -> FakeWorld:
+def _new_world(world_size: int, rank: int, device: str, target_device: str, local_world_size: int | None) -> FakeWorld:
     """Check the arguments and that a world may start here."""
     local = min(8, world_size) if local_world_size is None else local_world_size
     if world_size < 1 or not 0 <= rank < world_size:

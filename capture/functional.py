@@ -74,7 +74,8 @@ class Functionalized:
 class KeepsForBackward:
     """An operation whose kernel returns what its backward needs only where grad mode is on; called, it turns it on.
 
-    Programs run with grad mode off. Called with the arguments of ``op``, it returns what ``op`` returns, of which autograd
+    Programs run with grad mode off. Called with the arguments of ``op``, it returns what ``op`` returns, of which
+    autograd
     knows nothing.
     """
 
@@ -137,7 +138,9 @@ def out_of_place(op: OpOverload) -> OpOverload | None:
     return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
 
 
-def single_view(op: OpOverload, args: tuple[Any, ...], index: int, val: torch.Tensor) -> tuple[OpOverload, tuple[Any, ...]]:
+def single_view(
+    op: OpOverload, args: tuple[Any, ...], index: int, val: torch.Tensor
+) -> tuple[OpOverload, tuple[Any, ...]]:
     """The view that makes element ``index`` of a list of views by itself.
 
     Args:
@@ -163,8 +166,13 @@ Emit = Callable[..., Node]
 
 
 def write_back(
-    emit: Emit, view: OpOverload, args: tuple[Any, ...], base: Node, base_val: torch.Tensor,
-    new: Node, view_val: torch.Tensor,
+    emit: Emit,
+    view: OpOverload,
+    args: tuple[Any, ...],
+    base: Node,
+    base_val: torch.Tensor,
+    new: Node,
+    view_val: torch.Tensor,
 ) -> Node:
     """Emit the new value of ``base`` after its view ``view(base, *args)`` became ``new``.
 
@@ -188,7 +196,9 @@ def write_back(
 
 
 _SCATTERS = {
-    aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.diagonal_scatter.default,
 }
 
 

@@ -20,7 +20,9 @@ from weft.errors import NumpyOnTensor, UncapturableMutation
 
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 _FUSED = tuple(
-    getattr(torch, name) for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_") if hasattr(torch, name)
+    getattr(torch, name)
+    for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
+    if hasattr(torch, name)
 )
 
 
@@ -67,7 +69,9 @@ class CaptureFunctions(TorchFunctionMode):
         recorder = self._recorder
         source = recorder.alias(value)
         if source.val.shape != target.shape or source.val.dtype != target.dtype:
-            raise UncapturableMutation(f"`tensor.data = ...` with another shape or dtype at {user_line()}; assign a new tensor instead")
+            raise UncapturableMutation(
+                f"`tensor.data = ...` with another shape or dtype at {user_line()}; assign a new tensor instead"
+            )
         alias = Alias(source.buffer, recorder.read(source), source.val, source.parent, source.replay)
         alias.version = source.buffer.version
         if isinstance(target, FakeTensor):

@@ -149,12 +149,23 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 def is_collective(node: torch.fx.Node) -> bool:
     """Whether the node starts a collective (its wait is a node of its own)."""
-    return node.op == "call_function" and getattr(node.target, "namespace", "") == "_c10d_functional" and node.target is not WAIT
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "namespace", "") == "_c10d_functional"
+        and node.target is not WAIT
+    )
 
 
 def is_effect(node: torch.fx.Node) -> bool:
-    """Whether the node must stay even when nothing uses its result (collectives, checks, opaque calls, random state)."""
-    return node.op in ("placeholder", "output") or is_collective(node) or node.target is WAIT or bool(node.meta.get("effect")) or is_random(node)
+    """Whether the node must stay even when nothing uses its result (collectives, checks, opaque calls, random
+    state)."""
+    return (
+        node.op in ("placeholder", "output")
+        or is_collective(node)
+        or node.target is WAIT
+        or bool(node.meta.get("effect"))
+        or is_random(node)
+    )
 
 
 def is_random(node: torch.fx.Node) -> bool:

@@ -22,7 +22,9 @@ def canonical_groups(graph: torch.fx.Graph) -> dict[str, str]:
         if torch_name not in named:
             named[torch_name] = _unused(torch_adapter.describe_group(torch_name), named.values())
         node.args = tuple(named[torch_name] if arg == torch_name and isinstance(arg, str) else arg for arg in node.args)
-        node.kwargs = {k: named[torch_name] if v == torch_name and isinstance(v, str) else v for k, v in node.kwargs.items()}
+        node.kwargs = {
+            k: named[torch_name] if v == torch_name and isinstance(v, str) else v for k, v in node.kwargs.items()
+        }
     return {canonical: torch_name for torch_name, canonical in named.items()}
 
 

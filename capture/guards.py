@@ -42,9 +42,7 @@ class Guards:
             for place, node in zip(captured.places, captured.graph.placeholders, strict=True)
             if isinstance(node.meta["val"], torch.Tensor) and place.container is not arguments.container
         ]
-        self._flags = [
-            (tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves
-        ]
+        self._flags = [(tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves]
         self._sites = captured.state.sites
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
@@ -56,7 +54,9 @@ class Guards:
         """Every condition, grouped by kind, cheapest check first."""
         found = [Guard("argument", condition) for condition in self._arguments.listed()]
         for guard in self._containers:
-            found += [Guard("python state", f"{guard.container.label(k)} is {_shown(v)}") for k, v in guard.expected.items()]
+            found += [
+                Guard("python state", f"{guard.container.label(k)} is {_shown(v)}") for k, v in guard.expected.items()
+            ]
         for _, path, requires_grad, hooks in self._flags:
             found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
         found += [Guard("tensor", str(guard)) for guard in self._tensors]

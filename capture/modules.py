@@ -41,9 +41,7 @@ class ModulePath:
         try:
             with warnings.catch_warnings():
                 # The hooks that torch would warn of here are the two above.
-                warnings.filterwarnings(
-                    "ignore", r"Using `torch\.compile\(module\)` when there are global hooks"
-                )
+                warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
                 yield
         finally:
             for handle in handles:

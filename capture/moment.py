@@ -53,8 +53,7 @@ class Moment:
         """Inside, the user's objects are as they were at this moment; ``values`` are the node's operands."""
         tensors = [(each.place.get(), values[each.index]) for each in self.values]
         entries = [
-            (e.container, e.key, MISSING if e.template is None else e.template.fill(values))
-            for e in self.entries
+            (e.container, e.key, MISSING if e.template is None else e.template.fill(values)) for e in self.entries
         ]
         with contextlib.ExitStack() as stack:
             for tensor, value in tensors:
@@ -125,14 +124,10 @@ class Moments:
             if any(id(t) in self._arguments or self._is_captured(t) for t in tensors):
                 yield self._entry(container, key, value, homes, keep)
 
-    def _entry(
-        self, container: Container, key: Any, value: Any, homes: Mapping[int, Place], keep: Keep
-    ) -> _Entry:
+    def _entry(self, container: Container, key: Any, value: Any, homes: Mapping[int, Place], keep: Keep) -> _Entry:
         if value is MISSING:
             return _Entry(container, key, None)
-        return _Entry(
-            container, key, Template.of(value, self._recorder, keep, container.label(key), homes=homes)
-        )
+        return _Entry(container, key, Template.of(value, self._recorder, keep, container.label(key), homes=homes))
 
     def _is_captured(self, tensor: torch.Tensor) -> bool:
         inner = plain(tensor)[0]
@@ -149,11 +144,7 @@ class Moments:
 
 
 def _same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    return (
-        tensor.data_ptr() == value.data_ptr()
-        and tensor.shape == value.shape
-        and tensor.stride() == value.stride()
-    )
+    return tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape and tensor.stride() == value.stride()
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

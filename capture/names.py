@@ -12,9 +12,5 @@ def readable_name(path: str) -> str:
     one."""
     name = re.sub(r"\W+", "_", path).strip("_") or "input"
     return (
-        f"{name}_"
-        if keyword.iskeyword(name) or hasattr(builtins, name)
-        else f"_{name}"
-        if name[0].isdigit()
-        else name
+        f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else f"_{name}" if name[0].isdigit() else name
     )

@@ -47,6 +47,10 @@ def handed_back(op: OpOverload, out: Any, args: tuple[Any, ...], kwargs: dict[st
         if spec.alias_info is None:
             back.append(result)
             continue
-        name = next(a.name for a in op._schema.arguments if a.alias_info and a.alias_info.before_set & spec.alias_info.before_set)
+        name = next(
+            a.name
+            for a in op._schema.arguments
+            if a.alias_info and a.alias_info.before_set & spec.alias_info.before_set
+        )
         back.append(argument_of(args, kwargs, named[name], name))
     return tuple(back) if isinstance(out, tuple) else back[0]

@@ -152,9 +152,7 @@ def _statement(node: torch.fx.Node) -> Iterator[str]:
 
 def _communicated(node: torch.fx.Node) -> str:
     size = collective_bytes(node)
-    return (
-        f"over {group_of(node)}, {'as many bytes as the data says' if size is None else format_bytes(size)}"
-    )
+    return f"over {group_of(node)}, {'as many bytes as the data says' if size is None else format_bytes(size)}"
 
 
 def _call(node: torch.fx.Node) -> str:

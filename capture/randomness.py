@@ -37,7 +37,9 @@ def record_random_state(recorder: Recorder) -> Iterator[None]:
     def read(device: Any = "cpu") -> torch.Tensor:
         name = _name(device)
         with torch_adapter.only_mode():
-            real = originals[torch, "get_rng_state"]() if name == "cpu" else originals[torch.cuda, "get_rng_state"](name)
+            real = (
+                originals[torch, "get_rng_state"]() if name == "cpu" else originals[torch.cuda, "get_rng_state"](name)
+            )
         with torch_adapter.only_mode(recorder.fake_mode):
             val = torch.empty(real.shape, dtype=torch.uint8)
         recorder.effect(get_rng_state, name, val=val)
@@ -47,8 +49,10 @@ def record_random_state(recorder: Recorder) -> Iterator[None]:
         recorder.effect(set_rng_state, _name(device), state)
 
     patches = [
-        (torch, "get_rng_state", lambda: read()), (torch, "set_rng_state", lambda state: write(state)),
-        (torch.random, "get_rng_state", lambda: read()), (torch.random, "set_rng_state", lambda state: write(state)),
+        (torch, "get_rng_state", lambda: read()),
+        (torch, "set_rng_state", lambda state: write(state)),
+        (torch.random, "get_rng_state", lambda: read()),
+        (torch.random, "set_rng_state", lambda state: write(state)),
         (torch.cuda, "get_rng_state", lambda device="cuda": read(device)),
         (torch.cuda, "set_rng_state", lambda state, device="cuda": write(state, device)),
     ]

@@ -77,7 +77,11 @@ class Alias:
     __slots__ = ("buffer", "node", "parent", "replay", "val", "version")
 
     def __init__(
-        self, buffer: Buffer, node: torch.fx.Node, val: torch.Tensor, parent: Alias | None = None,
+        self,
+        buffer: Buffer,
+        node: torch.fx.Node,
+        val: torch.Tensor,
+        parent: Alias | None = None,
         replay: tuple[OpOverload, tuple[Any, ...]] | None = None,
     ) -> None:
         self.buffer = buffer
@@ -146,7 +150,10 @@ class Recorder(TorchDispatchMode):
         if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in tensors_in((args, kwargs))):
             return op(*args, **kwargs)
         if op.namespace == "c10d":
-            remedy = "use the collectives of torch.distributed that work on tensors of all ranks, or move the call out of the step"
+            remedy = (
+                "use the collectives of torch.distributed that work on tensors of all ranks, "
+                "or move the call out of the step"
+            )
             raise UncapturableCollective(op._schema.name.split("::")[1], user_line(), remedy)
         return self._record(op, args, kwargs)
 
@@ -214,8 +221,13 @@ class Recorder(TorchDispatchMode):
     # ---- writes
 
     def _record_write(
-        self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any],
-        fake_args: tuple[Any, ...], fake_kwargs: dict[str, Any],
+        self,
+        op: OpOverload,
+        what: Effects,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fake_args: tuple[Any, ...],
+        fake_kwargs: dict[str, Any],
     ) -> Any:
         if torch.Tag.inplace_view in op.tags:
             return self._record_reshape_in_place(op, args, kwargs, fake_args, fake_kwargs)
@@ -250,7 +262,8 @@ class Recorder(TorchDispatchMode):
     def _widened(
         self, op: OpOverload, what: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
-        """What the functional form returns where that has another dtype than the tensor it replaces (bfloat16 += float32)."""
+        """What the functional form returns where that has another dtype than the tensor it replaces (bfloat16 +=
+        float32)."""
         tensors = list(tensors_in((args, kwargs)))
         if len(tensors) < 2 or op in (aten.copy_.default,) or all(t.dtype == tensors[0].dtype for t in tensors):
             return None
@@ -283,7 +296,11 @@ class Recorder(TorchDispatchMode):
         alias.node, alias.version = new, alias.buffer.version
 
     def _record_reshape_in_place(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], fake_args: tuple[Any, ...],
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fake_args: tuple[Any, ...],
         fake_kwargs: dict[str, Any],
     ) -> Any:
         """``t.transpose_()`` and its like change what the tensor object is: from now on it is a view of what it was."""
@@ -370,7 +387,9 @@ class Recorder(TorchDispatchMode):
         for known, real in self._input_storages.get(storage, ()):
             inside = offset_within(tensor, real)
             if inside is None:
-                raise UncapturableMutation(f"tensors that share a part of their memory, at {user_line()}; clone one of them")
+                raise UncapturableMutation(
+                    f"tensors that share a part of their memory, at {user_line()}; clone one of them"
+                )
             size, stride, offset = list(tensor.shape), list(tensor.stride()), inside
             with torch_adapter.only_mode(self.fake_mode):
                 val = torch.as_strided(known.val, size, stride, offset)
@@ -456,7 +475,9 @@ class Recorder(TorchDispatchMode):
 
     def effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
         """Append a call that must run whether or not its result is used."""
-        node = self.effect_on_nodes(target, *map_operands(args, self.value), val=val, **map_operands(kwargs, self.value))
+        node = self.effect_on_nodes(
+            target, *map_operands(args, self.value), val=val, **map_operands(kwargs, self.value)
+        )
         if isinstance(val, torch.Tensor):
             self._bind_fresh(val, node)
         return node
@@ -468,8 +489,9 @@ class Recorder(TorchDispatchMode):
         return node
 
     def emit_new_checks(self) -> None:
-        """What the operations so far assume about data-dependent numbers becomes a check in the graph, before its use."""
-        for expr, where in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
+        """What the operations so far assume about data-dependent numbers becomes a check in the graph, before its
+        use."""
+        for expr, _ in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
             if all(self.symbols.knows(symbol) for symbol in expr.free_symbols):
                 symbols = sorted(expr.free_symbols, key=str)
                 values = [self.symbols.expression(symbol) for symbol in symbols]
@@ -479,7 +501,9 @@ class Recorder(TorchDispatchMode):
     def pick(self, node: torch.fx.Node, index: int, val: Any) -> torch.fx.Node:
         return self.emit(operator.getitem, node, index, val=val)
 
-    def _bind(self, out: Any, node: torch.fx.Node, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _bind(
+        self, out: Any, node: torch.fx.Node, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         many = isinstance(out, (list, tuple))
         for at, value in enumerate(out if many else (out,)):
             index = at if many else None
@@ -494,7 +518,12 @@ class Recorder(TorchDispatchMode):
         self.take_pending_symbols()
 
     def _bind_result(
-        self, val: torch.Tensor, node: torch.fx.Node, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
+        self,
+        val: torch.Tensor,
+        node: torch.fx.Node,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         index: int | None,
     ) -> None:
         buffer = self._buffers.get(self._storage_key(val))
@@ -549,7 +578,8 @@ def _name(target: Callable[..., Any]) -> str | None:
 
 
 def _check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:
-    """Splits of an exchange that only the data decides: each must be a size, and those of what is sent must cover it."""
+    """Splits of an exchange that only the data decides: each must be a size, and those of what is sent must cover
+    it."""
     for size in (*theirs, *ours):
         torch._check(size >= 0, lambda size=size: f"{size} is no size to split by")
     torch._check(sum(ours) == sent.shape[0], lambda: f"splits {ours} do not cover {sent.shape[0]} rows")

@@ -28,7 +28,13 @@ def signature(step: StepGraph) -> str:
             names[node] = f"%{len(names)}"
             lines.append(f"{names[node]} = {_target(node)}({_operands(node, names)}){_identity(node)}")
     for what, value in zip(step.outputs, step.results, strict=True):
-        place = paths[what.input].path if isinstance(what, Update) else f"result {what.index}" if isinstance(what, Return) else what.path
+        place = (
+            paths[what.input].path
+            if isinstance(what, Update)
+            else f"result {what.index}"
+            if isinstance(what, Return)
+            else what.path
+        )
         lines.append(f"{place} <- {names.get(value, 'a number') if isinstance(value, torch.fx.Node) else value}")
     return "\n".join(lines)
 
@@ -41,7 +47,8 @@ def _described(role: Role, node: torch.fx.Node) -> str:
 
 
 def _is_size(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> bool:
-    """Whether the node is a size of a tensor or arithmetic on sizes alone: nodes that a capture with fixed sizes lacks."""
+    """Whether the node is a size of a tensor or arithmetic on sizes alone: nodes that a capture with fixed sizes
+    lacks."""
     val, inputs = node.meta.get("val"), node.all_input_nodes
     if isinstance(val, (int, torch.SymInt, torch.SymBool)):
         return True
@@ -51,7 +58,9 @@ def _is_size(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> bool:
 
 
 def _target(node: torch.fx.Node) -> str:
-    return str(node.target) if hasattr(node.target, "namespace") else getattr(node.target, "__name__", repr(node.target))
+    return (
+        str(node.target) if hasattr(node.target, "namespace") else getattr(node.target, "__name__", repr(node.target))
+    )
 
 
 def _operands(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
@@ -72,4 +81,6 @@ def _identity(node: torch.fx.Node) -> str:
         return ""
     vals = [used.meta["val"] for used in node.all_input_nodes if isinstance(used.meta.get("val"), torch.Tensor)]
     sizes = ["?" if "all_to_all" in str(node.target) or not isinstance(v.numel(), int) else v.numel() for v in vals]
-    return f"  # {group_of(node)}: {[v.dtype for v in vals]} {sizes}; {node.meta.get('stage')} {node.meta.get('module')}"
+    return (
+        f"  # {group_of(node)}: {[v.dtype for v in vals]} {sizes}; {node.meta.get('stage')} {node.meta.get('module')}"
+    )

@@ -24,16 +24,39 @@ from weft import torch_adapter
 from weft.capture.graph import Role
 from weft.capture.registrations import user_hook
 
-SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout)
+SIMPLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+)
 _UNCALLABLE = (bool, int, float, complex, str, bytes)
 _FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
 _WELCOME = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp")
 # Attributes of every nn.Module that do not change what its forward or backward does.
-_BOOKKEEPING = frozenset({
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
-    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-})
+_BOOKKEEPING = frozenset(
+    {
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_is_full_backward_hook",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
 MISSING = object()
 OPAQUE = "__weft_opaque__"
 # Code of the functions that were marked opaque. What only they use is none of the step's business.
@@ -43,7 +66,9 @@ opaque_code: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 class Container:
     """A mutable Python object that holds others; ``keys`` restricts which of its entries count."""
 
-    def __init__(self, obj: Any, path: str, keys: frozenset[str] | None = None, label: Callable[[Any], str] | None = None) -> None:
+    def __init__(
+        self, obj: Any, path: str, keys: frozenset[str] | None = None, label: Callable[[Any], str] | None = None
+    ) -> None:
         self.obj = obj
         self.path = path
         self.keys = keys
@@ -311,7 +336,8 @@ class State:
         self._attributes.append((module, path))
 
     def _module_attributes(self, module: torch.nn.Module, path: str) -> None:
-        """What a module holds besides parameters, buffers and modules; after those, so that they have their short names."""
+        """What a module holds besides parameters, buffers and modules; after those, so that they have their short
+        names."""
         prefix = f"{path}." if path else ""
         keys = frozenset(vars(module)) - _BOOKKEEPING | frozenset(self._names)
         self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}"))
@@ -360,7 +386,7 @@ class State:
         if hasattr(fn, OPAQUE):
             return
         if isinstance(fn, types.MethodType):
-            self._visit(fn.__self__, "self" if not path else path, None)
+            self._visit(fn.__self__, path or "self", None)
             self._visit(fn.__func__, path, None)
         elif isinstance(fn, functools.partial):
             for at, value in enumerate((fn.func, *fn.args, *fn.keywords.values())):
@@ -451,9 +477,12 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def _names_read(code: types.CodeType) -> Iterator[str]:
-    """Names whose value the code reads or writes, other than to call it as a method: ``x.step()`` reads no number ``step``."""
+    """Names whose value the code reads or writes, other than to call it as a method: ``x.step()`` reads no number
+    ``step``."""
     for step in dis.get_instructions(code):
-        method = step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and step.arg & 1)
+        method = step.opname == "LOAD_METHOD" or (
+            step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and step.arg & 1
+        )
         if step.opname.endswith(("_ATTR", "_NAME", "_GLOBAL")) and not method:
             yield step.argval
     for constant in _inner_code(code):
@@ -513,7 +542,8 @@ def _functions_of(owner: type) -> dict[str, types.FunctionType]:
 
 
 def _methods_used(owner: type, names: _Names) -> list[types.FunctionType]:
-    """Methods of ``owner`` that code using ``names`` can call, directly or through each other; ``names`` grows by theirs."""
+    """Methods of ``owner`` that code using ``names`` can call, directly or through each other; ``names`` grows by
+    theirs."""
     found: dict[str, types.FunctionType] = {}
     grown = True
     while grown:

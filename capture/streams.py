@@ -136,9 +136,7 @@ class Streams:
         self._recorder.effect_on_nodes(stream_wait, self._number(waiting), self._number(waited))
 
     def _record(self, event: Any, stream: Any = None) -> None:
-        self._note(
-            "event_record", lambda: event.record(), self._event(event), self._stream_or_current(stream)
-        )
+        self._note("event_record", lambda: event.record(), self._event(event), self._stream_or_current(stream))
 
     def _record_event(self, kind: Any) -> Callable[..., Any]:
         def record_event(stream: Any, event: Any = None) -> Any:
@@ -163,9 +161,7 @@ class Streams:
 
     def _record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
         number, inner = self._number(stream), plain(tensor)[0]
-        self._note(
-            "record_stream", lambda value: value.record_stream(stream), self._recorder.value(inner), number
-        )
+        self._note("record_stream", lambda value: value.record_stream(stream), self._recorder.value(inner), number)
 
     def _refuse(self, name: str) -> Callable[..., Any]:
         def refuse(*args: Any) -> None:
@@ -205,9 +201,7 @@ class Streams:
         """Fence the work on a side stream that the step now names, before all its nodes."""
         call = (lambda: torch.cuda.current_stream().wait_stream(stream)) if self._real else None
         node = self._recorder.first(StreamCall("stream_begin", call), number)
-        node.meta.update(
-            val=None, effect=True, frames=user_frames(4), module="", stage="forward", **{FENCE: True}
-        )
+        node.meta.update(val=None, effect=True, frames=user_frames(4), module="", stage="forward", **{FENCE: True})
 
 
 @contextmanager

@@ -91,7 +91,10 @@ class CapturedStep:
 
 
 def capture_step(
-    step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, *,
+    step: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
     dynamic: frozenset[tuple[int, int]] = frozenset(),
 ) -> CapturedStep:
     """Capture one call ``step(*args, **kwargs)`` without running it.
@@ -113,7 +116,11 @@ def capture_step(
 
 class _Capture:
     def __init__(
-        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic: frozenset[tuple[int, int]],
     ) -> None:
         self.step = step
         world = current_fake_world()
@@ -217,7 +224,9 @@ class _Capture:
         if all(known is not optimizer for known, _ in self.state.optimizers):
             self.state.add(optimizer, "optimizer")
             self._make_rates_symbolic(optimizer, "optimizer")
-        missing = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p not in optimizer.state]
+        missing = [
+            p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p not in optimizer.state
+        ]
         if missing:
             with self.recorder.paused(*self.modes):
                 if torch_adapter.init_optimizer_state(optimizer):
@@ -254,9 +263,19 @@ class _Capture:
         groups = canonical_groups(recorder.graph)
         graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
         return CapturedStep(
-            graph, places, effects, returned, self.arguments, self.state, recorder.recorded, recorder.passed, self.hooks,
-            recorder.symbols.shape_env, self.sizes,
-            [(torch_adapter.symbol_of(rate), place) for _, rate, _, place in self.rates], self.specialised,
+            graph,
+            places,
+            effects,
+            returned,
+            self.arguments,
+            self.state,
+            recorder.recorded,
+            recorder.passed,
+            self.hooks,
+            recorder.symbols.shape_env,
+            self.sizes,
+            [(torch_adapter.symbol_of(rate), place) for _, rate, _, place in self.rates],
+            self.specialised,
         )
 
     def _effects(self, keep: Callable[[Callable[[int], Output], Any], int]) -> list[Effect]:
@@ -291,7 +310,7 @@ class _Capture:
 
     def _inputs(self, outputs: list[Output]) -> tuple[list[Input], list[Place]]:
         """Entries for the placeholders that are used, with the names a reader expects; the others are erased."""
-        known = {node: tensor for node, tensor in self.recorder.placeholders}
+        known = dict(self.recorder.placeholders)
         rates = {node: place for _, _, node, place in self.rates}
         updated = {out.input for out in outputs if isinstance(out, Update)}
         inputs, places = [], []

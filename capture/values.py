@@ -51,7 +51,13 @@ class Template:
 
     @classmethod
     def of(
-        cls, value: Any, recorder: Recorder, keep: Callable[[Any], int], where: str, *, lift_users: bool = False,
+        cls,
+        value: Any,
+        recorder: Recorder,
+        keep: Callable[[Any], int],
+        where: str,
+        *,
+        lift_users: bool = False,
         homes: Mapping[int, Place] | None = None,
     ) -> Template:
         """Make a template of ``value``, which the capture left at ``where``.

@@ -45,9 +45,7 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     lacking = list(_without_reset(model, "", False))
     if lacking:
         raise CannotInitialize(lacking, "have parameters on the meta device, and no reset_parameters method")
-    work = _Materialization(
-        _device_of(model) if device is None else torch.device(device), _meta_places(model)
-    )
+    work = _Materialization(_device_of(model) if device is None else torch.device(device), _meta_places(model))
     with torch.no_grad():
         work.visit(model, "", within_reset=False)
     for state in states_in(model.modules()):
@@ -101,14 +99,10 @@ class _Place:
         if isinstance(self.key, ShardedParameter):
             layout, whole = self.key.layout, tensor.detach()
             if layout.model_parallel is not None:
-                whole = torch_adapter.local_tensor(
-                    distribute_tensor(whole, *layout.model_parallel, src_data_rank=None)
-                )
+                whole = torch_adapter.local_tensor(distribute_tensor(whole, *layout.model_parallel, src_data_rank=None))
             shard = layout.wrap(layout.cut(whole))
         else:
-            shard = distribute_tensor(
-                tensor.detach(), self.meta.device_mesh, self.meta.placements, src_data_rank=None
-            )
+            shard = distribute_tensor(tensor.detach(), self.meta.device_mesh, self.meta.placements, src_data_rank=None)
         return nn.Parameter(shard, self.meta.requires_grad)
 
 

@@ -62,12 +62,8 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument(
-        "--eager", dest="kind", action="store_const", const="eager", help="do not compile the step"
-    )
-    kinds.add_argument(
-        "--peer", dest="kind", action="store_const", const="peer", help="torch's FSDP2, not compiled"
-    )
+    kinds.add_argument("--eager", dest="kind", action="store_const", const="eager", help="do not compile the step")
+    kinds.add_argument("--peer", dest="kind", action="store_const", const="peer", help="torch's FSDP2, not compiled")
     parser.add_argument("--steps", type=int, help="how many steps (400 on CPUs, 2000 on GPUs)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
     parser.add_argument("--sample", type=int, default=300, help="bytes to draw from the trained model")
@@ -117,9 +113,7 @@ def train(trainer: Trainer, screen: Screen) -> tuple[list[float], list[Metrics]]
         due = step % validate_every == 0 or step == steps
         validation = trainer.validate(VALIDATION_BATCHES) if due else None
         mean = mean_over_ranks(torch.tensor(recent, device=trainer.device).mean())
-        rows.append(
-            Metrics(step, mean, norm.item(), validation, rate, memory_gib(trainer.device), now - begin)
-        )
+        rows.append(Metrics(step, mean, norm.item(), validation, rate, memory_gib(trainer.device), now - begin))
         screen.show(rows[-1])
         window = time.perf_counter()
     return losses, rows

@@ -60,11 +60,13 @@ def snapshot(thing: Any) -> Any:
     """A copy of the state of a module (gradients and flags included), an optimizer, or a tree of tensors."""
     if isinstance(thing, nn.Module):
         parameters = dict(thing.named_parameters())
-        return detached({
-            "state": dict(thing.state_dict()),
-            "grads": {name: p.grad for name, p in parameters.items()},
-            "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
-        })
+        return detached(
+            {
+                "state": dict(thing.state_dict()),
+                "grads": {name: p.grad for name, p in parameters.items()},
+                "requires_grad": {name: p.requires_grad for name, p in parameters.items()},
+            }
+        )
     return detached(thing.state_dict() if isinstance(thing, torch.optim.Optimizer) else thing)
 
 

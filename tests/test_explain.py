@@ -123,9 +123,7 @@ def test_collectives_are_those_that_eager_issues() -> None:
     weights = 4 * (16 * 16 + 4 * 16 + 4)
     gathers = [entry for entry in explained.collectives if entry.kind == "all_gather_into_tensor"]
     per_forward = sum(entry.count for entry in gathers) // 3
-    assert gathers == [
-        CollectiveCount("all_gather_into_tensor", "shards", 3 * per_forward, weights * per_forward)
-    ]
+    assert gathers == [CollectiveCount("all_gather_into_tensor", "shards", 3 * per_forward, weights * per_forward)]
     reduces = {(entry.kind, entry.group): (entry.count, entry.bytes) for entry in explained.collectives}
     assert reduces["reduce_scatter_tensor", "shards"] == (3, weights)
     assert reduces["all_reduce", "replicas"] == (3, weights // 4)

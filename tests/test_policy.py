@@ -215,8 +215,6 @@ def test_importing_weft_is_cheap_and_starts_no_cuda() -> None:
         "print(time.process_time() - start, torch.cuda.is_initialized())\n"
     )
     command = [sys.executable, "-c", code]
-    answers = [
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(2)
-    ]
+    answers = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
     assert min(float(seconds) for seconds, _ in answers) < 0.2
     assert {started for _, started in answers} == {"False"}

@@ -40,9 +40,7 @@ class GradientReduction:
     None included, and sends nothing: that set must be the same on all ranks.
     """
 
-    def __init__(
-        self, slots: Sequence[Slot], group_name: str, divide_factor: float, dtype: torch.dtype | None
-    ) -> None:
+    def __init__(self, slots: Sequence[Slot], group_name: str, divide_factor: float, dtype: torch.dtype | None) -> None:
         self.enabled = True
         self.divide_factor = divide_factor
         self._slots = slots

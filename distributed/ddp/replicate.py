@@ -265,16 +265,12 @@ def _replica_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
         return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("replicate",))
     if dp_mesh_dims is not None:
         if dp_mesh_dims.shard is not None:
-            raise errors.InvalidMesh(
-                "replicate", mesh, "dp_mesh_dims names a dimension to shard over; use fully_shard"
-            )
+            raise errors.InvalidMesh("replicate", mesh, "dp_mesh_dims names a dimension to shard over; use fully_shard")
         names = dp_mesh_dims.replicate
         names = (names,) if isinstance(names, str) else tuple(names)
         return torch_adapter.flat_submesh(mesh, names)
     if mesh.ndim != 1:
-        raise errors.InvalidMesh(
-            "replicate", mesh, "a mesh of one dimension is needed; take one with mesh['name']"
-        )
+        raise errors.InvalidMesh("replicate", mesh, "a mesh of one dimension is needed; take one with mesh['name']")
     return mesh
 
 

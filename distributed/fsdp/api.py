@@ -236,9 +236,7 @@ def _shard(
 ) -> ShardedParameter:
     param = slots[0].get()
     if not param.is_contiguous():
-        raise UnshardableParameter(
-            path, f"is not contiguous (shape {tuple(param.shape)}, strides {param.stride()})"
-        )
+        raise UnshardableParameter(path, f"is not contiguous (shape {tuple(param.shape)}, strides {param.stride()})")
     if torch_adapter.registered_hooks(param):
         raise HookBeforeSharding(path)
     placement = None if placement_fn is None else placement_fn(param)
@@ -248,9 +246,7 @@ def _shard(
     layout = layout_of(param, placement, axes, path)
     shard = layout.cut(torch_adapter.local_tensor(param) if isinstance(param, DTensor) else param.detach())
     if hasattr(shard, "fsdp_pre_all_gather"):
-        raise UnshardableParameter(
-            path, f"is a {type(shard).__name__} that gathers itself (fsdp_pre_all_gather)"
-        )
+        raise UnshardableParameter(path, f"is a {type(shard).__name__} that gathers itself (fsdp_pre_all_gather)")
     if not shard.is_meta:
         shard = shard.to(device)
     sharded = nn.Parameter(layout.wrap(shard), requires_grad=param.requires_grad)

@@ -46,9 +46,7 @@ class Attach(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, gathered: list[torch.Tensor], param: ShardedParameter
-    ) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, gathered: list[torch.Tensor], param: ShardedParameter) -> torch.Tensor:
         # The graph keeps the anchor alive: a later gather of the same forward finds it
         # (ShardedParameter.anchor).
         ctx.anchor, ctx.param = anchor, param

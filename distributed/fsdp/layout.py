@@ -85,9 +85,7 @@ class Layout:
         return torch_adapter.local_tensor(grad.redistribute(mesh, placements))
 
 
-def layout_of(
-    param: torch.Tensor, placement: Shard | None, data_parallel: DataParallelMesh, path: str
-) -> Layout:
+def layout_of(param: torch.Tensor, placement: Shard | None, data_parallel: DataParallelMesh, path: str) -> Layout:
     """The layout of `param`, split in the dimension of `placement` (None: 0).
 
     Raises InvalidShardPlacement where there is no such dimension, and, with `dp_mesh_dims`, where the
@@ -116,9 +114,7 @@ def _shard_dim(shape: torch.Size, placement: Any, path: str) -> int:
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise InvalidShardPlacement(
-            path, f"shard_placement_fn returned {placement!r}; return a Shard or None"
-        )
+        raise InvalidShardPlacement(path, f"shard_placement_fn returned {placement!r}; return a Shard or None")
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not shape:
         return 0
@@ -132,23 +128,17 @@ def _data_placements(data_parallel: DataParallelMesh, shard: Placement) -> tuple
     return replicate if data_parallel.shard is None else (*replicate, shard)
 
 
-def _on_whole_mesh(
-    param: torch.Tensor, dim: int | None, data_parallel: DataParallelMesh, path: str
-) -> Layout:
+def _on_whole_mesh(param: torch.Tensor, dim: int | None, data_parallel: DataParallelMesh, path: str) -> Layout:
     """A parameter that is a DTensor on the mesh of every kind of parallelism (`dp_mesh_dims`)."""
     whole = data_parallel.whole
     assert whole is not None
     if not isinstance(param, DTensor) or param.device_mesh != whole:
-        raise InvalidShardPlacement(
-            path, "with dp_mesh_dims every parameter must be a DTensor on the given mesh"
-        )
+        raise InvalidShardPlacement(path, "with dp_mesh_dims every parameter must be a DTensor on the given mesh")
     names = whole.mesh_dim_names or ()
     data = [names.index(name) for name in (*data_parallel.shard_names, *data_parallel.replicate_names)]
     before = tuple(param.placements)
     if any(not before[i].is_replicate() for i in data):
-        raise InvalidShardPlacement(
-            path, f"its placements {before} must be Replicate() on {[names[i] for i in data]}"
-        )
+        raise InvalidShardPlacement(path, f"its placements {before} must be Replicate() on {[names[i] for i in data]}")
     mesh, placements = _split_whole(whole, before, dim, data_parallel)
     shape = torch_adapter.local_tensor(param).shape
     return Layout(

@@ -101,9 +101,7 @@ def _named_axes(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
     shard, replicate = _as_names(dims.shard), _as_names(dims.replicate)
     unknown = [name for name in (*shard, *replicate) if name not in (mesh.mesh_dim_names or ())]
     if unknown:
-        raise InvalidMesh(
-            "fully_shard", mesh, f"dp_mesh_dims names {unknown}, which are not among its dimensions"
-        )
+        raise InvalidMesh("fully_shard", mesh, f"dp_mesh_dims names {unknown}, which are not among its dimensions")
     parts = [torch_adapter.flat_submesh(mesh, names) for names in (replicate, shard) if names]
     joined = parts[0] if len(parts) == 1 else torch_adapter.joined_mesh(parts)
     return DataParallelMesh(

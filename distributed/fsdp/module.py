@@ -103,9 +103,7 @@ class FSDPModule:
         """Only sums on the wire, with a division of its own after."""
         self._state().options.force_sum = enable
 
-    def set_reduce_scatter_unused_params(
-        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
-    ) -> None:
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters without a gradient take part in the reduction with zeros."""
         for state in self._states(recurse):
             state.options.reduce_unused = reduce_scatter_unused_params
@@ -117,9 +115,7 @@ class FSDPModule:
         shard in the reduce dtype. `stream` is ignored: the hook is part of the step like any other code.
         """
         state = self._state()
-        if stream is not None and any(
-            m.param.layout.data_parallel.replicate is not None for m in state.members
-        ):
+        if stream is not None and any(m.param.layout.data_parallel.replicate is not None for m in state.members):
             raise ValueError("stream cannot be set when using native HSDP")
         state.options.all_reduce_hook = hook
 

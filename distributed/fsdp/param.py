@@ -81,9 +81,7 @@ class ShardedParameter:
     unsummed: torch.Tensor | None = None
     on_gradient: Callable[[], None] = lambda: None
     holders: set[object] = field(default_factory=set)
-    anchors: weakref.WeakValueDictionary[str, torch.Tensor] = field(
-        default_factory=weakref.WeakValueDictionary
-    )
+    anchors: weakref.WeakValueDictionary[str, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
 
     # ---- the parameter
 

@@ -79,9 +79,7 @@ class Screen:
             self.line.plain = self._text(metrics)
         elif self.shown:
             left = metrics.seconds / metrics.step * (self.steps - metrics.step)
-            print(
-                f"step {metrics.step:>4}/{self.steps}  {self._text(metrics)}  {left:.0f} s left", flush=True
-            )
+            print(f"step {metrics.step:>4}/{self.steps}  {self._text(metrics)}  {left:.0f} s left", flush=True)
 
     def _text(self, metrics: Metrics) -> str:
         return (
@@ -115,9 +113,7 @@ def draw_losses(rows: list[Metrics], bigram: float, file: Path) -> None:
     steps, values = zip(*measured, strict=True)
     axes.plot(steps, values, "o-", label="validation", color="tab:red")
     axes.axhline(bigram, label="bigram, validation", color="gray", linestyle="--")
-    axes.set(
-        xlabel="step", ylabel="loss (nats per byte)", title="A byte-level transformer on the standard library"
-    )
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A byte-level transformer on the standard library")
     axes.set_ylim(0, max(bigram * 1.6, min(row.loss for row in rows) * 2))
     axes.legend()
     axes.grid(alpha=0.3)

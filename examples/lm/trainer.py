@@ -94,9 +94,7 @@ class Trainer:
         parts = validation_batches(
             self.corpus.validation, batches, self.rank, self.world, self.settings.batch, self.length
         )
-        losses = [
-            next_byte_loss(self.model, ids.to(self.device), labels.to(self.device)) for ids, labels in parts
-        ]
+        losses = [next_byte_loss(self.model, ids.to(self.device), labels.to(self.device)) for ids, labels in parts]
         return mean_over_ranks(torch.stack(losses).mean())
 
     def unsharded(self) -> Transformer:

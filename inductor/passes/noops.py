@@ -10,7 +10,6 @@ Keeps the bits of every result.
 from __future__ import annotations
 
 from collections.abc import Callable
-
 from typing import Any
 
 import torch
@@ -20,10 +19,20 @@ from weft.capture.graph import WAIT, StepGraph
 Node = torch.fx.Node
 
 aten = torch.ops.aten
-_VIEWS = frozenset({
-    aten.slice.Tensor, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
-    aten.expand.default, aten.alias.default, aten.detach.default, aten.squeeze.dim, aten.as_strided.default,
-})
+_VIEWS = frozenset(
+    {
+        aten.slice.Tensor,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.permute.default,
+        aten.expand.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.squeeze.dim,
+        aten.as_strided.default,
+    }
+)
 
 
 def drop_noops(step: StepGraph) -> StepGraph:
@@ -48,7 +57,8 @@ def _same_view(graph: torch.fx.Graph, node: Node) -> Node | None:
 
 
 def _padded(graph: torch.fx.Graph, node: Node) -> Node | None:
-    """``pad_shard(shard, size, parts, dtype)`` is a cast where the parts divide evenly, or the whole (parts=1) has the size."""
+    """``pad_shard(shard, size, parts, dtype)`` is a cast where the parts divide evenly, or the whole (parts=1) has
+    the size."""
     shard, size, parts, dtype = node.args
     short = parts == 1 and shard.meta["val"].shape[0] != size  # type: ignore[union-attr]
     return _cast(graph, node, shard, dtype) if size % parts == 0 and not short else None  # type: ignore[operator]

@@ -66,9 +66,7 @@ class _Scheduler:
             if node.op == "output" or isinstance(node.target, StreamCall):
                 for late in list(self.deferred):
                     self._run(late)
-            if node.target is WAIT or (
-                looks_into(node) and any(n in self.deferred for n in node.all_input_nodes)
-            ):
+            if node.target is WAIT or (looks_into(node) and any(n in self.deferred for n in node.all_input_nodes)):
                 self.deferred[node] = None
             else:
                 self._run(node)
@@ -129,16 +127,12 @@ def _is_gather(node: Node) -> bool:
 
 def _from_placeholders(node: Node) -> bool:
     """Whether the inputs of ``node`` come from placeholders with next to no work between."""
-    return all(
-        n.op == "placeholder" or (_prepares(n) and _from_placeholders(n)) for n in node.all_input_nodes
-    )
+    return all(n.op == "placeholder" or (_prepares(n) and _from_placeholders(n)) for n in node.all_input_nodes)
 
 
 def _prepares(node: Node) -> bool:
     name = getattr(getattr(node.target, "_schema", None), "name", "")
-    return (
-        (name in _PREPARATIONS or looks_into(node)) and node.target is not WAIT and "inplace" not in node.meta
-    )
+    return (name in _PREPARATIONS or looks_into(node)) and node.target is not WAIT and "inplace" not in node.meta
 
 
 def _start_of(wait: Node) -> Node:

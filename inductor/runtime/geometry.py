@@ -111,9 +111,7 @@ def _aliased_arguments(node: torch.fx.Node, target: OpOverload) -> list[torch.fx
         if argument.alias_info is not None:
             value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
             found += [
-                v
-                for v in (value if isinstance(value, (list, tuple)) else [value])
-                if isinstance(v, torch.fx.Node)
+                v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.fx.Node)
             ]
     return found
 

@@ -42,11 +42,7 @@ Node = torch.fx.Node
 UNUSED = "_"
 # They write their gradients only to unscale them.
 _FUSED_OPTIMIZERS = frozenset(
-    {
-        getattr(aten, name).default
-        for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
-        if hasattr(aten, name)
-    }
+    {getattr(aten, name).default for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_") if hasattr(aten, name)}
 )
 
 
@@ -154,9 +150,7 @@ class _Placer:
         self.order = order
         self.at = {node: position for position, node in enumerate(order)}
         self.until = {node: self._done_reading(node) for node in order}
-        self.last_read = {
-            node: max((self.until[u] for u in node.users), default=self.at[node]) for node in order
-        }
+        self.last_read = {node: max((self.until[u] for u in node.users), default=self.at[node]) for node in order}
         self.names = {node.name for node in order}
         self.out = Placement()
         self.trees = self.out.trees
@@ -174,9 +168,7 @@ class _Placer:
         """A collective reads its inputs until it has been waited for."""
         if not is_collective(node):
             return self.at[node]
-        waits = [
-            u for user in node.users for u in ([*user.users] if user.target is operator.getitem else [user])
-        ]
+        waits = [u for user in node.users for u in ([*user.users] if user.target is operator.getitem else [user])]
         return max((self.at[wait] for wait in waits), default=self.at[node])
 
     # ---- values
@@ -224,9 +216,7 @@ class _Placer:
     def _place_result(self, node: Node) -> Tree:
         if returns_its_input(node):
             return self._given(node.args[0])
-        shared = [
-            leaf.memory for source in sources(node) for leaf in leaves(self.trees[source]) if leaf.memory
-        ]
+        shared = [leaf.memory for source in sources(node) for leaf in leaves(self.trees[source]) if leaf.memory]
         if is_inverse_view(node) and shared:
             where = geometry(node)
             same = shared[0].root.tensors.get(where) if where is not None else None
@@ -343,19 +333,11 @@ class _Placer:
     def _updates(self) -> Iterator[tuple[Node, Node]]:
         by_name = {node.name: node for node in self.step.placeholders}
         for entry, value in self.step.updates():
-            old, new = (
-                node.meta["val"] if isinstance(node, Node) else node for node in (by_name[entry.name], value)
-            )
+            old, new = (node.meta["val"] if isinstance(node, Node) else node for node in (by_name[entry.name], value))
             tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
-            if (
-                not tensors
-                or old.dtype != new.dtype
-                or list(map(str, old.shape)) != list(map(str, new.shape))
-            ):
+            if not tensors or old.dtype != new.dtype or list(map(str, old.shape)) != list(map(str, new.shape)):
                 at = value if isinstance(value, Node) else None
-                raise MalformedGraph(
-                    f"{entry.name} is updated by another kind of thing", neighbourhood(self.order, at)
-                )
+                raise MalformedGraph(f"{entry.name} is updated by another kind of thing", neighbourhood(self.order, at))
             yield by_name[entry.name], value
 
     def _returned(self, result: Any, updated: dict[Node, list[Node]], overwritten: set[Memory]) -> Any:
@@ -363,9 +345,7 @@ class _Placer:
         if not isinstance(result, Node):
             return result
         where = geometry(result)
-        inputs = (
-            self.trees[p] for p in updated.get(result, ()) if where is not None and geometry(p) == where
-        )
+        inputs = (self.trees[p] for p in updated.get(result, ()) if where is not None and geometry(p) == where)
         return next(inputs, None) or self._kept(result, overwritten)
 
     def _kept(self, value: Node, overwritten: set[Memory]) -> Any:

@@ -133,9 +133,7 @@ class _Writer:
         words = [self._word(arg) for arg in args]
         words += [f"{name}={self._word(value)}" for name, value in (kwargs or {}).items()]
         function = target if isinstance(target, str) else self._function(target)
-        self.statements.append(
-            _Statement(function, ", ".join(words), self.reads, makes, many, pure, self.node)
-        )
+        self.statements.append(_Statement(function, ", ".join(words), self.reads, makes, many, pure, self.node))
 
     def _arguments(self, node: Node, written: dict[str, Tree]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of ``node``: the written ones replaced, process groups named as torch knows them."""
@@ -168,11 +166,7 @@ class _Writer:
             raise MalformedGraph(f"no node defines {value}", neighbourhood(self.order, self.node))
         if type(value) is float:
             return repr(value) if math.isfinite(value) else f"float('{value}')"
-        if (
-            value is None
-            or type(value) in (bool, int)
-            or (type(value) is str and not re.search(r"\s", value))
-        ):
+        if value is None or type(value) in (bool, int) or (type(value) is str and not re.search(r"\s", value)):
             return repr(value)
         if isinstance(value, _WRITTEN_AS_THEY_PRINT):
             return str(value)

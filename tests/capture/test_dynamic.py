@@ -36,17 +36,13 @@ def equal_to_eager(
     ours, theirs = model(), model()
     eager, compiled = make(theirs), weft.compile(make(ours), **options)
     for args in calls:
-        mine = [
-            arg.clone(memory_format=torch.preserve_format) if arg.is_contiguous() else arg for arg in args
-        ]
+        mine = [arg.clone(memory_format=torch.preserve_format) if arg.is_contiguous() else arg for arg in args]
         for arg in mine if mark else []:
             mark(arg)
         ours.zero_grad()
         theirs.zero_grad()
         expected, got = eager(*args), compiled(*mine)
-        assert torch.equal(got, expected), (
-            f"{got} instead of {expected} for {[tuple(arg.shape) for arg in args]}"
-        )
+        assert torch.equal(got, expected), f"{got} instead of {expected} for {[tuple(arg.shape) for arg in args]}"
         for (name, mine_p), theirs_p in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine_p.grad, theirs_p.grad), name
     assert len(compiled.captures) == captures, compiled.captures
@@ -106,9 +102,7 @@ def test_dynamic_true_keeps_every_size_symbolic() -> None:
         weight = next(module.parameters())
 
         def step(x: Tensor) -> Tensor:
-            loss = (x.unsqueeze(-1) * weight[0]).square().sum() + 0 * sum(
-                p.sum() for p in module.parameters()
-            )
+            loss = (x.unsqueeze(-1) * weight[0]).square().sum() + 0 * sum(p.sum() for p in module.parameters())
             loss.backward()
             return loss.detach()
 
@@ -282,18 +276,14 @@ def test_a_marked_size_must_not_be_fixed() -> None:
     x = torch.randn(10, FEATURES)
     weft.mark_dynamic(x, 0)
     module = model()
-    with pytest.raises(
-        MarkedDynamicSpecialised, match=r"args\[0\]\.size\(0\).*10 at .*test_dynamic\.py:\d+ in step"
-    ):
+    with pytest.raises(MarkedDynamicSpecialised, match=r"args\[0\]\.size\(0\).*10 at .*test_dynamic\.py:\d+ in step"):
         weft.compile(fixed_to_ten(module))(x)
     assert all(p.grad is None for p in module.parameters())
 
 
 def test_a_size_that_may_be_dynamic_may_be_fixed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "weft.capture.dynamic"):
-        equal_to_eager(
-            fixed_to_ten, batches(10, 4, 5), captures=2, mark=lambda x: weft.maybe_mark_dynamic(x, 0)
-        )
+        equal_to_eager(fixed_to_ten, batches(10, 4, 5), captures=2, mark=lambda x: weft.maybe_mark_dynamic(x, 0))
     assert "args[0].size(0) is fixed to 10" in caplog.text
 
 
@@ -368,6 +358,7 @@ def test_a_dictionary_of_tensors_with_one_size_in_common() -> None:
         assert torch.equal(compiled(batch), eager(batch))
         ours.zero_grad()
     assert len(compiled.captures) == 2
-    assert symbols(compiled) == ["args[0]['weight'].size(0)", "args[0]['x'].size(0)"] or symbols(
-        compiled
-    ) == ["args[0]['x'].size(0)", "args[0]['weight'].size(0)"]
+    assert symbols(compiled) == ["args[0]['weight'].size(0)", "args[0]['x'].size(0)"] or symbols(compiled) == [
+        "args[0]['x'].size(0)",
+        "args[0]['weight'].size(0)",
+    ]

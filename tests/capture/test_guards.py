@@ -172,9 +172,7 @@ def _seed(s: Setting) -> None:
 KEPT = [_learning_rate, _values, _loaded_into, _memory, _seed]
 
 
-def _runs(
-    change: Callable[[Setting], None], around: Callable[[], Any] = contextlib.nullcontext
-) -> list[Setting]:
+def _runs(change: Callable[[Setting], None], around: Callable[[], Any] = contextlib.nullcontext) -> list[Setting]:
     """The step compiled and not: a call, the change, two calls, compared after each."""
     pair = [Setting(True), Setting(False)]
     left: list[list[Any]] = []
@@ -299,9 +297,7 @@ def test_arguments(second: Callable[[], tuple[Any, ...]], reason: str) -> None:
     assert re.search(reason, compiled.captures[1]), compiled.captures[1]
 
 
-@pytest.mark.parametrize(
-    "values", [(1, 2), (1.0, 2.0), ("a", "b"), (None, 1), (True, False), (1, True), (1, 1.0)]
-)
+@pytest.mark.parametrize("values", [(1, 2), (1.0, 2.0), ("a", "b"), (None, 1), (True, False), (1, True), (1, 1.0)])
 def test_python_numbers_and_strings(values: tuple[Any, Any]) -> None:
     def step(x: torch.Tensor, option: Any) -> torch.Tensor:
         return x * {"a": 2, "b": 3, None: 4}.get(option, 5) + (option if isinstance(option, float) else 0)

@@ -127,9 +127,7 @@ def test_the_batches_really_split_in_many_ways() -> None:
 # ---- splits that cannot be
 
 
-def exchange(
-    x: torch.Tensor, send: torch.Tensor, receive: torch.Tensor, differentiable: bool
-) -> torch.Tensor:
+def exchange(x: torch.Tensor, send: torch.Tensor, receive: torch.Tensor, differentiable: bool) -> torch.Tensor:
     sizes, theirs = send.tolist(), receive.tolist()
     if differentiable:
         return funcol.all_to_all_single_autograd(x, theirs, sizes, dist.group.WORLD) * 2  # HERE

@@ -80,22 +80,16 @@ def check_python(text: str, graph: StepGraph) -> tuple[dict[str, str], dict[str,
         used = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
         if isinstance(statement, ast.AnnAssign):
             used -= {n.id for n in ast.walk(statement.annotation) if isinstance(n, ast.Name)}
-        called = {
-            n.func.id for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-        }
+        called = {n.func.id for n in ast.walk(statement) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
         assert used <= known | functions | called, ast.unparse(statement)
         if isinstance(statement, ast.AnnAssign | ast.Assign):
             target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
             assert isinstance(target, ast.Name)
             assert target.id not in known
             known.add(target.id)
-            assigned[target.id] = (
-                ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
-            )
+            assigned[target.id] = ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
     named = {
-        n.name
-        for n in graph.graph.nodes
-        if n.op == "call_function" and (n.users or n.meta.get("val") is not None)
+        n.name for n in graph.graph.nodes if n.op == "call_function" and (n.users or n.meta.get("val") is not None)
     }
     assert named == set(assigned)
     return arguments, assigned
@@ -119,9 +113,7 @@ def test_collectives_with_group_and_bytes() -> None:
         text = str(graph)
     arguments, _ = check_python(text, graph)
     assert arguments["model_weight"] == "f32[2, 8]"
-    assert re.search(
-        r"# parameter model\.weight: \[8, 8\] torch\.float32 over {'dp': 4} as \[Shard\(dim=0\)\]", text
-    )
+    assert re.search(r"# parameter model\.weight: \[8, 8\] torch\.float32 over {'dp': 4} as \[Shard\(dim=0\)\]", text)
     assert re.search(r"_c10d_functional\.all_gather_into_tensor\w*\(.*\)  # over \w+, 256 B", text)
     assert re.search(r"_c10d_functional\.reduce_scatter_tensor\w*\(.*\)  # over \w+, 256 B", text)
 

@@ -149,8 +149,7 @@ def test_backward_is_on_the_stream_of_its_forward() -> None:
     on = {
         (node.meta["stage"], node.target.__name__): node.meta.get("stream", 0)
         for node in graph.graph.nodes
-        if node.op == "call_function"
-        and node.target.__name__ in ("mul.Tensor", "mm.default", "addmm.default")
+        if node.op == "call_function" and node.target.__name__ in ("mul.Tensor", "mm.default", "addmm.default")
     }
     assert on == {
         ("forward", "addmm.default"): 1,
@@ -226,9 +225,7 @@ def test_how_far_a_stream_is_cannot_be_asked(ask: str) -> None:
 def test_the_stand_ins_are_as_they_were_after_a_capture() -> None:
     with weft.fake_world(1):
         side = torch.cuda.Stream()
-        before = {
-            name: getattr(torch.cuda.Stream, name) for name in ("wait_stream", "record_event", "synchronize")
-        }
+        before = {name: getattr(torch.cuda.Stream, name) for name in ("wait_stream", "record_event", "synchronize")}
 
         def step(x: Tensor) -> Tensor:
             side.synchronize()
@@ -276,9 +273,7 @@ def test_on_a_gpu_the_compiled_step_equals_the_eager_one() -> None:
             x = torch.empty(size, size, device="cuda")
             with torch.cuda.stream(side):
                 side.wait_stream(torch.cuda.default_stream())
-                for _ in range(
-                    20
-                ):  # long enough that a step which did not wait would read what is not there yet
+                for _ in range(20):  # long enough that a step which did not wait would read what is not there yet
                     x.copy_(torch.full((size, size), at / 100.0, device="cuda").sin())
                 ready.record()
             losses.append(step(x, x).clone())

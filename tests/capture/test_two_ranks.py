@@ -45,9 +45,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return detached(torch.utils._pytree.tree_map(local, found))
 
 
-def train(
-    wrap: Callable[[Any], Any], kind: str, world: int, batches: list[torch.Tensor]
-) -> tuple[list[Any], Any]:
+def train(wrap: Callable[[Any], Any], kind: str, world: int, batches: list[torch.Tensor]) -> tuple[list[Any], Any]:
     """Five steps with accumulation over two micro-batches, clipping and a schedule; loss and norm of each."""
     model = wrapped(kind, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)

@@ -52,9 +52,7 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.roll(1, 1).flatten()
 
 
-def train(
-    model: nn.Module, rank: int, accumulate: int = 1, steps: int = 5
-) -> tuple[list[float], dict[str, Any]]:
+def train(model: nn.Module, rank: int, accumulate: int = 1, steps: int = 5) -> tuple[list[float], dict[str, Any]]:
     """Train; return the losses and the final state (weights, buffers, whether each gradient is None)."""
     # Not Adam: it divides by the size of the gradient, and makes a last bit of a tiny one a large step.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -300,8 +298,7 @@ def test_one_all_reduce_a_parameter_and_all_waits_after_the_last_of_them() -> No
     parameters = len(list(Plain().parameters()))
     for logged, quiet in run_ranks(collectives_body, 2):
         assert logged == (
-            ["_c10d_functional.all_reduce.default"] * parameters
-            + ["_c10d_functional.wait_tensor.default"] * parameters
+            ["_c10d_functional.all_reduce.default"] * parameters + ["_c10d_functional.wait_tensor.default"] * parameters
         )
         assert quiet == []
 

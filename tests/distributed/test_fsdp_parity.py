@@ -333,9 +333,7 @@ def other_forward(shard: Shard_, mesh: DeviceMesh, rank: int) -> Any:
     model = build()
     Block.encode = Block.forward  # type: ignore[attr-defined]
     wrap(shard, model, mesh)
-    register = (
-        register_fsdp_forward_method if shard is torch_fully_shard else weft_fsdp.register_fsdp_forward_method
-    )
+    register = register_fsdp_forward_method if shard is torch_fully_shard else weft_fsdp.register_fsdp_forward_method
     for block in model.blocks:
         register(block, "encode")
 
@@ -459,9 +457,7 @@ def test_hybrid_sharding_equals_torch() -> None:
 
 
 def test_one_rank_equals_torch() -> None:
-    run_ranks(
-        compare, 1, (1,), {k: MATRIX[k] for k in ("float32", "bfloat16", "tied", "accumulated, bfloat16")}
-    )
+    run_ranks(compare, 1, (1,), {k: MATRIX[k] for k in ("float32", "bfloat16", "tied", "accumulated, bfloat16")})
 
 
 @needs_gpu(2)

@@ -31,9 +31,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {"torch": torch_fully_shard, "weft": w
 
 def build(seed: int, scalar: bool = False) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Embedding(11, 7), nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 5, bias=False)
-    )
+    model = nn.Sequential(nn.Embedding(11, 7), nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 5, bias=False))
     if scalar:
         model.register_parameter("temperature", nn.Parameter(torch.tensor(1.5)))
     return model
@@ -58,9 +56,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> torch
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in model.state_dict().items()
-    }
+    return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in model.state_dict().items()}
 
 
 def save(rank: int, world: int, wrapper: str, folder: str) -> Any:
@@ -130,9 +126,7 @@ def state_dict_body(rank: int, world: int) -> None:
             value.add_(1)
         model.load_state_dict(source, assign=assign)
         assert torch.equal(whole(model)["1.weight"], source["1.weight"].full_tensor())
-        want = nn.functional.linear(
-            torch.ones(1, 7), source["1.weight"].full_tensor(), source["1.bias"].full_tensor()
-        )
+        want = nn.functional.linear(torch.ones(1, 7), source["1.weight"].full_tensor(), source["1.bias"].full_tensor())
         assert torch.equal(model[1](torch.ones(1, 7)), want)
         model.reset_iter_state()
 

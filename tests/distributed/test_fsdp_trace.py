@@ -130,9 +130,7 @@ def operations(world: int, rank: int, variant: str) -> list[str]:
         options: dict[str, Any] = {"mp_policy": BF16}
         if variant == "hybrid":
             net = build()
-            fully_shard(
-                net, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s")), **options
-            )
+            fully_shard(net, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s")), **options)
         else:
             if variant == "second dimension":
                 options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1)
@@ -190,9 +188,7 @@ def test_nothing_of_a_step_stays_behind(world: int) -> None:
             found.append({k: list(v) if isinstance(v, (list, set)) else v for k, v in vars(state).items()})
             found.append(dict(vars(state.context)))
             for member in state.members:
-                found.append(
-                    {k: len(v) if k in ("holders", "anchors") else v for k, v in vars(member.param).items()}
-                )
+                found.append({k: len(v) if k in ("holders", "anchors") else v for k, v in vars(member.param).items()})
                 found.append([slot.get() for slot in member.slots])
         return found
 
@@ -200,11 +196,7 @@ def test_nothing_of_a_step_stays_behind(world: int) -> None:
     before = snapshot(net)
     record(net)
     for old, new in zip(before, snapshot(net), strict=True):
-        pairs = (
-            zip(old.items(), new.items(), strict=True)
-            if isinstance(old, dict)
-            else zip(old, new, strict=True)
-        )
+        pairs = zip(old.items(), new.items(), strict=True) if isinstance(old, dict) else zip(old, new, strict=True)
         for a, b in pairs:
             assert a is b or (isinstance(a, tuple) and a[0] == b[0] and (a[1] is b[1] or a[1] == b[1])), (
                 a,

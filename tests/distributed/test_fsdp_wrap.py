@@ -47,16 +47,12 @@ class Odd(nn.Module):
 
 
 def train(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(
-        [p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.9, foreach=False
-    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.9, foreach=False)
     losses = []
     for ids in batches:
         loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(
-            [p for p in model.parameters() if p.dtype == torch.float32], 1.0, foreach=False
-        )
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.dtype == torch.float32], 1.0, foreach=False)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -120,9 +116,7 @@ def hooks_body(rank: int, world: int) -> list[Any]:
 @pytest.mark.gloo
 def test_hooks_of_the_sharded_parameter_fire_once() -> None:
     for fired in run_ranks(hooks_body, 2):
-        assert sorted(name for name, _ in fired) == ["accumulated"] * 2 + ["forward"] * 2 + ["module"] * 2 + [
-            "tensor"
-        ]
+        assert sorted(name for name, _ in fired) == ["accumulated"] * 2 + ["forward"] * 2 + ["module"] * 2 + ["tensor"]
         assert ("tensor", True) in fired
         assert ("accumulated", True) in fired
 
@@ -238,9 +232,7 @@ def test_what_stands_in_the_module(mesh: Any) -> None:
     seen: list[Any] = []
 
     def look(module: Any, args: Any) -> None:
-        seen.append(
-            (type(module.weight), isinstance(module.weight, nn.Parameter), tuple(module.weight.shape))
-        )
+        seen.append((type(module.weight), isinstance(module.weight, nn.Parameter), tuple(module.weight.shape)))
         if len(seen) == 2:
             raise KeyboardInterrupt
 

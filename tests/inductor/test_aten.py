@@ -189,9 +189,7 @@ def test_multi_tensor_operations_decide_for_each_tensor() -> None:
     assert torch.equal(c, old_c + 1)
 
 
-def adamw_step(
-    b: StepBuilder, params: list[Any], grads: list[Any], states: list[list[Any]], lr: Any
-) -> list[Any]:
+def adamw_step(b: StepBuilder, params: list[Any], grads: list[Any], states: list[list[Any]], lr: Any) -> list[Any]:
     steps = b.write(aten._foreach_add_.Scalar, states[2], 1)
     updated = b.write(
         aten._fused_adamw_.default,

@@ -46,6 +46,8 @@ WRITES = {
     "foreach_": lambda x, y: torch._foreach_add_([x, y] if disjoint(x, y) else [x], 1.0),
     "index_": lambda x, y: x.masked_fill_(x > 0.5, 0.25),
 }
+
+
 def disjoint(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether they are tensors of their own memory."""
     return x.untyped_storage()._cdata != y.untyped_storage()._cdata

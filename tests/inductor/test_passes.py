@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import run_ranks
 from torch import nn
 
 import weft
+from harness import run_ranks
 from weft.capture.graph import StepGraph
 from weft.inductor.passes.coalesce import coalesce
 from weft.inductor.passes.noops import drop_noops
@@ -78,7 +78,9 @@ def test_neighbours_are_coalesced_and_every_parameter_is_still_served() -> None:
     count = kinds(merged)
     assert count["all_gather_into_tensor"] + count["all_gather_into_tensor_coalesced"] <= 8
     members = Counter(
-        str(node.target).split(".")[1] for node in merged.collectives() for _ in node.args[0]  # type: ignore[union-attr]
+        str(node.target).split(".")[1]
+        for node in merged.collectives()
+        for _ in node.args[0]  # type: ignore[union-attr]
         if "coalesced" in str(node.target)
     )
     single = count["all_gather_into_tensor"], count["reduce_scatter_tensor"]
@@ -136,7 +138,10 @@ def with_and_without(rank: int, world: int) -> list[list[torch.Tensor]]:
             graph = weft.capture(step, batch)
             program = compile_aten(run_passes(graph, passes))
             local = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-            values = [batch if e.path == "args[0]" else 0.1 if "lr" in e.path else local[e.path.removeprefix("model.")] for e in graph.inputs]
+            values = [
+                batch if e.path == "args[0]" else 0.1 if "lr" in e.path else local[e.path.removeprefix("model.")]
+                for e in graph.inputs
+            ]
             losses.append(program(*values)[-1])
         outcomes.append([*losses, *(p.to_local().detach().clone() for p in model.parameters())])  # type: ignore[attr-defined]
     return outcomes
