@@ -481,7 +481,7 @@ def _names_read(code: types.CodeType) -> Iterator[str]:
     ``step``."""
     for step in dis.get_instructions(code):
         method = step.opname == "LOAD_METHOD" or (
-            step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and step.arg & 1
+            step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and (step.arg or 0) & 1
         )
         if step.opname.endswith(("_ATTR", "_NAME", "_GLOBAL")) and not method:
             yield step.argval

@@ -74,9 +74,8 @@ def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
     last = run[-1]
     late = _dependents_before(run)
     with graph.inserting_after(last):
-        merged = graph.call_function(
-            _COALESCED[last.target], ([node.args[0] for node in run], *last.args[1:]), dict(last.kwargs)
-        )  # type: ignore[index]
+        coalesced = _COALESCED[last.target]  # type: ignore[index]
+        merged = graph.call_function(coalesced, ([node.args[0] for node in run], *last.args[1:]), dict(last.kwargs))
     merged.meta = {**last.meta, "val": [node.meta["val"] for node in run]}
     at = merged
     for index, node in enumerate(run):
