@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--eager", dest="kind", action="store_const", const="eager", help="do not compile the step")
     kinds.add_argument("--peer", dest="kind", action="store_const", const="peer", help="torch's FSDP2, not compiled")
-    parser.add_argument("--steps", type=int, help="how many steps (400 on CPUs, 2000 on GPUs)")
+    parser.add_argument("--steps", type=int, help="how many steps (320 on CPUs, 2000 on GPUs)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
     parser.add_argument("--sample", type=int, default=300, help="bytes to draw from the trained model")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.jsonl and loss.png")

@@ -33,7 +33,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 class Settings:
     """How long, how much at once, how fast. `batch` counts the sequences of one rank."""
 
-    steps: int = 400
+    steps: int = 320
     batch: int = 4
     peak_rate: float = 3e-3
     warmup: int = 30
