@@ -9,6 +9,7 @@ from collections.abc import Callable
 from weft.capture.graph import StepGraph
 from weft.inductor.passes.coalesce import coalesce
 from weft.inductor.passes.noops import drop_noops
+from weft.inductor.passes.pack import pack
 from weft.inductor.passes.unused_gathers import drop_unused_gathers
 
 log = logging.getLogger(__name__)
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 Pass = Callable[[StepGraph], StepGraph]
 
 # Passes that keep every bit of every result. Passes that may change the order of sums will be a list of their own.
-BIT_KEEPING: list[Pass] = [drop_noops, drop_unused_gathers, coalesce]
+BIT_KEEPING: list[Pass] = [drop_noops, drop_unused_gathers, pack, coalesce]
 
 
 def run_passes(step: StepGraph, passes: list[Pass] | None = None) -> StepGraph:
