@@ -8,11 +8,13 @@ from collections.abc import Callable
 import torch
 
 from weft import knobs
-from weft.capture.graph import WAIT, StepGraph, is_collective, is_effect
+from weft.capture.graph import WAIT, StepGraph, is_collective
 from weft.inductor.passes.sizes import node_bytes
 from weft.inductor.runtime.geometry import looks_into
 
 Node = torch.fx.Node
+
+_CASTS = ("aten::_to_copy", "weft::unpad_shard")
 
 
 def runs(step: StepGraph, can_join: Callable[[Node], bool]) -> list[list[Node]]:
@@ -58,7 +60,7 @@ def dependents_before(run: list[Node]) -> list[Node]:
 def _is_light(node: Node) -> bool:
     """Waits, elements, views and casts."""
     name = getattr(getattr(node.target, "_schema", None), "name", "")
-    return node.target in (WAIT, operator.getitem) or looks_into(node) or name in ("aten::_to_copy", "weft::unpad_shard")
+    return node.target in (WAIT, operator.getitem) or looks_into(node) or name in _CASTS
 
 
 def _kind(node: Node) -> tuple[object, ...]:
