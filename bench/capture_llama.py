@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from llama import SHAPES, Llama
 from torch.distributed.device_mesh import init_device_mesh
+from train_llama import train_step
 
 import weft
 
@@ -47,16 +48,7 @@ def measure(size: str, world: int, length: int) -> dict[str, Any]:
             weft.fully_shard(block, mesh=mesh, mp_policy=policy)
         weft.fully_shard(model, mesh=mesh, mp_policy=policy)
         model.to_empty(device="cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-        def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            loss = model(ids, labels)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
+        step = train_step(model)
         ids = torch.zeros(1, length, dtype=torch.long, device="cuda")
         built = time.perf_counter()
         graph = weft.capture(step, ids, torch.zeros_like(ids))

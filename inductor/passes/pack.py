@@ -38,7 +38,8 @@ def _can_join(node: Node) -> bool:
     val = node.meta["val"]
     if node.target not in (_GATHER, _REDUCE) or val.device.type != "cpu" or any(type(n) is not int for n in val.shape):
         return False
-    return all(user.target is WAIT for user in node.users) and (node.target is _GATHER or node.args[2] == 2)
+    order_is_one = node.target is _GATHER or node.args[2:3] == (2,)
+    return order_is_one and all(user.target is WAIT for user in node.users)
 
 
 def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
