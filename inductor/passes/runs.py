@@ -36,11 +36,12 @@ def runs(step: StepGraph, can_join: Callable[[Node], bool]) -> list[list[Node]]:
         if not is_collective(node):
             continue
         bytes_in = sum(node_bytes(used) for used in node.all_input_nodes)
-        fits = held + bytes_in <= knobs.bucket_mib << 20
-        if not (found[-1] and fits and node not in dependents and _kind(node) == _kind(found[-1][0])):
+        able = can_join(node)
+        joins = able and found[-1] and node not in dependents and _kind(node) == _kind(found[-1][0])
+        if not joins or held + bytes_in > knobs.bucket_mib << 20:
             found.append([])
             dependents, held = set(), 0
-        if can_join(node):
+        if able:
             found[-1].append(node)
             held += bytes_in
     return [run for run in found if len(run) > 1]

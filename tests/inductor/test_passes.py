@@ -104,6 +104,23 @@ def test_neighbours_on_the_cpu_share_a_buffer(world: int, reduces: int) -> None:
     assert packed["reduce_scatter_tensor"] == reduces
 
 
+def test_collectives_of_lists_between_others_end_a_run() -> None:
+    """A user's own coalesced all-reduce among the gathers of a sharded model."""
+    with weft.fake_world(2):
+        step, _ = step_over(2)
+        group = dist.group.WORLD.group_name
+
+        def with_sums(ids: torch.Tensor) -> torch.Tensor:
+            sums = torch.ops._c10d_functional.all_reduce_coalesced([ids, ids + 1], "sum", group)
+            parts = [torch.ops._c10d_functional.wait_tensor(each) for each in sums]
+            return step(parts[0].remainder(11)) + parts[1].sum()
+
+        graph = weft.capture(with_sums, torch.zeros(5, dtype=torch.long))
+    count = kinds(run_passes(graph))
+    assert count["all_reduce_coalesced"] == 1
+    assert count["all_gather_into_tensor"] == 7
+
+
 def targets(step: StepGraph) -> Counter[str]:
     return Counter(str(node.target) for node in step.graph.nodes if node.op == "call_function")
 
