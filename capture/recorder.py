@@ -423,11 +423,6 @@ class Recorder(TorchDispatchMode):
         """Whether a fake tensor is one of the user's own (made in a fake world before the capture)."""
         return not _known(tensor)
 
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """Whether the capture wrote to a tensor of the user's."""
-        alias = self._inputs.get(identity(tensor))
-        return alias is not None and alias.buffer.version > 0
-
     def scalar_input(self, value: torch.SymFloat | torch.SymInt, name: str) -> torch.fx.Node:
         """A placeholder for a Python number that changes from call to call."""
         with self.graph.inserting_after(self._after_inputs):

@@ -70,26 +70,22 @@ class Symbols:
         expr = value.node.expr
         if expr.is_number or expr in (sympy.true, sympy.false):
             return value.node.pytype(expr)
-        if expr not in self._nodes:
-            for symbol in sorted(expr.free_symbols, key=str):
-                if symbol not in self._nodes:
-                    self._nodes[symbol] = self._origins[symbol]()
-            if expr not in self._nodes:
-                env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
-                node = sympy_interp(PythonReferenceAnalysis, env, expr).node
-                node.meta["val"] = value
-                self._nodes[expr] = node
-        return self._nodes[expr]
+        node = self.expression(expr)
+        if not isinstance(expr, sympy.Symbol):
+            node.meta["val"] = value
+        return node
 
-    def expression(self, expr: Any) -> torch.fx.Node | int | float | bool:
-        """Like :meth:`node` for a bare sympy expression over known symbols."""
+    def expression(self, expr: Any) -> Any:
+        """Like :meth:`node` for a bare sympy expression over known symbols; each is written once."""
         if not expr.free_symbols:
             return bool(expr) if expr in (sympy.true, sympy.false) else expr
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in self._nodes:
                 self._nodes[symbol] = self._origins[symbol]()
-        env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
-        return sympy_interp(PythonReferenceAnalysis, env, expr).node
+        if expr not in self._nodes:
+            env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
+            self._nodes[expr] = sympy_interp(PythonReferenceAnalysis, env, expr).node
+        return self._nodes[expr]
 
     def shown(self, expr: Any) -> str:
         """An expression as a Python programmer would write it."""
