@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -307,15 +308,16 @@ def test_groups_of_some_ranks() -> None:
 def future_body(rank: int, world: int, captured: bool) -> list[float]:
     """What a DDP communication hook does."""
     t = torch.full((2,), float(rank + 1))
-    seen = []
+    seen: queue.Queue[int] = queue.Queue()
     with functional_collectives() if captured else nullcontext():
         future = dist.all_reduce(t, async_op=True).get_future()
         halved = future.then(lambda f: f.value()[0].div_(world))
         twice = halved.then(lambda f: f.value() * 2)
-        future.add_done_callback(lambda f: seen.append(len(f.value())))
+        future.add_done_callback(lambda f: seen.put(len(f.value())))
         doubled = twice.wait()
         assert future.done()
-    return [*doubled.tolist(), *t.tolist(), *seen]
+    # Torch calls back in a thread of its own, which may be behind the wait.
+    return [*doubled.tolist(), *t.tolist(), seen.get(timeout=30)]
 
 
 @pytest.mark.parametrize("captured", [False, True])
