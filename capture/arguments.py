@@ -12,7 +12,7 @@ from weft.capture.dynamic import MARKS, DynamicSizes
 from weft.capture.graph import Role
 from weft.capture.recorder import Recorder
 from weft.capture.state import SIMPLE, Container, Place, identity, plain
-from weft.errors import GraphOutsideStep, UnregisteredType
+from weft.errors import GraphOutsideStep, UnregisteredType, UnstridedArgument
 
 
 class Arguments:
@@ -68,6 +68,8 @@ class Arguments:
         if leaf.requires_grad and not leaf.is_leaf:
             raise GraphOutsideStep(path)
         inner, names = plain(leaf)
+        if inner.layout is not torch.strided:
+            raise UnstridedArgument(path, inner.layout)
         self.tensors[at] = Place(self.container, at, path, Role.BATCH, names)
         self.places.setdefault(identity(inner), self.tensors[at])
         if leaf.requires_grad:

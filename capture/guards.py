@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sized
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ class Guards:
         self._arguments = ArgumentGuard(arguments)
         self._world = _global_state()
         self._containers = [_ContainerGuard(container) for container in captured.state.containers]
+        self._filled = [guard for guard in self._containers if guard.expected]
+        self._empty = [guard.container.obj for guard in self._containers if guard.count == 0]
         self._tensors = [TensorGuard(place, arguments.vals[at]) for at, place in arguments.tensors.items()]
         self._tensors += [
             TensorGuard(place, node.meta["val"])
@@ -67,9 +70,11 @@ class Guards:
         """Why the captured graph cannot serve a call with these argument leaves, None when it can."""
         if (why := self._arguments.failure(leaves, spec)) is not None:
             return why
-        for guard in self._containers:
+        for guard in self._filled:
             if not guard.holds() and (why := guard.failure()) is not None:
                 return why
+        if any(self._empty):  # by far the most, dictionaries of hooks above all: one call for all of them
+            return next(why for guard in self._containers if guard.count == 0 and (why := guard.failure()))
         for tensor, path, requires_grad, hooks in self._flags:
             if tensor.requires_grad is not requires_grad:
                 return f"{path}.requires_grad is {tensor.requires_grad}"
@@ -105,7 +110,8 @@ class _ContainerGuard:
 
     def __init__(self, container: Container) -> None:
         self.container = container
-        self.count = len(container.before) if container.keys is None and isinstance(container.obj, Sized) else None
+        sized = container.keys is None and isinstance(container.obj, (dict, list, deque))
+        self.count = len(container.before) if sized else None
         self.expected = dict(container.before)
         self.fetch = _fetcher(container, list(self.expected))
 
@@ -135,8 +141,9 @@ def _fetcher(container: Container, keys: list[Any]) -> Callable[[], Any]:
     obj = container.obj
     if not keys:
         return tuple
-    if isinstance(obj, (dict, list)) and len(keys) > 1:
-        return functools.partial(operator.itemgetter(*keys), obj)
+    if isinstance(obj, (dict, list)):
+        only = keys[0]
+        return (lambda: (obj[only],)) if len(keys) == 1 else functools.partial(operator.itemgetter(*keys), obj)
     if isinstance(obj, torch.Tensor):
         return lambda: (obj.grad,)
     return lambda: container.entries().values()

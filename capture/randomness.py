@@ -2,7 +2,7 @@
 
 Random operations keep their order in the graph, so that a compiled step draws the same numbers as the eager one from
 the same generator. Activation checkpointing also rewinds the generator, by reading its state and setting it again;
-those two become nodes here.
+those two become nodes here, and so does a seed that the step sets.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ def set_rng_state(device: str, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
+def set_seed(seed: int, devices: str) -> None:
+    """Seed the default generators of all devices, of the current GPU (``cuda``) or of all GPUs (``cuda_all``)."""
+    {"all": torch.manual_seed, "cuda": torch.cuda.manual_seed, "cuda_all": torch.cuda.manual_seed_all}[devices](seed)
+
+
 @contextlib.contextmanager
 def record_random_state(recorder: Recorder) -> Iterator[None]:
     """While active, torch's functions that read or set a generator's state make nodes instead."""
@@ -48,11 +53,19 @@ def record_random_state(recorder: Recorder) -> Iterator[None]:
     def write(state: torch.Tensor, device: Any = "cpu") -> None:
         recorder.effect(set_rng_state, _name(device), state)
 
+    def seed_all(seed: int) -> torch.Generator:
+        recorder.effect(set_seed, seed, "all")
+        return torch.default_generator
+
     patches = [
         (torch, "get_rng_state", lambda: read()),
         (torch, "set_rng_state", lambda state: write(state)),
         (torch.random, "get_rng_state", lambda: read()),
         (torch.random, "set_rng_state", lambda state: write(state)),
+        (torch, "manual_seed", seed_all),
+        (torch.random, "manual_seed", seed_all),
+        (torch.cuda, "manual_seed", lambda seed: recorder.effect(set_seed, seed, "cuda")),
+        (torch.cuda, "manual_seed_all", lambda seed: recorder.effect(set_seed, seed, "cuda_all")),
         (torch.cuda, "get_rng_state", lambda device="cuda": read(device)),
         (torch.cuda, "set_rng_state", lambda state, device="cuda": write(state, device)),
     ]

@@ -19,6 +19,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
+from weft.capture.fake_results import FakeResults
 from weft.capture.functional import (
     Effects,
     as_run,
@@ -29,9 +30,10 @@ from weft.capture.functional import (
     write_back,
 )
 from weft.capture.geometry import extent, offset_within, same_layout
+from weft.capture.known_numbers import known_number
 from weft.capture.operands import argument_of, handed_back, map_operands, tensors_in
 from weft.capture.state import identity
-from weft.capture.symbols import Symbols
+from weft.capture.symbols import Number, Symbols
 from weft.capture.user_code import Frame, user_frames, user_line
 from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableLayout, UncapturableMutation
 from weft.torch_adapter import OpOverload, TorchDispatchMode
@@ -119,6 +121,7 @@ class Recorder(TorchDispatchMode):
         self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
         self.float_tags: dict[float, torch.SymFloat] = {}
         self.moments: Any = None
+        self._results = FakeResults(fake_mode)
         self._buffers: dict[int, Buffer] = {}
         self._inputs: dict[tuple[Any, ...], Alias] = {}
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
@@ -185,7 +188,7 @@ class Recorder(TorchDispatchMode):
         if op is _ALL_TO_ALL:
             _check_splits(*fakes[0][:3])
         try:
-            out = op(*fakes[0], **fakes[1])
+            out = self._results(op, *fakes)
         except Exception as error:
             error.add_note(f"while capturing {op} at {user_line()}")
             raise
@@ -199,9 +202,13 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _record_scalar(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
+        operand = self.value(args[0])
+        known = known_number(operand)
+        if known is not None:
+            return known
         out = op(*fakes)
         if isinstance(out, _NUMBERS):
-            node = self.emit(op, self.value(args[0]), val=out)
+            node = self.emit(op, operand, val=out)
             self.symbols.define(out, lambda: node)
             self.take_pending_symbols()
         return out
@@ -400,19 +407,24 @@ class Recorder(TorchDispatchMode):
 
     def new_input(self, tensor: torch.Tensor, val: torch.Tensor | None = None) -> Alias:
         """A placeholder for ``tensor``, standing before all operations; ``val`` overrides its fake (dynamic sizes)."""
-        with self.graph.inserting_after(self._after_inputs):
-            node = self.graph.placeholder(self.input_name(tensor))
-        self._after_inputs = node
         if val is None:
             with torch_adapter.only_mode(self.fake_mode):
                 val = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        node.meta["val"] = val
-        alias = self._bind_fresh(val, node)
+        alias = self.stand_in(val, self.input_name(tensor))
         self._inputs[identity(tensor)] = alias
         self._input_storages.setdefault(identity(tensor)[0], []).append((alias, tensor))
-        self.placeholders.append((node, tensor))
-        self.symbols.define_sizes(val, node, self.emit_sizes)
+        self.placeholders.append((alias.node, tensor))
         return alias
+
+    def stand_in(self, val: torch.Tensor, name: str) -> Alias:
+        """A placeholder for a fake in memory of its own."""
+        return self._bind_fresh(val, self._placeholder(name, val))
+
+    def _placeholder(self, name: str, val: Any) -> torch.fx.Node:
+        with self.graph.inserting_after(self._after_inputs):
+            node = self._after_inputs = self.graph.placeholder(name)
+        node.meta["val"] = val
+        return node
 
     def known_input(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The fake that stands for a tensor of the user's, where it already is an input."""
@@ -423,12 +435,9 @@ class Recorder(TorchDispatchMode):
         """Whether a fake tensor is one of the user's own (made in a fake world before the capture)."""
         return not _known(tensor)
 
-    def scalar_input(self, value: torch.SymFloat | torch.SymInt, name: str) -> torch.fx.Node:
+    def scalar_input(self, value: Number, name: str) -> torch.fx.Node:
         """A placeholder for a Python number that changes from call to call."""
-        with self.graph.inserting_after(self._after_inputs):
-            node = self.graph.placeholder(name)
-        self._after_inputs = node
-        node.meta["val"] = value
+        node = self._placeholder(name, value)
         self.symbols.define(value, lambda: node)
         return node
 

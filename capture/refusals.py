@@ -21,6 +21,10 @@ def explained(step: Callable[..., Any]) -> Iterator[None]:
         raise
     except torch_adapter.data_dependent_errors() as error:
         raise CannotCapture(_line_of(error, step), str(error).split("\n")[0]) from error
+    except RuntimeError as error:
+        if not torch_adapter.wants_fake_data(error):
+            raise
+        raise CannotCapture(_line_of(error, step), "torch read the numbers in a tensor") from error
 
 
 def _line_of(error: BaseException, step: Callable[..., Any]) -> str:

@@ -8,6 +8,7 @@ Python number that changes every step (the learning rate).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,35 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 log = logging.getLogger(__name__)
 
 Number = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+def _call(function: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """A node that calls ``function``; Python's own conversions ask their operand for a number instead."""
+    return x.tracer.create_proxy("call_function", function, (x, *args), {})
+
+
+class _Arithmetic(PythonReferenceAnalysis):
+    """Expressions as calls of functions; for these torch's own has sympy's classes, conversions or methods."""
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
+
+    @staticmethod
+    def to_dtype(x: Any, dtype: torch.dtype) -> Any:
+        return _call(torch.sym_float, x) if dtype is torch.float64 else PythonReferenceAnalysis.to_dtype(x, dtype)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.ceil, x)
+
+    @staticmethod
+    def round_to_int(a: Any, dtype: torch.dtype) -> Any:
+        return _call(round, a)
 
 
 class _StampingTracer(torch.fx.proxy.GraphAppendingTracer):
@@ -55,6 +85,8 @@ class Symbols:
     def define(self, value: Number, origin: Callable[[], torch.fx.Node]) -> None:
         """Say where the symbol behind ``value`` comes from; ``origin`` makes the node when it is first needed."""
         expr = value.node.expr
+        if isinstance(expr, sympy.Eq) and expr.args[1] == 1:  # a bool is the question whether a number is 1
+            expr = expr.args[0]
         if isinstance(expr, sympy.Symbol):
             self._origins.setdefault(expr, origin)
 
@@ -84,7 +116,7 @@ class Symbols:
                 self._nodes[symbol] = self._origins[symbol]()
         if expr not in self._nodes:
             env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
-            self._nodes[expr] = sympy_interp(PythonReferenceAnalysis, env, expr).node
+            self._nodes[expr] = sympy_interp(_Arithmetic, env, expr).node
         return self._nodes[expr]
 
     def shown(self, expr: Any) -> str:

@@ -8,7 +8,6 @@ the captured step. Real tensors are read for their shapes only; nothing is compu
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from weft.capture.collectives import functional_collectives
 from weft.capture.dynamic import DynamicSizes, Specialised
 from weft.capture.fake_world import current_fake_world
 from weft.capture.functions import CaptureFunctions
+from weft.capture.garbage import no_collections
 from weft.capture.graph import Create, Input, Output, Return, Role, StepGraph, Update, drop_dead
 from weft.capture.groups import canonical_groups
 from weft.capture.hooks import HookCounts
@@ -36,10 +36,11 @@ from weft.capture.randomness import record_random_state
 from weft.capture.recorder import Recorder
 from weft.capture.refusals import explained
 from weft.capture.registrations import user_hook
+from weft.capture.scripted import script_functions_as_written
 from weft.capture.state import MISSING, Container, Place, State, identity, opaque_code
 from weft.capture.streams import Streams
 from weft.capture.values import Template
-from weft.errors import PythonStateChanged
+from weft.errors import CannotCapture, PythonStateChanged
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +109,25 @@ def capture_step(
         CannotCapture: the step does something that has no place in a graph; names the user's line and the remedy.
     """
     known = len(opaque_code)
-    captured = _Capture(step, args, kwargs or {}, dynamic).run()
+    captured = _captured(step, args, kwargs or {}, dynamic)
     if len(opaque_code) > known:  # functions made inside the step: what only they use must guard nothing
-        captured = _Capture(step, args, kwargs or {}, dynamic).run()
+        captured = _captured(step, args, kwargs or {}, dynamic)
     return captured
+
+
+def _captured(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
+) -> CapturedStep:
+    """Capture the path that eager takes; where data decides on it, the one that libraries keep for traces."""
+    asked: list[str] = []
+    try:
+        with torch_adapter.fakes_unnoticed() as asked:
+            return _Capture(step, args, kwargs, dynamic).run()
+    except CannotCapture as error:
+        if not asked:
+            raise
+        log.info("%s can be traced another way; this one could not be: %s", asked[-1], str(error).split("\n")[0])
+    return _Capture(step, args, kwargs, dynamic).run()
 
 
 class _Capture:
@@ -180,13 +196,13 @@ class _Capture:
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
         """Everything that must differ while the user's function runs for the recorder."""
-        collecting = gc.isenabled()
-        gc.disable()
         torch.clear_autocast_cache()
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(no_collections())
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(torch_adapter.force_eager())
+                stack.enter_context(script_functions_as_written())
                 stack.enter_context(functional_collectives())
                 stack.enter_context(record_random_state(self.recorder))
                 stack.enter_context(self.path.followed())
@@ -200,8 +216,6 @@ class _Capture:
                 yield
         finally:
             torch.clear_autocast_cache()
-            if collecting:
-                gc.enable()
 
     def _put_back(self) -> None:
         for group, _, _, place in self.rates:

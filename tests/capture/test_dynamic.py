@@ -320,6 +320,20 @@ def test_math_on_sizes() -> None:
     equal_to_eager(square_root, batches(4, 5, 6, 7), captures=2)
 
 
+def scaled_by_numbers(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    def step(x: Tensor) -> Tensor:
+        n = x.shape[0]
+        loss = (module(x) * (n / 3) / (1.5 + n)).sum() * math.ceil(n / 2) - math.floor(n * 0.7) + round(n / 3)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def test_quotients_and_roundings_of_sizes() -> None:
+    equal_to_eager(scaled_by_numbers, batches(4, 5, 6, 7), captures=2)
+
+
 def test_an_argument_that_requires_grad_keeps_its_sizes(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, FEATURES, requires_grad=True)
     weft.mark_dynamic(x, 0)

@@ -14,7 +14,7 @@ from torch import nn
 
 import weft
 from both_ways import assert_equal, batches, mlp, snapshot
-from weft import knobs
+from weft import knobs, torch_adapter
 
 
 class Setting:
@@ -372,3 +372,16 @@ def test_a_counter_named_like_a_method_guards_nothing() -> None:
         assert torch.equal(train(x), eager.train(x))
     assert len(train.captures) == 2
     assert "scale" in train.captures[1]
+
+
+def test_what_has_not_changed_is_seen_at_a_glance() -> None:
+    """No entry needs the closer look that an assignment would cost: a large model has thousands of them."""
+    s = Setting(compiled=True)
+    for (x,) in batches():
+        s.step(x)
+    guards = s.step.entries[0].guards
+    assert [guard.container.path for guard in guards._containers if not guard.holds()] == []
+    call = torch_adapter.flatten((batches()[0], {}))
+    assert guards.failure(*call) is None
+    s.model[0][0].register_forward_hook(lambda *_: None)
+    assert "holds 1 entries, had 0" in str(guards.failure(*call))

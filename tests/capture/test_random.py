@@ -120,3 +120,19 @@ def test_another_seed_gives_other_numbers_without_a_capture() -> None:
     assert torch.equal(draws[0], draws[2])
     assert not torch.equal(draws[0], draws[1])
     assert len(compiled.captures) == 1
+
+
+def test_a_seed_set_by_the_step() -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(3)
+        first = torch.rand(2)
+        again = torch.manual_seed(3)
+        return first, torch.rand(2), torch.rand(2) + x, torch.tensor(again is torch.default_generator)
+
+    fast = weft.compile(step)
+    for _ in range(2):
+        torch.manual_seed(0)
+        torch.testing.assert_close(fast(torch.ones(2)), step(torch.ones(2)), rtol=0, atol=0)
+    state = torch.get_rng_state()
+    weft.capture(step, torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -23,6 +23,7 @@ from weft.errors import (
     UncapturableLayout,
     UncapturableMutation,
     UnregisteredType,
+    UnstridedArgument,
     WeftError,
 )
 
@@ -138,6 +139,20 @@ def test_the_message_has_the_remedy(refused: Callable[..., Any]) -> None:
     s = Setting()
     with pytest.raises(CannotCapture, match=r"torch\.where(.|\n)*weft\.opaque(.|\n)*fallback=\"eager\""):
         weft.compile(lambda x: refused(s, s.train(x)))(*batches()[0])
+
+
+def test_sparse_arguments() -> None:
+    for argument in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
+        with pytest.raises(UnstridedArgument, match=r"args\[0\].*to_dense"):
+            weft.compile(lambda x: x * 2)(argument)
+
+
+def test_kernels_that_read_numbers_while_they_take_apart() -> None:
+    def step(x: torch.Tensor, at: torch.Tensor) -> Any:
+        return torch.tensor_split(x, at)  # HERE
+
+    with pytest.raises(CannotCapture, match=rf"test_refusals\.py:{_marked_line(step)}(.|\n)*read the numbers"):
+        weft.compile(step)(torch.arange(6), torch.tensor([2, 3]))
 
 
 def test_sparse_gradients() -> None:

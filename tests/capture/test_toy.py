@@ -23,7 +23,8 @@ def test_the_toy_step_is_the_same_at_any_world_size() -> None:
 @pytest.mark.parametrize(("room", "function"), [("capture", "step"), ("inductor", "run")])
 def test_a_room_prints_its_artefact(room: str, function: str) -> None:
     command = [sys.executable, "-m", f"weft.{room}"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = printed[printed.rindex(f"def {function}(") :]
     (definition,) = ast.parse(text).body
     assert isinstance(definition, ast.FunctionDef)
     assert definition.name == function

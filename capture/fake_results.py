@@ -1,0 +1,111 @@
+"""What operations give on fake tensors, remembered by the layouts of their operands.
+
+The layers of a network call the same operations on the same layouts. torch keeps results of fakes too, but finds them
+in 0.15 ms; here it takes a quarter of that, which halves the time of a capture.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from weft import torch_adapter
+from weft.capture.fake_rules import fake_rule
+from weft.torch_adapter import OpOverload
+
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+# Results that depend on more than layouts.
+_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+
+
+class _Layout(NamedTuple):
+    """One result; ``source`` is the number of the operand that it is a view of, -1 where it has memory of its own."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    source: int
+
+
+class _Unknown(Exception):
+    """An operand or a result is more than a layout."""
+
+
+class FakeResults:
+    """Runs operations on the fakes of one mode. Results are new tensors each time."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, tuple[type | None, list[_Layout]]] = {}
+
+    def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _depends_on_layouts(op):
+            return fake_rule(op)(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        try:
+            named = [(name, _described(value, tensors)) for name, value in kwargs.items()]
+            key = op, _described(args, tensors), *named, torch.get_default_dtype()
+        except _Unknown:
+            return fake_rule(op)(*args, **kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            return self._made(*known, tensors)
+        out = fake_rule(op)(*args, **kwargs)
+        try:
+            many = isinstance(out, (list, tuple))
+            layouts = [_layout(item, tensors) for item in (out if many else [out])]
+            self._known[key] = type(out) if many else None, layouts
+        except _Unknown:
+            pass
+        return out
+
+    def _made(self, many: type | None, layouts: list[_Layout], tensors: list[torch.Tensor]) -> Any:
+        made = []
+        for sizes, strides, offset, dtype, device, source in layouts:
+            storage = None if source < 0 else tensors[source].untyped_storage()
+            made.append(torch_adapter.new_fake(self._mode, device, dtype, sizes, strides, offset, storage))
+        return made[0] if many is None else many(made)
+
+
+@functools.cache
+def _depends_on_layouts(op: OpOverload) -> bool:
+    return op.namespace == "aten" and not op._schema.is_mutable and op not in _LIFTS and _DATA.isdisjoint(op.tags)
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """What of an operand decides layouts of results; notes the tensors."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value._has_symbolic_sizes_strides or value.constant is not None or value.layout is not torch.strided:
+            raise _Unknown
+        tensors.append(value)
+        marks = value.is_conj(), value.is_neg(), value.storage_offset()
+        return value.shape, value.stride(), value.dtype, value.fake_device, marks
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (list, tuple):
+        return kind, *[_described(item, tensors) for item in value]
+    raise _Unknown
+
+
+def _layout(out: Any, tensors: list[torch.Tensor]) -> _Layout:
+    """Raises _Unknown for what is not made again by its layout alone."""
+    if type(out) is not FakeTensor or out._has_symbolic_sizes_strides or out.constant is not None:
+        raise _Unknown
+    if out.layout is not torch.strided or out.is_conj() or out.is_neg() or any(out is tensor for tensor in tensors):
+        raise _Unknown
+    sizes, strides, offset = tuple(out.shape), tuple(out.stride()), int(out.storage_offset())
+    key = torch_adapter.storage_key(out)
+    source = next((at for at, t in enumerate(tensors) if torch_adapter.storage_key(t) == key), -1)
+    if source < 0:
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        elements = 0 if 0 in sizes else last + 1
+        if offset != 0 or out.untyped_storage().nbytes() != elements * out.element_size():
+            raise _Unknown
+    return _Layout(sizes, strides, offset, out.dtype, out.fake_device, source)

@@ -1,0 +1,135 @@
+"""Results of fakes that are remembered are those that torch's own rules give, views and memory included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
+
+from weft import torch_adapter
+from weft.capture import fake_results
+from weft.capture.fake_results import FakeResults
+from weft.capture.tracer import capture_step
+from weft.inductor import portable
+
+aten = torch.ops.aten
+
+CASES: dict[str, tuple[Any, Callable[[torch.Tensor], tuple[Any, ...]]]] = {
+    "pointwise": (aten.add.Tensor, lambda x: (x, x.t().contiguous().t())),
+    "promoted": (aten.mul.Tensor, lambda x: (x.int(), 1.5)),
+    "reduced": (aten.sum.dim_IntList, lambda x: (x, [0], True)),
+    "transposed": (aten.transpose.int, lambda x: (x, 0, 1)),
+    "a view of a part": (aten.slice.Tensor, lambda x: (x[1:], 1, 2, 6, 2)),
+    "parts": (aten.split.Tensor, lambda x: (x, 2)),
+    "a view without a mark": (aten._unsafe_view.default, lambda x: (x, [8, 4])),
+    "another type in the same memory": (aten.view.dtype, lambda x: (x, torch.int32)),
+    "several results": (aten.native_layer_norm.default, lambda x: (x, [8], None, None, 1e-5)),
+    "joined": (aten.cat.default, lambda x: ([x, x, x[:1]], 0)),
+    "gathered": (aten.embedding.default, lambda x: (x, torch.zeros(2, 3, dtype=torch.int64))),
+    "no operands": (aten.full.default, lambda x: ([2, 3], 7)),
+    "no elements": (aten.slice.Tensor, lambda x: (x, 0, 2, 2)),
+}
+
+
+def _described(out: Any, given: Any) -> list[Any]:
+    """Layouts, and which operand each result lies in."""
+    storages = [torch_adapter.storage_key(t) for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+    return [
+        (
+            type(t),
+            t.shape,
+            t.stride(),
+            t.storage_offset(),
+            t.dtype,
+            t.device,
+            t.untyped_storage().nbytes(),
+            storages.index(key) if (key := torch_adapter.storage_key(t)) in storages else -1,
+        )
+        for t in (out if isinstance(out, (list, tuple)) else [out])
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_remembered_is_what_the_rule_gives(case: str) -> None:
+    op, operands = CASES[case]
+    mode = FakeTensorMode()
+    results = FakeResults(mode)
+    seen = []
+    for _ in range(3):
+        with mode:
+            args = operands(torch.empty(4, 8))
+            wanted, found = op(*args), results(op, args, {})
+        assert type(found) is type(wanted)
+        assert _described(found, args) == _described(wanted, args)
+        seen += tree_leaves(found)
+    assert len(results._known) == 1
+    assert len(set(map(id, seen))) == len(seen)
+
+
+def test_a_number_of_another_type_and_another_default_dtype_are_other_results() -> None:
+    mode = FakeTensorMode()
+    results = FakeResults(mode)
+    with mode:
+        x = torch.empty(2, dtype=torch.int64)
+        dtypes = [results(aten.mul.Tensor, (x, number), {}).dtype for number in (1, 1.0, True)]
+        torch.set_default_dtype(torch.float64)
+        try:
+            dtypes.append(results(aten.mul.Tensor, (x, 1.0), {}).dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert dtypes == [torch.int64, torch.float32, torch.int64, torch.float64]
+
+
+def test_symbols_known_values_and_writes_are_left_to_torch() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    results = FakeResults(mode)
+    symbolic = mode.from_tensor(torch.empty(3, 4), static_shapes=False)
+    with mode:
+        known = torch.tensor(3.0)
+        results(aten.neg.default, (symbolic,), {})
+        results(aten.neg.default, (known,), {})
+        results(aten.add_.Tensor, (torch.empty(2), 1), {})
+        results(aten.nonzero.default, (torch.empty(2),), {})
+    assert not results._known
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.mix = nn.Linear(8, 24)
+        self.end = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.convolution(x)).relu().flatten(2).transpose(1, 2)
+        for _ in range(3):
+            q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.mix(x).chunk(3, -1))
+            x = x + F.dropout(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.end(x).logsumexp(-1).mean()
+
+
+def test_a_capture_is_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    texts = []
+    for remembers in (True, False):
+        if not remembers:
+            monkeypatch.setattr(fake_results, "_depends_on_layouts", lambda op: False)
+        texts.append(portable.dump(capture_step(step, (torch.zeros(2, 3, 9, 9),), {}).graph))
+    assert texts[0] == texts[1]

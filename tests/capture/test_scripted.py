@@ -1,0 +1,64 @@
+"""Functions compiled by torch.jit.script are captured as they were written."""
+
+from __future__ import annotations
+
+import torch
+
+import weft
+
+aten = torch.ops.aten
+
+
+@torch.jit.script
+def scaled(x: torch.Tensor, by: int) -> torch.Tensor:
+    return x.tanh() * by
+
+
+@torch.jit.script
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return scaled(x, 2)
+
+
+def test_the_python_function_is_recorded_and_the_scripted_one_stays() -> None:
+    inside: list[bool] = []
+
+    def written(x: torch.Tensor) -> torch.Tensor:
+        inside.append(True)
+        return x.sin()
+
+    function = torch.jit.script(lambda_free)
+    function._torchdynamo_inline = written  # type: ignore[attr-defined]
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return function(x)
+
+    graph = weft.capture(step, torch.randn(4))
+    targets = [node.target for node in graph.graph.nodes]
+    assert inside
+    assert aten.sin.default in targets
+    assert aten.cos.default not in targets
+    x = torch.randn(4)
+    assert torch.equal(function(x), x.cos())  # outside a capture it is the compiled one again
+
+
+def lambda_free(x: torch.Tensor) -> torch.Tensor:
+    return x.cos()
+
+
+def test_a_step_with_scripted_helpers_gives_what_it_gives_uncompiled() -> None:
+    weight = torch.randn(4, requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = twice(x * weight).square().sum()
+        loss.backward()
+        return loss
+
+    x = torch.randn(4)
+    for _ in range(4):  # the profiling executor has specialised the function by now
+        wanted = step(x)
+    assert weight.grad is not None
+    gradient = weight.grad / 4
+    weight.grad = None
+    found = weft.compile(step)(x)
+    assert torch.equal(found, wanted)
+    torch.testing.assert_close(weight.grad, gradient)
