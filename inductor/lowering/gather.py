@@ -1,0 +1,199 @@
+"""Elements picked by index tensors, and sums of rows that have one index.
+
+Sums by index (the gradients of what was picked) stay with ATen's sorting kernels, which are deterministic, except where
+there are few places to add to: then every place looks at every row, which is deterministic too and takes one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.inductor.axes import integer, magnitude
+from weft.inductor.ir import Index, Int, Position, Store, Value, register_dtype
+from weft.inductor.lowering.elementwise import arguments, put
+from weft.inductor.lowering.expressions import Expression, where
+from weft.inductor.lowering.registry import Lowering, Node, Operand, convert, lowers
+from weft.inductor.lowering.split import Stages
+
+aten = torch.ops.aten
+
+_MOST_LOOKS = 2**28  # elements that all places look at together
+
+
+def _picked(operand: Operand, axes: Sequence[int | None], dim: int, at: Value) -> Expression:
+    """The element at the nest's axes, at position ``at`` along dimension ``dim``."""
+    index = operand.index([None if d == dim else axis for d, axis in enumerate(axes)])
+    picks = [(at, operand.strides[dim])] if operand.sizes[dim] != 1 else []
+    return Expression(operand.load(Index(index.strides, index.offset, picks)))
+
+
+def _whole(value: Value) -> Value:
+    return convert(value, torch.int64)
+
+
+@lowers(aten.embedding.default)
+def _embedding(out: Lowering, node: Node) -> None:
+    table = out.operand(node.args[0])
+    sizes = out.result().sizes
+    at = _whole(out.value(node.args[1], sizes[:-1]))
+    put(out, _picked(table, [None, len(sizes) - 1], 0, at))
+
+
+@lowers(aten.index_select.default)
+def _index_select(out: Lowering, node: Node) -> bool:
+    source, index = out.operand(node.args[0]), out.operand(node.args[2])
+    if not source.sizes:
+        return False
+    dim = arguments(node)["dim"] % len(source.sizes)
+    at = _whole(index.load(index.index([dim] * len(index.sizes))))
+    put(out, _picked(source, range(len(source.sizes)), dim, at))
+    return True
+
+
+@lowers(aten.gather.default)
+def _gather(out: Lowering, node: Node) -> bool:
+    source = out.operand(node.args[0])
+    sizes = out.result().sizes
+    if not sizes or len(source.sizes) != len(sizes):
+        return False
+    at = _whole(out.value(node.args[2], sizes))
+    put(out, _picked(source, range(len(sizes)), arguments(node)["dim"] % len(sizes), at))
+    return True
+
+
+@lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
+def _index(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    source, indices = out.operand(given["self"]), list(given["indices"])
+    sizes = out.result().sizes
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if any(indices[dim].meta["val"].dtype in (torch.bool, torch.uint8) for dim in dims):
+        return False
+    depth = max(len(out.operand(indices[dim]).sizes) for dim in dims)
+    together = dims == list(range(dims[0], dims[-1] + 1))
+    first = dims[0] if together else 0
+    axes = list(range(first, first + depth))
+    rest = iter([axis for axis in range(len(sizes)) if axis not in axes])
+    plain = [None if dim in dims else next(rest) for dim in range(len(source.sizes))]
+    index = source.index(plain)
+    picks = []
+    for dim in dims:
+        at = out.value(indices[dim], [sizes[axis] for axis in axes], axes)
+        if source.sizes[dim] != 1:
+            picks.append((_wrapped(at, source.sizes[dim]), source.strides[dim]))
+    put(out, Expression(source.load(Index(index.strides, index.offset, picks))))
+    return True
+
+
+def _wrapped(at: Value, size: Int) -> Value:
+    """A position that counts from the end where it is negative."""
+    position = Expression(_whole(at))
+    return where(position < 0, position + Expression(integer(size)), position).value
+
+
+# ---- sums of rows that have one index
+
+
+class _Sums:
+    """Adds up rows by index in a nest over places (axis 0), then the rows' own axes.
+
+    Args:
+        rows: the tensor whose elements are added up; its dimensions are axes 1, 2, ...
+        places: how many there are along the result's summed dimension.
+        over: dimensions of ``rows`` along which there is one index each.
+    """
+
+    def __init__(self, out: Lowering, rows: Any, sizes: Sequence[Int], places: Int, over: Sequence[int]) -> None:
+        self.out, self.rows, self.places = out, rows, places
+        self.row_sizes = tuple(sizes)
+        self.sizes = (places, *sizes)
+        self.over = [dim + 1 for dim in over]
+
+    def few(self) -> bool:
+        """Whether letting every place look at every row is cheap."""
+        return math.prod(magnitude(size) for size in self.sizes) <= _MOST_LOOKS
+
+    def index(self, indices: Any) -> Expression:
+        """Index tensors at each point; they have the leading dimensions of the rows."""
+        rank = len(self.out.operand(indices).sizes)
+        return Expression(_whole(self.out.value(indices, self.row_sizes[:rank], range(1, rank + 1))))
+
+    def store(self, at: Expression, axes: Sequence[int], base: Any = None, scale: Any = 1) -> None:
+        """Finish. ``axes``: which axis each dimension of the result is; ``base``: a tensor that is added to."""
+        dtype = self.out.fake().dtype
+        wide = register_dtype(dtype) if dtype.is_floating_point else torch.int64
+        mine = at == Expression(Position(0))
+        operand = self.out.operand(self.rows)
+        row = operand.index(range(len(self.sizes) - len(operand.sizes), len(self.sizes)))
+        stages = Stages(self.out, self.sizes, self.over, row)
+        value = Expression(operand.load(row, mine.value, 0)).to(wide) * scale
+        total = Expression(stages.reduce("sum", value.value)[0])
+        if base is not None:
+            start = self.out.operand(base)
+            total = total + Expression(start.load(start.index(axes))).to(wide)
+        target = self.out.result()
+        stages.finish([Store(target.buffer, target.index(axes), total.to(dtype).value)])
+
+
+@lowers(aten.embedding_dense_backward.default)
+def _embedding_backward(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    rows = out.operand(given["grad_output"]).sizes
+    sums = _Sums(out, given["grad_output"], rows, out.result().sizes[0], range(len(rows) - 1))
+    if given["scale_grad_by_freq"] or not sums.few():
+        return False
+    at = sums.index(given["indices"])
+    if given["padding_idx"] >= 0:
+        at = where(at == given["padding_idx"], at.coerce(-1), at)
+    sums.store(at, [0, len(rows)])
+    return True
+
+
+@lowers(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    indices, target = list(given["indices"]), out.result().sizes
+    if not given["accumulate"] or len(indices) != 1 or indices[0].meta["val"].dtype in (torch.bool, torch.uint8):
+        return False
+    indexed = out.operand(indices[0]).sizes
+    sizes = (*indexed, *target[1:])
+    sums = _Sums(out, given["values"], sizes, target[0], range(len(indexed)))
+    if not sums.few():
+        return False
+    at = Expression(_wrapped(sums.index(indices[0]).value, target[0]))
+    sums.store(at, [0, *range(len(indexed) + 1, len(sizes) + 1)], given["self"])
+    return True
+
+
+@lowers(aten.index_add.default)
+def _index_add(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    target, rows = out.result().sizes, out.operand(given["source"]).sizes
+    if given["dim"] != 0 or not target or not isinstance(given["alpha"], (int, float)):
+        return False
+    sums = _Sums(out, given["source"], rows, target[0], [0])
+    if not sums.few() or len(out.operand(given["index"]).sizes) != 1:
+        return False
+    sums.store(sums.index(given["index"]), [0, *range(2, len(rows) + 1)], given["self"], given["alpha"])
+    return True
+
+
+@lowers(aten.scatter_add.default)
+def _scatter_add(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    target, rows = out.result().sizes, out.operand(given["src"]).sizes
+    dim = given["dim"] % max(len(target), 1)
+    others = [axis for axis in range(len(target)) if axis != dim]
+    same = out.operand(given["index"]).sizes == rows and all(rows[axis] == target[axis] for axis in others)
+    if not target or not same:
+        return False
+    sums = _Sums(out, given["src"], rows, target[dim], [dim])
+    if not sums.few():
+        return False
+    axes = [0 if axis == dim else axis + 1 for axis in range(len(target))]
+    sums.store(sums.index(given["index"]), axes, given["self"])
+    return True

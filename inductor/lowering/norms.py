@@ -1,0 +1,96 @@
+"""Layer normalisation, forward and backward.
+
+The gradients of weight and bias are sums over rows, cut into parts as :mod:`weft.inductor.lowering.split` says, so that
+the kernel of the input's gradient, which goes over the same rows, makes the parts on its way.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from weft.inductor.axes import integer
+from weft.inductor.ir import Int, Reduce, Store
+from weft.inductor.lowering.elementwise import arguments
+from weft.inductor.lowering.expressions import Expression, call
+from weft.inductor.lowering.registry import Lowering, Node, lowers
+from weft.inductor.lowering.split import Stages
+
+aten = torch.ops.aten
+
+
+class _Rows:
+    """A tensor whose trailing dimensions are normalised, as a space of rows: its axes, and values in it."""
+
+    def __init__(self, out: Lowering, x: Any, normalized: int) -> None:
+        self.out, self.x = out, out.operand(x)
+        self.sizes = self.x.sizes
+        self.rank = len(self.sizes)
+        self.inner = tuple(range(self.rank - normalized, self.rank))
+        self.dtype = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+
+    def full(self, arg: Any) -> Expression:
+        """A tensor of the whole space, or one that broadcasts to it."""
+        return Expression(self.out.value(arg, self.sizes)).to(self.dtype)
+
+    def total(self, value: Expression) -> Expression:
+        """The sum along each row."""
+        return Expression(Reduce("sum", (value.value,), self.inner, self.dtype))
+
+    def mean(self, value: Expression) -> Expression:
+        width: Int = math.prod(self.sizes[axis] for axis in self.inner)
+        return self.total(value) / Expression(integer(width)).to(self.dtype)
+
+    def target(self, result: int, value: Expression) -> Store:
+        target = self.out.result(result)
+        return Store(target.buffer, target.index(), value.to(self.out.fake(result).dtype).value)
+
+
+@lowers(aten.native_layer_norm.default)
+def _layer_norm(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    rows = _Rows(out, given["input"], len(given["normalized_shape"]))
+    x = rows.full(given["input"])
+    mean = rows.mean(x)
+    deviation = x - mean
+    rstd = call("rsqrt", rows.mean(deviation * deviation) + given["eps"])
+    result = deviation * rstd
+    if given["weight"] is not None:
+        result = result * rows.full(given["weight"])
+    if given["bias"] is not None:
+        result = result + rows.full(given["bias"])
+    out.nest(rows.sizes, [rows.target(0, result), rows.target(1, mean), rows.target(2, rstd)])
+    return True
+
+
+@lowers(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    rows = _Rows(out, given["input"], len(given["normalized_shape"]))
+    grad = rows.full(given["grad_out"])
+    rstd = rows.full(given["rstd"])
+    normal = (rows.full(given["input"]) - rows.full(given["mean"])) * rstd
+    wanted = [out.fake(result) is not None for result in range(3)]
+    if wanted[0]:
+        inner = grad if given["weight"] is None else grad * rows.full(given["weight"])
+        dx = rstd * (inner - rows.mean(inner) - normal * rows.mean(inner * normal))
+        out.nest(rows.sizes, [rows.target(0, dx)])
+    _column_sums(rows, [(1, grad * normal)] * wanted[1] + [(2, grad)] * wanted[2])
+    return True
+
+
+def _column_sums(rows: _Rows, sums: list[tuple[int, Expression]]) -> None:
+    """Sums over all rows, each into a result of its own, in nests that they share."""
+    out = rows.out
+    outer = [axis for axis in range(rows.rank) if axis not in rows.inner]
+    stages = Stages(out, rows.sizes, outer, rows.x.index())
+    stores = []
+    for result, value in sums:
+        (total,) = stages.reduce("sum", value.value)
+        target = out.result(result)
+        index = target.index(list(rows.inner))
+        stores.append(Store(target.buffer, index, Expression(total).to(out.fake(result).dtype).value))
+    if stores:
+        stages.finish(stores)

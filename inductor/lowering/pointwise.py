@@ -1,0 +1,263 @@
+"""Arithmetic, comparisons, logic and rounding, one formula an operation.
+
+Formulas compute in registers: float32 for halves, so that a chain rounds once, where its result is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from weft.inductor.lowering.elementwise import elementwise
+from weft.inductor.lowering.expressions import Expression, both, call, where
+
+aten = torch.ops.aten
+
+
+def _unary(op: str, *targets: Any, floats: bool = False) -> None:
+    elementwise(*targets, floats=floats)(lambda x: call(op, x))
+
+
+def _binary(op: str, *targets: Any, floats: bool = False, truths: bool = False, exact: bool = False) -> None:
+    elementwise(*targets, floats=floats, truths=truths, exact=exact)(lambda x, y: call(op, x, y))
+
+
+# ---- arithmetic
+
+
+@elementwise(aten.add.Tensor, aten.add.Scalar)
+def _add(x: Expression, y: Expression, *, alpha: Any) -> Expression:
+    return x + y * alpha
+
+
+@elementwise(aten.sub.Tensor, aten.sub.Scalar)
+def _sub(x: Expression, y: Expression, *, alpha: Any) -> Expression:
+    return x - y * alpha
+
+
+_binary("mul", aten.mul.Tensor, aten.mul.Scalar)
+_binary("div", aten.div.Tensor, aten.div.Scalar, floats=True)
+_binary("minimum", aten.minimum.default)
+_binary("maximum", aten.maximum.default)
+_unary("neg", aten.neg.default)
+_unary("reciprocal", aten.reciprocal.default, floats=True)
+
+
+@elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _div_mode(x: Expression, y: Expression, *, rounding_mode: str | None) -> Expression | None:
+    if rounding_mode is None:
+        dtype = x.dtype if x.is_float else torch.get_default_dtype()
+        return x.to(dtype) / y.to(dtype)
+    return _truncated(x, y) if rounding_mode == "trunc" else _floored(x, y)
+
+
+@elementwise(aten.floor_divide.default, aten.floor_divide.Scalar)
+def _floor_divide(x: Expression, y: Expression) -> Expression:
+    return _floored(x, y)
+
+
+def _truncated(x: Expression, y: Expression) -> Expression:
+    return call("trunc", x / y) if x.is_float else call("truncdiv", x, y)
+
+
+def _floored(x: Expression, y: Expression) -> Expression:
+    """Python's floor division. A quotient just below a whole number may round up to it; the remainder tells."""
+    if not x.is_float:
+        return call("floordiv", x, y)
+    remainder = call("fmod", x, y)
+    quotient = (x - remainder) / y
+    quotient = where(both(remainder != 0, (y < 0) != (remainder < 0)), quotient - 1, quotient)
+    whole = call("floor", quotient)
+    whole = where(quotient - whole > 0.5, whole + 1, whole)
+    return where(y == 0, x / y, whole)
+
+
+_binary("mod", aten.remainder.Tensor, aten.remainder.Scalar)
+_binary("fmod", aten.fmod.Tensor, aten.fmod.Scalar)
+
+
+@elementwise(aten.abs.default)
+def _abs(x: Expression) -> Expression:
+    return x if x.dtype in (torch.bool, torch.uint8) else abs(x)
+
+
+@elementwise(aten.sign.default)
+def _sign(x: Expression) -> Expression:
+    return x if x.dtype == torch.bool else call("sign", x)
+
+
+@elementwise(aten.square.default)
+def _square(x: Expression) -> Expression:
+    return x * x
+
+
+_MOST_PRODUCTS = 8  # a power up to this is a few products
+
+
+@elementwise(aten.pow.Tensor_Scalar)
+def _pow(x: Expression, *, exponent: Any) -> Expression | None:
+    if not isinstance(exponent, (int, float)):
+        return None
+    if not x.is_float:
+        whole = isinstance(exponent, int) and 0 <= exponent <= _MOST_PRODUCTS and x.dtype != torch.bool
+        return _product(x, exponent) if whole else None
+    if exponent == 0.5:
+        return call("sqrt", x)
+    if exponent == -0.5:
+        return call("rsqrt", x)
+    if abs(exponent) <= _MOST_PRODUCTS and exponent == int(exponent):
+        power = _product(x, abs(int(exponent)))
+        return call("reciprocal", power) if exponent < 0 else power
+    return call("pow", x, exponent)
+
+
+def _product(x: Expression, count: int) -> Expression:
+    """``x`` to the power ``count`` by squaring."""
+    if count < 2:
+        return x if count else x.coerce(1)
+    half = _product(x, count // 2)
+    return half * half * x if count % 2 else half * half
+
+
+@elementwise(aten.pow.Tensor_Tensor)
+def _pow_tensor(x: Expression, y: Expression) -> Expression | None:
+    return call("pow", x, y) if x.is_float else None
+
+
+@elementwise(aten.pow.Scalar)
+def _pow_scalar(x: Expression, y: Expression) -> Expression | None:
+    return call("pow", x, y) if y.is_float else None
+
+
+# ---- functions of one number
+
+_unary("sqrt", aten.sqrt.default, floats=True)
+_unary("rsqrt", aten.rsqrt.default, floats=True)
+_unary("exp", aten.exp.default, floats=True)
+_unary("exp2", aten.exp2.default, floats=True)
+_unary("expm1", aten.expm1.default, floats=True)
+_unary("log", aten.log.default, floats=True)
+_unary("log2", aten.log2.default, floats=True)
+_unary("log1p", aten.log1p.default, floats=True)
+_unary("sin", aten.sin.default, floats=True)
+_unary("cos", aten.cos.default, floats=True)
+_unary("tanh", aten.tanh.default, floats=True)
+_unary("sigmoid", aten.sigmoid.default, floats=True)
+_unary("erf", aten.erf.default, floats=True)
+
+
+def _rounding(op: str, *targets: Any) -> None:
+    elementwise(*targets)(lambda x: call(op, x) if x.is_float else x)
+
+
+_rounding("floor", aten.floor.default)
+_rounding("ceil", aten.ceil.default)
+_rounding("trunc", aten.trunc.default)
+_rounding("round", aten.round.default)
+
+
+@elementwise(aten.isnan.default)
+def _isnan(x: Expression) -> Expression:
+    return call("isnan", x) if x.is_float else (x != x)
+
+
+@elementwise(aten.isinf.default)
+def _isinf(x: Expression) -> Expression:
+    return call("isinf", x) if x.is_float else (x != x)
+
+
+@elementwise(aten.logical_not.default, truths=True)
+def _logical_not(x: Expression) -> Expression:
+    return call("not", x)
+
+
+# ---- comparisons and logic
+
+_binary("eq", aten.eq.Tensor, aten.eq.Scalar, exact=True)
+_binary("ne", aten.ne.Tensor, aten.ne.Scalar, exact=True)
+_binary("lt", aten.lt.Tensor, aten.lt.Scalar, exact=True)
+_binary("le", aten.le.Tensor, aten.le.Scalar, exact=True)
+_binary("gt", aten.gt.Tensor, aten.gt.Scalar, exact=True)
+_binary("ge", aten.ge.Tensor, aten.ge.Scalar, exact=True)
+_binary("and", aten.logical_and.default, truths=True)
+_binary("or", aten.logical_or.default, truths=True)
+_binary("ne", aten.logical_xor.default, truths=True)
+_binary("bitwise_and", aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
+_binary("bitwise_or", aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
+_binary("bitwise_xor", aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar)
+_unary("bitwise_not", aten.bitwise_not.default)
+
+# ---- choices
+
+
+@elementwise(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, masks=("condition",))
+def _where(condition: Expression, x: Expression, y: Expression) -> Expression:
+    return where(condition, x, y)
+
+
+@elementwise(aten.clamp.default, aten.clamp.Tensor)
+def _clamp(x: Expression, low: Expression | None, high: Expression | None) -> Expression:
+    at_least = x if low is None else call("maximum", x, low)
+    return at_least if high is None else call("minimum", at_least, high)
+
+
+_binary("maximum", aten.clamp_min.default, aten.clamp_min.Tensor)
+_binary("minimum", aten.clamp_max.default, aten.clamp_max.Tensor)
+
+
+# ---- activations
+
+
+@elementwise(aten.relu.default)
+def _relu(x: Expression) -> Expression:
+    return call("maximum", x, 0)
+
+
+@elementwise(aten.leaky_relu.default)
+def _leaky_relu(x: Expression, *, negative_slope: Any) -> Expression:
+    return where(x > 0, x, x * negative_slope)
+
+
+@elementwise(aten.hardtanh.default)
+def _hardtanh(x: Expression, *, min_val: Any, max_val: Any) -> Expression:
+    return call("minimum", call("maximum", x, min_val), max_val)
+
+
+@elementwise(aten.elu.default)
+def _elu(x: Expression, *, alpha: Any, scale: Any, input_scale: Any) -> Expression:
+    return where(x > 0, x * scale, call("expm1", x * input_scale) * alpha * scale)
+
+
+@elementwise(aten.silu.default)
+def _silu(x: Expression) -> Expression:
+    return x * call("sigmoid", x)
+
+
+@elementwise(aten.silu_backward.default)
+def _silu_backward(grad: Expression, x: Expression) -> Expression:
+    sigmoid = call("sigmoid", x)
+    return grad * sigmoid * (1 + x * (1 - sigmoid))
+
+
+_TANH_SLOPE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+@elementwise(aten.gelu.default)
+def _gelu(x: Expression, *, approximate: str) -> Expression:
+    if approximate == "tanh":
+        return 0.5 * x * (1 + call("tanh", _TANH_SLOPE * (x + _TANH_CUBE * (x * x * x))))
+    return 0.5 * x * (1 + call("erf", math.sqrt(0.5) * x))
+
+
+@elementwise(aten.gelu_backward.default)
+def _gelu_backward(grad: Expression, x: Expression, *, approximate: str) -> Expression:
+    if approximate == "tanh":
+        square = x * x
+        tanh = call("tanh", _TANH_SLOPE * (x + _TANH_CUBE * (square * x)))
+        inner = _TANH_SLOPE * (1 + 3 * _TANH_CUBE * square)
+        return grad * (0.5 * (1 + tanh) + 0.5 * x * ((1 - tanh * tanh) * inner))
+    cdf = 0.5 * (1 + call("erf", math.sqrt(0.5) * x))
+    pdf = call("exp", -0.5 * (x * x)) * (1 / math.sqrt(2 * math.pi))
+    return grad * (cdf + x * pdf)

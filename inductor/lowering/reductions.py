@@ -1,0 +1,206 @@
+"""Reductions along dimensions of a tensor: sums, means, extremes, variances, norms.
+
+Sums of halves are kept in float32, those of integers in int64, as eager does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.inductor.axes import integer
+from weft.inductor.ir import Position, Store, Value, register_dtype
+from weft.inductor.lowering.elementwise import arguments
+from weft.inductor.lowering.expressions import Expression, call, where
+from weft.inductor.lowering.registry import Lowering, Node, lowers
+from weft.inductor.lowering.split import Stages
+
+aten = torch.ops.aten
+
+Finish = Callable[[list[Value]], Expression]
+
+
+class Reduced:
+    """A reduction of one tensor: the whole space, its stages, and where results go."""
+
+    def __init__(self, out: Lowering, source: Any, dims: Any) -> None:
+        self.out, self.operand = out, out.operand(source)
+        rank = len(self.operand.sizes)
+        listed = [dims] if isinstance(dims, int) else dims
+        self.over = tuple(sorted({dim % rank for dim in listed or range(rank)})) if rank else ()
+        self.x = Expression(out.value(source, self.operand.sizes))
+        self.stages = Stages(out, self.operand.sizes, self.over, self.operand.index())
+
+    def axes(self, result: int = 0) -> list[int | None]:
+        """Which axis each dimension of a result is; results keep reduced dimensions or not."""
+        rank = len(self.operand.sizes)
+        if len(self.out.fake(result).shape) == rank:
+            return [None if axis in self.over else axis for axis in range(rank)]
+        return [axis for axis in range(rank) if axis not in self.over]
+
+    def target(self, value: Expression, result: int = 0) -> Store:
+        """The store of a result, in its type."""
+        target = self.out.result(result)
+        index = target.index(self.axes(result))
+        return Store(target.buffer, index, value.to(self.out.fake(result).dtype).value)
+
+    def reduce(self, kind: str, *args: Expression) -> list[Expression]:
+        return [Expression(value) for value in self.stages.reduce(kind, *(arg.value for arg in args))]
+
+    def count(self, dtype: torch.dtype) -> Expression:
+        """How many elements are reduced to one."""
+        return Expression(integer(self.stages.count)).to(dtype)
+
+
+def _accumulated(out: Lowering, dtype: torch.dtype) -> torch.dtype:
+    """The type to add up in: that of the result, halves in float32."""
+    wanted = register_dtype(dtype)
+    return wanted if wanted.is_floating_point or wanted == torch.bool else torch.int64
+
+
+@lowers(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+def _sum(out: Lowering, node: Node) -> None:
+    r = Reduced(out, node.args[0], arguments(node).get("dim"))
+    (total,) = r.reduce("sum", r.x.to(_accumulated(out, out.fake().dtype)))
+    if "mean" in str(node.target):
+        total = total / r.count(total.dtype)
+    r.stages.finish([r.target(total)])
+
+
+@lowers(aten.prod.default, aten.prod.dim_int)
+def _prod(out: Lowering, node: Node) -> None:
+    r = Reduced(out, node.args[0], arguments(node).get("dim"))
+    (product,) = r.reduce("prod", r.x.to(_accumulated(out, out.fake().dtype)))
+    r.stages.finish([r.target(product)])
+
+
+@lowers(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
+def _truth(out: Lowering, node: Node) -> bool:
+    dims = arguments(node).get("dim")
+    if dims == []:
+        return False
+    r = Reduced(out, node.args[0], dims)
+    (truth,) = r.reduce(node.target.__name__.partition(".")[0], r.x.to(torch.bool))  # type: ignore[union-attr]
+    r.stages.finish([r.target(truth)])
+    return True
+
+
+def _kind(node: Node) -> str:
+    """``max`` or ``min``, as the operation is called."""
+    return "max" if "max" in str(node.target) else "min"
+
+
+@lowers(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+def _extreme(out: Lowering, node: Node) -> None:
+    r = Reduced(out, node.args[0], arguments(node).get("dim"))
+    (extreme,) = r.reduce(_kind(node), r.x)
+    r.stages.finish([r.target(extreme)])
+
+
+@lowers(aten.max.dim, aten.min.dim)
+def _extreme_and_position(out: Lowering, node: Node) -> bool:
+    r = Reduced(out, node.args[0], arguments(node)["dim"])
+    if r.x.dtype == torch.bool or not r.over:
+        return False
+    extreme, position = r.reduce(f"arg{_kind(node)}", r.x, Expression(Position(r.over[0])))
+    r.stages.finish([r.target(extreme, 0), r.target(position, 1)])
+    return True
+
+
+@lowers(aten.argmax.default, aten.argmin.default)
+def _position(out: Lowering, node: Node) -> bool:
+    r = Reduced(out, node.args[0], arguments(node)["dim"])
+    if r.x.dtype == torch.bool or not r.over:
+        return False
+    _, position = r.reduce(f"arg{_kind(node)}", r.x, linear(r.operand.sizes, r.over))
+    r.stages.finish([r.target(position)])
+    return True
+
+
+def linear(sizes: Any, axes: Any) -> Expression:
+    """The position of a loop along several axes, counted as one axis (int64)."""
+    total = Expression(Position(axes[0]))
+    for axis in axes[1:]:
+        total = total * Expression(integer(sizes[axis])) + Expression(Position(axis))
+    return total
+
+
+# ---- moments
+
+
+def moments(r: Reduced, x: Expression) -> tuple[Expression, Expression]:
+    """The mean, and the sum of squared deviations from it, in the nest that finishes.
+
+    With parts: those of each part first, combined by the formula of Chan, Golub and LeVeque (1983).
+    """
+    if r.stages.cuts is None:
+        (total,) = r.reduce("sum", x)
+        mean = total / r.count(x.dtype)
+        deviation = x - mean
+        return mean, r.reduce("sum", deviation * deviation)[0]
+    stages = r.stages
+    count = Expression(stages.held()).to(x.dtype)
+    mean = Expression(stages.inside("sum", [x.value])[0]) / call("maximum", count, 1)
+    deviation = Expression(stages.moved(x.value)) - mean
+    squares = stages.guarded((deviation * deviation).value, 0)
+    kept_mean = Expression(stages.keep(mean.value))
+    kept_squares = Expression(stages.keep(stages.summed(squares)))
+    kept_count = Expression(stages.keep(count.value)) if count.value.axes else count
+    whole = Expression(stages.over_parts("sum", (kept_mean * kept_count).value)) / r.count(x.dtype)
+    off = kept_mean - whole
+    return whole, Expression(stages.over_parts("sum", (kept_squares + off * off * kept_count).value))
+
+
+@lowers(aten.var.correction, aten.std.correction)
+def _var(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    r = Reduced(out, node.args[0], given["dim"])
+    variance = _variance(r, given["correction"])[1]
+    r.stages.finish([r.target(call("sqrt", variance) if "std" in str(node.target) else variance)])
+    return True
+
+
+@lowers(aten.var_mean.correction, aten.std_mean.correction)
+def _var_mean(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    r = Reduced(out, node.args[0], given["dim"])
+    mean, variance = _variance(r, given["correction"])
+    spread = call("sqrt", variance) if "std" in str(node.target) else variance
+    r.stages.finish([r.target(spread, 0), r.target(mean, 1)])
+    return True
+
+
+def _variance(r: Reduced, correction: Any) -> tuple[Expression, Expression]:
+    """The mean and the variance; fewer elements than the correction needs give infinity or NaN, as in eager."""
+    mean, squares = moments(r, r.x)
+    free = r.count(squares.dtype) - (1 if correction is None else correction)
+    return mean, squares / call("maximum", free, 0)
+
+
+# ---- norms
+
+
+@lowers(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
+def _norm(out: Lowering, node: Node) -> bool:
+    given = arguments(node)
+    order = given.get("ord", given.get("p"))
+    order = 2 if order is None else order
+    r = Reduced(out, node.args[0], given.get("dim"))
+    if not isinstance(order, (int, float)) or not r.x.is_float:
+        return False
+    x = abs(r.x.to(out.fake().dtype))
+    if math.isinf(order):
+        (norm,) = r.reduce("max" if order > 0 else "min", x)
+    elif order == 0:
+        (norm,) = r.reduce("sum", where(x == 0, x.coerce(0), x.coerce(1)))
+    elif order == 1:
+        (norm,) = r.reduce("sum", x)
+    elif order == 2:
+        norm = call("sqrt", r.reduce("sum", x * x)[0])
+    else:
+        norm = call("pow", r.reduce("sum", call("pow", x, order))[0], 1 / order)
+    r.stages.finish([r.target(norm)])
+    return True

@@ -1,0 +1,264 @@
+"""How an FX node becomes loop nests: the table of lowerings, and what a lowering works with.
+
+A lowering is a function ``lower(out: Lowering, node: Node) -> bool | None`` registered for ATen operations with
+:func:`lowers`. It stores the node's results through ``out``. Returning False means that it does not cover this case;
+the node then runs as its ATen kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from weft import torch_adapter
+from weft.inductor.ir import Call, Const, Index, Int, Load, Nest, Scalar, Store, Value, register_dtype
+
+Node = torch.fx.Node
+Lower = Callable[["Lowering", Node], bool | None]
+
+LOWERINGS: dict[Any, Lower] = {}
+
+# The buffer of seeds that the program draws once a step (int64), one for each random operation.
+SEEDS = "rng.seed"
+
+# In the meta of a number's node: the buffer (float64) that holds the number, and where in it.
+IN_MEMORY = "in memory"
+
+_LOWERED_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+
+def lowers(*targets: Any) -> Callable[[Lower], Lower]:
+    """Register a lowering for ATen operations."""
+
+    def register(lower: Lower) -> Lower:
+        for target in targets:
+            assert target not in LOWERINGS, f"{target} has two lowerings"
+            LOWERINGS[target] = lower
+        return lower
+
+    return register
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that the program allocates, or is given: the whole of one node's result.
+
+    Attributes:
+        name: the node's name; ``name.1`` for result 1 of an operation with several, ``name.<suffix>`` for a temporary.
+        sizes, strides: in elements, as the fake tensor has them.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[Int, ...]
+    strides: tuple[Int, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A strided window on a buffer: what a tensor-valued node is to its readers."""
+
+    buffer: str
+    dtype: torch.dtype
+    sizes: tuple[Int, ...]
+    strides: tuple[Int, ...]
+    offset: Int = 0
+
+    def index(self, axes: Sequence[int | None] | None = None, offset: Int = 0) -> Index:
+        """The element at the nest's ``axes`` (one a dimension, None for position 0; by default 0, 1, ...)."""
+        axes = range(len(self.sizes)) if axes is None else axes
+        pairs = [(a, s) for a, s, n in zip(axes, self.strides, self.sizes, strict=True) if a is not None and n != 1]
+        return Index(_summed(pairs), self.offset + offset)
+
+    def load(self, index: Index, mask: Value | None = None, other: float = 0) -> Load:
+        return Load(self.buffer, index, register_dtype(self.dtype), mask, other)
+
+
+def _summed(pairs: Iterable[tuple[int, Int]]) -> list[tuple[int, Int]]:
+    """One pair an axis: a diagonal has two dimensions along one axis."""
+    total: dict[int, Int] = {}
+    for axis, stride in pairs:
+        total[axis] = total.get(axis, 0) + stride
+    return list(total.items())
+
+
+class Lowering:
+    """The lowering of one node: reads operands, makes values, stores results.
+
+    Attributes:
+        nests: what was stored so far, in order.
+        buffers: the node's results and temporaries, made so far.
+        seeds: the random operations of the step, so far.
+    """
+
+    def __init__(
+        self, node: Node, operands: Mapping[Node, Operand], seeds: list[Node], multiprocessors: int = 132
+    ) -> None:
+        self.node = node
+        self.operands = operands
+        self.seeds = seeds
+        self.multiprocessors = multiprocessors
+        self.nests: list[Nest] = []
+        self.buffers: dict[str, Buffer] = {}
+
+    # ---- what goes in
+
+    def operand(self, arg: Any) -> Operand:
+        """The tensor that a node stands for, as a window on its buffer."""
+        return self.operands[arg]
+
+    def value(
+        self,
+        arg: Any,
+        sizes: Sequence[Int],
+        axes: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Value:
+        """``arg`` at each point of a space of ``sizes``, broadcast as torch does.
+
+        Args:
+            arg: a tensor node, a number or a number node.
+            axes: which axis of the nest each dimension of the space is (default: 0, 1, ...).
+            dtype: the type to compute in; the value has its register type.
+        """
+        if isinstance(arg, Node) and isinstance(arg.meta["val"], torch.Tensor):
+            operand = self.operands[arg]
+            axes = list(range(len(sizes)) if axes is None else axes)
+            value: Value = operand.load(operand.index(axes[len(axes) - len(operand.sizes) :]))
+        else:
+            value = number(arg, dtype)
+        return value if dtype is None else convert(value, dtype)
+
+    def seed(self) -> Value:
+        """The seed of this node's random numbers (int64), another at every step."""
+        if self.node not in self.seeds:
+            self.seeds.append(self.node)
+        return Load(SEEDS, Index(offset=self.seeds.index(self.node)), torch.int64)
+
+    def fake(self, result: int = 0) -> torch.Tensor:
+        """The fake tensor of a result."""
+        val = self.node.meta["val"]
+        return val[result] if isinstance(val, (list, tuple)) else val
+
+    # ---- what comes out
+
+    def result(self, result: int = 0) -> Operand:
+        """A result of the node, as a window to store through."""
+        val = self.node.meta["val"]
+        name = f"{self.node.name}.{result}" if isinstance(val, (list, tuple)) else self.node.name
+        fake = self.fake(result)
+        sizes, strides = tuple(map(size_of, fake.shape)), tuple(map(size_of, fake.stride()))
+        return self._buffer(name, fake.dtype, sizes, strides)
+
+    def temporary(self, suffix: str, dtype: torch.dtype, sizes: Sequence[Int]) -> Operand:
+        """A contiguous tensor between two nests of this node."""
+        strides: list[Int] = []
+        step: Int = 1
+        for size in reversed(sizes):
+            strides.insert(0, step)
+            step = step * size
+        return self._buffer(f"{self.node.name}.{suffix}", dtype, tuple(sizes), tuple(strides))
+
+    def _buffer(self, name: str, dtype: torch.dtype, sizes: tuple[Int, ...], strides: tuple[Int, ...]) -> Operand:
+        self.buffers.setdefault(name, Buffer(name, dtype, self.device, sizes, strides))
+        return Operand(name, dtype, sizes, strides)
+
+    @property
+    def device(self) -> torch.device:
+        val = self.node.meta["val"]
+        return next(v for v in (val if isinstance(val, (list, tuple)) else [val]) if v is not None).device
+
+    def store(
+        self,
+        value: Value,
+        sizes: Sequence[Int] | None = None,
+        *,
+        result: int = 0,
+        axes: Sequence[int | None] | None = None,
+        offset: Int = 0,
+        mask: Value | None = None,
+    ) -> None:
+        """Add a nest over ``sizes`` (default: the result's) that stores ``value`` in a result of the node.
+
+        Args:
+            axes: which axis of the nest each dimension of the result is (default: 0, 1, ...).
+            offset: elements from the result's start.
+            mask: where to store.
+        """
+        target = self.result(result)
+        sizes = target.sizes if sizes is None else sizes
+        self.nest(sizes, [Store(target.buffer, target.index(axes, offset), value, mask)])
+
+    def nest(self, sizes: Sequence[Int], stores: Sequence[Store]) -> None:
+        self.nests.append(Nest(tuple(sizes), tuple(stores)))
+
+    def covers(self) -> bool:
+        """Whether every tensor that goes in or comes out is dense, has elements, is on one device and of a type that
+        kernels handle."""
+        val = self.node.meta["val"]
+        tensors = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
+        tensors += [n.meta["val"] for n in self.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if any(t.device != tensors[0].device or any(type(n) is int and n == 0 for n in t.shape) for t in tensors):
+            return False
+        return all(t.dtype in _LOWERED_DTYPES and t.layout is torch.strided and not t.is_conj() for t in tensors)
+
+
+def size_of(value: Any) -> Int:
+    """A size, stride or offset as an int, or as a sympy expression where it is symbolic."""
+    if type(value) is int:
+        return value
+    expression = torch_adapter.expression(value)
+    return int(expression) if expression.is_Integer else expression
+
+
+def number(arg: Any, dtype: torch.dtype | None = None) -> Value:
+    """A number of the graph as a value: a constant, or read when the step is called."""
+    val = arg.meta["val"] if isinstance(arg, Node) else arg
+    if isinstance(arg, Node) and IN_MEMORY in arg.meta:
+        buffer, at = arg.meta[IN_MEMORY]
+        return Load(buffer, Index(offset=at), torch.float64)
+    if isinstance(val, bool):
+        return Const(val, torch.bool)
+    if isinstance(val, int):
+        return Const(val, torch.int64)
+    if isinstance(val, float):
+        return Const(val, dtype if dtype == torch.float64 else torch.float32)
+    expression = torch_adapter.expression(val)
+    whole = isinstance(val, torch.SymInt)
+    if expression.is_number:
+        return Const(int(expression), torch.int64) if whole else Const(float(expression), torch.float64)
+    return Scalar(sympy.sympify(expression), torch.int64 if whole else torch.float64)
+
+
+def convert(value: Value, dtype: torch.dtype) -> Value:
+    """``value`` in the register type of ``dtype``."""
+    wanted = register_dtype(dtype)
+    if value.dtype == wanted:
+        return value
+    if isinstance(value, Const):
+        return literal(value.value, wanted)
+    return Call("to", (value,), wanted)
+
+
+def literal(value: bool | int | float, dtype: torch.dtype) -> Const:
+    """A Python number as a constant of a register type."""
+    cast = bool if dtype == torch.bool else float if dtype.is_floating_point else int
+    return Const(cast(value), dtype)
