@@ -1,0 +1,282 @@
+"""How each operation is written in Triton.
+
+Texts carry how tightly they bind, so that parentheses are written only where they are needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.inductor.ir import Call, Const
+
+TRITON_DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+_NAMES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
+
+COMPARE, OR, XOR, AND, SHIFT, SUM, PRODUCT, UNARY, ATOM = range(9)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The type of registers that hold ``dtype``, in a kernel."""
+    return _NAMES[dtype]
+
+
+@dataclass(frozen=True)
+class Text:
+    """An expression.
+
+    Attributes:
+        level: how tightly its outermost operator binds.
+        narrow: for an int64 value, whether the text has type int32 (all its values fit).
+    """
+
+    code: str
+    level: int = ATOM
+    narrow: bool = False
+
+    def at(self, level: int) -> str:
+        """The expression where an operator of ``level`` is around it."""
+        return self.code if self.level >= level else f"({self.code})"
+
+    def __str__(self) -> str:
+        return self.code
+
+
+def infix(operator: str, level: int, left: Text, right: Text) -> Text:
+    """``left operator right``."""
+    outer = level + 1 if level == COMPARE else level  # Python chains comparisons: a < b < c
+    return Text(f"{left.at(outer)} {operator} {right.at(level + 1)}", level)
+
+
+def call(function: str, *args: Text | str) -> Text:
+    """``function(args)``."""
+    return Text(f"{function}({', '.join(map(str, args))})")
+
+
+def cast(text: Text, dtype: torch.dtype) -> Text:
+    """``text`` as ``dtype``."""
+    return Text(f"{text.at(ATOM)}.to({dtype_name(dtype)})")
+
+
+def literal(value: float, dtype: torch.dtype) -> Text:
+    """A number as it is written next to an operand of the same type."""
+    if dtype == torch.bool:
+        return Text(str(bool(value)))
+    if not dtype.is_floating_point:
+        return Text(str(int(value)), ATOM if value >= 0 else UNARY, narrow=abs(value) < 2**31)
+    value = float(value)
+    if math.isfinite(value):
+        return Text(repr(value), ATOM if math.copysign(1, value) > 0 else UNARY)
+    return Text(f'float("{value}")')
+
+
+def typed(value: float, dtype: torch.dtype) -> Text:
+    """A number as a value of its own."""
+    return call("tl.full", "[]", literal(value, dtype), dtype_name(dtype))
+
+
+def extreme(kind: float, dtype: torch.dtype) -> float:
+    """``kind`` (an infinity or a finite number) as far as ``dtype`` goes."""
+    if not math.isinf(kind) or dtype.is_floating_point:
+        return kind
+    if dtype == torch.bool:
+        return kind > 0
+    bounds = torch.iinfo(dtype)
+    return bounds.max if kind > 0 else bounds.min
+
+
+def write(value: Call, operands: Sequence[Text]) -> Text:
+    """A call over the texts of its operands. Functions without ``tl.`` are those of codegen/device.py."""
+    return _WRITE[value.op](value, *operands)
+
+
+Write = Callable[..., Text]
+
+
+def _operator(sign: str, level: int) -> Write:
+    return lambda value, a, b: infix(sign, level, a, b)
+
+
+def _function(name: str) -> Write:
+    return lambda value, *args: call(name, *args)
+
+
+def _helper(name: str) -> Write:
+    """A call of a function of codegen/device.py, to which a number without a type is no value."""
+
+    def write(value: Call, *texts: Text) -> Text:
+        pairs = zip(value.args, texts, strict=True)
+        return call(name, *(typed(arg.value, arg.dtype) if isinstance(arg, Const) else text for arg, text in pairs))
+
+    return write
+
+
+def _by_kind(floats: Write, integers: Write) -> Write:
+    return lambda value, *args: (floats if value.args[0].dtype.is_floating_point else integers)(value, *args)
+
+
+def _negative(value: Call, a: Text) -> Text:
+    return Text(f"-{a.at(UNARY)}", UNARY)
+
+
+def _division(value: Call, a: Text, b: Text) -> Text:
+    """IEEE where every element has its own divisor; elsewhere, within two units of the last place."""
+    numerator, divisor = value.args
+    if isinstance(divisor, Const) and _is_power_of_two(divisor.value):
+        return infix("*", PRODUCT, a, literal(1.0 / divisor.value, value.dtype))
+    if value.dtype == torch.float32 and divisor.axes and divisor.axes >= numerator.axes:
+        return call("tl.div_rn", a, b)
+    return infix("/", PRODUCT, a, b)
+
+
+def _is_power_of_two(value: float) -> bool:
+    return value != 0 and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and abs(value) < 2.0**100
+
+
+def _square_root(value: Call, a: Text) -> Text:
+    return call("tl.sqrt_rn" if value.dtype == torch.float32 else "tl.sqrt", a)
+
+
+def _reciprocal(value: Call, a: Text) -> Text:
+    return call("tl.div_rn", "1.0", a) if value.dtype == torch.float32 else infix("/", PRODUCT, Text("1.0"), a)
+
+
+def _extremum(name: str, boolean: str, level: int) -> Write:
+    def write(value: Call, a: Text, b: Text) -> Text:
+        if value.dtype == torch.bool:
+            return infix(boolean, level, a, b)
+        if value.dtype.is_floating_point:
+            return call(f"tl.{name}", a, b, "propagate_nan=tl.PropagateNan.ALL")
+        return call(f"tl.{name}", a, b)
+
+    return write
+
+
+def _logical(sign: str, level: int) -> Write:
+    def write(value: Call, a: Text, b: Text) -> Text:
+        a, b = (truth(text, arg.dtype) for text, arg in zip((a, b), value.args, strict=True))
+        return infix(sign, level, a, b)
+
+    return write
+
+
+def truth(text: Text, dtype: torch.dtype) -> Text:
+    """A number as a bool."""
+    return text if dtype == torch.bool else infix("!=", COMPARE, text, Text("0"))
+
+
+def _not(value: Call, a: Text) -> Text:
+    if value.dtype == torch.uint8:
+        return infix("^", XOR, a, Text("255"))  # 3.6 writes ~a as a ^ -1, which its interpreter refuses
+    if value.args[0].dtype == torch.bool or value.op == "bitwise_not":
+        return Text(f"~{a.at(UNARY)}", UNARY)
+    return infix("==", COMPARE, a, Text("0"))
+
+
+def _to(value: Call, a: Text) -> Text:
+    source = value.args[0].dtype
+    if value.dtype == torch.bool:
+        return truth(a, source)
+    if value.dtype == source or (a.narrow and value.dtype == torch.int32):
+        return a
+    return cast(a, value.dtype)
+
+
+def _rounded(half: str) -> Write:
+    return lambda value, a: Text(f"{a.at(ATOM)}.to({half}).to(tl.float32)")
+
+
+_WRITE: dict[str, Write] = {
+    "add": _operator("+", SUM),
+    "sub": _operator("-", SUM),
+    "mul": _operator("*", PRODUCT),
+    "neg": _negative,
+    "abs": _function("tl.abs"),
+    "sign": _helper("sign"),
+    "minimum": _extremum("minimum", "&", AND),
+    "maximum": _extremum("maximum", "|", OR),
+    "div": _division,
+    "fma": _function("tl.fma"),
+    "sqrt": _square_root,
+    "rsqrt": _function("tl.rsqrt"),
+    "reciprocal": _reciprocal,
+    "exp": _function("tl.exp"),
+    "exp2": _function("tl.exp2"),
+    "expm1": _helper("expm1"),
+    "log": _function("tl.log"),
+    "log2": _function("tl.log2"),
+    "log1p": _helper("log1p"),
+    "sin": _function("tl.sin"),
+    "cos": _function("tl.cos"),
+    "tanh": _helper("tanh"),
+    "sigmoid": _function("tl.sigmoid"),
+    "erf": _function("tl.erf"),
+    "pow": _by_kind(_helper("power"), _helper("integer_power")),
+    "floor": _by_kind(_function("tl.floor"), lambda value, a: a),
+    "ceil": _by_kind(_function("tl.ceil"), lambda value, a: a),
+    "trunc": _by_kind(_helper("truncate"), lambda value, a: a),
+    "round": _by_kind(_helper("nearest_even"), lambda value, a: a),
+    "isnan": lambda value, a: infix("!=", COMPARE, a, a),
+    "isinf": lambda value, a: infix("==", COMPARE, call("tl.abs", a), Text('float("inf")')),
+    # Triton's // and % of integers are those of C.
+    "truncdiv": _by_kind(_helper("truncated_quotient"), _operator("//", PRODUCT)),
+    "fmod": _by_kind(_helper("remainder"), _operator("%", PRODUCT)),
+    "floordiv": _by_kind(_helper("floor_quotient"), _helper("floor_divide")),
+    "mod": _by_kind(_helper("modulo"), _helper("modulo_integer")),
+    "bitwise_and": _operator("&", AND),
+    "bitwise_or": _operator("|", OR),
+    "bitwise_xor": _operator("^", XOR),
+    "bitwise_not": _not,
+    "shift_left": _operator("<<", SHIFT),
+    "shift_right": _operator(">>", SHIFT),
+    "eq": _operator("==", COMPARE),
+    "ne": _operator("!=", COMPARE),
+    "lt": _operator("<", COMPARE),
+    "le": _operator("<=", COMPARE),
+    "gt": _operator(">", COMPARE),
+    "ge": _operator(">=", COMPARE),
+    "and": _logical("&", AND),
+    "or": _logical("|", OR),
+    "not": _not,
+    "where": _function("tl.where"),
+    "to": _to,
+    "round_bfloat16": _rounded("tl.bfloat16"),
+    "round_float16": _rounded("tl.float16"),
+    "rand": _helper("uniform"),
+    "randn": _helper("normal"),
+}
+
+# Operations whose operands stand side by side, so that a number among them takes the other operand's type.
+INFIX = frozenset({"add", "sub", "mul", "div", "shift_left", "shift_right", "eq", "ne", "lt", "le", "gt", "ge"}) | {
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+}
+# Operands that are written more than once.
+REPEATS = frozenset({"isnan"})

@@ -1,0 +1,225 @@
+"""How reductions are written: across a tile, and over the iterations of a loop.
+
+In a loop every element of the tile gathers its own result, and the tile is reduced once behind the loop: an iteration
+then needs no exchange between threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.inductor.codegen.expressions import dtype_name, extreme, literal
+from weft.inductor.ops import REDUCTIONS
+
+
+@dataclass(frozen=True)
+class Across:
+    """The dimensions of a tile that go, and how the result is shaped to stand next to tiles again.
+
+    Attributes:
+        positions: which dimensions of the tile, last first.
+        suffix: an index that puts them back with size 1, or nothing.
+    """
+
+    positions: tuple[int, ...]
+    suffix: str
+
+    def reduce(self, function: str, text: str) -> str:
+        """``tl.sum(text, 1)[:, None]`` or so."""
+        for position in self.positions:
+            text = function.format(text, position)
+        return text + self.suffix
+
+
+LAST = 2**63 - 1  # behind every position
+
+_ACROSS = {
+    "sum": "tl.sum({}, {})",
+    "prod": "tl.reduce({}, {}, times)",
+    "any": "tl.max({}, {})",
+    "all": "tl.min({}, {})",
+}
+
+
+def across(kind: str, text: str, dtype: torch.dtype, how: Across) -> str:
+    """One result of a tile."""
+    if dtype == torch.bool:
+        kind = {"max": "any", "min": "all"}.get(kind, kind)
+    if kind in ("any", "all"):
+        return f"{how.reduce(_ACROSS[kind], f'({text}).to(tl.int32)')} != 0"
+    return how.reduce(_extremum(kind, dtype) if kind in ("max", "min") else _ACROSS[kind], text)
+
+
+def _extremum(kind: str, dtype: torch.dtype) -> str:
+    if not dtype.is_floating_point:
+        return f"tl.{kind}({{}}, {{}})"
+    return f"tl.reduce({{}}, {{}}, {'greatest' if kind == 'max' else 'least'})"
+
+
+def identity(kind: str, dtype: torch.dtype, result: int = 0) -> str:
+    """What an element that does not exist counts as."""
+    return str(literal(extreme(REDUCTIONS[kind].identity[result], dtype), dtype))
+
+
+def arg_across(
+    kind: str, value: str, position: str, mask: str | None, dtype: torch.dtype, how: Across
+) -> tuple[str, str]:
+    """The extreme value of a tile and, given its name in place of ``{best}``, the first position that has it."""
+    best = how.reduce(_extremum(kind.removeprefix("arg"), dtype), value)
+    here = f"{value} == {{best}}"
+    if dtype.is_floating_point:
+        here = f"({here}) | ({value} != {value})"
+    if mask is not None:
+        here = f"({here}) & {mask}"
+    return best, how.reduce("tl.min({}, {})", f"tl.where({here}, {position}, {LAST})")
+
+
+class Accumulator:
+    """A reduction over a loop: variables before it, statements in it, results behind it."""
+
+    def __init__(self, kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across) -> None:
+        self.kind, self.name, self.dtypes, self.shape, self.how = kind, name, tuple(dtypes), shape, how
+
+    def _full(self, value: str, dtype: torch.dtype) -> str:
+        return f"tl.full({self.shape}, {value}, {dtype_name(dtype)})"
+
+    def before(self) -> list[str]:
+        """The statements that make the variables."""
+        return [f"{self.name} = {self._full(identity(self.kind, self.dtypes[0]), self.dtypes[0])}"]
+
+    def step(self, args: Sequence[str], mask: str | None) -> list[str]:
+        """The statements that take one tile in; ``mask`` is where it has elements (None: everywhere)."""
+        name, dtype = self.name, self.dtypes[0]
+        arg = args[0] if mask is None else f"tl.where({mask}, {args[0]}, {identity(self.kind, dtype)})"
+        if dtype == torch.bool:
+            sign = "|" if self.kind in ("any", "max") else "&"
+            return [f"{name} = {name} {sign} ({arg})"]
+        if self.kind in ("sum", "prod"):
+            return [f"{name} {'+' if self.kind == 'sum' else '*'}= {arg}"]
+        if dtype.is_floating_point:
+            return [f"{name} = {'greatest' if self.kind == 'max' else 'least'}({name}, {arg})"]
+        return [f"{name} = tl.{self.kind}imum({name}, {arg})"]
+
+    def after(self) -> tuple[list[str], list[str]]:
+        """Statements, and the expressions that the results are."""
+        return [], [across(self.kind, self.name, self.dtypes[0], self.how)]
+
+
+class ArgAccumulator(Accumulator):
+    """``argmax`` and ``argmin``: the extreme value, and the first position of it. NaN is the most extreme."""
+
+    def before(self) -> list[str]:
+        value = self._full(identity(self.kind, self.dtypes[0]), self.dtypes[0])
+        return [f"{self.name} = {value}", f"{self.name}_at = {self._full(str(LAST), torch.int64)}"]
+
+    def step(self, args: Sequence[str], mask: str | None) -> list[str]:
+        value, position = args
+        name, sign = self.name, ">" if self.kind == "argmax" else "<"
+        more, same = f"({value} {sign} {name})", f"({value} == {name})"
+        if self.dtypes[0].is_floating_point:
+            more = f"({more} | ({value} != {value}) & ({name} == {name}))"
+            same = f"({same} | ({value} != {value}) & ({name} != {name}))"
+        better = f"{more} | {same} & ({position} < {name}_at)"
+        if mask is not None:
+            better = f"({better}) & {mask}"
+        return [
+            f"{name}_better = {better}",
+            f"{name} = tl.where({name}_better, {value}, {name})",
+            f"{name}_at = tl.where({name}_better, {position}, {name}_at)",
+        ]
+
+    def after(self) -> tuple[list[str], list[str]]:
+        best, position = arg_across(self.kind, self.name, f"{self.name}_at", None, self.dtypes[0], self.how)
+        return [f"{self.name}_best = {best}"], [f"{self.name}_best", position.format(best=f"{self.name}_best")]
+
+
+class OnlineSoftmax(Accumulator):
+    """The greatest value and the sum of exponentials below it, in one pass (Milakov and Gimelshein, 2018).
+
+    Four neighbours, which a thread has in its registers, share one result: so the sum is rescaled once for four
+    elements, and an element costs 1.25 exponentials instead of two.
+    """
+
+    def __init__(self, kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across) -> None:
+        super().__init__(kind, name, dtypes, shape, how)
+        self.rank = shape.count(",") + 1
+        self.fours = how.positions == (self.rank - 1,)
+        if self.fours:
+            self.shape = f"{shape[:-1]} // 4]"
+            self.reshaped = f"{shape[:-1]} // 4, 4]"
+
+    def before(self) -> list[str]:
+        dtype = self.dtypes[0]
+        lowest = self._full('float("-inf")', dtype)
+        return [f"{self.name}_max = {lowest}", f"{self.name}_sum = {self._full('0.0', dtype)}"]
+
+    def step(self, args: Sequence[str], mask: str | None) -> list[str]:
+        x, top, total, base = (f"{self.name}_{part}" for part in ("x", "max", "sum", "base"))
+        new = f"{self.name}_new"
+        arg = args[0] if mask is None else f'tl.where({mask}, {args[0]}, float("-inf"))'
+        here, terms = x, f"tl.exp({x} - {base})"
+        if self.fours:
+            arg = f"tl.reshape({arg}, {self.reshaped})"
+            here = f"tl.reduce({x}, {self.rank}, greatest)"
+            terms = f"tl.sum(tl.exp({x} - {base}[{':, ' * self.rank}None]), {self.rank})"
+        return [
+            f"{x} = {arg}",
+            f"{new} = greatest({top}, {here})",
+            # Nothing but -inf so far: 0 is subtracted, or -inf - -inf would be NaN.
+            f'{base} = tl.where({new} == float("-inf"), 0.0, {new})',
+            f"{total} = {total} * tl.exp({top} - {base}) + {terms}",
+            f"{top} = {new}",
+        ]
+
+    def after(self) -> tuple[list[str], list[str]]:
+        best = self.how.reduce(_extremum("max", self.dtypes[0]), f"{self.name}_max")
+        scaled = f"{self.name}_sum * tl.exp({self.name}_max - {self.name}_best)"
+        return [f"{self.name}_best = {best}"], [f"{self.name}_best", self.how.reduce("tl.sum({}, {})", scaled)]
+
+
+class Welford(Accumulator):
+    """Mean, squared deviations and count in one pass (Welford, 1962; joined as Chan and others, 1983)."""
+
+    def before(self) -> list[str]:
+        zero = self._full("0.0", self.dtypes[0])
+        return [f"{self.name}_{part} = {zero}" for part in ("mean", "square", "count")]
+
+    def step(self, args: Sequence[str], mask: str | None) -> list[str]:
+        mean, square, count, apart = (f"{self.name}_{part}" for part in ("mean", "square", "count", "apart"))
+        one, share = "1.0", f"{apart} / {count}"
+        if mask is not None:
+            one, share = f"tl.where({mask}, 1.0, 0.0)", f"tl.where({mask}, {share}, 0.0)"
+        return [
+            f"{count} += {one}",
+            f"{apart} = {args[0]} - {mean}" if mask is None else f"{apart} = tl.where({mask}, {args[0]} - {mean}, 0.0)",
+            f"{mean} += {share}",
+            f"{square} += {apart} * ({args[0]} - {mean})"
+            if mask is None
+            else f"{square} += {apart} * tl.where({mask}, {args[0]} - {mean}, 0.0)",
+        ]
+
+    def after(self) -> tuple[list[str], list[str]]:
+        mean, square, count = (f"{self.name}_{part}" for part in ("mean", "square", "count"))
+        total, center = f"{self.name}_total", f"{self.name}_center"
+        statements = [
+            f"{total} = {self.how.reduce('tl.sum({}, {})', count)}",
+            f"{center} = {self.how.reduce('tl.sum({}, {})', f'{mean} * {count}')} / {total}",
+        ]
+        squares = f"{square} + {count} * ({mean} - {center}) * ({mean} - {center})"
+        return statements, [center, self.how.reduce("tl.sum({}, {})", squares), total]
+
+
+ACCUMULATORS = {
+    "argmax": ArgAccumulator,
+    "argmin": ArgAccumulator,
+    "online_softmax": OnlineSoftmax,
+    "welford": Welford,
+}
+
+
+def accumulator(kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across) -> Accumulator:
+    """The accumulator of a reduction of ``kind``."""
+    return ACCUMULATORS.get(kind, Accumulator)(kind, name, dtypes, shape, how)

@@ -1,0 +1,453 @@
+"""The text of a kernel, from a nest and the plan of its kernel.
+
+Every value is one statement, in the outermost block where it can be computed; short ones that are used once are
+written where they are used. A loop is walked once for each reduction along it that another waits for; what its later
+walks need of the tensors, they load again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from weft.inductor.codegen import expressions, reductions
+from weft.inductor.codegen.canonical import is_position
+from weft.inductor.codegen.expressions import AND, ATOM, COMPARE, PRODUCT, SUM, Text, dtype_name, literal, typed
+from weft.inductor.codegen.plan import Dim, Plan, depths
+from weft.inductor.codegen.positions import Positions, Scope, size_text
+from weft.inductor.codegen.ranges import Ranges
+from weft.inductor.codegen.reductions import Across
+from weft.inductor.ir import Call, Const, Index, Load, Nest, Part, Reduce, Scalar, Store, Value
+
+_LONGEST = 56  # characters of an expression that is written inside another
+
+
+class Body:
+    """The statements that one nest becomes.
+
+    Args:
+        nest: canonical, its reductions in the form for the plan.
+        dtypes: of the buffers.
+        pointers: the argument that each buffer is.
+    """
+
+    def __init__(self, nest: Nest, plan: Plan, dtypes: Mapping[str, torch.dtype], pointers: Mapping[str, str]) -> None:
+        self.nest, self.plan, self.dtypes, self.pointers = nest, plan, dtypes, pointers
+        self.looped = frozenset(plan.loop.axes) if plan.loop else frozenset[int]()
+        self.ranges = Ranges(nest.sizes)
+        self.values = nest.values()
+        self.depth = depths(nest, self.looped)
+        self.last = max((self.depth[value] for value in self.values), default=0)
+        self.loaded = {load.buffer for load in nest.reads}
+        self.body = Scope()
+        self.at = Positions(plan, nest.sizes, self.body)
+        self.reread = self._reread() if plan.rereads else frozenset[Value]()
+        self.walks = {phase: self._walk(phase) for phase in range(self.last + 1)} if plan.loop else {}
+        self.phase = 0
+        self.numbers: Counter[str] = Counter()
+
+    def statements(self) -> list[str]:
+        """The function's body, without indentation."""
+        for phase in range(self.last + 1):
+            self.phase = phase
+            self._straight(phase)
+            if self.plan.loop and (self._gathered(phase) or self._stores(phase, inside=True)):
+                self._loop(self.plan.loop, phase)
+        return self.body.statements()
+
+    # ---- which value is computed where
+
+    def _inside(self, axes: frozenset[int]) -> bool:
+        """Whether something that changes along ``axes`` belongs into the loop."""
+        return not axes.isdisjoint(self.looped)
+
+    def _within(self, value: Value) -> bool:
+        """Whether a value is computed in the loop."""
+        return self._inside(value.axes) or value in self.reread
+
+    def _reread(self) -> frozenset[Value]:
+        """Tiles that are the same in every iteration and that only the loop needs, from their loads on."""
+        outside = {value for store in self.nest.stores if not self._inside(store.axes) for value in store.values()}
+        found: set[Value] = set()
+        for value in reversed(self.values):
+            users = [user for user in self.values if value in user.operands()]
+            needed = all(self._inside(user.axes) or self._along_loop(user) or user in found for user in users)
+            tiled = bool(self.at.tile(value.axes)) and not is_position(value) and not isinstance(value, Reduce)
+            if tiled and needed and value not in outside and not self._inside(value.axes):
+                found.add(value)
+        return frozenset(found)
+
+    def _stores(self, phase: int, *, inside: bool) -> list[Store]:
+        return [s for s in self.nest.stores if self._inside(s.axes) == inside and self._due(s) == phase]
+
+    def _due(self, store: Store) -> int:
+        """The walk of the loop after or in which a store happens: the first that can, but the last if the buffer is
+        read too, as a later walk reads it again."""
+        return self.last if store.buffer in self.loaded else max(self.depth[value] for value in store.values())
+
+    def _gathered(self, phase: int) -> list[Reduce]:
+        """Reductions along the loop that its walk number ``phase`` computes."""
+        return [reduce for reduce in self.nest.reduces if self._along_loop(reduce) and self.depth[reduce] == phase + 1]
+
+    def _along_loop(self, value: Value) -> bool:
+        return isinstance(value, Reduce) and not self.looped.isdisjoint(value.over)
+
+    def _walk(self, phase: int) -> list[Value]:
+        """The values that walk number ``phase`` of the loop computes, operands first."""
+        roots = [arg for reduce in self._gathered(phase) for arg in reduce.args]
+        roots += [value for store in self._stores(phase, inside=True) for value in store.values()]
+        needed: set[Value] = set()
+        stack = [root for root in roots if self._within(root)]
+        while stack:
+            value = stack.pop()
+            if value not in needed:
+                needed.add(value)
+                stack += (operand for operand in value.operands() if self._within(operand))
+        return [value for value in self.values if value in needed]
+
+    # ---- blocks of statements
+
+    def _straight(self, phase: int) -> None:
+        """What does not change along the loop, between two walks of it."""
+        here = [
+            value
+            for value in self.values
+            if self.depth[value] == phase and not self._within(value) and not self._is_result(value)
+        ]
+        elsewhere = {
+            operand
+            for value in self.values
+            if self._within(value) or self.depth[value] != phase or self._along_loop(value)
+            for operand in value.operands()
+        }
+        stores = self._stores(phase, inside=False)
+        elsewhere |= {v for store in self.nest.stores if store not in stores for v in store.values()}
+        self._compute(here, stores, [], elsewhere, self.body)
+
+    def _is_result(self, value: Value) -> bool:
+        return self._along_loop(value) or (isinstance(value, Part) and self._along_loop(value.reduce))
+
+    def _loop(self, dim: Dim, phase: int) -> None:
+        scope = Scope(self.body)
+        gathered = {reduce: self._accumulator(reduce) for reduce in self._gathered(phase)}
+        for accumulator in gathered.values():
+            self.body.lines += accumulator.before()
+        self._compute(self.walks[phase], self._stores(phase, inside=True), list(gathered), set(), scope)
+        for reduce, accumulator in gathered.items():
+            mask = self._mask_of_reduction(reduce, scope)
+            scope.lines += accumulator.step(self._arguments(reduce, scope), mask)
+        for store in self._stores(phase, inside=True):
+            self._store(store, scope)
+        self._write_loop(dim, scope)
+        for reduce, accumulator in gathered.items():
+            statements, results = accumulator.after()
+            self.body.lines += statements
+            self._name_results(reduce, results)
+
+    def _write_loop(self, dim: Dim, scope: Scope) -> None:
+        size = size_text(dim.size)
+        start = dim.name if dim.block == 1 and not dim.wide else f"{dim.name}_start"
+        step = "1" if dim.block == 1 else dim.block_name
+        lines = [f"    {line}" for line in scope.statements()]
+        if isinstance(dim.size, int):
+            ahead = f", num_stages={self.plan.stages}" if self.plan.stages > 1 else ""
+            walk = f"tl.range(0, {size}, {step}{ahead})" if ahead else f"range(0, {size}, {step})"
+            self.body.lines += [f"for {start} in {walk}:", *lines]
+            return
+        # A range with bounds that are not constants fails in Triton's interpreter.
+        self.body.lines += [f"{start} = 0", f"while {start} < {size}:", *lines, f"    {start} += {step}"]
+
+    def _compute(
+        self,
+        values: Sequence[Value],
+        stores: Sequence[Store],
+        gathered: list[Reduce],
+        elsewhere: set[Value],
+        scope: Scope,
+    ) -> None:
+        """Statements for ``values``, and outside the loop for ``stores`` behind them."""
+        uses: Counter[Value] = Counter()
+        for user in (*values, *gathered):
+            for operand in user.operands():
+                uses[operand] += 2 if _repeats(user) else 1
+        for store in stores:
+            uses.update(store.values())
+        for value in values:
+            if value in scope.names:
+                continue  # a result of a reduction with several
+            text = self._expression(value, scope)
+            inline = uses[value] <= 1 and value not in elsewhere and len(text.code) <= _LONGEST
+            plain = isinstance(value, (Const, Scalar)) or (is_position(value) and text.level == ATOM)
+            if plain or (inline and (isinstance(value, (Call, Part)) or is_position(value))):
+                scope.names[value] = text
+            else:
+                self._name(value, text, scope)
+        if scope is self.body:
+            for store in stores:
+                self._store(store, scope)
+
+    def _name(self, value: Value, text: Text, scope: Scope) -> None:
+        name = self._fresh(value.kind if isinstance(value, Reduce) else "v")
+        scope.lines.append(f"{name} = {text}")
+        scope.names[value] = Text(name, ATOM, text.narrow)
+
+    def _fresh(self, prefix: str) -> str:
+        self.numbers[prefix] += 1
+        return f"{prefix}{self.numbers[prefix] - 1}"
+
+    # ---- values
+
+    def _expression(self, value: Value, scope: Scope) -> Text:
+        if isinstance(value, Const):
+            return self._constant(value)
+        if isinstance(value, Scalar):
+            return Text(str(value.expression))
+        if isinstance(value, Load) and is_position(value):
+            return self._position(value, scope)
+        if isinstance(value, Load):
+            return self._load(value, scope)
+        if isinstance(value, Call):
+            return self._call(value, scope)
+        assert isinstance(value, Reduce), value
+        return self._reduce(value, scope)
+
+    def _position(self, value: Load, scope: Scope) -> Text:
+        """A whole number that is affine in the axes."""
+        index = value.index
+        narrow = self.ranges.fits(value)
+        terms = []
+        for dim in self.plan.dims:
+            counts = dim.walk == "loop" and dim.block == 1  # its variable is a plain int to the interpreter
+            form = "{}" if dim.wide else "tl.full([], {}, tl.int64)" if counts else "{}.to(tl.int64)"
+            found = self.at.terms(index, dim, scope, "{}" if narrow else form)
+            if narrow and counts and not dim.wide and len(index.axes) == len(index.axes & frozenset(dim.axes)):
+                found = [f"tl.full([], {' + '.join(found)}, tl.int32)"]
+            terms += found
+            narrow = narrow and not (dim.wide and found)
+        terms += [size_text(index.offset)] if index.offset != 0 else []
+        code = " + ".join(terms)
+        return Text(code, SUM if len(terms) > 1 else PRODUCT if " * " in code else ATOM, narrow)
+
+    def _quads(self, value: Value, scope: Scope) -> str | None:
+        """``value // 4`` with a quarter of its points, where each four neighbours of a tile count on from a multiple
+        of four: these share one counter of the random numbers."""
+        tile = self.plan.tile
+        if not (tile and isinstance(value, Load) and is_position(value) and tile[-1].block % 4 == 0):
+            return None
+        index, dim = value.index, tile[-1]
+        others = {axis: stride for axis, stride in index.strides if axis not in dim.axes}
+        steps = [step for step in (index.offset, *others.values()) if isinstance(step, int) and step % 4 == 0]
+        if self.at.terms(index, dim, scope) != [dim.name] or len(steps) <= len(others):
+            return None
+        offset, *strides = (step // 4 for step in steps)
+        rest = Index(zip(others, strides, strict=True), offset)
+        name = self.at.quads(dim, scope)
+        if rest == Index():
+            return name
+        return f"{self._position(Load(value.buffer, rest, value.dtype), scope)} + {name}"
+
+    def _constant(self, value: Const) -> Text:
+        plain = value.dtype in (torch.float32, torch.int64, torch.int32, torch.bool)
+        return literal(value.value, value.dtype) if plain else typed(value.value, value.dtype)
+
+    def _call(self, value: Call, scope: Scope) -> Text:
+        if value.op == "rand" and (quads := self._quads(value.args[1], scope)) is not None:
+            code = f"uniform_quads({scope.text(value.args[0])}, {quads})"
+            return expressions.call("tl.reshape", code, self.at.shape(self.at.tile(value.axes)))
+        fits = value.dtype == torch.int64 and self.ranges.fits(value)
+        operands = []
+        for arg in value.args:
+            text = scope.text(arg)
+            if isinstance(arg, Const):
+                text = literal(arg.value, arg.dtype) if value.op in expressions.INFIX else text
+            elif text.narrow and value.dtype == torch.int64 and not fits:
+                text = expressions.cast(Text(text.code, text.level), torch.int64)
+            operands.append(text)
+        if value.op in _OF_NATURALS and all(self.ranges.natural(arg) for arg in value.args):
+            text = expressions.infix(_OF_NATURALS[value.op], PRODUCT, *operands)
+        else:
+            text = expressions.write(value, operands)
+        whole = [text.narrow for text, arg in zip(operands, value.args, strict=True) if arg.dtype == torch.int64]
+        return Text(text.code, text.level, narrow=fits and all(whole))
+
+    # ---- reductions
+
+    def _across(self, reduce: Reduce) -> tuple[Across, frozenset[Dim]]:
+        """How a reduction goes across its tile, and the tile's dimensions."""
+        over = self.at.tile(reduce.over)
+        dims = over | self.at.tile(axis for arg in reduce.args for axis in arg.axes)
+        tile = self.plan.tile
+        left = [at for at, dim in enumerate(tile) if dim in dims - over]
+        if not left:
+            return Across(tuple(range(len(tile)))[::-1] if dims else (), ""), dims
+        positions = tuple(at for at in reversed(range(len(tile))) if tile[at] in over)
+        suffix = "" if not positions or len(tile) == 1 else "[:, None]" if left[0] == 0 else "[None, :]"
+        return Across(positions, suffix), dims
+
+    def _arguments(self, reduce: Reduce, scope: Scope) -> list[str]:
+        """The reduction's arguments, in the types and the shape that it works on."""
+        _, dims = self._across(reduce)
+        codes = []
+        for arg in reduce.args:
+            text = scope.text(arg)
+            if isinstance(arg, Const):
+                text = typed(arg.value, arg.dtype)
+            if arg is reduce.args[0] and reduce.dtype == torch.bool:
+                text = expressions.truth(text, arg.dtype)
+            elif arg is reduce.args[0] and reduce.dtype != arg.dtype:
+                text = expressions.cast(text, reduce.dtype)
+            elif text.narrow:
+                text = expressions.cast(text, torch.int64)
+            broadcast = self.at.tile(arg.axes) != dims
+            codes.append(f"tl.broadcast_to({text}, {self.at.shape(dims)})" if broadcast else str(text))
+        return codes
+
+    def _accumulator(self, reduce: Reduce) -> reductions.Accumulator:
+        across, dims = self._across(reduce)
+        return reductions.accumulator(reduce.kind, self._fresh("acc"), [reduce.dtype], self.at.shape(dims), across)
+
+    def _mask_of_reduction(self, reduce: Reduce, scope: Scope) -> str | None:
+        """Where the argument's tile has elements, None where all of it has or the rest does not count."""
+        dims = [dim for dim in self.plan.dims_of(frozenset(reduce.over)) if dim.masked]
+        if not dims or (reduce.kind == "sum" and all(self._zero_outside(reduce.args[0], dim) for dim in dims)):
+            return None
+        return " & ".join(self.at.mask(dim, scope) for dim in self.plan.dims if dim in dims)
+
+    def _zero_outside(self, value: Value, dim: Dim) -> bool:
+        """Whether a value is known to be 0 behind the end of a dimension."""
+        if isinstance(value, Load):
+            return value.other == 0 and not is_position(value) and dim in self.plan.dims_of(value.axes)
+        if isinstance(value, Call) and value.op in ("mul", "neg", "abs", "to", "add", "sub"):
+            return all(self._zero_outside(arg, dim) for arg in value.args)
+        return False
+
+    def _reduce(self, reduce: Reduce, scope: Scope) -> Text:
+        """A reduction inside one tile."""
+        across, _ = self._across(reduce)
+        mask = self._mask_of_reduction(reduce, scope)
+        texts = self._arguments(reduce, scope)
+        if mask is not None:
+            texts[0] = f"tl.where({mask}, {texts[0]}, {reductions.identity(reduce.kind, reduce.dtype)})"
+        if not reduce.kind.startswith("arg"):
+            return Text(reductions.across(reduce.kind, texts[0], reduce.dtype, across), COMPARE)
+        return self._arg_reduce(reduce, texts, mask, across, scope)
+
+    def _arg_reduce(self, reduce: Reduce, texts: list[str], mask: str | None, across: Across, scope: Scope) -> Text:
+        value = self._fresh("v")
+        best, position = reductions.arg_across(reduce.kind, value, texts[1], mask, reduce.dtype, across)
+        name = self._fresh("best")
+        scope.lines += [f"{value} = {texts[0]}", f"{name} = {best}"]
+        at = self._fresh("at")
+        scope.lines.append(f"{at} = {position.format(best=name)}")
+        self._name_parts(reduce, [name, at], scope)
+        return Text(name)  # not used: the parts are
+
+    def _name_results(self, reduce: Reduce, results: list[str]) -> None:
+        names = []
+        for result in results:
+            if result.isidentifier():
+                names.append(result)
+                continue
+            names.append(self._fresh(reduce.kind))
+            self.body.lines.append(f"{names[-1]} = {result}")
+        self.body.names[reduce] = Text(names[0])
+        self._name_parts(reduce, names, self.body)
+
+    def _name_parts(self, reduce: Reduce, names: list[str], scope: Scope) -> None:
+        for value in self.values:
+            if isinstance(value, Part) and value.reduce is reduce:
+                scope.names[value] = Text(names[value.at])
+
+    # ---- memory
+
+    def _pointer(self, buffer: str, index: Index, axes: frozenset[int], dims: frozenset[Dim], scope: Scope) -> str:
+        """The address of ``buffer[index]``, as a tile along ``dims``."""
+        alone = [size_text(index.offset)] if index.offset != 0 else []
+        tiled = []
+        for dim in self.plan.dims:
+            (tiled if dim.block > 1 else alone).extend(self.at.terms(index, dim, scope))
+        for value, stride in index.picks:
+            text = scope.text(value)
+            if value.dtype != torch.int64 or (text.narrow and not isinstance(value, Const)):
+                text = expressions.cast(text, torch.int64)
+            term = text.at(SUM + 1) if stride == 1 else f"{text.at(PRODUCT)} * {size_text(stride)}"
+            (tiled if self.at.tile(value.axes) else alone).append(term)
+        if self.at.tile(index.axes) != dims:
+            tiled.append(f"tl.zeros({self.at.shape(dims)}, tl.int32)")
+        offset = " + ".join(tiled)
+        return " + ".join(
+            [self.pointers[buffer], *alone, *([f"({offset})" if len(tiled) > 1 else offset] * bool(tiled))]
+        )
+
+    def _masks(self, axes: frozenset[int], mask: Value | None, scope: Scope) -> list[str]:
+        dims = [dim for dim in self.plan.dims if dim in self.plan.dims_of(axes) and dim.masked]
+        masks = [self.at.mask(dim, scope) for dim in dims]
+        if isinstance(mask, Const):
+            return [*masks, str(typed(mask.value, mask.dtype))]
+        return masks if mask is None else [*masks, scope.text(mask).at(AND + 1)]
+
+    def _load(self, load: Load, scope: Scope) -> Text:
+        dims = self.at.tile(load.axes)
+        masks = self._masks(load.axes, load.mask, scope)
+        args = [self._pointer(load.buffer, load.index, load.axes, dims, scope)]
+        if masks:
+            args.append(" & ".join(masks))
+        reaches = any(dim.masked and dim.walk != "grid" for dim in self.plan.dims_of(load.axes))
+        if load.mask is not None or reaches:
+            args.append(f"other={literal(load.other, self.dtypes[load.buffer])}")
+        if (hint := self._eviction(load)) is not None:
+            args.append(f'eviction_policy="{hint}"')
+        code = f"tl.load({', '.join(args)})"
+        stored = self.dtypes[load.buffer]
+        return Text(code if stored == load.dtype else f"{code}.to({dtype_name(load.dtype)})")
+
+    def _eviction(self, load: Load) -> str | None:
+        """What the cache should do with the lines: keep what is loaded again, let go what is not."""
+        if not any(dim.walk == "grid" for dim in self.plan.dims_of(load.axes)):
+            return "evict_last" if self.plan.grid and load.axes else None
+        if not self._inside(load.axes):
+            return None
+        return "evict_last" if any(load in self.walks[later] for later in self._later()) else "evict_first"
+
+    def _later(self) -> range:
+        return range(self.phase + 1, self.last + 1)
+
+    def _store(self, store: Store, scope: Scope) -> None:
+        conditions, axes = self._once(store, scope)
+        dims = self.at.tile(axes)
+        masks = self._masks(axes, store.mask, scope) + conditions
+        value = scope.text(store.value)
+        args = [self._pointer(store.buffer, store.index, axes, dims, scope), str(value)]
+        if masks:
+            args.append(" & ".join(masks))
+        if store.mode == "add":
+            scope.lines.append(f'tl.atomic_add({", ".join(args)}, sem="relaxed")')
+        else:
+            scope.lines.append(f"tl.store({', '.join(args)})")
+
+    def _once(self, store: Store, scope: Scope) -> tuple[list[str], frozenset[int]]:
+        """Conditions under which one of the many points that would store the same does, and the axes of store and
+        conditions."""
+        conditions, axes = [], store.axes
+        for dim in self.plan.dims:
+            missing = [at for at, axis in enumerate(dim.axes) if axis not in store.axes]
+            if not missing or (len(missing) == len(dim.axes) and dim.walk != "grid"):
+                continue
+            axes |= frozenset(dim.axes)
+            if len(missing) == len(dim.axes):
+                conditions.append(f"({self.at.index(dim, scope)} == 0)")
+            else:
+                conditions += [f"({self.at.run(dim, at, at, scope)} == 0)" for at in missing]
+        return conditions, axes
+
+
+_OF_NATURALS = {"floordiv": "//", "truncdiv": "//", "mod": "%", "fmod": "%"}
+
+
+def _repeats(user: Value) -> bool:
+    """Whether an operand is written more than once in the text of its user."""
+    if isinstance(user, Reduce):
+        return user.kind in reductions.ACCUMULATORS
+    return isinstance(user, Call) and user.op in expressions.REPEATS

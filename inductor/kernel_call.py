@@ -1,0 +1,166 @@
+"""A generated kernel as an operation of a graph: what it reads, what it makes, how it is launched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from weft.inductor.codegen.kernel import GeneratedKernel
+from weft.inductor.ir import Int
+from weft.inductor.lowering.registry import Buffer
+from weft.inductor.runtime.kernel_source import KernelSource
+
+log = logging.getLogger(__name__)
+
+Layout = tuple[tuple[Int, ...], tuple[Int, ...]]  # sizes, strides
+
+
+class Launchable(Protocol):
+    """A compiled kernel."""
+
+    def launch(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
+        """Start it on a stream."""
+
+
+class Compiler(Protocol):
+    """Compiles one kernel more, when a call turns out to need it."""
+
+    def __call__(self, sources: Sequence[KernelSource]) -> Sequence[Launchable]: ...
+
+
+class KernelCall:
+    """A call of a graph that launches one generated kernel.
+
+    Called with the tensors it reads, the tensors it goes on writing to, and the numbers it needs, in the order of
+    ``inputs``, ``continued`` and ``symbols``. Returns a list of what it wrote, in the order of ``outputs``.
+
+    Attributes:
+        generated: the kernel's text, its arguments and its grid.
+        inputs: the buffers that are read only.
+        continued: names of buffers that an earlier kernel wrote another part of.
+        outputs: the buffers written; those that are not continued are made here.
+        symbols: sizes and numbers that are known at the call.
+        origins: the operations of the step that the kernel computes, and the user's lines they come from.
+        bytes: what the kernel has to read and write, see :func:`weft.inductor.roofline.bytes_moved`.
+    """
+
+    shares_as_fakes = True  # results lie in the memory of an input only where the fake tensors say so
+
+    def __init__(
+        self,
+        generated: GeneratedKernel,
+        inputs: Sequence[Buffer],
+        continued: Sequence[str],
+        outputs: Sequence[Buffer],
+        symbols: Sequence[sympy.Symbol],
+        origins: Sequence[str] = (),
+        bytes: int = 0,
+    ) -> None:
+        self.__name__ = self.__qualname__ = generated.source.name
+        self.generated = generated
+        self.inputs = tuple(inputs)
+        self.continued = tuple(continued)
+        self.outputs = tuple(outputs)
+        self.symbols = tuple(symbols)
+        self.origins = tuple(origins)
+        self.bytes = bytes
+        self.kernel: Launchable | None = None
+        self._unaligned: Launchable | None = None
+        self._compile: Compiler | None = None
+        self._static = not symbols
+        if self._static:
+            self._numbers: tuple[Any, ...] = ()
+            self._grid = generated.grid(())
+            self._layouts = [(tuple(b.sizes), tuple(b.strides)) for b in self.outputs]
+        else:
+            scalars = [scalar.expression for scalar in generated.scalars]
+            self._evaluate = _function(self.symbols, [scalars, *((b.sizes, b.strides) for b in self.outputs)])
+        at = {name: position for position, name in enumerate((*(b.name for b in self.inputs), *self.continued))}
+        made = {buffer.name: position for position, buffer in enumerate(self.outputs)}
+        self._given = [at.get(name, -1) for name in generated.buffers]
+        self._made = [made.get(name, -1) for name in generated.buffers]
+        self._continues = [at.get(buffer.name, -1) for buffer in self.outputs]
+        self._tensors = len(self.inputs) + len(self.continued)
+        self._elsewhere: dict[int, Layout] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.outputs[0].device
+
+    def attach(self, kernel: Launchable, compile_: Compiler) -> None:
+        """Give the call its compiled kernel, and the means to compile a variant for unaligned tensors."""
+        self.kernel, self._compile = kernel, compile_
+
+    def __call__(self, *args: Any) -> list[torch.Tensor]:
+        if self._elsewhere is None:
+            self._elsewhere = self._laid_out_otherwise(args)
+        if self._elsewhere:
+            args = self._laid_out(args, self._elsewhere)
+        if self._static:
+            numbers, grid, layouts = self._numbers, self._grid, self._layouts
+        else:
+            numbers, *layouts = self._evaluate(*args[self._tensors :])
+            grid = self.generated.grid(numbers)
+        outputs = [
+            args[given] if given >= 0 else torch.empty_strided(sizes, strides, dtype=made.dtype, device=made.device)
+            for given, (sizes, strides), made in zip(self._continues, layouts, self.outputs, strict=True)
+        ]
+        tensors = [
+            args[given] if given >= 0 else outputs[made] for given, made in zip(self._given, self._made, strict=True)
+        ]
+        if 0 not in grid:
+            self._choose(tensors).launch(grid, _stream(tensors[0]), *tensors, *numbers)
+        return outputs
+
+    def _laid_out_otherwise(self, args: Sequence[Any]) -> dict[int, Layout]:
+        """The inputs that do not lie in memory as their fake tensors said: some ATen kernels choose a layout of their
+        own on a GPU, the same one at every call."""
+        found = {}
+        for at, expected in enumerate(self.inputs):
+            strides = args[at].stride()
+            actual = zip(expected.sizes, expected.strides, strides, strict=True)
+            if any(isinstance(size, int) and size != 1 and here != there for size, here, there in actual):
+                log.info("%s reads %s after a copy: its strides are %s", self.__name__, expected.name, tuple(strides))
+                found[at] = expected.sizes, expected.strides
+        return found
+
+    def _laid_out(self, args: Sequence[Any], layouts: Mapping[int, Layout]) -> tuple[Any, ...]:
+        copied = list(args)
+        for at, (sizes, strides) in layouts.items():
+            given = args[at]
+            copied[at] = torch.empty_strided(sizes, strides, dtype=given.dtype, device=given.device).copy_(given)
+        return tuple(copied)
+
+    def _choose(self, tensors: Sequence[torch.Tensor]) -> Launchable:
+        """The kernel, or a variant without vector access where a tensor does not start at 16 bytes."""
+        if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+            assert self.kernel is not None, f"{self.__name__} was not compiled"
+            return self.kernel
+        if self._unaligned is None:
+            assert self._compile is not None, f"{self.__name__} was not compiled"
+            anywhere = replace(self.generated.source, divisible=frozenset())
+            self._unaligned = self._compile([anywhere])[0]
+        return self._unaligned
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _function(symbols: Sequence[sympy.Symbol], tree: Any) -> Any:
+    """A function of the symbols that gives ``tree`` with its expressions evaluated."""
+    text = f"lambda {', '.join(map(str, symbols))}: {expression_text(tree)}"
+    return eval(text, {"math": __import__("math")})
+
+
+def expression_text(tree: Any) -> str:
+    """A number, an expression or a tuple of them as Python."""
+    if isinstance(tree, (list, tuple)):
+        return f"({''.join(expression_text(item) + ', ' for item in tree)})"
+    return repr(tree) if isinstance(tree, int) else PythonPrinter().doprint(tree)

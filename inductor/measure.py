@@ -1,0 +1,53 @@
+"""How long a kernel of a graph takes on the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.errors import NotOnGpu
+from weft.inductor.kernel_call import KernelCall
+from weft.inductor.runtime.kernels import CompiledKernel
+from weft.inductor.saved import known
+
+_LAUNCHES = 20
+_REPLAYS = 3
+
+
+def microseconds(node: torch.fx.Node) -> float:
+    """The mean time of a launch of the kernel that ``node`` calls, back to back, on tensors of zeros.
+
+    What fits into the L2 cache stays there. Sizes that are symbols are those of the captured call, numbers are 1.
+
+    Raises:
+        NotOnGpu: the kernel is not loaded on a GPU.
+    """
+    call = node.target
+    assert isinstance(call, KernelCall)
+    if not isinstance(call.kernel, CompiledKernel):
+        raise NotOnGpu(call.__name__)
+    with torch.cuda.device(call.device):
+        arguments = [_scratch(argument) for argument in node.args]
+        call(*arguments)
+        torch.cuda.synchronize()
+        launches = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(launches):  # the host is out of the measurement
+            for _ in range(_LAUNCHES):
+                call(*arguments)
+        launches.replay()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(_REPLAYS):
+            launches.replay()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end) * 1e3 / (_REPLAYS * _LAUNCHES)
+
+
+def _scratch(argument: Any) -> Any:
+    val = argument.meta["val"] if isinstance(argument, torch.fx.Node) else argument
+    if isinstance(val, torch.Tensor):
+        sizes, strides = ([known(n) for n in numbers] for numbers in (val.shape, val.stride()))
+        return torch.empty_strided(sizes, strides, dtype=val.dtype, device=val.device).zero_()
+    return known(val)

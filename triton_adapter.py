@@ -1,0 +1,280 @@
+"""The one place where weft touches triton names that triton does not promise to keep.
+
+Each function works on triton 3.6 and 3.9 and is tested on both. Triton is imported inside the functions: neither
+`import weft` nor a start from a warm kernel cache pays for it, and worker processes use this file without torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import re
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from weft import errors
+
+# ---- which triton
+
+
+@functools.cache
+def version() -> str:
+    """Triton's version and the size of its compiler's library, found without importing triton.
+
+    The size tells builds of one version apart. Raises errors.TritonMissing.
+    """
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        raise errors.TritonMissing
+    home = Path(spec.origin).parent
+    found = re.search(r"__version__ = ['\"](.+?)['\"]", Path(spec.origin).read_text())
+    assert found is not None, spec.origin
+    sizes = [library.stat().st_size for library in sorted(home.glob("_C/libtriton*.so"))]
+    return f"{found[1]} {sizes}"
+
+
+# ---- from a function to a cubin
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What triton makes of one kernel. `name` is its symbol in `cubin`, `shared` its dynamic shared memory in bytes."""
+
+    name: str
+    cubin: bytes
+    ptx: str
+    num_warps: int
+    shared: int
+
+
+# Triton's kernels end in two addresses of scratch memory, which are null where the kernel uses none.
+SCRATCH_PARAMETERS = 2
+
+
+def compile_function(
+    function: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    divisible: frozenset[str],
+    num_warps: int,
+    num_stages: int,
+    arch: int,
+) -> Compiled:
+    """Compile a `@triton.jit` function for NVIDIA's architecture `arch` (90 for sm_90); no GPU is needed.
+
+    The stages are run here and not by `triton.compile`, which first reads all of triton to make a cache key (0.3 s
+    a process) and then writes every stage to a cache that weft does not use. Raises whatever triton raises, and
+    ValueError where the parameters of the function are not `signature` (in order) and `constants`, or where the
+    kernel needs scratch memory, which the launcher does not provide.
+    """
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import ASTSource, make_backend
+
+    names = list(function.arg_names)
+    if [n for n in names if n not in constants] != list(signature) or not set(constants) <= set(names):
+        raise ValueError(f"parameters {names} are not arguments {list(signature)} and constants {list(constants)}")
+    source = ASTSource(
+        fn=function,
+        signature={n: signature.get(n, "constexpr") for n in names},
+        constexprs=dict(constants),
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in sorted(divisible)},
+    )
+    target = GPUTarget("cuda", arch, 32)
+    backend: Any = make_backend(target)
+    # Fused multiply-adds are what CUDA's own compiler makes of ATen's kernels; the default of 3.10 will be without.
+    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True})
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = source.make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    metadata: dict[str, Any] = {"target": target, **vars(options)}
+    results = {}
+    for stage, run in stages.items():
+        results[stage] = made = run(made, metadata)
+    if metadata["global_scratch_size"] or metadata["profile_scratch_size"]:
+        raise ValueError(f"{metadata['name']} needs scratch memory of the launcher")
+    entry = re.search(r"\.entry\s+\w+\((.*?)\)", results["ptx"], re.DOTALL)
+    assert entry is not None, results["ptx"]
+    assert entry[1].count(".param") == len(signature) + SCRATCH_PARAMETERS, entry[0]
+    return Compiled(metadata["name"], results["cubin"], results["ptx"], metadata["num_warps"], metadata["shared"])
+
+
+def resource_usage(cubin: Path) -> tuple[int, int]:
+    """Registers a thread and bytes of local memory (spills and stack) a thread, as cuobjdump reports them."""
+    from triton import knobs
+
+    command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", report)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+# ---- the interpreter
+
+# Interpreting exchanges names inside triton.language, which compiling reads.
+_language = threading.RLock()
+
+
+def compiling() -> contextlib.AbstractContextManager[Any]:
+    """Hold this while compiling in a process that may also interpret in another thread."""
+    return _language
+
+
+def interpret(
+    function: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    grid: tuple[int, int, int],
+    values: Sequence[int | float],
+) -> None:
+    """Run a `@triton.jit` function in triton's interpreter, program after program.
+
+    `values` are those of `signature`, in order; pointers are addresses of host memory. Needs neither a GPU nor
+    TRITON_INTERPRET, which would make a whole process interpret. Each numpy operation costs some microseconds.
+    """
+    from triton.runtime import interpreter
+
+    with _language, _interpreted_language(function):
+        arguments = {n: _argument(kind, value) for (n, kind), value in zip(signature.items(), values, strict=True)}
+        run = _device_function(function.fn).fn
+        builder = interpreter.interpreter_builder
+        builder.set_grid_dim(*grid)
+        for x in range(grid[0]):
+            for y in range(grid[1]):
+                for z in range(grid[2]):
+                    builder.set_grid_idx(x, y, z)
+                    run(**arguments, **constants)
+
+
+class _DeviceFunction:
+    """A function that kernels call, as the interpreter wants it: called as it is, and `fn` for reductions."""
+
+    def __init__(self, plain: FunctionType) -> None:
+        self.plain = plain
+
+    @functools.cached_property
+    def fn(self) -> Any:
+        from triton.runtime.interpreter import FunctionRewriter
+
+        return FunctionRewriter(self.plain).rewrite_ast()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+# Reductions are recognised by identity of their combine function: one object for each function.
+_device_function = functools.cache(_DeviceFunction)
+
+
+def _argument(kind: str, value: int | float) -> Any:
+    """The interpreter's tensor of one argument, with the type that a compiled kernel would be given."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    type_ = tl.str_to_ty(kind, None)
+    return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=interpreter._get_np_dtype(type_)), type_), type_)
+
+
+@contextlib.contextmanager
+def _interpreted_language(function: Any) -> Iterator[None]:
+    """Let triton.language, and all that `function` can call, compute with numpy inside the block."""
+    import triton
+    from triton import language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    changes: list[tuple[dict[str, Any], str, Any]] = []
+    for names in _namespaces(function):
+        for name, value in list(names.items()):
+            if isinstance(value, JITFunction):
+                changes.append((names, name, value))
+                names[name] = _device_function(value.fn)
+    builder: Any = interpreter.InterpreterBuilder
+    plain = builder.cast_impl, builder.create_fp_to_fp, builder.create_splat
+    scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    try:
+        # 3.6 asks numpy for the int of an array of one element, which numpy 2.4 refuses.
+        scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+        builder.cast_impl, builder.create_fp_to_fp = _casts(*plain[:2])
+        builder.create_splat = _splat
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = True
+            yield
+    finally:
+        builder.cast_impl, builder.create_fp_to_fp, builder.create_splat = plain
+        scope.restore()
+        for names, name, value in changes:
+            names[name] = value
+
+
+def _namespaces(function: Any) -> list[dict[str, Any]]:
+    """All namespaces in which code that `function` calls looks up names, where they hold functions for kernels."""
+    from triton import language as tl
+    from triton.runtime.jit import JITFunction
+
+    found: dict[int, dict[str, Any]] = {}
+    waiting = [function.fn.__globals__, vars(tl)]
+    while waiting:
+        names = waiting.pop()
+        if id(names) in found:
+            continue
+        found[id(names)] = names
+        for value in list(names.values()):
+            if isinstance(value, JITFunction):
+                waiting.append(value.fn.__globals__)
+            elif isinstance(value, ModuleType) and any(isinstance(v, JITFunction) for v in list(vars(value).values())):
+                waiting.append(vars(value))
+    return list(found.values())
+
+
+def _splat(self: Any, wanted: Any, scalar: Any) -> Any:
+    """The interpreter's own takes the type from the handle, which after a comparison is that of what was compared."""
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle
+
+    data = np.full(wanted.shape, scalar.data.reshape(-1)[0], dtype=scalar.data.dtype)
+    return TensorHandle(data, scalar.dtype.scalar)
+
+
+def _casts(cast: Any, cast_rounded: Any) -> tuple[Any, Any]:
+    """The interpreter's two casts, right for bfloat16: as they are, they truncate to it, and 3.6 reads its bits as
+    an integer where it is cast to anything but float32."""
+    import numpy as np
+    from triton import language as tl
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    def to_bfloat16(values: Any) -> Any:
+        bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+        # Half a unit of the last place that is kept, and ties to even; a NaN keeps its sign and becomes quiet.
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        return np.where(np.isnan(values), (bits >> np.uint32(16)) | np.uint32(0x40), rounded).astype(np.uint16)
+
+    def cast_impl(self: Any, source: Any, wanted: Any) -> Any:
+        before, after = source.dtype.scalar, wanted.scalar
+        if before == after or tl.bfloat16 not in (before, after):
+            return cast(self, source, wanted)
+        data = source.data
+        if before == tl.bfloat16:
+            data = (data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        data = to_bfloat16(data) if after == tl.bfloat16 else data.astype(_get_np_dtype(wanted))
+        return TensorHandle(data, after)
+
+    def create_fp_to_fp(self: Any, source: Any, wanted: Any, rounding: Any) -> Any:
+        if tl.bfloat16 in (source.dtype.scalar, wanted.scalar):
+            return cast_impl(self, source, wanted)
+        return cast_rounded(self, source, wanted, rounding)
+
+    return cast_impl, create_fp_to_fp
