@@ -1,8 +1,8 @@
 """Operations that hand on what they were given are not run.
 
-Capture keeps what the step did: slices of a whole tensor, views of the shape it has, padding of shards that divide
-evenly. Each costs the host a launch or at least a call, hundreds of times a step. Whether an operation is one of these
-follows from global sizes, which are the same on every rank.
+Capture keeps what the step did: slices of a whole tensor, views of the shape it has, a transpose of a transpose,
+padding of shards that divide evenly. Each costs the host a launch or at least a call, hundreds of times a step. Whether
+an operation is one of these follows from global sizes, which are the same on every rank.
 
 Keeps the bits of every result.
 """
@@ -15,31 +15,18 @@ from typing import Any
 import torch
 
 from weft.capture.graph import WAIT, StepGraph
+from weft.inductor.runtime.geometry import looks_into, share_storage
 
 Node = torch.fx.Node
 
 aten = torch.ops.aten
-_VIEWS = frozenset(
-    {
-        aten.slice.Tensor,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.permute.default,
-        aten.expand.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.squeeze.dim,
-        aten.as_strided.default,
-    }
-)
 
 
 def drop_noops(step: StepGraph) -> StepGraph:
     """Replace each operation that changes nothing by its input, or by the cast that is left of it. Changes ``step``."""
     for node in step.graph.nodes:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
-        rewrite = _REWRITES.get(name) or (_same_view if node.target in _VIEWS else None)
+        rewrite = _REWRITES.get(name) or (_same_view if _is_view(node) else None)
         replacement = rewrite(step.graph, node) if rewrite is not None else None
         if replacement is not None:
             node.replace_all_uses_with(replacement)
@@ -47,13 +34,31 @@ def drop_noops(step: StepGraph) -> StepGraph:
     return step
 
 
+def _is_view(node: Node) -> bool:
+    return looks_into(node) and node.target is not WAIT and isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def _same_view(graph: torch.fx.Graph, node: Node) -> Node | None:
+    """The tensor that ``node`` looks into, by however many views, and shows whole and as it is."""
+    val = node.meta["val"]
     source = node.args[0]
-    assert isinstance(source, Node)
-    val, given = node.meta["val"], source.meta["val"]
-    static = all(type(n) is int for t in (val, given) for n in (*t.shape, *t.stride(), t.storage_offset()))
-    same = static and val.shape == given.shape and val.stride() == given.stride() and val.dtype == given.dtype
-    return source if same and val.storage_offset() == given.storage_offset() and val.dim() > 0 else None
+    if not _is_static(val) or val.dim() == 0:
+        return None
+    while isinstance(source, Node) and isinstance(given := source.meta.get("val"), torch.Tensor):
+        if _is_static(given) and _places(val) == _places(given) and share_storage(node, source):
+            return source
+        if not _is_view(source):
+            return None
+        source = source.args[0]
+    return None
+
+
+def _is_static(val: torch.Tensor) -> bool:
+    return all(type(n) is int for n in (*val.shape, *val.stride(), val.storage_offset()))
+
+
+def _places(val: torch.Tensor) -> tuple[object, ...]:
+    return val.dtype, val.shape, val.stride(), val.storage_offset(), val.is_conj(), val.is_neg()
 
 
 def _padded(graph: torch.fx.Graph, node: Node) -> Node | None:

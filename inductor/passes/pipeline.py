@@ -1,34 +1,93 @@
-"""The passes from a captured graph to the one that is compiled, in order."""
+"""The passes from a captured graph to the one that is compiled, in order, each known by the name of its function.
+
+There are two tiers. Passes that keep the bits leave every bit of every result as it was. Passes of numerics may change
+in which order sums are made and where values are rounded; each says in its file what it does to a result.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from weft import knobs
 from weft.capture.graph import StepGraph
+from weft.errors import UnknownOption
+from weft.inductor.passes.accumulate_matmuls import accumulate_matmuls
+from weft.inductor.passes.channels_last import channels_last
+from weft.inductor.passes.chunk_loss import ChunkLoss
 from weft.inductor.passes.coalesce import coalesce
+from weft.inductor.passes.common_subexpressions import common_subexpressions
+from weft.inductor.passes.decompose import decompose
+from weft.inductor.passes.fold_casts import fold_casts
+from weft.inductor.passes.fuse_optimizer import fuse_optimizer
+from weft.inductor.passes.group_casts import group_casts
 from weft.inductor.passes.noops import drop_noops
+from weft.inductor.passes.numbers_to_memory import numbers_to_memory
 from weft.inductor.passes.pack import pack
+from weft.inductor.passes.pad_matmuls import pad_matmuls
+from weft.inductor.passes.rematerialise import Rematerialise
 from weft.inductor.passes.unused_gathers import drop_unused_gathers
 
 log = logging.getLogger(__name__)
 
 Pass = Callable[[StepGraph], StepGraph]
 
-# Passes that keep every bit of every result. Passes that may change the order of sums will be a list of their own.
-BIT_KEEPING: list[Pass] = [drop_noops, drop_unused_gathers, pack, coalesce]
+chunk_loss = ChunkLoss()
+rematerialise = Rematerialise()
+
+# What the program of ATen kernels is made from.
+PLAIN: list[Pass] = [drop_noops, drop_unused_gathers, pack, coalesce, fold_casts, common_subexpressions]
+
+BIT_KEEPING: list[Pass] = [*PLAIN, group_casts, fuse_optimizer, rematerialise]
+NUMERICS: list[Pass] = [chunk_loss, channels_last, decompose, pad_matmuls, accumulate_matmuls, numbers_to_memory]
+
+# What the program of generated kernels is made from: both tiers, in the order they run in. Loss chunking knows
+# operations that are decomposed after it; what parts of operations repeat or undo is dropped after that. What is
+# computed again on purpose comes after all that; numbers are put into memory where kernels will read them, not before.
+EVERY_PASS: list[Pass] = [
+    drop_noops,
+    drop_unused_gathers,
+    pack,
+    coalesce,
+    chunk_loss,
+    channels_last,
+    decompose,
+    drop_noops,
+    fold_casts,
+    common_subexpressions,
+    pad_matmuls,
+    accumulate_matmuls,
+    group_casts,
+    fuse_optimizer,
+    rematerialise,
+    numbers_to_memory,
+]
 
 
-def run_passes(step: StepGraph, passes: list[Pass] | None = None) -> StepGraph:
-    """Run ``passes`` (the bit-keeping ones by default) over a copy of ``step``, checking the graph after each.
+def run_passes(step: StepGraph, passes: Sequence[Pass] | None = None) -> StepGraph:
+    """Run ``passes`` (those for ATen kernels by default) over a copy of ``step``, checking the graph after each.
+
+    Those named by ``knobs.disable_passes`` are left out.
 
     Raises:
         MalformedGraph: a pass broke the graph.
+        UnknownOption: ``knobs.disable_passes`` names no pass.
     """
     step = step.copy()
-    for pass_ in BIT_KEEPING if passes is None else passes:
+    disabled = _disabled()
+    for pass_ in PLAIN if passes is None else passes:
+        if pass_.__name__ in disabled:
+            continue
         before, started = len(step), time.perf_counter()
         step = pass_(step).check()
         log.debug("%s: %d -> %d nodes in %.3f s", pass_.__name__, before, len(step), time.perf_counter() - started)
     return step
+
+
+def _disabled() -> set[str]:
+    known: list[object] = [pass_.__name__ for pass_ in EVERY_PASS]
+    named = {name.strip() for name in knobs.disable_passes.split(",") if name.strip()}
+    for name in sorted(named.difference(known)):
+        raise UnknownOption("knobs.disable_passes", name, known)
+    return named

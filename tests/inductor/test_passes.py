@@ -204,3 +204,11 @@ def test_bits_are_kept_on_gpus() -> None:
 
 def with_and_without_on_gpus(rank: int, world: int) -> list[list[torch.Tensor]]:
     return with_and_without(rank, world, "cuda")
+
+
+def test_views_that_change_what_is_read_stay() -> None:
+    """Conjugate and negative views have the sizes, strides and memory of what they are views of."""
+    x = torch.randn(4, dtype=torch.complex64)
+
+    step = lambda x: (x.conj() + 1, x.conj().imag * 2, torch.fft.ifft(x.real))
+    torch.testing.assert_close(weft.compile(step)(x), step(x), rtol=0, atol=0)

@@ -1,0 +1,91 @@
+"""What is computed twice from the same values is computed once.
+
+Only operations that always give the same bits for the same operands: no random numbers, no collectives, no calls with
+effects, nothing whose sizes the data decides. Kept apart are also
+
+- what was written in place, or is held by the user after the step: merging it would only force a copy elsewhere;
+- values of different stages, unless they are views, numbers or scalars: a user who recomputes in backward what forward
+  had (checkpointing) does so to save memory;
+- values of different streams, which no event orders.
+
+Keeps the bits of every result. What is merged does not depend on sizes, which may differ between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from weft.capture.graph import StepGraph, is_effect
+from weft.inductor.passes.escapes import escaping
+from weft.inductor.runtime.geometry import SCATTERS, looks_into
+from weft.torch_adapter import OpOverload
+
+Node = torch.fx.Node
+
+_NAMESPACES = frozenset({"aten", "prims", "weft"})
+# Modules of the functions that expressions over sizes are made of.
+_NUMBERS_OF = frozenset({"_operator", "builtins", "math", "torch"})
+_UNREPEATABLE = frozenset(
+    {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+)
+
+
+def common_subexpressions(step: StepGraph) -> StepGraph:
+    """Replace each node by an earlier one of the same operation on the same operands. Changes ``step``."""
+    held = escaping(step)
+    known: dict[Hashable, Node] = {}
+    for node in step.graph.nodes:
+        if node in held or not _repeatable(node):
+            continue
+        first = known.setdefault(_key(node), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            step.graph.erase_node(node)
+    return step
+
+
+def _repeatable(node: Node) -> bool:
+    if node.op != "call_function" or is_effect(node) or "inplace" in node.meta or node.target in SCATTERS:
+        return False
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target.namespace in _NAMESPACES and _UNREPEATABLE.isdisjoint(target.tags) and not _uninitialized(target)
+    return getattr(target, "__module__", "") in _NUMBERS_OF
+
+
+def _uninitialized(target: OpOverload) -> bool:
+    return target._schema.name.startswith(("aten::empty", "aten::new_empty"))
+
+
+def _key(node: Node) -> Hashable:
+    stage = "" if _takes_no_memory(node) else node.meta.get("stage", "")
+    kwargs = tuple((name, _operand(node.kwargs[name])) for name in sorted(node.kwargs))
+    return node.target, _operand(node.args), kwargs, _layout(node.meta.get("val")), stage, node.meta.get("stream", 0)
+
+
+def _takes_no_memory(node: Node) -> bool:
+    val = node.meta.get("val")
+    scalar = val.dim() == 0 if isinstance(val, torch.Tensor) else not isinstance(val, (list, tuple))
+    return scalar or looks_into(node)
+
+
+def _operand(value: Any) -> Hashable:
+    """Tells apart 1, 1.0 and True, 0.0 and -0.0."""
+    if isinstance(value, (list, tuple)):
+        return tuple([_operand(item) for item in value])
+    if isinstance(value, slice):
+        return "slice", _operand(value.start), _operand(value.stop), _operand(value.step)
+    return value if isinstance(value, Node) or value is None else (type(value), repr(value))
+
+
+def _layout(val: Any) -> Hashable:
+    """Sizes, strides and dtype: the same operation may stand for a tensor of another layout (a view written back)."""
+    if isinstance(val, (list, tuple)):
+        return tuple([_layout(item) for item in val])
+    if not isinstance(val, torch.Tensor):
+        return None
+    numbers = (*val.shape, *val.stride(), val.storage_offset())
+    return val.dtype, val.device, *(n if type(n) is int else str(n) for n in numbers)

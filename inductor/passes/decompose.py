@@ -1,0 +1,168 @@
+"""Operations that the loop lowering does not know are written in simpler ones.
+
+Each operation is taken apart once for each kind of operands (sizes, strides, dtypes, constants), however many layers a
+model repeats, and what comes out is copied. An operation stays whole where its parts would not leave the result that
+the graph expects: in another layout, or in the memory of an operand.
+
+Changes numerics: parts round where the whole did not, in half precision mostly the other way around.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from weft.capture.functional import Functionalized
+from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.symbols import Number
+from weft.inductor.passes.decompositions import decompositions, functionalized_decompositions
+from weft.inductor.passes.fragments import Fragment, base_of, instantiate, trace
+from weft.inductor.runtime.geometry import looks_into
+
+Node = torch.fx.Node
+
+aten = torch.ops.aten
+
+
+def decompose(step: StepGraph) -> StepGraph:
+    """Decompose every operation that :mod:`decompositions` lists. Changes ``step``."""
+    mode = next((val.fake_mode for n in step.graph.nodes if isinstance(val := n.meta.get("val"), FakeTensor)), None)
+    if mode is not None:
+        _Decomposer(mode).run(step.graph, _Sizes(step.graph))
+        drop_dead(step.graph)
+    return step
+
+
+class _Sizes:
+    """Where in a graph the value of each symbol is to be had.
+
+    Args:
+        graph: the graph, of which each symbol is the size of a tensor or a number.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.graph = graph
+        self.numbers: dict[sympy.Symbol, Number] = {}
+        self._nodes: dict[sympy.Symbol, Node] = {}
+        self._places: dict[sympy.Symbol, tuple[Node, int]] = {}
+        for node in graph.nodes:
+            val = node.meta.get("val")
+            if isinstance(val, Number):
+                self._note(val, lambda symbol, node=node: self._nodes.setdefault(symbol, node))
+            elif isinstance(val, torch.Tensor):
+                for dim, size in enumerate(val.shape):
+                    self._note(size, lambda symbol, at=(node, dim): self._places.setdefault(symbol, at))
+
+    def _note(self, number: Any, where: Callable[[sympy.Symbol], object]) -> None:
+        expr = number.node.expr if isinstance(number, Number) else None
+        if isinstance(expr, sympy.Symbol) and expr not in self.numbers:
+            self.numbers[expr] = number
+            where(expr)
+
+    def node(self, symbol: sympy.Symbol) -> Node:
+        """The node that computes ``symbol``, right behind the tensor that has it as a size."""
+        if symbol not in self._nodes:
+            tensor, dim = self._places[symbol]
+            last = next(reversed(self.graph.find_nodes(op="placeholder"))) if tensor.op == "placeholder" else tensor
+            with self.graph.inserting_after(last):
+                size = self.graph.call_function(aten.sym_size.int, (tensor, dim))
+            size.meta = {**tensor.meta, "val": self.numbers[symbol]}
+            size.meta.pop("inplace", None)
+            self._nodes[symbol] = size
+        return self._nodes[symbol]
+
+
+class _Decomposer:
+    """Decomposes graphs over fakes of one mode; knows the fragments it has traced."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.fragments: dict[Hashable, Fragment | None] = {}
+
+    def run(self, graph: torch.fx.Graph, sizes: _Sizes) -> None:
+        """Last nodes first: what only a decomposed backward needed of its forward is not asked for any more."""
+        for node in reversed(list(graph.nodes)):
+            function = _decomposition(node)
+            fragment = self._fragment(function, node, sizes) if function is not None else None
+            if fragment is not None and _fits(fragment, node):
+                results = instantiate(fragment, graph, node, [sizes.node(s) for s in fragment.symbols], self.mode)
+                _hand_over(graph, node, results)
+
+    def _fragment(self, function: Callable[..., Any], node: Node, sizes: _Sizes) -> Fragment | None:
+        key = _key(node)
+        if key not in self.fragments:
+            fragment = trace(function, node, self.mode, sizes.numbers)
+            if fragment is not None:
+                self.run(fragment.graph, _Sizes(fragment.graph))
+                drop_dead(fragment.graph)
+            self.fragments[key] = fragment
+        return self.fragments[key]
+
+
+def _decomposition(node: Node) -> Callable[..., Any] | None:
+    if node.op != "call_function":
+        return None
+    if isinstance(node.target, Functionalized):
+        return functionalized_decompositions().get(node.target.op)
+    return decompositions().get(node.target)  # type: ignore[arg-type]
+
+
+def _results(node: Node) -> dict[int, Node] | None:
+    """The nodes that hold the results that are used, by number; None where a user takes the whole list."""
+    if not isinstance(node.meta["val"], (list, tuple)):
+        return {0: node}
+    picked = all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
+    return {user.args[1]: user for user in node.users} if picked else None  # type: ignore[misc]
+
+
+def _fits(fragment: Fragment, node: Node) -> bool:
+    """Whether the fragment's results can stand for those of ``node``, in their layout and in memory of their own."""
+    wanted = _results(node)
+    views = looks_into(node)
+    return wanted is not None and all(_is_like(fragment.results[at], use, views) for at, use in wanted.items())
+
+
+def _is_like(made: Any, wanted: Node, is_view: bool) -> bool:
+    if not isinstance(made, Node) or not isinstance(wanted.meta["val"], torch.Tensor):
+        return False
+    val, ours = wanted.meta["val"], made.meta["val"]
+    if is_view != (base_of(made).op == "placeholder"):
+        return False
+    return _layout(val) == _layout(ours) and (is_view or str(val.storage_offset()) == str(ours.storage_offset()))
+
+
+def _hand_over(graph: torch.fx.Graph, node: Node, results: list[Any]) -> None:
+    """Give the users of ``node`` the results; they keep the fakes that views of them were made from."""
+    for at, wanted in (_results(node) or {}).items():
+        if "inplace" not in node.meta:
+            results[at].meta["val"] = wanted.meta["val"]
+        wanted.replace_all_uses_with(results[at])
+    for user in list(node.users):
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _layout(val: torch.Tensor) -> tuple[Any, ...]:
+    """As text: comparing symbolic numbers themselves may add to what the graph assumes."""
+    return val.dtype, val.device, *map(str, val.shape), *map(str, val.stride())
+
+
+def _key(node: Node) -> Hashable:
+    """Everything about the operands that a decomposition may look at."""
+    at = {used: index for index, used in enumerate(node.all_input_nodes)}
+
+    def operand(value: Any) -> Hashable:
+        if isinstance(value, (list, tuple)):
+            return tuple([operand(item) for item in value])
+        if isinstance(value, Node):
+            val = value.meta["val"]
+            return at[value], _layout(val) if isinstance(val, torch.Tensor) else str(val)
+        return type(value), repr(value)
+
+    kwargs = tuple((name, operand(node.kwargs[name])) for name in sorted(node.kwargs))
+    return node.target, operand(node.args), kwargs

@@ -1,0 +1,193 @@
+"""The tail of a step, many operations on lists of tensors, as a few passes over them.
+
+Fused Adam, AdamW and SGD take in the clipping of their gradients (no clipped gradient is ever written) and the counting
+of their steps. Norms of many tensors become one tensor of norms. What remains of ``_foreach`` operations becomes one
+operation for each chain on lists of equal sizes.
+
+The operations are :class:`weft.inductor.multi_tensor.operation.MultiTensor`; as ATen runs them, every bit is kept.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.capture.graph import StepGraph, drop_dead
+from weft.inductor.multi_tensor.adam import Adam
+from weft.inductor.multi_tensor.norm import ORDERS, Norm
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.multi_tensor.sgd import Sgd
+from weft.inductor.passes.foreach_chains import fuse_foreach_chains
+from weft.inductor.passes.lists import alike, elements_of, list_call, readable, same_scalar, walkable
+
+Node = torch.fx.Node
+
+aten = torch.ops.aten
+_ADAMS = {
+    aten._fused_adam.default: False,
+    aten._fused_adam.tensor_lr: False,
+    aten._fused_adamw.default: True,
+    aten._fused_adamw.tensor_lr: True,
+}
+_SGDS = (aten._fused_sgd.default, aten._fused_sgd.tensor_lr)
+_GRADS = 1  # position of the gradients among the results of all three
+
+
+def fuse_optimizer(step: StepGraph) -> StepGraph:
+    """Replace optimizer updates, norms of lists and ``_foreach`` chains by multi-tensor calls. Changes ``step``."""
+    for node in list(step.graph.nodes):
+        if node.target in _ADAMS:
+            _fuse_adam(step.graph, node, _ADAMS[node.target])
+        elif node.target in _SGDS:
+            _fuse_sgd(step.graph, node)
+        elif node.target is aten.stack.default:
+            _fuse_norms(step.graph, node)
+    drop_dead(step.graph)
+    fuse_foreach_chains(step.graph)
+    drop_dead(step.graph)
+    return step
+
+
+def _fuse_adam(graph: torch.fx.Graph, node: Node, decoupled: bool) -> None:
+    bound = _bound(node)
+    states = [bound[name] for name in ("self", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")]
+    numbers = [bound[name] for name in ("beta1", "beta2", "weight_decay", "eps")]
+    if not _fits(node, [*(s for s in states if s), bound["grads"]], numbers):
+        return
+    steps = bound["state_steps"]
+    if not all(s.meta["val"].dtype == torch.float32 for s in steps):
+        return
+    grads, coefficient = _unclipped(node, bound["grads"])
+    before = _before_counting(node, steps)
+    beta1, beta2, weight_decay, eps = numbers
+    amsgrad, maximize = bound["amsgrad"], bound["maximize"]
+    call = Adam(decoupled, beta1, beta2, weight_decay, eps, amsgrad, maximize, before is not None)
+    params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs = states
+    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, before or steps)
+    arguments = (*lists, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
+    _replace(graph, node, call, arguments, bound["grads"], counted=steps if before else [])
+
+
+def _fuse_sgd(graph: torch.fx.Graph, node: Node) -> None:
+    bound = _bound(node)
+    params, momenta = bound["self"], bound["momentum_buffer_list"]
+    numbers = [bound[name] for name in ("momentum", "weight_decay", "dampening")]
+    if not _fits(node, [params, bound["grads"], *([momenta] if momenta else [])], numbers):
+        return
+    grads, coefficient = _unclipped(node, bound["grads"])
+    momentum, weight_decay, dampening = numbers
+    first = bound["is_first_step"]
+    call = Sgd(momentum, weight_decay, dampening, bound["nesterov"], bound["maximize"], first)
+    arguments = (params, grads, momenta, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
+    _replace(graph, node, call, arguments, bound["grads"])
+
+
+def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
+    """``stack`` of whole tensors' norms."""
+    given = node.args[0]
+    assert isinstance(given, (list, tuple))
+    if len(node.args) > 1 or node.kwargs or not given:
+        return
+    measured = [_measured(norm) for norm in given]
+    if any(m is None or len(norm.users) > 1 for m, norm in zip(measured, given, strict=True)):  # type: ignore[union-attr]
+        return
+    tensors = [m[0] for m in measured if m is not None]
+    orders = {m[1] for m in measured if m is not None}
+    dtypes = {tensor.meta["val"].dtype for tensor in tensors} | {node.meta["val"].dtype}
+    if len(orders) > 1 or not orders <= set(ORDERS) or len(dtypes) > 1 or not walkable([tensors]):
+        return
+    call = Norm(orders.pop())
+    ((norms,),) = list_call(graph, node, call, (tensors,), [[node.meta["val"]]])
+    node.replace_all_uses_with(norms)
+
+
+def _measured(norm: Any) -> tuple[Node, float] | None:
+    """The tensor that ``norm`` is the norm of, and its order."""
+    if norm.target is aten.linalg_vector_norm.default and not norm.kwargs and len(norm.args) <= 2:
+        return norm.args[0], float(norm.args[1]) if len(norm.args) > 1 else 2.0
+    if norm.target is operator.getitem and norm.args[0].target is aten._foreach_norm.Scalar:
+        many, at = norm.args
+        plain = not many.kwargs and len(many.args) <= 2
+        return (many.args[0][at], float(many.args[1]) if len(many.args) > 1 else 2.0) if plain else None
+    return None
+
+
+def _bound(node: Node) -> dict[str, Any]:
+    """The arguments of an operation by name, defaults among them."""
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return {**defaults, **{a.name: v for a, v in zip(arguments, node.args, strict=False)}, **node.kwargs}
+
+
+def _fits(node: Node, lists: list[list[Node]], numbers: list[Any]) -> bool:
+    """Whether the lists can be walked together, the numbers are constants, and the results are used one by one."""
+    results = [user for user in node.users if user.target is operator.getitem]
+    singly = all(use.target is operator.getitem for user in results for use in user.users)
+    bound = _bound(node)
+    scalars = readable([bound[name] for name in ("lr", "grad_scale", "found_inf")], bound["self"][0])
+    unscaled = bound["grad_scale"] is None or all(user.args[1] != _GRADS for user in results)
+    constant = all(type(value) in (int, float) for value in numbers)
+    plain = constant and singly and unscaled and scalars and len(results) == len(node.users)
+    return plain and alike(lists) and walkable(lists)
+
+
+def _unclipped(node: Node, grads: Sequence[Node]) -> tuple[Sequence[Node], Node | None]:
+    """What the gradients were before all were multiplied by one 0-dim tensor, and that tensor, or None.
+
+    Only where nothing but ``node`` reads the products.
+    """
+    found = [_product(grad) for grad in grads]
+    if any(product is None for product in found) or any(set(grad.users) != {node} for grad in grads):
+        return grads, None
+    if any(user.target is operator.getitem and user.args[1] == _GRADS for user in node.users):
+        return grads, None
+    originals, factors = zip(*(product for product in found if product is not None), strict=True)
+    same = all(o.meta["val"].dtype == g.meta["val"].dtype for o, g in zip(originals, grads, strict=True))
+    same = same and alike([originals, grads]) and same_scalar(factors) and readable(factors, grads[0])
+    return (list(originals), factors[0]) if same else (grads, None)
+
+
+def _product(value: Node) -> tuple[Node, Node] | None:
+    """Tensor and 0-dim tensor whose product ``value`` is."""
+    if value.target is aten.mul.Tensor:
+        tensor, factor = value.args
+    elif value.target is operator.getitem and value.args[0].target is aten._foreach_mul.Tensor:  # type: ignore[union-attr]
+        many, at = value.args
+        tensor, factor = many.args[0][at], many.args[1]  # type: ignore[union-attr,index]
+    else:
+        return None
+    fake = factor.meta["val"] if isinstance(factor, Node) else None
+    return (tensor, factor) if isinstance(fake, torch.Tensor) and not fake.dim() else None  # type: ignore[return-value]
+
+
+def _before_counting(node: Node, steps: Sequence[Node]) -> list[Node] | None:
+    """The step counts before one was added to each, where nothing reads the new ones before ``node`` does."""
+    many = elements_of(steps)
+    if many is None or many.target is not aten._foreach_add.Scalar or many.args[1] != 1:
+        return None
+    readers = {reader for user in many.users for reader in user.users}
+    early = any(reader is not node and reader < node for reader in readers)
+    return None if early or len(many.args[0]) != len(steps) else list(many.args[0])  # type: ignore[arg-type]
+
+
+def _replace(
+    graph: torch.fx.Graph,
+    node: Node,
+    call: MultiTensor,
+    arguments: tuple[Any, ...],
+    grads: Sequence[Node],
+    counted: Sequence[Node] = (),
+) -> None:
+    """Put ``call`` in the place of a fused update; ``counted`` are the step counts that it also computes."""
+    vals = [list(vals) for at, vals in enumerate(node.meta["val"]) if at != _GRADS]
+    vals += [[step.meta["val"] for step in counted]] if counted else []
+    results = list_call(graph, node, call, arguments, vals)
+    new = [results[0], list(grads), *results[1:]]
+    for user in list(node.users):
+        for use in list(user.users):
+            use.replace_all_uses_with(new[user.args[1]][use.args[1]])  # type: ignore[index]
+    for old, step in zip(counted, new[-1], strict=False):
+        old.replace_all_uses_with(step)

@@ -1,0 +1,58 @@
+"""Run captured steps after passes, on copies of what the capture was given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from weft.capture.graph import StepGraph
+from weft.capture.tracer import capture_step
+from weft.inductor.passes.pipeline import Pass, run_passes
+from weft.inductor.runtime.aten import compile_aten
+
+
+class Run:
+    """A step captured once, its graph after passes, and what it computes on the ATen executor.
+
+    Attributes:
+        graph: after the passes.
+        source: of the program.
+        outcome: what the step returned and what it left in its inputs, in the order of the captured graph.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], args: Sequence[Any], passes: list[Pass], again: Sequence[Any] | None = None
+    ) -> None:
+        """Run with ``args``, or where given with ``again`` in their place (other sizes of dynamic dimensions)."""
+        captured = capture_step(step, tuple(args))
+        self.before = captured.graph
+        self.graph = run_passes(captured.graph, passes)
+        program = compile_aten(self.graph)
+        self.source = program.source
+        if again is not None:
+            captured.arguments.bind(list(again))
+        values = [_copied(place.get()) for place in captured.places]
+        returned = program(*values)
+        self.outcome = [value for value in (*returned, *values) if isinstance(value, torch.Tensor)]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def targets(step: StepGraph) -> Counter[str]:
+    """How often each operation occurs, as ``aten.add.Tensor``."""
+    return Counter(str(node.target) for node in step.graph.nodes if node.op == "call_function")
+
+
+def same_bits(one: Run, other: Run) -> bool:
+    return len(one.outcome) == len(other.outcome) and all(
+        torch.equal(a, b) for a, b in zip(one.outcome, other.outcome, strict=True)
+    )
+
+
+def close(one: Run, other: Run, **tolerances: float) -> None:
+    torch.testing.assert_close(one.outcome, other.outcome, **tolerances)
