@@ -1,0 +1,209 @@
+"""Adam and AdamW over lists of tensors: one small kernel for step counts and rates, one pass over the tensors.
+
+The order of operations is that of ATen's fused CUDA kernel (``fused_adam_utils.cuh``), each rounded as there: float32
+results agree with it, but for the last bit of a power. Two things that it does not do: gradients are clipped in the
+registers of the same pass, and step counts advance here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.multi_tensor.plan import (
+    Further,
+    Given,
+    Number,
+    Plan,
+    Pointers,
+    Scratch,
+    add_launch,
+    add_walk,
+    by_dtypes,
+)
+from weft.inductor.multi_tensor.text import Column, function, number, rounded
+
+aten = torch.ops.aten
+
+# Positions of the arguments of a call.
+PARAMS, GRADS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, LR, COEFFICIENT, GRAD_SCALE, FOUND_INF = range(10)
+
+_RATES = 4  # floats a tensor in the scratch memory: step size, sqrt of the second bias correction, decay, unused
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Adam(MultiTensor):
+    """``adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, coefficient, grad_scale, found_inf)``.
+
+    Updates all lists but the gradients, and the steps if it counts them. ``lr`` is a number or a 0-dim tensor;
+    ``coefficient`` (which gradients are multiplied by first), ``grad_scale`` (which they are divided by) and
+    ``found_inf`` (1.0: change nothing) are 0-dim tensors or None.
+
+    Attributes:
+        decoupled: AdamW's weight decay, not Adam's.
+        advance: whether steps are counted here; else they have been.
+    """
+
+    decoupled: bool
+    beta1: float
+    beta2: float
+    weight_decay: float
+    eps: float
+    amsgrad: bool = False
+    maximize: bool = False
+    advance: bool = True
+
+    @property
+    def updated(self) -> tuple[int, ...]:
+        return PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, *((STEPS,) if self.advance else ())
+
+    def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, coefficient, grad_scale, found_inf = arguments
+        if coefficient is not None:
+            grads = aten._foreach_mul.Tensor(grads, coefficient)
+        if self.advance:
+            steps = aten._foreach_add.Scalar(steps, 1)
+        op = aten._fused_adamw if self.decoupled else aten._fused_adam
+        update = op.tensor_lr if isinstance(lr, torch.Tensor) else op.default
+        results = update(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            max_exp_avg_sqs,
+            steps,
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=self.amsgrad,
+            maximize=self.maximize,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+        new = [results[0], *results[2:]]
+        return [*new, steps] if self.advance else new
+
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+        states = [PARAMS, EXP_AVGS, EXP_AVG_SQS, *([MAX_EXP_AVG_SQS] if self.amsgrad else [])]
+        count = len(arguments[PARAMS])
+        plan = Plan()
+        plan.scratch["rates"] = (count * _RATES, torch.float32)
+        self._add_rates(plan, count, Number("lr", LR, arguments[LR], number_type))
+        walked = [PARAMS, GRADS, *states[1:]]
+        for tensors in by_dtypes([arguments[which] for which in walked]):
+            self._add_update(plan, walked, tensors, arguments)
+        return plan
+
+    def _add_rates(self, plan: Plan, count: int, lr: Number) -> None:
+        """The kernel that counts the step and computes each tensor's rates."""
+        lines = [
+            *(lr.parameter.lines() if lr.parameter is not None else ()),
+            *lr.setup,
+            "tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
+            "inside = tensor < COUNT",
+            "step_at = tl.load(steps + tensor * 2, mask=inside, other=0).to(tl.pointer_type(tl.float32))",
+            "step = tl.load(step_at, mask=inside, other=0.0)",
+            *(["step += 1.0", "tl.store(step_at, step, mask=inside)"] if self.advance else ()),
+            *_power("power1", self.beta1),
+            *_power("power2", self.beta2),
+            f"rate = rates + tensor * {_RATES}",
+            "tl.store(rate, tl.div_rn(lr + tl.zeros_like(power1), 1.0 - power1), mask=inside)",
+            "tl.store(rate + 1, tl.sqrt_rn(1.0 - power2), mask=inside)",
+            f"tl.store(rate + 2, lr * {number(self.weight_decay)} + tl.zeros_like(power1), mask=inside)",
+        ]
+        plan.pointers["steps"] = [(Given(STEPS, at),) for at in range(count)]
+        passed = [] if lr.parameter is None else [(lr.parameter.argument, lr.parameter.type, Given(lr.argument))]
+        signature = {"steps": "*i64", "rates": "*fp32", **{name: type_ for name, type_, _ in passed}}
+        text = function("adam_rates", [*signature, "COUNT: tl.constexpr", "BLOCK: tl.constexpr"], lines)
+        places = (Pointers("steps"), Scratch("rates"), *(place for _, _, place in passed))
+        grid = -(-count // _BLOCK)
+        add_launch(plan, "adam_rates", text, signature, places, grid, {"COUNT": count, "BLOCK": _BLOCK})
+
+    def _add_update(self, plan: Plan, walked: list[int], tensors: list[int], arguments: Sequence[Any]) -> None:
+        fakes = {which: arguments[which][tensors[0]] for which in walked}
+        columns = [
+            Column(_NAMES[which], fake.dtype, store="" if which == GRADS else _NAMES[which])
+            for which, fake in fakes.items()
+        ]
+        scalars = [(COEFFICIENT, "coefficient"), (GRAD_SCALE, "grad_scale"), (FOUND_INF, "found_inf")]
+        given = [Number(name, at, arguments[at], "") for at, name in scalars if arguments[at] is not None]
+        add_walk(
+            plan,
+            self.__name__ + ("w" if self.decoupled else ""),
+            columns,
+            [tuple(Given(which, at) for which in walked) for at in tensors],
+            [arguments[PARAMS][at].numel() for at in tensors],
+            tensors,
+            given,
+            [Further("rates", "*fp32", Scratch("rates"))],
+            setup=_LOAD_RATES,
+            body=self._body([n.name for n in given], fakes[GRADS].dtype),
+            skip="found_inf == 1.0" if arguments[FOUND_INF] is not None else "",
+        )
+
+    def _body(self, scalars: list[str], grad: torch.dtype) -> list[str]:
+        body = []
+        if "coefficient" in scalars:
+            body.append(f"grad = {rounded('(grad * coefficient)', grad)}")
+        if "grad_scale" in scalars:
+            body.append("grad = tl.div_rn(grad, grad_scale + tl.zeros_like(grad))")
+        if self.maximize:
+            body.append("grad = -grad")
+        if self.weight_decay != 0:
+            decay = "tl.fma(param, -decay, param)"
+            body.append(f"param = {decay}" if self.decoupled else f"grad = {_fma('param', self.weight_decay, 'grad')}")
+        body += [
+            f"exp_avg = {_fma('exp_avg', self.beta1, _fma('grad', -self.beta1, 'grad'))}",
+            "square = grad * grad",
+            f"exp_avg_sq = {_fma('exp_avg_sq', self.beta2, _fma('square', -self.beta2, 'square'))}",
+        ]
+        second = "exp_avg_sq"
+        if self.amsgrad:
+            second = "max_exp_avg_sq"
+            body.append(f"{second} = tl.where({second} < exp_avg_sq, exp_avg_sq, {second})")
+        return [
+            *body,
+            f"denominator = tl.div_rn(tl.sqrt_rn({second}), correction + tl.zeros_like(grad)) + {number(self.eps)}",
+            "param = param - tl.div_rn(step_size * exp_avg, denominator)",
+        ]
+
+
+_NAMES = {
+    PARAMS: "param",
+    GRADS: "grad",
+    EXP_AVGS: "exp_avg",
+    EXP_AVG_SQS: "exp_avg_sq",
+    MAX_EXP_AVG_SQS: "max_exp_avg_sq",
+}
+
+_LOAD_RATES = (
+    f"rate = rates + label * {_RATES}",
+    "step_size = tl.load(rate)",
+    "correction = tl.load(rate + 1)",
+    "decay = tl.load(rate + 2)",
+)
+
+
+def _fma(a: str, b: float, c: str) -> str:
+    return f"tl.fma({a}, {number(b)}, {c})"
+
+
+def _power(result: str, base: float) -> list[str]:
+    """Lines for ``base ** step``, rounded once: squares in float64, since Triton's own ``exp2`` is approximate."""
+    return [
+        "exponent = step.to(tl.int32)",
+        f"square = tl.full([BLOCK], {number(base)}, tl.float64)",
+        "power = tl.full([BLOCK], 1.0, tl.float64)",
+        "for _ in range(31):",
+        "    power = tl.where(exponent & 1 != 0, power * square, power)",
+        "    square = square * square",
+        "    exponent = exponent >> 1",
+        f"{result} = power.to(tl.float32)",
+    ]

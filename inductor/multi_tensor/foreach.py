@@ -1,0 +1,214 @@
+"""Chains of ``_foreach_*`` operations as one pass over their tensors.
+
+Optimizers that are not fused, clipping, averages of weights: each ``_foreach`` operation reads and writes every tensor.
+A chain of them on lists of equal sizes is one kernel; what lies between two operations stays in registers, rounded as
+it would have been in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.multi_tensor.plan import Further, Given, Made, Number, Place, Plan, add_walk, by_dtypes
+from weft.inductor.multi_tensor.text import Column, number, rounded
+from weft.torch_adapter import OpOverload
+
+aten = torch.ops.aten
+
+
+class Lists(NamedTuple):
+    """An operand of a step: list number ``at`` of the call's arguments, or what step ``at`` computed."""
+
+    at: int
+    computed: bool
+
+
+class Scalars(NamedTuple):
+    """An operand of a step: argument number ``at`` of the call, a number, a 0-dim tensor, or a list of numbers."""
+
+    at: int
+
+
+Operand = Lists | Scalars | float
+
+
+@dataclass(frozen=True)
+class Step:
+    """``op(*operands, **named)`` on lists; ``dtypes`` are those of its results."""
+
+    op: OpOverload
+    operands: tuple[Operand, ...]
+    named: tuple[tuple[str, Operand], ...]
+
+
+@dataclass(frozen=True)
+class Foreach(MultiTensor):
+    """``foreach(*arguments)``: lists of tensors, equally long, and scalars.
+
+    Returns the lists that ``kept`` steps computed.
+
+    Attributes:
+        steps: the operations, in order.
+        kept: number of each step that is returned, and the list argument whose memory it takes, -1 for none; those
+            first.
+    """
+
+    steps: tuple[Step, ...]
+    kept: tuple[tuple[int, int], ...]
+
+    @property
+    def updated(self) -> tuple[int, ...]:
+        return tuple(old for _, old in self.kept if old >= 0)
+
+    def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
+        computed: list[Any] = []
+
+        def word(operand: Operand, type_: str) -> Any:
+            if isinstance(operand, Lists):
+                return computed[operand.at] if operand.computed else arguments[operand.at]
+            value = arguments[operand.at] if isinstance(operand, Scalars) else operand
+            in_memory = isinstance(value, torch.Tensor) and type_ != "Tensor"
+            return value.tolist() if in_memory else value
+
+        for step in self.steps:
+            types = {argument.name: str(argument.type) for argument in step.op._schema.arguments}
+            words = [word(operand, type_) for operand, type_ in zip(step.operands, types.values(), strict=False)]
+            computed.append(step.op(*words, **{name: word(operand, types[name]) for name, operand in step.named}))
+        return [list(computed[step]) for step, _ in self.kept]
+
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+        lists = sorted({o.at for step in self.steps for o in step.operands if isinstance(o, Lists) and not o.computed})
+        plan = Plan()
+        for tensors in by_dtypes([arguments[which] for which in lists]):
+            self._add(plan, lists, tensors, arguments, number_type)
+        return plan
+
+    def _add(
+        self, plan: Plan, lists: list[int], tensors: list[int], arguments: Sequence[Any], number_type: str
+    ) -> None:
+        writer = _Body(self, lists, {which: arguments[which][tensors[0]].dtype for which in lists}, arguments)
+        stored = {old: step for step, old in self.kept if old >= 0}
+        columns = [
+            Column(
+                f"list{which}",
+                writer.dtypes[which],
+                which in writer.read,
+                f"step{stored[which]}" if which in stored else "",
+            )
+            for which in lists
+        ]
+        fresh = [(result, step) for result, (step, old) in enumerate(self.kept) if old < 0]
+        columns += [Column(f"result{result}", writer.computed[step], False, f"step{step}") for result, step in fresh]
+        rows: list[tuple[Place, ...]] = [
+            (*(Given(which, at) for which in lists), *(Made(result, at) for result, _ in fresh)) for at in tensors
+        ]
+        add_walk(
+            plan,
+            "foreach",
+            columns,
+            rows,
+            [arguments[lists[0]][at].numel() for at in tensors],
+            tensors,
+            [Number(f"scalar{at}", at, arguments[at], number_type) for at in writer.numbers],
+            [Further(f"scalars{at}", "*fp32", Given(at)) for at in writer.number_lists],
+            setup=[f"scalar{at} = tl.load(scalars{at} + label)" for at in writer.number_lists],
+            body=writer.lines,
+        )
+
+
+class _Body:
+    """The lines of a kernel body, with what they read.
+
+    Attributes:
+        dtypes: by list argument.
+        computed: dtype of each step's results.
+        read: list arguments that are loaded.
+        numbers, number_lists: scalar arguments used: one for all tensors, or one a tensor.
+    """
+
+    def __init__(
+        self, call: Foreach, lists: list[int], dtypes: dict[int, torch.dtype], arguments: Sequence[Any]
+    ) -> None:
+        self.dtypes = dtypes
+        self.arguments = arguments
+        self.computed: list[torch.dtype] = []
+        self.read: set[int] = set()
+        self.numbers: dict[int, None] = {}
+        self.number_lists: dict[int, None] = {}
+        self.lines: list[str] = []
+        for at, step in enumerate(call.steps):
+            first = step.operands[0]
+            assert isinstance(first, Lists)
+            dtype = self.computed[first.at] if first.computed else dtypes[first.at]
+            named = {name: self._word(operand) for name, operand in step.named}
+            used = step.operands[1:] if step.op in UNREAD else step.operands
+            value = EXPRESSIONS[step.op](*(self._word(operand) for operand in used), **named)
+            self.lines.append(f"step{at} = {rounded(f'({value})', dtype)}")
+            self.computed.append(dtype)
+
+    def _word(self, operand: Operand) -> str:
+        if isinstance(operand, Lists):
+            if operand.computed:
+                return f"step{operand.at}"
+            self.read.add(operand.at)
+            return f"list{operand.at}"
+        if isinstance(operand, Scalars):
+            given = self.arguments[operand.at]
+            many = isinstance(given, (list, tuple)) or (isinstance(given, torch.Tensor) and given.dim() == 1)
+            (self.number_lists if many else self.numbers)[operand.at] = None
+            return f"scalar{operand.at}"
+        return number(operand)
+
+
+def _lerp(a: str, b: str, weight: str) -> str:
+    """As ATen: from the nearer end."""
+    weight = f"({weight} + tl.zeros_like({a}))"
+    near = f"tl.fma({b} - {a}, {weight}, {a})"
+    far = f"tl.fma({b} - {a}, {weight} - 1.0, {b})"
+    return f"tl.where(tl.abs({weight}) < 0.5, {near}, {far})"
+
+
+def _divided(a: str, b: str) -> str:
+    return f"tl.div_rn({a}, {b} + tl.zeros_like({a}))"
+
+
+def _sum(a: str, b: str, alpha: str = "1.0") -> str:
+    return f"tl.fma({b}, {alpha}, {a})"
+
+
+# Steps that overwrite their first operand without reading it.
+UNREAD = frozenset({aten._foreach_copy.default, aten._foreach_zero.default})
+
+EXPRESSIONS: dict[OpOverload, Callable[..., str]] = {
+    aten._foreach_add.List: _sum,
+    aten._foreach_add.Scalar: lambda a, b: f"{a} + {b}",
+    aten._foreach_add.ScalarList: lambda a, b: f"{a} + {b}",
+    aten._foreach_add.Tensor: _sum,
+    aten._foreach_sub.List: lambda a, b, alpha="1.0": f"tl.fma({b}, -{alpha}, {a})",
+    aten._foreach_sub.Scalar: lambda a, b: f"{a} - {b}",
+    aten._foreach_mul.List: lambda a, b: f"{a} * {b}",
+    aten._foreach_mul.Scalar: lambda a, b: f"{a} * {b}",
+    aten._foreach_mul.ScalarList: lambda a, b: f"{a} * {b}",
+    aten._foreach_mul.Tensor: lambda a, b: f"{a} * {b}",
+    aten._foreach_div.List: _divided,
+    aten._foreach_div.Scalar: _divided,
+    aten._foreach_div.ScalarList: _divided,
+    aten._foreach_div.Tensor: _divided,
+    aten._foreach_lerp.Scalar: _lerp,
+    aten._foreach_addcmul.Scalar: lambda a, b, c, value="1.0": f"tl.fma({b} * {c}, {value}, {a})",
+    aten._foreach_addcmul.ScalarList: lambda a, b, c, value: f"tl.fma({b} * {c}, {value}, {a})",
+    aten._foreach_addcdiv.Scalar: lambda a, b, c, value="1.0": f"tl.fma(tl.div_rn({b}, {c}), {value}, {a})",
+    aten._foreach_addcdiv.ScalarList: lambda a, b, c, value: f"tl.fma(tl.div_rn({b}, {c}), {value}, {a})",
+    aten._foreach_maximum.List: lambda a, b: f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
+    aten._foreach_sqrt.default: lambda a: f"tl.sqrt_rn({a})",
+    aten._foreach_neg.default: lambda a: f"-{a}",
+    aten._foreach_abs.default: lambda a: f"tl.abs({a})",
+    aten._foreach_reciprocal.default: lambda a: f"tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), {a})",
+    aten._foreach_copy.default: lambda a: a,
+    aten._foreach_zero.default: lambda: "tl.zeros([BLOCK], tl.float32)",
+}

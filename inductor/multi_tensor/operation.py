@@ -1,0 +1,47 @@
+"""One operation on lists of tensors: what a graph calls, what it means, what it launches on a GPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.inductor.multi_tensor.plan import Plan
+
+
+class MultiTensor(ABC):
+    """A call of a graph on lists of tensors and scalars, functional like all calls of a graph.
+
+    Called with real tensors it computes with ATen's kernels, out of place: the meaning that its own kernels are tested
+    against, and what runs on a CPU. It returns a list of lists: those that are new, then the new values of each list of
+    ``updated``.
+
+    Attributes:
+        updated: positions of the arguments that the kernels overwrite with their new values.
+    """
+
+    shares_as_fakes = True  # results lie in the memory of an argument only where the fake tensors say so
+
+    @property
+    def updated(self) -> tuple[int, ...]:
+        return ()
+
+    @abstractmethod
+    def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
+        """The results."""
+
+    @abstractmethod
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+        """What to launch on a GPU.
+
+        Args:
+            arguments: the call's, with fake tensors.
+            number_type: how Python numbers among them reach kernels: "fp32", by value; "*fp32" or "*fp64", read from
+                device memory, so that a replayed CUDA graph sees them change.
+        """
+
+    @property
+    def __name__(self) -> str:
+        return type(self).__name__.lower()

@@ -1,0 +1,44 @@
+"""Run multi-tensor calls by their kernels, in triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.inductor.multi_tensor.bound import Bound
+from weft.inductor.multi_tensor.operation import MultiTensor
+
+Tensor = torch.Tensor
+
+
+class Symbol(float):
+    """Stands for a symbolic number: no constant for the text of a kernel, yet one that ATen takes."""
+
+
+def interpret(call: MultiTensor, arguments: Sequence[Any], number_type: str = "fp32") -> list[Tensor]:
+    """Run the kernels of `call` on CPU tensors, in place; returns the results, flat."""
+    plan = call.plan(arguments, number_type)
+    new = call(*arguments)
+    fresh = [[torch.full_like(t, torch.nan) for t in list_] for list_ in new[: len(new) - len(call.updated)]]
+    kinds = {"*fp32": torch.float32, "*fp64": torch.float64}
+
+    def passed(argument: Any) -> Any:
+        if not isinstance(argument, Symbol):
+            return argument
+        return torch.tensor(float(argument), dtype=kinds[number_type]) if number_type in kinds else float(argument)
+
+    held = [passed(argument) for argument in arguments]
+    bound = Bound(plan, torch.device("cpu"))
+    bound.bind(held, fresh)
+    bound.launch()
+    return [tensor for list_ in (*fresh, *(arguments[at] for at in call.updated)) for tensor in list_]
+
+
+def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], ulps: float = 4.0) -> None:
+    """Within `ulps` units in the last place; of 0.5 where values are smaller, since sums cancel."""
+    for a, b in zip(ours, theirs, strict=True):
+        far = (a.double() - b.double()).abs() / b.double().abs().clamp(min=0.5)
+        assert not a.isnan().any()
+        assert far.numel() == 0 or far.max() <= ulps * torch.finfo(a.dtype).eps, far.max()
