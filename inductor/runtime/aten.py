@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import re
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -22,8 +24,10 @@ from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame
 from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
 from weft.inductor.passes.schedule_waits import schedule
+from weft.inductor.runtime.geometry import looks_into
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.writer import write_program
+from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
 
@@ -32,7 +36,7 @@ _count = itertools.count()
 
 class AtenProgram:
     """A compiled step. Call it with one value an input of the StepGraph (local tensors, Python numbers), in
-    order.
+    order; or call :meth:`boxed` with a list of them, which it empties so that inputs go at their last use.
 
     Updated inputs are written in place. Returns the values of the outputs that are ``Create`` or ``Return``,
     in order.
@@ -56,14 +60,33 @@ class AtenProgram:
             self._filename,
         )
         weakref.finalize(self, linecache.cache.pop, self._filename, None)
+        called = re.compile(r"\b(\w+)\(").findall(source)
         namespace = dict(names)
+        for name in {*called} & {*names}:  # an operation that is handed to another one stays what it is
+            if isinstance(names[name], OpOverload):
+                namespace[name] = torch_adapter.kernel(names[name])
         exec(compile(source, self._filename, "exec"), namespace)
-        self._run: Callable[..., list[Any]] = namespace["run"]
+        self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
+
+    @property
+    def operations(self) -> Counter[str]:
+        """How many operations of the graph run in ``generated`` kernels, how many as kernels of ``aten``; a view is
+        neither."""
+        counts: Counter[str] = Counter()
+        for node in dict.fromkeys(self._lines):
+            if node is not None and node.op == "call_function" and not looks_into(node):
+                generated = "operations" in node.meta
+                counts["generated" if generated else "aten"] += node.meta["operations"] if generated else 1
+        return counts
 
     def __call__(self, *inputs: Any) -> list[Any]:
+        return self.boxed([*inputs])
+
+    def boxed(self, inputs: list[Any]) -> list[Any]:
+        """Run over ``inputs``, a list that is empty afterwards: what nobody else holds is freed at its last use."""
         try:
             with torch.no_grad(), torch_adapter.no_autocast():
-                return self._run(*inputs)
+                return self._run(inputs)
         except RuntimeCheckFailed as error:
             node = self._failing_node(error.__traceback__)
             frames = node.meta.get("frames", ()) if node is not None else ()

@@ -54,12 +54,13 @@ Geometry = tuple[Any, ...]
 
 
 def geometry(value: torch.fx.Node) -> Geometry | None:
-    """Storage, offset, sizes, strides and dtype of the value's fake; None for all but strided tensors."""
+    """Storage, offset, sizes, strides, dtype and marks of the value's fake; None for all but strided tensors."""
     val = value.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided or _is_list(value):
         return None
     places = (val.storage_offset(), *val.shape, *val.stride())
-    return torch_adapter.storage_key(val), val.dtype, *(n if type(n) is int else str(n) for n in places)
+    marks = val.is_conj(), val.is_neg()  # views that change values when they are read
+    return torch_adapter.storage_key(val), val.dtype, *marks, *(n if type(n) is int else str(n) for n in places)
 
 
 def share_storage(a: torch.fx.Node, b: torch.fx.Node) -> bool:
@@ -95,11 +96,11 @@ def returns_its_input(node: torch.fx.Node) -> bool:
 def sources(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Inputs whose memory a result of the node may lie in; more rather than fewer."""
     target = node.target
-    if not isinstance(target, OpOverload):
+    if not isinstance(target, OpOverload) and not getattr(target, "shares_as_fakes", False):
         return [n for n in node.all_input_nodes if "val" not in n.meta or storages(n)]
     if target in SCATTERS:
         return []
-    if looks_into(node):
+    if isinstance(target, OpOverload) and looks_into(node):
         return _aliased_arguments(node, target) or node.all_input_nodes[:1]
     own = storages(node)
     return [n for n in node.all_input_nodes if not own.isdisjoint(storages(n))]

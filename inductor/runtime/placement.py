@@ -16,11 +16,11 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from weft.capture.functional import Functionalized, effects
+from weft.capture.functional import Effects, Functionalized, effects
 from weft.capture.graph import StepGraph, Update, is_collective, neighbourhood
 from weft.errors import MalformedGraph
 from weft.inductor.runtime.geometry import (
@@ -42,7 +42,9 @@ Node = torch.fx.Node
 UNUSED = "_"
 # They write their gradients only to unscale them.
 _FUSED_OPTIMIZERS = frozenset(
-    {getattr(aten, name).default for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_") if hasattr(aten, name)}
+    op
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
+    for op in (getattr(aten, name).default, getattr(aten, name).tensor_lr)
 )
 
 
@@ -96,11 +98,20 @@ class Leaf(NamedTuple):
 Tree = Leaf | list["Tree"] | None
 
 
+class InPlace(Protocol):
+    """An in-place operation of weft's own: a callable with the arguments of the functional one, returning the results
+    that are new values."""
+
+    effects: Effects
+
+    def __call__(self, *arguments: Any) -> Any: ...
+
+
 class Write(NamedTuple):
     """How an in-place node runs: ``op`` on ``arguments`` (the written ones, by name), after making ``clones``
     (a new variable, and what it is a clone of); ``fresh`` are its results that are new values."""
 
-    op: OpOverload
+    op: OpOverload | InPlace
     arguments: dict[str, Tree]
     clones: list[tuple[Leaf, Leaf]]
     fresh: list[Tree]
@@ -234,8 +245,8 @@ class _Placer:
 
     # ---- writes
 
-    def _place_write(self, node: Node, op: OpOverload) -> Tree:
-        what = effects(op)
+    def _place_write(self, node: Node, op: OpOverload | InPlace) -> Tree:
+        what = effects_of(op)
         assert what is not None
         given = {name: self._given(_argument(node, position, name)) for position, name in what.writes}
         written = {name: tree for name, tree in given.items() if not _left_alone(op, name, node)}
@@ -257,7 +268,7 @@ class _Placer:
             return clones[-1][0]
 
         placed = {name: put(tree) for name, tree in written.items()}
-        if clones and op.namespace == "_c10d_functional":
+        if clones and getattr(op, "namespace", "") == "_c10d_functional":
             return _variables(node, None)
         self.written_back.update(backs)
         self.out.writes[node] = Write(op, placed, clones, _fresh_variables(node, what.fresh))
@@ -265,7 +276,8 @@ class _Placer:
             memory = leaf.memory.root  # type: ignore[union-attr]
             memory.values = [value for value in memory.values if self.last_read[value] > self.at[node]]
         results = [*self.out.writes[node].fresh, *({**given, **placed}[name] for name in given)]
-        return results[0] if len(results) == 1 else results
+        # Functional forms of ATen's return a single result bare.
+        return results[0] if len(results) == 1 and isinstance(op, OpOverload) else results
 
     def _safe(self, node: Node, leaf: Leaf, backs: dict[Node, Node]) -> bool:
         """Whether ``node`` may write into ``leaf``: nobody reads later what it destroys.
@@ -375,17 +387,22 @@ def leaves(tree: Tree) -> Iterator[Leaf]:
             yield from leaves(item)
 
 
-def writing_form(node: Node) -> OpOverload | None:
+def writing_form(node: Node) -> OpOverload | InPlace | None:
     """The in-place operation that ``node`` came from, None where it did not come from one."""
     op = node.target.op if isinstance(node.target, Functionalized) else node.meta.get("inplace")
-    return op if op is not None and effects(op) is not None else None
+    return op if op is not None and effects_of(op) is not None else None
+
+
+def effects_of(op: OpOverload | InPlace) -> Effects | None:
+    """What ``op`` writes, None where it writes nothing."""
+    return effects(op) if isinstance(op, OpOverload) else op.effects
 
 
 def _argument(node: Node, position: int, name: str) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
-def _left_alone(op: OpOverload, name: str, node: Node) -> bool:
+def _left_alone(op: OpOverload | InPlace, name: str, node: Node) -> bool:
     return op in _FUSED_OPTIMIZERS and name == "grads" and node.kwargs.get("grad_scale") is None
 
 

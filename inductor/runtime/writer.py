@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
 from weft.capture.functional import Functionalized
 from weft.capture.graph import StepGraph, neighbourhood
 from weft.errors import MalformedGraph
@@ -74,7 +73,7 @@ class _Writer:
         self.names: dict[str, Any] = {"torch": torch}
         self.bound: dict[Any, str] = {}
         variables = {leaf.name for tree in placement.trees.values() for leaf in leaves(tree)}
-        self.taken = variables | {node.name for node in order} | {"run", "torch", "float", "slice", UNUSED}
+        self.taken = variables | {node.name for node in order} | {"run", "inputs", "torch", "float", "slice", UNUSED}
 
     # ---- statements
 
@@ -110,6 +109,9 @@ class _Writer:
     def _call_write(self, node: Node, write: Write) -> None:
         self._clone(write.clones)
         args, kwargs = self._arguments(node, write.arguments)
+        if not isinstance(write.op, OpOverload):
+            self._add(write.op, args, [_name(tree) for tree in write.fresh], kwargs, many=True)
+            return
         returns = write.op._schema.returns
         fresh = iter(write.fresh)
         makes = [UNUSED if result.alias_info else _name(next(fresh)) for result in returns]
@@ -143,9 +145,11 @@ class _Writer:
                 return self.step.groups.get(value, value)
             return written.get(name, value)
 
-        schema = getattr(writing_form(node) or node.target, "_schema", None)
+        op = writing_form(node) or node.target
+        schema = getattr(op, "_schema", None)
         if schema is None:
-            return list(node.args), node.kwargs
+            names = dict(op.effects.writes) if written else {}  # type: ignore[union-attr]
+            return [written.get(names.get(at, ""), value) for at, value in enumerate(node.args)], node.kwargs
         args = [argument(spec.name, value) for spec, value in zip(schema.arguments, node.args, strict=False)]
         return args, {name: argument(name, value) for name, value in node.kwargs.items()}
 
@@ -179,7 +183,7 @@ class _Writer:
         op = target.op if isinstance(target, Functionalized) else target
         if isinstance(op, OpOverload):
             name = str(op).removesuffix(".default")
-            return self._bind(op, name, torch_adapter.kernel(op))
+            return self._bind(op, name, op)
         return self._bind(op, getattr(op, "__name__", type(op).__name__), op)
 
     def _bind(self, key: Any, name: str, value: Any) -> str:
@@ -198,9 +202,8 @@ class _Writer:
     # ---- text
 
     def text(self) -> tuple[str, dict[str, Any], list[Node | None]]:
-        kept, dropped = self._last_uses()
-        inputs = ", ".join(node.name for node in self.step.placeholders)
-        lines = list(_wrapped("def run(", inputs, "):", indent=""))
+        kept, dropped, unread = self._last_uses()
+        lines = ["def run(inputs):", *self._unpacked(unread)]
         nodes: list[Node | None] = [None] * len(lines)
         place = ""
         for at, statement in kept:
@@ -213,11 +216,20 @@ class _Writer:
             nodes += [statement.node] * len(new)
         return "\n".join(lines) + "\n", self.names, nodes
 
-    def _last_uses(self) -> tuple[list[tuple[int, _Statement]], dict[int, set[str]]]:
-        """The statements that are needed, and the variables to drop after each."""
+    def _unpacked(self, unread: set[str]) -> Iterator[str]:
+        """The lines that take the inputs out of the list they come in."""
+        names = [UNUSED if node.name in unread else node.name for node in self.step.placeholders]
+        yield from _wrapped("[", ", ".join(names), "] = inputs")
+        yield "    inputs.clear()"
+        if UNUSED in names:
+            yield f"    del {UNUSED}"
+
+    def _last_uses(self) -> tuple[list[tuple[int, _Statement]], dict[int, set[str]], set[str]]:
+        """The statements that are needed, the variables to drop after each, and the inputs that none reads."""
         kept: list[tuple[int, _Statement]] = []
         dropped: dict[int, set[str]] = {}
-        read = {node.name for node in self.step.placeholders}
+        inputs = {node.name for node in self.step.placeholders}
+        read: set[str] = set()
         for at in range(len(self.statements) - 1, -1, -1):
             statement = self.statements[at]
             made = set(statement.makes)
@@ -230,7 +242,7 @@ class _Writer:
             read |= statement.reads
             kept.append((at, statement))
         dropped[len(self.statements) - 1] = set()
-        return kept[::-1], dropped
+        return kept[::-1], dropped, inputs - read
 
 
 def _statement_lines(statement: _Statement, dropped: list[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.capture.tracer import capture_step
+from weft.inductor.passes.pipeline import BIT_KEEPING, Pass, run_passes
 from weft.inductor.runtime.aten import compile_aten
 
 VIEWS = {
@@ -83,13 +84,27 @@ instruction = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 11), st.i
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(instruction, max_size=14), st.lists(st.integers(0, 11), max_size=3))
 def test_a_random_program_equals_eager(program: Program, returned: list[int]) -> None:
+    equals_eager(program, returned, [])
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.lists(instruction, max_size=10), st.lists(st.integers(0, 11), max_size=3))
+def test_passes_keep_the_bits_of_a_random_program(program: Program, returned: list[int]) -> None:
+    """Every program runs twice over, so that much of it is there to be merged. What is returned shares no memory that
+    it did not share before."""
+    assert equals_eager(program + program, returned, BIT_KEEPING) <= equals_eager(program + program, returned, [])
+
+
+def equals_eager(program: Program, returned: list[int], passes: list[Pass]) -> set[tuple[int, int]]:
+    """Assert that it does after these passes; which of the returned tensors and the inputs share memory where those of
+    the eager program do not."""
     eager, real = inputs(), inputs()
     try:
         run(program, returned, inputs())
     except RuntimeError:
-        return  # eager refuses it: a write into overlapping memory
+        return set()  # eager refuses it: a write into overlapping memory
     captured = capture_step(lambda *args: run(program, returned, list(args)), tuple(real))
-    compiled = compile_aten(captured.graph)
+    compiled = compile_aten(run_passes(captured.graph, passes))
 
     def call() -> Any:
         return captured.result.fill(compiled(*[place.get() for place in captured.places]))
@@ -104,3 +119,10 @@ def test_a_random_program_equals_eager(program: Program, returned: list[int]) ->
             assert e.stride() == g.stride() or e.numel() <= 1, compiled.source
         for e, g in zip(eager, real, strict=True):
             assert torch.equal(e, g), compiled.source
+    return sharing([*got, *real]) - sharing([*expected, *eager])
+
+
+def sharing(tensors: list[torch.Tensor]) -> set[tuple[int, int]]:
+    """Pairs of tensors, by number, that lie in one storage: a write to one would show in the other."""
+    keys = [tensor.untyped_storage()._cdata for tensor in tensors]
+    return {(a, b) for a, one in enumerate(keys) for b, other in enumerate(keys) if one == other}

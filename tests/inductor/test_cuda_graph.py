@@ -1,0 +1,534 @@
+"""Recorded programs in ordinary training loops: without a GPU by a recorder that stands in for CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import weft
+from fake_recorder import FakeRecorder
+from harness import run_ranks
+from retarget import retarget
+from step_builder import StepBuilder
+from weft import torch_adapter
+from weft.capture.graph import Role, StepGraph
+from weft.inductor.compiler import make_kernels
+from weft.inductor.kernel_call import KernelCall
+from weft.inductor.passes.fuse_optimizer import fuse_optimizer
+from weft.inductor.passes.numbers_to_memory import numbers_to_memory
+from weft.inductor.passes.pipeline import PLAIN, run_passes
+from weft.inductor.runtime.aten import AtenProgram, compile_aten
+from weft.inductor.runtime.cuda_graph import GraphedProgram
+from weft.inductor.runtime.cut import cut
+from weft.inductor.runtime.pieces import PiecewiseProgram, compile_recorded
+
+aten = torch.ops.aten
+functional = torch.ops._c10d_functional
+Node = torch.fx.Node
+
+CPU = torch.device("cpu")
+
+
+# ---- whole training loops
+
+
+def _optimizer_counters(step: StepGraph) -> set[Node]:
+    """What an optimizer that is neither fused nor capturable keeps on the CPU, and what is computed from that."""
+    found: set[Node] = set()
+    for node in step.graph.nodes:
+        counts = node.op == "placeholder" and (node.name.endswith("_step") or node.name.startswith("constant"))
+        given = node.all_input_nodes
+        numbers = [n for n in given if not isinstance(n.meta.get("val"), torch.Tensor | list | tuple)]
+        on_cpu = node.op == "call_function" and given and found.issuperset(set(given) - set(numbers))
+        if counts or (on_cpu and len(numbers) < len(given)):
+            found.add(node)
+    return found
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
+    """Compiled steps run as if on a GPU, recorded by what this returns."""
+    recorder = FakeRecorder()
+
+    def compile_graph(step: StepGraph, mode: str) -> Any:
+        step = run_passes(step, [])
+        counters = _optimizer_counters(step)
+        retarget(step, "cuda", counters.__contains__)
+        step = run_passes(step, [*PLAIN, fuse_optimizer, numbers_to_memory])
+        return compile_recorded(step, recorder, CPU)
+
+    monkeypatch.setattr(importlib.import_module("weft.compile"), "compile_graph", compile_graph)
+    return recorder
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _graphed(program: Any) -> list[GraphedProgram]:
+    pieces = program.pieces if isinstance(program, PiecewiseProgram) else [program]
+    return [piece for piece in pieces if isinstance(piece, GraphedProgram)]
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, Callable[..., Any]], list[torch.Tensor]]
+
+
+def _agrees(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer], loop: Loop, step: Callable[..., Callable[..., Any]]
+) -> list[Any]:
+    """Run the loop uncompiled and compiled; returns the compiled step's programs."""
+    losses, states, programs = [], [], []
+    for compiled in (False, True):
+        model = _model()
+        opt = optimizer(model)
+        function = step(model, opt)
+        run = weft.compile(function) if compiled else function
+        losses.append(loop(model, opt, run))
+        states.append([p.detach() for p in model.parameters()])
+        if compiled:
+            programs = [entry.program for entry in run.entries]
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(states[1], states[0])
+    return programs
+
+
+def _training_step(model: nn.Module, opt: torch.optim.Optimizer) -> Callable[..., Any]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    return step
+
+
+def _batches(count: int, size: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 8, generator=generator) for _ in range(count)]
+
+
+def _scheduled(model: nn.Module, opt: torch.optim.Optimizer, run: Callable[..., Any]) -> list[torch.Tensor]:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.7)
+    losses = []
+    for x in _batches(8):
+        losses.append(run(x))
+        scheduler.step()
+    return losses
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+        lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, foreach=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
+    ],
+    ids=["fused AdamW", "foreach AdamW", "foreach SGD", "fused SGD"],
+)
+def test_a_schedule_of_learning_rates_is_recorded_once(optimizer: Any, recorder: FakeRecorder) -> None:
+    (program,) = _agrees(optimizer, _scheduled, _training_step)
+    (graphed,) = _graphed(program)
+    assert graphed.why_not is None
+    assert graphed.recordings == 1
+    assert graphed.replays == 6
+
+
+def test_losses_kept_over_steps_stay_what_they_were(recorder: FakeRecorder) -> None:
+    step = weft.compile(_training_step(model := _model(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)))
+    (x,) = _batches(1)
+    losses = [step(x) for _ in range(6)]
+    before = [loss.item() for loss in losses]
+    step(x)
+    assert [loss.item() for loss in losses] == before
+    assert len(set(before)) == 6
+
+
+def test_gradients_accumulate_over_steps(recorder: FakeRecorder) -> None:
+    def step(model: nn.Module, opt: torch.optim.Optimizer) -> Callable[..., Any]:
+        def accumulate(x: torch.Tensor, update: bool) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            if update:
+                opt.step()
+                opt.zero_grad()
+            return loss
+
+        return accumulate
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer, run: Callable[..., Any]) -> list[torch.Tensor]:
+        return [run(x, at % 3 == 2) for at, x in enumerate(_batches(24))]
+
+    programs = _agrees(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, foreach=True), loop, step)
+    assert len(programs) == 3  # without gradients, on top of them, with the update
+    assert all(graphed.why_not is None and graphed.replays for p in programs for graphed in _graphed(p))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_left_behind_and_zeroed_outside(to_none: bool, recorder: FakeRecorder) -> None:
+    def step(model: nn.Module, opt: torch.optim.Optimizer) -> Callable[..., Any]:
+        def forward_backward(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return forward_backward
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer, run: Callable[..., Any]) -> list[torch.Tensor]:
+        kept = []
+        for x in _batches(8):
+            kept.append(run(x))
+            kept += [p.grad.norm() for p in model.parameters() if p.grad is not None]
+            opt.step()
+            opt.zero_grad(set_to_none=to_none)
+        return kept
+
+    programs = _agrees(lambda m: torch.optim.SGD(m.parameters(), lr=0.1), loop, step)
+    assert all(graphed.why_not is None for p in programs for graphed in _graphed(p))
+
+
+def test_checkpoints_are_loaded_between_steps(recorder: FakeRecorder) -> None:
+    def loop(model: nn.Module, opt: torch.optim.Optimizer, run: Callable[..., Any]) -> list[torch.Tensor]:
+        losses, saved = [], {}
+        average = [p.detach().clone() for p in model.parameters()]
+        for at, x in enumerate(_batches(12)):
+            if at == 4:
+                saved = {k: v.clone() for k, v in model.state_dict().items()}
+            if at == 7:
+                model.load_state_dict(saved)
+            if at == 8:
+                opt.load_state_dict(opt.state_dict())
+            losses.append(run(x))
+            for kept, p in zip(average, model.parameters(), strict=True):
+                kept.lerp_(p.detach(), 0.1)
+        return [*losses, *average]
+
+    programs = _agrees(lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True), loop, _training_step)
+    graphed = [graphed for p in programs for graphed in _graphed(p)]
+    assert all(g.why_not is None for g in graphed)
+    assert sum(g.recordings for g in graphed) <= 3
+
+
+def test_numbers_brought_to_the_host_cut_the_step_in_pieces(recorder: FakeRecorder) -> None:
+    seen: list[float] = []
+
+    def step(model: nn.Module, opt: torch.optim.Optimizer) -> Callable[..., Any]:
+        @weft.opaque
+        def log(loss: torch.Tensor) -> None:
+            seen.append(loss.item())
+
+        def logged(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+            loss = model(x).square().mean()
+            log(loss)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            return loss, loss.item()
+
+        return logged
+
+    def loop(model: nn.Module, opt: torch.optim.Optimizer, run: Callable[..., Any]) -> list[torch.Tensor]:
+        return [torch.stack([loss.detach(), torch.tensor(number)]) for loss, number in map(run, _batches(6))]
+
+    (program,) = _agrees(lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, fused=True), loop, step)
+    assert seen[:6] == seen[6:]
+    assert len(_graphed(program)) == 1  # the forward alone is too small
+    assert all(g.replays == 4 for g in _graphed(program))
+
+
+# ---- one program
+
+
+def _program(build: StepBuilder, recorder: FakeRecorder) -> GraphedProgram:
+    step = build.build()
+    return GraphedProgram(compile_aten(step), step, recorder)
+
+
+def _doubling(recorder: FakeRecorder, role: Role = Role.BATCH, like: torch.Tensor | None = None) -> GraphedProgram:
+    build = StepBuilder()
+    x = build.input(torch.ones(3) if like is None else like, role)
+    build.returns(build.call(aten.mul.Tensor, x, 2.0))
+    return _program(build, recorder)
+
+
+def test_sizes_and_numbers_that_alternate_have_a_recording_each() -> None:
+    recorder = FakeRecorder()
+    build = StepBuilder()
+    x, number = build.input(torch.ones(3), Role.BATCH), build.input(2, Role.SCALAR)
+    build.returns(build.call(aten.mul.Tensor, x, number))
+    program = _program(build, recorder)
+    for at in range(20):
+        size, by = 3 + at % 2, 2 + at // 2 % 2
+        x = torch.randn(size)
+        assert torch.equal(program(x, by)[0], x * by)
+    assert program.recordings == 4
+
+
+def test_what_changes_at_every_call_is_given_up() -> None:
+    program = _doubling(FakeRecorder())
+    for size in range(1, 40):
+        assert torch.equal(program(torch.ones(size))[0], torch.full((size,), 2.0))
+    assert program.why_not is not None
+    assert "in_0 changed" in program.why_not
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda: torch.randn(3, 1).expand(3, 4),
+        lambda: torch.randn(8).unfold(0, 4, 2),
+        lambda: torch.randn(4, 3).t(),
+        lambda: torch.randn(3, 9)[:, 2:7:2],
+        lambda: torch.randn(0, 4),
+        lambda: torch.randn(()),
+    ],
+    ids=["expanded", "unfolded", "transposed", "sliced", "empty", "scalar"],
+)
+def test_arguments_of_any_layout(of: Callable[[], torch.Tensor]) -> None:
+    program = _doubling(FakeRecorder(), like=of())
+    for _ in range(5):
+        x = of()
+        assert torch.equal(program(x)[0], x * 2)
+    assert program.replays == 3
+
+
+def test_a_parameter_that_moves_is_recorded_again_and_what_keeps_moving_is_copied() -> None:
+    program = _doubling(FakeRecorder(), Role.PARAMETER)
+    held = [torch.randn(3) for _ in range(30)]
+    for x in held:
+        assert torch.equal(program(x)[0], x * 2)
+    assert program.why_not is None
+    assert program.recordings == 4
+
+
+def test_an_update_reaches_an_input_that_is_copied() -> None:
+    build = StepBuilder()
+    x = build.input(torch.ones(3), Role.GRADIENT)
+    build.update(x, build.write(aten.mul_.Tensor, x, 2.0))
+    program = _program(build, FakeRecorder())
+    held = [torch.full((3,), float(at)) for at in range(12)]
+    for at, x in enumerate(held):
+        program(x)
+        assert torch.equal(x, torch.full((3,), 2.0 * at))
+    assert program.why_not is None
+
+
+def _large(recorder: FakeRecorder) -> GraphedProgram:
+    return _doubling(recorder, like=torch.ones(1 << 18))
+
+
+def test_large_results_are_handed_out_while_nobody_keeps_them() -> None:
+    program = _large(FakeRecorder())
+    addresses = set()
+    for at in range(8):
+        (result,) = program(torch.full((1 << 18,), float(at)))
+        assert result[0] == 2 * at
+        if at >= 2:
+            addresses.add(result.data_ptr())
+        del result
+    assert len(addresses) == 1
+    assert program.recordings == 1
+
+
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x[5:7]], ids=["whole", "view"])
+def test_large_results_that_are_kept_stay_what_they_were(part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    program = _large(FakeRecorder())
+    kept = [part(program(torch.full((1 << 18,), float(at)))[0]) for at in range(8)]
+    assert [x[0].item() for x in kept] == [2.0 * at for at in range(8)]
+    assert program.recordings == 2
+    assert program.why_not is None
+
+
+def test_results_that_another_recording_may_write_to_are_copied() -> None:
+    program = _large(FakeRecorder(alone=False))
+    kept = [program(torch.full((1 << 18,), float(at)))[0] for at in range(5)]
+    assert len({x.data_ptr() for x in kept}) == 5
+    assert program.recordings == 1
+
+
+def test_a_recording_that_fails_is_said_and_the_step_runs(caplog: pytest.LogCaptureFixture) -> None:
+    for error, said in ((RuntimeError("no\nlong story"), "RuntimeError: no"), (torch.OutOfMemoryError(), "memory")):
+        program = _doubling(FakeRecorder(error))
+        assert [program(torch.ones(3))[0].tolist() for _ in range(4)] == [[2.0] * 3] * 4
+        assert said in (program.why_not or "")
+        assert said in caplog.text
+
+
+def test_recordings_of_an_earlier_era_are_made_again() -> None:
+    recorder = FakeRecorder()
+    program = _doubling(recorder)
+    for _ in range(4):
+        program(torch.ones(3))
+    recorder.era += 1
+    assert torch.equal(program(torch.ones(3))[0], torch.full((3,), 2.0))
+    assert program.recordings == 2
+
+
+def test_an_input_that_is_returned_is_the_callers_own() -> None:
+    build = StepBuilder()
+    x = build.input(torch.ones(3), Role.PARAMETER)
+    new = build.write(aten.add_.Tensor, x, 1.0)
+    build.update(x, new)
+    build.returns(new)
+    program = _program(build, FakeRecorder())
+    x = torch.zeros(3)
+    for at in range(5):
+        assert program(x)[0] is x
+        assert x[0] == at + 1
+
+
+# ---- pieces
+
+
+def _on_gpu(build: StepBuilder, *on_cpu: Node) -> StepGraph:
+    return retarget(build.build(), "cuda", on_cpu.__contains__)
+
+
+def test_batches_on_the_cpu_are_staged() -> None:
+    build = StepBuilder()
+    weight, x = build.input(torch.ones(3)), build.input(torch.ones(3), Role.BATCH)
+    moved = build.call(aten._to_copy.default, x, device=CPU)
+    value = moved
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, weight)
+    build.returns(value)
+    program = compile_recorded(_on_gpu(build, x), FakeRecorder(), CPU)
+    weight = torch.randn(3)
+    for _ in range(5):
+        x = torch.randn(3)
+        torch.testing.assert_close(program(weight, x)[0], x * weight**9)
+    assert [g.replays for g in _graphed(program)] == [3]
+
+
+def test_constants_on_the_cpu_are_moved_and_cut_nothing() -> None:
+    build = StepBuilder()
+    x, half = build.input(torch.ones(3), Role.BATCH), build.input(torch.tensor(0.5, dtype=torch.float64))
+    third = build.call(aten.div.Tensor, half, 1.5)
+    value = x
+    for by in (half, third):
+        value = build.call(aten.mul.Tensor, value, by)
+    build.returns(value)
+    step = numbers_to_memory(_on_gpu(build, half, third))
+    program = compile_recorded(step, FakeRecorder(), CPU)
+    for at in range(5):
+        x, half = torch.randn(3), torch.tensor(0.5 + at, dtype=torch.float64)
+        (found,) = program(x, half)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, x * half * (half / 1.5))
+    assert [g.replays for g in _graphed(program)] == [3]
+
+
+def test_an_input_is_updated_after_its_last_reader_in_any_piece() -> None:
+    """The old value of a parameter is read, through a view, after the piece that computes the new one."""
+    order: list[float] = []
+    build = StepBuilder()
+    weight = build.input(torch.ones(3))
+    view = build.call(aten.view.default, weight, [3])
+    new = weight
+    for _ in range(9):
+        new = build.call(aten.add.Tensor, new, 1.0)
+    build.effect(lambda value: order.append(value[0].item()), new)
+    read = view
+    for _ in range(9):
+        read = build.call(aten.mul.Tensor, read, 2.0)
+    build.update(weight, new)
+    build.returns(read, view)
+    program = compile_recorded(_on_gpu(build), FakeRecorder(), CPU)
+    value = torch.zeros(3)
+    for at in range(5):
+        old = 9.0 * at
+        read, before = program(value)
+        assert (read[0], before[0], value[0]) == (512 * old, old, old + 9)
+    assert order == [9.0, 18.0, 27.0, 36.0, 45.0]
+    assert [g.replays for g in _graphed(program)] == [3, 3]
+
+
+def test_a_step_of_which_nothing_can_be_recorded_is_one_program() -> None:
+    build = StepBuilder()
+    x = build.input(torch.ones(3), Role.BATCH)
+    build.effect(lambda value: None, x)
+    build.returns(x)
+    assert isinstance(compile_recorded(_on_gpu(build), FakeRecorder(), CPU), AtenProgram)
+
+
+# ---- collectives
+
+
+def _reduced(between: Callable[[StepBuilder, Node], Any]) -> StepGraph:
+    """Nine operations, an all-reduce, something before its wait, nine operations."""
+    build = StepBuilder()
+    value = build.input(torch.ones(3))
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    start = build.call(functional.all_reduce.default, value, "sum", "dp", val=value.meta["val"].clone())
+    between(build, value)
+    value = build.call(functional.wait_tensor.default, start, val=start.meta["val"])
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    build.returns(value)
+    return retarget(build.build({"dp": "0"}), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("backend", "waiting", "recorded"), [("nccl", "0", [True]), ("nccl", "1", [True, False, True]), ("gloo", "0", None)]
+)
+def test_collectives_are_recorded_where_nothing_on_the_host_is_needed(
+    backend: str, waiting: str, recorded: list[bool] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_adapter, "backend_of_group", lambda name, device: backend)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", waiting)
+    pieces = cut(_reduced(lambda build, value: None))
+    assert [piece.why_not is None for piece in pieces] == (recorded or [True, False, True])
+
+
+def test_a_collective_and_its_wait_are_recorded_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_adapter, "backend_of_group", lambda name, device: "nccl")
+    pieces = cut(_reduced(lambda build, value: build.effect(print, value)))
+    assert [piece.why_not is None for piece in pieces] == [True, False, True]
+    targets = {node.target for node in pieces[1].step.graph.nodes}
+    assert {functional.all_reduce.default, functional.wait_tensor.default, print} <= targets
+
+
+def _backends(rank: int, world: int) -> tuple[str, str]:
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    return torch_adapter.backend_of_group(name, "cpu"), torch_adapter.backend_of_group(name, "cuda")
+
+
+def test_the_backend_of_a_group() -> None:
+    assert run_ranks(_backends, 1)[0][0] == "gloo"
+
+
+# ---- numbers
+
+
+def test_generated_kernels_read_numbers_from_memory() -> None:
+    weight = nn.Parameter(torch.randn(40))
+    opt = torch.optim.SGD([weight], lr=0.5)  # one tensor: no lists, plain operations
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = (weight * x).sum() * opt.param_groups[0]["lr"]
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    graph = retarget(run_passes(weft.capture(step, torch.ones(40)), []), "cuda")
+    made = make_kernels(retarget(run_passes(graph, [numbers_to_memory]), "cpu"))
+    calls = [node for node in made.graph.nodes if isinstance(node.target, KernelCall)]
+    assert calls
+    assert not any(call.target.symbols for call in calls)
+    program = compile_aten(made)
+    values = {"parameter": weight.detach().clone(), "batch": torch.randn(40)}
+    for lr in (0.5, 0.25):
+        before = values["parameter"].clone()
+        (loss,) = program(*(values.get(entry.role.value, lr) for entry in made.inputs))
+        torch.testing.assert_close(loss, (before * values["batch"]).sum() * lr)
+        torch.testing.assert_close(values["parameter"], before - lr * lr * values["batch"])
