@@ -1,0 +1,48 @@
+"""The first samples of every operation in torch's own database; bench/opinfo.py runs all of them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from opinfo_cases import Case, Outcome, cases, run
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
+
+SAMPLES = 1
+# Dynamo takes a second where a capture takes a hundredth.
+EVERY = 24
+
+
+def name(op: OpInfo) -> str:
+    return Case(op, torch.float32).name
+
+
+def check(outcome: Outcome) -> None:
+    assert not outcome.failures, "\n".join(outcome.failures)
+
+
+@pytest.mark.parametrize("op", op_db, ids=name)
+def test_samples_give_what_eager_gives(op: OpInfo) -> None:
+    for case in cases([op]):
+        check(run(case, SAMPLES))
+
+
+@pytest.mark.parametrize("op", op_db[::EVERY], ids=name)
+def test_samples_through_torch_compile_give_what_eager_gives(op: OpInfo) -> None:
+    outcome = Outcome()
+    for case in cases([op]):
+        if case.dtype == torch.float32:
+            outcome.add(run(case, 1, dynamo=True))
+    check(outcome)
+
+
+def test_a_wrong_answer_is_noticed() -> None:
+    """An operation that is another one while it is captured."""
+    op = copy.copy(next(op for op in op_db if op.name == "sin"))
+    op.op = lambda x: torch.cos(x) if isinstance(x, FakeTensor) else torch.sin(x)
+    outcome = run(Case(op, torch.float32), 1)
+    assert outcome.counts == {"failed": 1}
+    assert "sin float32, sample 0" in outcome.failures[0]

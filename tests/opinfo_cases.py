@@ -1,0 +1,247 @@
+"""torch's own database of operations: every sample run eagerly and through weft.
+
+A *case* is an operation of the database with a dtype, and whether gradients are taken. Samples that eager cannot run
+are passed over; all others must leave what eager leaves, in results, gradients and arguments: bit for bit where every
+operation runs as its ATen kernel, within the database's own tolerances where kernels were generated.
+
+A sample is captured as a training step (`weft.compile`). What no single graph can hold (an answer in Python that
+depends on the data, a sparse tensor) goes through `torch.compile(backend="weft")`, which breaks the graph there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.testing._internal import common_methods_invocations as database
+from torch.testing._internal.common_device_type import toleranceOverride
+from torch.testing._internal.opinfo.core import DecorateInfo, OpInfo
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+import weft
+import weft.backend
+from weft.errors import CannotCapture, UncapturableLayout, UnstridedArgument
+
+Tensor = torch.Tensor
+
+# The database seeds random operations itself, past the dispatcher where a capture sees nothing; `run` does it here.
+database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
+
+# What these leave in memory is nobody's to compare: only dtype, sizes and strides are.
+UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+# ATen's own code asks whether it is given a tensor subclass, as fake tensors are, and then goes another way: singular
+# and eigenvalues by way of the vectors, the gradient of a product without looking for zeros, sums of gradients in a
+# tensor of their own. Compared within tolerances, strides aside.
+GOES_ANOTHER_WAY = {
+    "cumprod",
+    "linalg.cond",
+    "linalg.eigvalsh",
+    "linalg.matrix_norm",
+    "linalg.norm",
+    "linalg.svdvals",
+    "masked.cumprod",
+    "masked.prod",
+    "norm[nuc]",
+    "ormqr",
+    "prod",
+}
+
+# Eager does not give the same bits twice for the same numbers: LAPACK's answer depends on where they lie in memory.
+NOT_REPEATED_BY_EAGER = {"linalg.lstsq", "linalg.lstsq[grad_oriented]"}
+
+# AOTAutograd traces with torch's Python dispatcher, in which resizing of images is made of simple operations.
+DECOMPOSED_BY_DYNAMO = ("nn.functional.interpolate", "nn.functional.upsample")
+
+
+@dataclass(frozen=True)
+class Case:
+    op: OpInfo
+    dtype: torch.dtype
+    gradients: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.op.name + (f"[{self.op.variant_test_name}]" if self.op.variant_test_name else "")
+
+    def __str__(self) -> str:
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')}{' with gradients' if self.gradients else ''}"
+
+
+@dataclass
+class Outcome:
+    """What became of samples.
+
+    Attributes:
+        counts: samples that went through ``weft.compile`` or ``torch.compile`` and gave what eager gives, that ``eager
+            refuses``, that ``failed``.
+        operations: how many operations of the graphs ran as what.
+        failures: which sample, and what was wrong.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        self.counts += other.counts
+        self.operations += other.operations
+        self.failures += other.failures
+
+
+def cases(ops: list[OpInfo] | None = None, device: str = "cpu") -> Iterator[Case]:
+    """Operations in the dtypes they take, and with gradients where float32 has them."""
+    for op in database.op_db if ops is None else ops:
+        supported = op.supported_dtypes(device)
+        for dtype in DTYPES:
+            if dtype in supported:
+                yield Case(op, dtype)
+        if op.supports_autograd and torch.float32 in supported:
+            yield Case(op, torch.float32, gradients=True)
+
+
+def run(case: Case, limit: int | None = None, device: str = "cpu", *, dynamo: bool = False) -> Outcome:
+    """Run up to ``limit`` samples of ``case`` both ways; with ``dynamo``, all of them through ``torch.compile``."""
+    outcome = Outcome()
+    torch.manual_seed(0)
+    samples = case.op.sample_inputs(device, case.dtype, requires_grad=case.gradients)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for at, sample in enumerate(itertools.islice(samples, limit)):
+            step = _Step(case, ((sample.input, *sample.args), sample.kwargs))
+            wanted = _tried(lambda step=step: step.run(step))
+            if isinstance(wanted, Exception):
+                outcome.counts["eager refuses"] += 1
+                continue
+            found = _tried(lambda step=step: _compiled(step, outcome, dynamo))
+            how, found = found if isinstance(found, tuple) else ("failed", found)
+            wrong = (
+                found if isinstance(found, Exception) else _difference(case, found, wanted, outcome.operations, dynamo)
+            )
+            outcome.counts["failed" if wrong else how] += 1
+            if wrong:
+                outcome.failures.append(f"{case}, sample {at}: {type(wrong).__name__}: {wrong}")
+    return outcome
+
+
+def _compiled(step: _Step, outcome: Outcome, dynamo: bool) -> tuple[str, Any]:
+    """How the step was compiled, and what it gave."""
+    if not dynamo:
+        try:
+            fast = weft.compile(step)
+            found = step.run(fast)
+            outcome.operations += fast.entries[0].program.operations
+            return "weft.compile", found
+        except (CannotCapture, UncapturableLayout, UnstridedArgument):
+            pass
+    torch.compiler.reset()
+    with counted_programs() as operations:
+        found = step.run(torch.compile(step, backend="weft"))
+    outcome.operations += operations
+    return "torch.compile", found
+
+
+@contextmanager
+def counted_programs() -> Iterator[Counter[str]]:
+    """The operations of all programs that the backend makes."""
+    operations: Counter[str] = Counter()
+    make = weft.backend._program
+
+    def counting(*args: Any) -> Any:
+        program = make(*args)
+        operations.update(program.operations)
+        return program
+
+    weft.backend._program = counting
+    try:
+        yield operations
+    finally:
+        weft.backend._program = make
+
+
+class _Step:
+    """One call of an operation, as a function of the tensors among its arguments."""
+
+    def __init__(self, case: Case, arguments: Any) -> None:
+        self.case = case
+        leaves, self.spec = tree_flatten(arguments)
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(self, function: Callable[..., Any]) -> Any:
+        """What ``function`` gives for the tensors of the sample, and what it leaves in them."""
+        tensors = _copies(self.tensors)
+        torch.manual_seed(1)
+        return function(*tensors), tensors
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        leaves = list(self.leaves)
+        for at, tensor in zip(self.places, tensors, strict=True):
+            leaves[at] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        out = self.case.op(*args, **kwargs)
+        if not self.case.gradients:
+            return out
+        ends = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        starts = [t for t in tensors if t.requires_grad]
+        if not ends or not starts:
+            return out
+        weights = [end.detach().cos() for end in ends]
+        grads = torch.autograd.grad(ends, starts, weights, allow_unused=True)
+        return tree_map_only(Tensor, Tensor.detach, out), grads
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies with the same sizes, strides and sharing of memory."""
+    storages: dict[int, Any] = {}
+    copies = []
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            copies.append(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+            continue
+        plain = tensor.detach()
+        storage = plain.untyped_storage()
+        mine = storages.setdefault(storage._cdata, storage.clone())
+        copy = torch.empty(0, dtype=plain.dtype, device=plain.device)
+        copy.set_(mine, plain.storage_offset(), plain.shape, plain.stride())
+        copy = copy.conj() if plain.is_conj() else copy
+        copy = copy._neg_view() if plain.is_neg() else copy
+        copies.append(copy.requires_grad_(tensor.requires_grad))
+    return copies
+
+
+def _tried(function: Callable[[], Any]) -> Any:
+    """What ``function`` returns or raises."""
+    try:
+        return function()
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        return error
+
+
+def _difference(case: Case, found: Any, wanted: Any, operations: Counter[str], dynamo: bool) -> Exception | None:
+    if case.op.name in UNINITIALIZED:
+        found, wanted = (tree_map_only(Tensor, torch.zeros_like, tree) for tree in (found, wanted))
+    same_kernels = not operations["generated"] and not (dynamo and case.name.startswith(DECOMPOSED_BY_DYNAMO))
+    exact = same_kernels and case.name not in GOES_ANOTHER_WAY | NOT_REPEATED_BY_EAGER
+    tolerances = {"rtol": 0, "atol": 0} if exact else _tolerances(case)
+    check = lambda: torch.testing.assert_close(found, wanted, equal_nan=True, check_stride=exact, **tolerances)
+    return _tried(check)
+
+
+def _tolerances(case: Case) -> dict[str, float]:
+    """The widest that the database asks for, in the tests that it lists for the operation."""
+    lists = (d.decorators for d in case.op.decorators if isinstance(d, DecorateInfo))
+    overrides = (d.d for decorators in lists for d in decorators if isinstance(d, toleranceOverride))
+    asked = [override[case.dtype] for override in overrides if case.dtype in override]
+    if not asked:
+        return {}
+    return {"rtol": max(one.rtol for one in asked), "atol": max(one.atol for one in asked)}
