@@ -24,8 +24,7 @@ from weft.capture.recorder import recording
 from weft.capture.signature import signature
 from weft.capture.tracer import CapturedStep, capture_step
 from weft.errors import AgreementTimeout, GraphMismatch, StoreLost, UnknownOption, WeftError
-from weft.inductor.passes.pipeline import run_passes
-from weft.inductor.runtime.aten import compile_aten
+from weft.inductor.compiler import MODES, compile_graph
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
@@ -37,10 +36,10 @@ R = TypeVar("R")
 class _Entry:
     """One captured form of a step with its guards and its program."""
 
-    def __init__(self, captured: CapturedStep) -> None:
+    def __init__(self, captured: CapturedStep, mode: str) -> None:
         self.captured = captured
         self.guards = Guards(captured)
-        self.program = compile_aten(run_passes(captured.graph))
+        self.program = compile_graph(captured.graph, mode)
 
     def run(self, leaves: list[Any]) -> Any:
         captured = self.captured
@@ -65,11 +64,20 @@ class CompiledStep(Generic[P, R]):
         captures: how often the step was captured, with the reason of each.
     """
 
-    def __init__(self, step: Callable[P, R], *, dynamic: bool | None, verify: bool, fallback: str | None) -> None:
+    def __init__(
+        self,
+        step: Callable[P, R],
+        *,
+        mode: str = "default",
+        dynamic: bool | None = None,
+        verify: bool = False,
+        fallback: str | None = None,
+    ) -> None:
         functools.update_wrapper(self, step)
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self.__qualname__: str = getattr(step, "__qualname__", self.__name__)
         self.step = step
+        self.mode = mode
         self.dynamic = dynamic
         self.verify = verify
         self.fallback = fallback
@@ -134,7 +142,7 @@ class CompiledStep(Generic[P, R]):
             f"{signature(captured.graph)}\n"
             f"collectives in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead"
         )
-        self.entries.insert(0, _Entry(captured))
+        self.entries.insert(0, _Entry(captured, self.mode))
         nodes, seen = len(captured.graph), captured.recorded
         log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
         return self.entries[0]
@@ -209,8 +217,9 @@ def compile(
 
     Args:
         step: a function (or method) that runs forward, ``.backward()``, clipping and optimizers in any combination.
-        mode: ``"default"``, the only mode so far: the captured graph runs on eager ATen kernels, bit for bit the
-            eager step.
+        mode: ``"default"`` runs generated kernels on GPUs, the whole step as one CUDA graph where that can be: sums
+            may be taken in another order than eager takes them. ``"bitwise"`` runs eager's own ATen kernels, bit for
+            bit the eager step; on a CPU both do.
         dynamic: True keeps every size of the tensor arguments symbolic, False none, None those that were seen to
             change.
         memory_limit: GiB a rank may use; not supported yet.
@@ -223,15 +232,16 @@ def compile(
     Raises:
         UnknownOption: an option has a value weft does not know.
     """
-    if mode != "default":
-        raise UnknownOption("mode", mode, ["default"])
+    if mode not in MODES:
+        raise UnknownOption("mode", mode, list(MODES))
     if fallback not in (None, "eager"):
         raise UnknownOption("fallback", fallback, [None, "eager"])
     if memory_limit is not None:
         raise UnknownOption("memory_limit", memory_limit, [None])
     if step is None:
         return functools.partial(compile, mode=mode, dynamic=dynamic, verify=verify, fallback=fallback)
-    return CompiledStep(step, dynamic=dynamic, verify=knobs.verify if verify is None else verify, fallback=fallback)
+    verify = knobs.verify if verify is None else verify
+    return CompiledStep(step, mode=mode, dynamic=dynamic, verify=verify, fallback=fallback)
 
 
 def capture(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:

@@ -1,4 +1,4 @@
-"""``weft.explain``: what a step was captured as, in numbers."""
+"""``weft.explain``: what a step was captured as and what runs of it, in numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weft import torch_adapter
+from weft import knobs, torch_adapter
 from weft.capture.costs import collective_bytes, format_bytes, tensor_bytes
 from weft.capture.dynamic import Specialised
 from weft.capture.graph import Role, StepGraph, group_of
@@ -23,7 +25,15 @@ from weft.capture.opaque import OpaqueCall
 from weft.capture.printer import operation
 from weft.capture.tracer import CapturedStep
 from weft.compile import CompiledStep
-from weft.errors import NotCapturedYet
+from weft.errors import NotCapturedYet, NotOnGpu
+from weft.inductor.clock import Clock
+from weft.inductor.compiler import compilation_of, kernel_graph
+from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.program_file import program_file
+from weft.inductor.report import KernelReport, KernelUse, report
+from weft.inductor.roofline import gpu_called, gpu_of
+from weft.inductor.runtime.cut import cut
+from weft.inductor.runtime.pieces import Program
 
 _WIDTH = 120
 
@@ -90,6 +100,7 @@ class Explanation:
         seconds: how long this capture took.
         graph: the captured graph; prints as Python.
         program: the Python text that runs.
+        kernels: the kernels that run on a GPU, None where ATen's run; :meth:`on` says what they would be.
     """
 
     name: str
@@ -107,6 +118,37 @@ class Explanation:
     seconds: float
     graph: StepGraph
     program: str
+    kernels: KernelReport | None = None
+
+    def on(self, gpu: str = "H200") -> Explanation:
+        """The same, with the kernels that would run on a kind of GPU (a name of :data:`weft.inductor.roofline.GPUS`),
+        compiled for it. No GPU is needed. A step that was captured on a CPU may call other operations there.
+
+        Raises:
+            UnknownOption: a GPU that weft does not know.
+            TritonMissing: kernels cannot be compiled.
+        """
+        clock = Clock()
+        kind = gpu_called(gpu)
+        passed = clock("passes", lambda: run_passes(self.graph, EVERY_PASS))
+        made = kernel_graph(passed, clock)
+        kernels = clock("compile", lambda: report(made, kind, clock.seconds))
+        return replace(self, kernels=replace(kernels, seconds=clock.seconds))
+
+    def measured(self) -> Explanation:
+        """The same, with the time that each kernel takes on this machine's GPU.
+
+        Raises:
+            NotOnGpu: the step runs on none.
+        """
+        if self.kernels is None:
+            raise NotOnGpu("of this step")
+        return replace(self, kernels=self.kernels.measured())
+
+    def write(self, path: str | Path) -> None:
+        """Write what runs as one Python file: kernels, what launches them, what calls them."""
+        graph = self.kernels.graph if self.kernels is not None else run_passes(self.graph)
+        Path(path).write_text(program_file(graph))
 
     @property
     def guards_by_kind(self) -> dict[str, int]:
@@ -134,7 +176,7 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         NotCapturedYet: a compiled step never ran and no arguments were given.
     """
-    compiled = step if isinstance(step, CompiledStep) else CompiledStep(step, dynamic=None, verify=False, fallback=None)
+    compiled = step if isinstance(step, CompiledStep) else CompiledStep(step)
     given = bool(args or kwargs) or not isinstance(step, CompiledStep)
     if not given and not compiled.entries:
         raise NotCapturedYet(compiled.__name__)
@@ -158,7 +200,22 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         seconds=captured.seconds,
         graph=graph,
         program=entry.program.source,
+        kernels=_kernels(entry.program),
     )
+
+
+def _kernels(program: Program) -> KernelReport | None:
+    """What a program runs on its GPU; None where it runs ATen's kernels."""
+    compilation = compilation_of(program)
+    if compilation is None:
+        return None
+    graph = compilation.graph
+    recorded: list[tuple[int, str | None]] = [(len(graph), "WEFT_CUDA_GRAPHS=0")]
+    if knobs.cuda_graphs:
+        recorded = [(len(piece.step), piece.why_not) for piece in cut(graph)]
+    vals = (node.meta.get("val") for node in graph.graph.nodes)
+    device = next(val.device for val in vals if isinstance(val, torch.Tensor) and val.is_cuda)
+    return report(graph, gpu_of(device), compilation.seconds, recorded)
 
 
 def _collectives(graph: StepGraph) -> list[CollectiveCount]:
@@ -227,6 +284,41 @@ def _tables(explained: Explanation) -> Iterator[RenderableType]:
     )
     yield from _table("guards", ["kind", "count"], explained.guards_by_kind.items())
     yield from _table("captures", ["", "reason"], list(enumerate(explained.captures, 1)))
+    if explained.kernels is not None:
+        yield from _kernel_tables(explained.kernels)
+
+
+def _kernel_tables(found: KernelReport) -> Iterator[RenderableType]:
+    measured = ["measured us"] if any(use.measured_us is not None for use in found.kernels) else []
+    yield from _table(
+        f"kernels on {found.gpu.name}, {found.gpu.copy_bandwidth / 1e12:g} TB/s",
+        ["kernel", "count", "ops", "bytes", "roofline us", *measured, "regs", "spills", "shared", "from"],
+        [_kernel_row(use) for use in found.kernels],
+    )
+    calls = [(calls.operation, calls.count, calls.why) for calls in found.calls]
+    yield from _table("not generated", ["operation", "count", "why"], calls)
+    seconds = [(stage, f"{seconds:.2f}") for stage, seconds in found.seconds.items()]
+    yield from _table("seconds of compiling", ["stage", "s"], seconds)
+    recorded = [(nodes, "recorded" if why is None else why) for nodes, why in found.recorded]
+    yield from _table("CUDA graphs", ["nodes", "recorded, or why not"], recorded)
+
+
+def _kernel_row(use: KernelUse) -> tuple[Any, ...]:
+    measured = [] if use.measured_us is None else [f"{use.measured_us:.1f}"]
+    needs: list[Any] = ["", "", ""]
+    if use.resources is not None:
+        needs = [use.resources.registers, use.resources.spills, format_bytes(use.resources.shared)]
+    roofline = f"{use.roofline_us:.1f}"
+    return use.name, use.count, use.operations, format_bytes(use.bytes), roofline, *measured, *needs, _short(use.lines)
+
+
+def _short(lines: Iterable[str]) -> str:
+    """``train.py:12, 14`` of lines with their paths and functions."""
+    numbers: dict[str, dict[int, None]] = {}
+    for line in lines:
+        file, _, number = line.rsplit(" in ", 1)[0].rpartition(":")
+        numbers.setdefault(os.path.basename(file), {})[int(number)] = None
+    return "; ".join(f"{file}:{', '.join(map(str, sorted(found)))}" for file, found in numbers.items())
 
 
 def _table(title: str, columns: list[str], rows: Iterable[tuple[Any, ...]]) -> Iterator[RenderableType]:
@@ -236,8 +328,8 @@ def _table(title: str, columns: list[str], rows: Iterable[tuple[Any, ...]]) -> I
         return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for at, column in enumerate(columns):
-        number = isinstance(rows[0][at], int) or column == "bytes"
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
+        number = isinstance(rows[0][at], int) or column in ("bytes", "shared", "s") or column.endswith(" us")
+        table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=column == "kernel")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     yield Text(f"\n{title}", style="bold cyan")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import io
+import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from weft import knobs
 from weft.capture.graph import Role
-from weft.errors import NotCapturedYet
+from weft.errors import NotCapturedYet, NotOnGpu, UnknownOption
 from weft.explain import CollectiveCount, HookFired, InputBytes
 
 
@@ -214,3 +217,46 @@ def test_the_program_and_the_graph() -> None:
     ast.parse(explained.program)
     ast.parse(str(explained.graph))
     assert "def run(" in explained.program
+
+
+def test_kernels_that_would_run_on_a_gpu(tmp_path: Path) -> None:
+    """Bytes counted by hand: the tensor, the sums that ATen makes of it, and the result."""
+
+    def step(x: Tensor) -> Tensor:
+        return torch.nn.functional.silu(x) * 2 + torch.cumsum(x, 0)
+
+    explained = weft.explain(step, torch.randn(64, 1024))
+    assert explained.kernels is None
+    with knobs.override(cache_dir=str(tmp_path)):
+        found = explained.on("H200").kernels
+    assert found is not None
+    (kernel,) = found.kernels
+    assert kernel.count == 1
+    assert kernel.operations >= 2
+    assert kernel.bytes == 3 * 64 * 1024 * 4
+    assert kernel.roofline_us == pytest.approx(3 * 64 * 1024 * 4 / 4.3e12 * 1e6)
+    (line,) = {line.rsplit(":", 1)[0] for line in kernel.lines}
+    assert line == __file__
+    assert kernel.resources is not None
+    assert kernel.resources.spills == 0
+    assert kernel.resources.vector_loads > 0
+    assert [(calls.operation, calls.why) for calls in found.calls] == [("aten.cumsum.default", "no lowering")]
+    assert {"passes", "lower", "fuse", "generate", "compile"} <= set(found.seconds)
+    text = str(explained.on("H200"))
+    assert kernel.name in text
+    assert "no lowering" in text
+    with pytest.raises(NotOnGpu):
+        explained.on("H200").measured()
+    with pytest.raises(UnknownOption, match="'H200'"):
+        explained.on("RTX 2000")
+
+
+def test_what_runs_is_written_to_a_file(tmp_path: Path) -> None:
+    explained = weft.explain(lambda x: x.exp() @ x, torch.randn(4, 4))
+    explained.write(tmp_path / "aten.py")
+    explained.on("H200").write(tmp_path / "kernels.py")
+    assert "@triton.jit" not in (tmp_path / "aten.py").read_text()
+    assert "@triton.jit" in (tmp_path / "kernels.py").read_text()
+    names = runpy.run_path(str(tmp_path / "aten.py"))
+    x = torch.randn(4, 4)
+    assert torch.equal(names["run"]([x])[0], x.exp() @ x)

@@ -1,0 +1,173 @@
+"""A compiled step as one Python file that needs torch and triton alone: kernels, what launches them, what calls them.
+
+The file is what runs, said plainly: each kernel with the user's lines it came from, a function that makes its results
+and launches it, and the calls in order. Run as a script it runs once on tensors of zeros, for a profiler or an editor.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sympy
+import torch
+
+from weft.capture.graph import StepGraph
+from weft.inductor.codegen.canonical import symbol
+from weft.inductor.kernel_call import KernelCall, expression_text
+from weft.inductor.multi_tensor.launcher import Launcher
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.passes.schedule_waits import schedule
+from weft.inductor.runtime.placement import place
+from weft.inductor.runtime.writer import write_program
+from weft.inductor.saved import known
+from weft.torch_adapter import OpOverload
+
+_MODULES = {"operator": operator, "math": math}
+
+_HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs with torch and triton{also}."""
+
+import math
+import operator
+
+import torch
+import triton
+import triton.language as tl
+'''
+
+_ELSEWHERE = '''
+
+def elsewhere(what):
+    """Stands for what lives only in the process that compiled the step."""
+
+    def call(*args, **kwargs):
+        raise RuntimeError(f"{what} is not part of this file")
+
+    return call
+'''
+
+_IN_PLACE = '''
+
+def in_place(operation, updated):
+    """The operation, its new values written over the arguments numbered ``updated``."""
+
+    def call(*args):
+        *fresh, = operation(*args)
+        new = [fresh.pop() for _ in updated][::-1]
+        for at, values in zip(updated, new):
+            for old, value in zip(args[at], values):
+                old.copy_(value)
+        return fresh
+
+    return call
+'''
+
+
+def program_file(step: StepGraph) -> str:
+    """The text of the file for ``step``, a graph whose operations are calls of kernels where they can be."""
+    order = schedule(step, None)
+    source, names, _ = write_program(step, order, place(step, order), None)
+    kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
+    bound = list(_bound(names))
+    also = ", and weft for what works on lists of tensors" if _lists(names) else ""
+    parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also)]
+    parts += [text for text in (_IN_PLACE, _ELSEWHERE) if any(re.search(rf"\b{_name(text)}\(", line) for line in bound)]
+    parts += [f"\n\n{function}\n" for function in _functions(kernels.values())]
+    parts += [f"\n\n{_launch(name, call)}" for name, call in kernels.items()]
+    parts += ["\n\n", *(f"{line}\n" for line in bound), f"\n\n{source}", f"\n\n{_script(step)}"]
+    return "".join(parts)
+
+
+def _name(text: str) -> str:
+    return text.split("def ", 1)[1].split("(", 1)[0]
+
+
+# ---- kernels
+
+
+def _functions(calls: Iterable[KernelCall]) -> list[str]:
+    """The functions of all kernels, each once."""
+    found: dict[str, None] = {}
+    for call in calls:
+        _, *functions = call.generated.source.text.split("@triton.jit\n")
+        found |= dict.fromkeys(f"@triton.jit\n{function.rstrip()}" for function in functions)
+    return list(found)
+
+
+def _launch(name: str, call: KernelCall) -> str:
+    """A function that makes the results of a kernel and launches it."""
+    kernel, source = call.generated, call.generated.source
+    words = {buffer: _word(buffer) for buffer in kernel.buffers}
+    given = [words[buffer] for buffer in (*(b.name for b in call.inputs), *call.continued)]
+    lines = [f"def {name}({', '.join([*given, *map(str, call.symbols)])}):"]
+    lines += ['    """', *(f"    {origin}" for origin in call.origins), '    """']
+    for buffer in call.outputs:
+        if buffer.name not in call.continued:
+            layout = f"{expression_text(buffer.sizes)}, {expression_text(buffer.strides)}, dtype={buffer.dtype}"
+            lines.append(f'    {words[buffer.name]} = torch.empty_strided({layout}, device="{buffer.device}")')
+    symbols = {symbol(at): scalar.expression for at, scalar in enumerate(kernel.scalars)}
+    sizes = [(size.xreplace(symbols) if isinstance(size, sympy.Expr) else size, block) for size, block in kernel.blocks]
+    programs = [f"triton.cdiv({expression_text(size)}, {block})" for size, block in sizes]
+    arguments = [*words.values(), *(expression_text(scalar.expression) for scalar in kernel.scalars)]
+    arguments += [f"{constant}={value!r}" for constant, value in source.constants.items()]
+    arguments += [f"num_warps={source.num_warps}", f"num_stages={source.num_stages}"]
+    lines.append(f"    {source.name}[({' * '.join(programs) or '1'},)]({', '.join(arguments)})")
+    lines.append(f"    return [{', '.join(words[buffer.name] for buffer in call.outputs)}]")
+    return "\n".join(lines) + "\n"
+
+
+def _word(buffer: str) -> str:
+    return re.sub(r"\W", "_", buffer)
+
+
+# ---- other names
+
+
+def _bound(names: dict[str, Any]) -> Iterator[str]:
+    """The statements that give the names of a program their values."""
+    for kind in sorted({type(call) for call in _lists(names)}, key=str):
+        yield f"from {kind.__module__} import {kind.__name__}"
+    for name, value in names.items():
+        if value is not torch and not isinstance(value, KernelCall):
+            yield f"{name} = {_expression(value)}"
+
+
+def _expression(value: Any) -> str:
+    if isinstance(value, OpOverload):
+        return f"torch.ops.{value}"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, MultiTensor):
+        return repr(value)
+    if isinstance(value, Launcher):
+        updated = [at for at, _ in value.effects.writes]
+        return f"in_place({value.effects.functional!r}, {updated})" if updated else repr(value.effects.functional)
+    name = getattr(value, "__name__", "")
+    module = next((word for word, module in _MODULES.items() if getattr(module, name, None) is value), None)
+    return f"{module}.{name}" if module else f"elsewhere({name or type(value).__name__!r})"
+
+
+def _lists(names: dict[str, Any]) -> list[MultiTensor]:
+    """The operations on lists of tensors among the values."""
+    calls = [value.effects.functional if isinstance(value, Launcher) else value for value in names.values()]
+    return [call for call in calls if isinstance(call, MultiTensor)]
+
+
+# ---- running it
+
+
+def _script(step: StepGraph) -> str:
+    lines = ['if __name__ == "__main__":', "    run(", "        ["]
+    for entry, node in zip(step.inputs, step.placeholders, strict=True):
+        lines.append(f"            {_zeros(node.meta['val'])},  # {entry.role.value} {entry.path}")
+    return "\n".join([*lines, "        ]", "    )"]) + "\n"
+
+
+def _zeros(val: Any) -> str:
+    if not isinstance(val, torch.Tensor):
+        return repr(known(val))
+    sizes, strides = ([known(n) for n in numbers] for numbers in (val.shape, val.stride()))
+    return f'torch.empty_strided({sizes}, {strides}, dtype={val.dtype}, device="{val.device}").zero_()'

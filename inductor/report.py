@@ -1,0 +1,168 @@
+"""What a step runs on a GPU, in numbers: its kernels beside the memory's bandwidth, what is left to ATen, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from weft.capture.graph import WAIT, StepGraph, is_collective
+from weft.inductor.kernel_call import KernelCall
+from weft.inductor.lowering.registry import LOWERINGS
+from weft.inductor.measure import microseconds
+from weft.inductor.multi_tensor.launcher import Launcher
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.roofline import Gpu
+from weft.inductor.runtime import compile_pool
+from weft.inductor.runtime.geometry import looks_into
+from weft.inductor.runtime.kernel_cache import Resources
+from weft.inductor.runtime.kernel_source import KernelSource
+
+Node = torch.fx.Node
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """One kernel of a step.
+
+    Attributes:
+        count: how often a step launches it.
+        operations: how many operations of the step one launch computes.
+        lines: the user's lines that these come from.
+        bytes: what a launch has to read and write.
+        roofline_us: how long that takes at the GPU's copy bandwidth.
+        resources: what it needs of the GPU; None where it was not compiled.
+        measured_us: how long a launch took on scratch tensors; None where that was not asked for.
+    """
+
+    source: KernelSource
+    count: int
+    operations: int
+    lines: tuple[str, ...]
+    bytes: int
+    roofline_us: float
+    resources: Resources | None
+    measured_us: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+
+@dataclass(frozen=True)
+class AtenCalls:
+    """Calls of one operation that no generated kernel computes, and why not."""
+
+    operation: str
+    count: int
+    why: str
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What a step runs on a GPU.
+
+    Attributes:
+        gpu: the kind of GPU that the numbers are for.
+        graph: the step as calls of kernels.
+        kernels: each different one, those first that move most bytes in a step.
+        calls: what is not generated.
+        seconds: how long each stage of the compilation took.
+        recorded: of each piece that the step runs in, how many calls it has, and why it is no CUDA graph (None where it
+            is one); empty where that is not decided, for want of a GPU.
+    """
+
+    gpu: Gpu
+    graph: StepGraph
+    kernels: list[KernelUse]
+    calls: list[AtenCalls]
+    seconds: Mapping[str, float]
+    recorded: list[tuple[int, str | None]] = field(default_factory=list)
+
+    def measured(self) -> KernelReport:
+        """The same with the time that each kernel takes on the GPU it was compiled for.
+
+        Raises:
+            NotOnGpu: the kernels were generated, but for no GPU of this machine.
+        """
+        calls = {call.generated.source: node for node, call in _kernel_calls(self.graph)}
+        times = {source: microseconds(node) for source, node in calls.items()}
+        return replace(self, kernels=[replace(use, measured_us=times[use.source]) for use in self.kernels])
+
+
+def report(
+    graph: StepGraph, gpu: Gpu, seconds: Mapping[str, float], recorded: list[tuple[int, str | None]] | None = None
+) -> KernelReport:
+    """Describe ``graph``, whose operations are calls of kernels where they can be.
+
+    Kernels that are not loaded on a GPU are compiled for ``gpu``, which need not be there.
+
+    Raises:
+        KernelCompilationFailed, CacheUnusable, TritonMissing: see ``compile_pool.build``.
+    """
+    uses = list(_uses(graph, gpu))
+    missing = [use.source for use in uses if use.resources is None]
+    compiled = dict(zip(missing, compile_pool.build(missing, gpu.arch), strict=True))
+    uses = [replace(use, resources=compiled[use.source].resources) if use.source in compiled else use for use in uses]
+    uses.sort(key=lambda use: -use.bytes * use.count)
+    return KernelReport(gpu, graph, uses, list(_aten_calls(graph)), dict(seconds), recorded or [])
+
+
+def _kernel_calls(graph: StepGraph) -> Iterator[tuple[Node, KernelCall]]:
+    return ((node, node.target) for node in graph.graph.nodes if isinstance(node.target, KernelCall))
+
+
+def _uses(graph: StepGraph, gpu: Gpu) -> Iterator[KernelUse]:
+    same: dict[KernelSource, list[KernelCall]] = {}
+    for _, call in _kernel_calls(graph):
+        same.setdefault(call.generated.source, []).append(call)
+    for source, calls in same.items():
+        lines = dict.fromkeys(origin.split(": ", 1)[1] for call in calls for origin in call.origins if ": " in origin)
+        moved = sum(call.bytes for call in calls) // len(calls)
+        kernel = calls[0].kernel
+        yield KernelUse(
+            source,
+            len(calls),
+            len(calls[0].origins),
+            tuple(lines),
+            moved,
+            moved / gpu.copy_bandwidth * 1e6,
+            getattr(kernel, "resources", None),
+        )
+
+
+# ---- what is not generated
+
+
+def _aten_calls(graph: StepGraph) -> Iterator[AtenCalls]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and not isinstance(node.target, KernelCall) and _computes(node):
+            name = getattr(node.target, "__name__", "") if not hasattr(node.target, "_schema") else str(node.target)
+            counts[name, _why(node)] += 1
+    for (name, why), count in counts.most_common():
+        yield AtenCalls(name, count, why)
+
+
+def _computes(node: Node) -> bool:
+    """Whether a call makes tensors or has an effect: all but views, elements of results and arithmetic on numbers."""
+    val = node.meta.get("val")
+    tensors = isinstance(val, (torch.Tensor, list, tuple))
+    return node.target is not WAIT and (bool(node.meta.get("effect")) or (tensors and not looks_into(node)))
+
+
+def _why(node: Node) -> str:
+    if node.meta.get("effect"):
+        return "Python code of the step"
+    if is_collective(node):
+        return "communicates"
+    if isinstance(node.target, (MultiTensor, Launcher)):
+        return "a kernel over lists of tensors"
+    if getattr(node.target, "overloadpacket", None) in flop_registry or "attention" in str(node.target):
+        return "a library's kernel"
+    if node.target in LOWERINGS:
+        return "not in this case (a layout, a type, no elements, or data decide)"
+    return "no lowering"

@@ -1,0 +1,64 @@
+"""The file of a program, run by another Python with triton's own interpreter, leaves what the program leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from weft.capture.graph import StepGraph
+from weft.capture.tracer import capture_step
+from weft.inductor.compiler import make_kernels
+from weft.inductor.minify import random_inputs
+from weft.inductor.multi_tensor.launcher import Launcher, use_kernels
+from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.program_file import program_file
+from weft.inductor.runtime.aten import compile_aten
+
+_RUN = """
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("program", sys.argv[1])
+program = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(program)
+inputs = torch.load(sys.argv[2])
+kept = list(inputs)
+torch.save([program.run(inputs), kept], sys.argv[3])
+"""
+
+
+def trained() -> StepGraph:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return capture_step(step, (torch.randn(7, 6),)).graph
+
+
+def test_the_file_computes_what_the_program_computes(tmp_path: Path) -> None:
+    step = use_kernels(make_kernels(run_passes(trained(), EVERY_PASS)))
+    assert any(isinstance(node.meta.get("inplace"), Launcher) for node in step.graph.nodes)
+    values = random_inputs(step)
+    program, inputs, found = (tmp_path / name for name in ("program.py", "inputs", "found"))
+    program.write_text(program_file(step))
+    torch.save(values, inputs)
+    environment = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", _RUN, program, inputs, found]
+    subprocess.run(command, env=environment, check=True, timeout=120)
+    results, left = torch.load(found)
+    torch.testing.assert_close(results, compile_aten(step)(*values))
+    torch.testing.assert_close(left, values)
+
+
+def test_each_kernel_says_which_lines_it_came_from() -> None:
+    text = program_file(make_kernels(run_passes(trained(), EVERY_PASS)))
+    assert f"{Path(__file__).name}:" in text
