@@ -95,3 +95,4 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 importlib.import_module("weft.logs").install()
+importlib.import_module("weft.dynamo_entry").install()

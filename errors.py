@@ -5,6 +5,11 @@ A message says what happened, where (rank, mesh axis, the user's file and line) 
 
 from __future__ import annotations
 
+HOW_TO_REDUCE = (
+    "To see which few operations it takes, run again with WEFT_DUMP_DIR=<directory>, where the step's graph is then "
+    "written, and reduce that: python -m weft.inductor.minify <directory>/step_<process>_<number>_graph.py"
+)
+
 
 class WeftError(RuntimeError):
     """Base of all errors raised by weft."""
@@ -17,6 +22,23 @@ class MalformedGraph(WeftError):
         super().__init__(
             f"the graph is malformed: {what}. This is a fault in weft; please report it with\n{neighbourhood}"
         )
+
+
+class MalformedNest(WeftError):
+    """A loop nest broke its grammar: a fault of weft's own."""
+
+    def __init__(self, what: str, nest: str) -> None:
+        super().__init__(
+            f"the loop nest is malformed: {what}. This is a fault in weft; please report it with\n{nest}\n"
+            f"{HOW_TO_REDUCE}"
+        )
+
+
+class UnsupportedNest(WeftError):
+    """A loop nest that is well-formed, but not the work of one kernel."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"one kernel cannot compute {what}: the nests must not be joined")
 
 
 class UncapturableMutation(WeftError):
@@ -132,6 +154,16 @@ class UncapturableLayout(WeftError):
             "only. Use a "
             "dense gradient (sparse=False), call .to_dense() before the step, or run the step uncompiled with "
             'weft.compile(..., fallback="eager")'
+        )
+
+
+class UnstridedArgument(WeftError):
+    """An argument of the step is a tensor that is not strided."""
+
+    def __init__(self, path: str, layout: object) -> None:
+        super().__init__(
+            f"{path} is a {layout} tensor, and graphs hold strided ones only: pass {path}.to_dense(), or run the step "
+            'uncompiled with weft.compile(..., fallback="eager")'
         )
 
 
@@ -262,7 +294,7 @@ class VerifyFailed(WeftError):
         super().__init__(
             f"the compiled step differs from the eager one in {len(differences)} tensors:\n  {shown}\n"
             "Either the step is not deterministic (run it twice eagerly to see) or this is a fault in weft; "
-            "please report it."
+            f"please report it. {HOW_TO_REDUCE}"
         )
 
 
@@ -441,3 +473,89 @@ class CannotInitialize(WeftError):
             "that fills "
             "its parameters and buffers, or build that module off the meta device"
         )
+
+
+# ---- inductor: kernels
+
+
+class TritonMissing(WeftError):
+    """A kernel was to be made and triton is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__("weft's kernels need triton, which is not installed: `pip install triton` (3.6 to 3.9)")
+
+
+class KernelCompilationFailed(WeftError):
+    """Triton did not accept a generated kernel. `reason` is what it said."""
+
+    def __init__(self, name: str, reason: str, text: str) -> None:
+        self.reason = reason
+        super().__init__(
+            f"kernel {name} does not compile: {reason}\nThis is a fault in weft; please report it with the text of "
+            f"the kernel:\n{text}\n{HOW_TO_REDUCE}"
+        )
+
+
+class NotOnGpu(WeftError):
+    """A kernel was to be measured that runs on no GPU."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__(
+            f"kernel {kernel} cannot be measured: it was generated, but not for a GPU of this machine. Run the step on "
+            "a GPU, and measure what weft.explain(step) says of it there"
+        )
+
+
+class NothingToReduce(WeftError):
+    """A graph was to be reduced that has no fault by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "without its collectives, hooks and random numbers, which cannot be made again outside the step, the graph "
+            "does not fail: report the file as it is"
+        )
+
+
+class UnsupportedKernelArgument(WeftError):
+    """A kernel has an argument of a type that cannot be passed to it: a fault of weft's own."""
+
+    def __init__(self, kernel: str, argument: str, kind: str) -> None:
+        super().__init__(
+            f"kernel {kernel} takes {argument} as {kind}, which the launcher does not pass. This is a fault in weft; "
+            "please report it"
+        )
+
+
+class CudaError(WeftError):
+    """A function of CUDA's driver failed."""
+
+    def __init__(self, what: str, name: str, meaning: str) -> None:
+        super().__init__(
+            f"{what} failed with {name}: {meaning}. An error of an earlier kernel may show only here: run again with "
+            "CUDA_LAUNCH_BLOCKING=1 to see which one it is"
+        )
+
+
+class ReplayFailed(WeftError):
+    """A recorded step could not be run again: an error of the GPU, in this call or in work before it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"running the recorded step failed: {error}\nThe GPU reports errors late, so the operation at fault may be "
+            "any of the step's, or one before it. Run again with WEFT_CUDA_GRAPHS=0 and CUDA_LAUNCH_BLOCKING=1, which "
+            "starts kernels one by one and names the line"
+        )
+
+
+class NoCudaDriver(WeftError):
+    """A kernel was to be loaded on a machine without CUDA's driver."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"libcuda.so.1, which NVIDIA's driver brings, cannot be loaded: {error}")
+
+
+class CacheUnusable(WeftError):
+    """What was compiled cannot be kept, or not be read."""
+
+    def __init__(self, directory: str, error: OSError) -> None:
+        super().__init__(f"the cache in {directory} cannot be used: {error}. Set WEFT_CACHE_DIR to another directory")

@@ -34,7 +34,25 @@ agreement_timeout_s: Annotated[
     float, "Seconds that a rank waits for the others to say which graph they captured before it gives up."
 ] = 30.0
 
+autotune: Annotated[bool, "Measure kernels that have alternatives on the GPU, and keep the fastest in the cache."] = (
+    False
+)
+
 bucket_mib: Annotated[int, "Most MiB of inputs that neighbouring collectives handed over together may have."] = 256
+
+cuda_graphs: Annotated[bool, "Record steps as CUDA graphs: whole, or in pieces where not all can be recorded."] = True
+
+disable_passes: Annotated[str, "Names of passes over the graph that are left out, separated by commas."] = ""
+
+dump_dir: Annotated[
+    str,
+    "Directory where each step that is compiled is written: `..._graph.py`, which `python -m weft.inductor.minify`"
+    " reduces where kernels go wrong, and `..._program.py`, what runs as one file; none where it is empty.",
+] = ""
+
+cache_dir: Annotated[str, "Directory of compiled kernels and measurements; all in it can be made again."] = (
+    "~/.cache/weft"
+)
 
 prefetch_mib: Annotated[
     int,
@@ -43,6 +61,10 @@ prefetch_mib: Annotated[
 ] = 1024
 
 recapture_limit: Annotated[int, "How often a step is captured anew before a warning says what keeps changing."] = 8
+
+record_collectives: Annotated[
+    bool, "Record steps that communicate over NCCL as CUDA graphs too; otherwise they run kernel by kernel."
+] = False
 
 verify: Annotated[
     bool, "Run the first call of every compiled step also uncompiled, and compare loss, gradients and state."

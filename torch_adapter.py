@@ -46,6 +46,38 @@ def is_plain_tensor_type(kind: type) -> bool:
     return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 
+class _FakesUnnoticed(ModuleType):
+    """``torch._subclasses`` while libraries are not to see fakes: for them nothing is a ``FakeTensor``."""
+
+    asked: list[str]
+
+    @property
+    def FakeTensor(self) -> type:
+        module = sys._getframe(1).f_globals.get("__name__", "")
+        if module.partition(".")[0] == "torch":
+            return FakeTensor
+        self.asked.append(module)
+        return _NoTensor
+
+
+class _NoTensor:
+    """What no tensor is an instance of."""
+
+
+@contextlib.contextmanager
+def fakes_unnoticed() -> Iterator[list[str]]:
+    """A library that asks whether a tensor is fake hears that it is not; yields the names of the modules that asked."""
+    module: Any = torch._subclasses
+    asked: list[str] = []
+    module.__class__ = _FakesUnnoticed
+    module.__dict__["asked"] = asked
+    try:
+        yield asked
+    finally:
+        module.__class__ = ModuleType
+        del module.__dict__["asked"]
+
+
 @contextlib.contextmanager
 def only_mode(*modes: TorchDispatchMode) -> Iterator[None]:
     """Run with exactly these dispatch modes and no function mode in between."""
@@ -304,6 +336,43 @@ def symbol_of(number: torch.SymInt | torch.SymFloat) -> Any:
     return number.node._expr
 
 
+def expression(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """The sympy expression of a symbolic number, with all that its trace found equal put in."""
+    return number.node.expr
+
+
+def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
+    """The mode of a graph's fake tensors; a new one where it has none."""
+    vals = (node.meta.get("val") for node in graph.nodes)
+    return next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), None) or FakeTensorMode()
+
+
+def symbolic_size(fake_mode: FakeTensorMode, size: Any) -> torch.SymInt | int:
+    """A size of a fake tensor for a sympy expression over the symbols of its mode."""
+    return shape_env_of(fake_mode).create_symintnode(size, hint=None)
+
+
+def symbolic_number(fake_mode: FakeTensorMode, kind: str, expression: Any) -> Any:
+    """A SymInt, SymFloat or SymBool (``kind``) for a sympy expression over the symbols of a mode."""
+    shape_env = shape_env_of(fake_mode)
+    if kind == "SymBool":
+        return shape_env.create_symboolnode(expression)
+    make = {"SymInt": shape_env.create_symintnode, "SymFloat": shape_env.create_symfloatnode}[kind]
+    return make(expression, hint=None)
+
+
+def new_fake(
+    mode: FakeTensorMode, device: torch.device, dtype: torch.dtype, sizes: Any, strides: Any, offset: Any, storage: Any
+) -> FakeTensor:
+    """A fake tensor by its layout, in the storage of a fake, or for None in one of its own."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        if storage is None:
+            meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+        else:
+            meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, sizes, strides)
+    return FakeTensor(mode, meta, device)
+
+
 def replaced(shape_env: ShapeEnv, symbol: Any) -> Any:
     """What a trace found a symbol to be equal to, in the end; itself where to nothing."""
     return shape_env.replace(symbol)
@@ -479,7 +548,79 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
     )
 
 
+# ---- torch.compile's door
+
+
+def aot_autograd(compile_graph: Callable[..., Any], *, recompute: bool) -> Callable[..., Any]:
+    """A backend of Dynamo's that hands ``compile_graph`` functional ATen graphs: of inference, forward and backward.
+
+    Written inputs are written by ``copy_`` at the end of a graph wherever autograd allows it. Nothing is decomposed
+    that ATen's own autograd and functionalization do not take apart.
+
+    Args:
+        compile_graph: called with a graph module and its inputs; returns a callable over the list of inputs.
+        recompute: whether backward computes what is cheap again (torch's min-cut), or gets what eager would save.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+    return aot_autograd(
+        fw_compiler=compile_graph,
+        partition_fn=min_cut_rematerialization_partition if recompute else default_partition,
+        decompositions={},
+        keep_inference_input_mutations=True,
+    )
+
+
+def offer_backend(name: str, entry_point: Any) -> None:
+    """Let Dynamo, which is imported already, find a backend where it has not found one of that name."""
+    from torch._dynamo.backends import registry
+
+    registry._BACKENDS.setdefault(name, entry_point)
+
+
+def dynamo_source(placeholder: torch.fx.Node) -> str:
+    """Where the input of a graph of Dynamo's comes from, as Dynamo writes it; "" where it does not say."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return "" if source is None else str(source.name)
+
+
+def aot_input_index(placeholder: torch.fx.Node) -> int | None:
+    """Which input of the graph given to AOTAutograd a placeholder is; None for saved values, gradients, sizes."""
+    described: Any = placeholder.meta.get("desc")
+    return described.idx if type(described).__name__ == "PlainAOTInput" else None
+
+
+def wants_fake_data(error: Exception) -> bool:
+    """Whether torch raised because a kernel written in C++ looked for the numbers in a fake tensor."""
+    return "its data is not allocated yet" in str(error)
+
+
+def scripted_from(function: Any) -> Callable[..., Any] | None:
+    """The Python function that `torch.jit.script` compiled, None where it was loaded from a file."""
+    return getattr(function, "_torchdynamo_inline", None)
+
+
 # ---- execution: what a generated program needs
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors, views included, hold on to the memory of this one (and Python, where it looked at it)."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def abandon_capture(device: torch.device, pool: Any) -> None:
+    """Give back what a CUDA graph whose capture could not even be ended holds of the allocator."""
+    with contextlib.suppress(RuntimeError):  # done by torch, where it came so far
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+
+
+def backend_of_group(name: str, device: str) -> str:
+    """The backend that a process group communicates over for tensors on this kind of device."""
+    group = dist.distributed_c10d._resolve_process_group(cast(Any, name))
+    backends = dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend_config(group)))
+    return str(backends.get_device_backend_map().get(device, ""))
 
 
 def kernel(op: OpOverload) -> Callable[..., Any]:
@@ -512,6 +653,13 @@ def range_of(shape_env: ShapeEnv, symbol: Any) -> tuple[int, int | None]:
     bounds = shape_env.var_to_range[symbol]
     low, high = cast(Any, bounds.lower), cast(Any, bounds.upper)
     return int(low), None if high > 2**62 else int(high)
+
+
+def known_of(shape_env: ShapeEnv, symbol: Any) -> str:
+    """All that is known of a symbol, as text: its range, and of a size its value in the captured call."""
+    return (
+        f"{shape_env.var_to_range.get(symbol)}, {shape_env.backed_var_to_val.get(symbol) if symbol.is_integer else ''}"
+    )
 
 
 def world_size() -> int:
