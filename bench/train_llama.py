@@ -1,9 +1,11 @@
-"""Train Llama shapes sharded over all GPUs: weft beside torch's FSDP2, in the same processes and on the same data.
+"""Train Llama shapes on all GPUs: weft beside torch's FSDP2 and DDP, in the same processes and on the same data.
 
-    torchrun --nproc-per-node 8 bench/train_llama.py --size 1b 8b --impl fsdp2 fsdp2+compile weft
+    torchrun --nproc-per-node 8 bench/train_llama.py --size 8b --impl fsdp2+compile fsdp2+compile-keep-bf16 compute weft
+    torchrun --nproc-per-node 8 bench/train_llama.py --size 1b --batch 2 --impl ddp+compile compute weft-replicate
 
-Every implementation starts from the same weights and sees the same batches, so that losses can be compared. Prints a
-table with ratios to the first implementation and writes one JSON line a run to ``--out``.
+Sharded implementations start from the same weights and all see the same batches, so that losses can be compared.
+``compute`` is forward and backward of an unsharded model, with no communication and no optimizer: what communication has
+to hide behind. Prints a table with ratios to the first implementation and writes one JSON line a run to ``--out``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +50,12 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", nargs="+", default=["1b"], choices=list(SHAPES))
-    parser.add_argument("--impl", nargs="+", default=["fsdp2", "fsdp2+compile", "weft"], choices=list(BUILDERS))
+    parser.add_argument("--impl", nargs="+", default=["fsdp2", "fsdp2+compile", "weft"], choices=list(IMPLEMENTATIONS))
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--no-reshard", action="store_true", help="keep gathered weights until backward")
+    parser.add_argument("--memory-limit", type=float, help="GiB a rank that weft may use")
+    parser.add_argument("--no-clip", action="store_true", help="leave out the clipping of gradients by their norm")
     parser.add_argument("--out", type=Path, default=Path("out/train_llama.jsonl"))
     return parser.parse_args()
 
@@ -70,7 +75,7 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
     reset(device)
     with torch.device("meta"):
         model = Llama(shape)
-    step = BUILDERS[impl](model, mesh, not options.no_reshard, device)
+    step = IMPLEMENTATIONS[impl](Bench(model, mesh, device, options))
     data = torch.Generator(device).manual_seed(1000 + dist.get_rank())
     losses, times, first = [], [], 0.0
     for at in range(options.steps):
@@ -96,7 +101,8 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
         "world": dist.get_world_size(),
         "length": options.length,
         "batch": options.batch,
-        "reshard": not options.no_reshard,
+        "memory_limit": options.memory_limit,
+        "clip": not options.no_clip,
         "step_ms": median * 1e3,
         "best_ms": min(times[5:]) * 1e3,
         "tokens_per_second": tokens,
@@ -123,14 +129,20 @@ def synchronize(device: torch.device) -> None:
     dist.barrier()
 
 
-def train_step(model: torch.nn.Module) -> Step:
+def train_step(
+    model: torch.nn.Module, clip: bool = True, optimize: bool = True, autocast: torch.device | None = None
+) -> Step:
+    """An ordinary step of ``model``; without ``optimize`` it is forward and backward only."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = model(ids, labels)
+        with torch.autocast(autocast.type, torch.bfloat16) if autocast else nullcontext():
+            loss = model(ids, labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        if clip and optimize:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if optimize:
+            optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
@@ -147,37 +159,96 @@ def fill(model: torch.nn.Module, device: torch.device) -> None:
             local.fill_(1.0) if parameter.dim() == 1 else local.normal_(0.0, 0.02, generator=draws)
 
 
-def sharded(shard: Callable[..., Any], model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
-    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fill(model, device)
-    return train_step(model)
+# ---- implementations
 
 
-def fsdp2(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
-    return sharded(torch_fsdp.fully_shard, model, mesh, reshard, device)
+@dataclass(frozen=True)
+class Bench:
+    """What an implementation makes its step from; the model is on the meta device."""
+
+    model: Llama
+    mesh: DeviceMesh
+    device: torch.device
+    options: argparse.Namespace
+
+    def sharded(self, shard: Callable[..., Any], keep: bool = False, reduce: torch.dtype = torch.float32) -> Step:
+        """Block by block, gathered in bfloat16; ``keep`` holds gathered weights until backward."""
+        policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+        for module in (*self.model.blocks, self.model):
+            shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=not keep)
+        fill(self.model, self.device)
+        return self.step()
+
+    def step(self, **how: Any) -> Step:
+        return train_step(self.model, clip=not self.options.no_clip, **how)
 
 
-def fsdp2_compile(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
-    for block in model.blocks:
+def fsdp2(bench: Bench) -> Step:
+    return bench.sharded(torch_fsdp.fully_shard)
+
+
+def fsdp2_compile(bench: Bench, **how: Any) -> Step:
+    for block in bench.model.blocks:
         block.compile(fullgraph=True)
-    return fsdp2(model, mesh, reshard, device)
+    return bench.sharded(torch_fsdp.fully_shard, **how)
 
 
-def weft_eager(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
-    return sharded(weft.fully_shard, model, mesh, reshard, device)
+def fsdp2_compile_keep(bench: Bench) -> Step:
+    return fsdp2_compile(bench, keep=True)
 
 
-def weft_compiled(model: Llama, mesh: DeviceMesh, reshard: bool, device: torch.device) -> Step:
-    return weft.compile(weft_eager(model, mesh, reshard, device))
+def fsdp2_compile_keep_bf16(bench: Bench) -> Step:
+    return fsdp2_compile(bench, keep=True, reduce=torch.bfloat16)
 
 
-BUILDERS: dict[str, Callable[..., Step]] = {
+def ddp_compile(bench: Bench) -> Step:
+    fill(bench.model, bench.device)
+    on = [bench.device] if bench.device.type == "cuda" else None
+    replicated = torch.nn.parallel.DistributedDataParallel(bench.model, device_ids=on, gradient_as_bucket_view=True)
+    compiled: Any = torch.compile(replicated)
+    return train_step(compiled, clip=not bench.options.no_clip, autocast=bench.device)
+
+
+def compute(bench: Bench) -> Step:
+    """Compiled block by block in bfloat16, each rank by itself."""
+    bench.model.bfloat16()
+    for block in bench.model.blocks:
+        block.compile(fullgraph=True)
+    fill(bench.model, bench.device)
+    return bench.step(optimize=False)
+
+
+def weft_eager(bench: Bench) -> Step:
+    return bench.sharded(weft.fully_shard)
+
+
+def weft_sharded(bench: Bench) -> Step:
+    return weft.compile(weft_eager(bench), memory_limit=bench.options.memory_limit)
+
+
+def weft_replicate(bench: Bench) -> Step:
+    fill(bench.model, bench.device)
+    weft.replicate(bench.model, mesh=bench.mesh)
+    return weft.compile(bench.step(autocast=bench.device), memory_limit=bench.options.memory_limit)
+
+
+def weft_compute(bench: Bench) -> Step:
+    """What ``compute`` does, by weft's kernels."""
+    bench.model.bfloat16()
+    fill(bench.model, bench.device)
+    return weft.compile(bench.step(optimize=False))
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Bench], Step]] = {
     "fsdp2": fsdp2,
     "fsdp2+compile": fsdp2_compile,
-    "weft": weft_compiled,
+    "fsdp2+compile-keep": fsdp2_compile_keep,
+    "fsdp2+compile-keep-bf16": fsdp2_compile_keep_bf16,
+    "ddp+compile": ddp_compile,
+    "compute": compute,
+    "weft": weft_sharded,
+    "weft-replicate": weft_replicate,
+    "weft-compute": weft_compute,
     "weft-eager": weft_eager,
 }
 
@@ -192,7 +263,7 @@ def report(size: str, rows: list[dict[str, Any]], out: Path) -> None:
     for row in rows:
         apart = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
         print(
-            f"  {row['impl']:14} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.2f} of {base['impl']})"
+            f"  {row['impl']:24} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.2f} of {base['impl']})"
             f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
             f"  first step {row['first_step_s']:.1f} s  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f},"
             f" at most {apart:.2e} apart",
