@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 8 bench/train_llama.py --size 1b --batch 2 --impl ddp+compile compute weft-replicate
 
 Sharded implementations start from the same weights and all see the same batches, so that losses can be compared.
-``compute`` is forward and backward of an unsharded model, with no communication and no optimizer: what communication has
-to hide behind. Prints a table with ratios to the first implementation and writes one JSON line a run to ``--out``.
+``compute`` is forward and backward of an unsharded model, with no communication and no optimizer: what communication
+has to hide behind. Prints a table with ratios to the first implementation and writes one JSON line a run to ``--out``.
 """
 
 from __future__ import annotations
