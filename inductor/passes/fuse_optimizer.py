@@ -43,7 +43,7 @@ def fuse_optimizer(step: StepGraph) -> StepGraph:
             _fuse_adam(step.graph, node, _ADAMS[node.target])
         elif node.target in _SGDS:
             _fuse_sgd(step.graph, node)
-        elif node.target is aten.stack.default:
+        elif node.target in (aten.stack.default, aten.cat.default):
             _fuse_norms(step.graph, node)
     drop_dead(step.graph)
     fuse_foreach_chains(step.graph)
@@ -86,10 +86,9 @@ def _fuse_sgd(graph: torch.fx.Graph, node: Node) -> None:
 
 
 def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
-    """``stack`` of whole tensors' norms."""
-    given = node.args[0]
-    assert isinstance(given, (list, tuple))
-    if len(node.args) > 1 or node.kwargs or not given:
+    """``stack`` of whole tensors' norms, or what it decomposes to."""
+    given = _stacked(node)
+    if not given:
         return
     measured = [_measured(norm) for norm in given]
     if any(m is None or len(norm.users) > 1 for m, norm in zip(measured, given, strict=True)):  # type: ignore[union-attr]
@@ -102,6 +101,17 @@ def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
     call = Norm(orders.pop())
     ((norms,),) = list_call(graph, node, call, (tensors,), [[node.meta["val"]]])
     node.replace_all_uses_with(norms)
+
+
+def _stacked(node: Node) -> list[Node]:
+    """The 0-dim values that ``node`` puts side by side; none where it does something else."""
+    given: Any = node.args[0]
+    if len(node.args) > 1 or node.kwargs or node.meta["val"].dim() != 1:
+        return []
+    if node.target is aten.stack.default:
+        return list(given)
+    single = all(part.target is aten.unsqueeze.default and len(part.users) == 1 for part in given)
+    return [part.args[0] for part in given] if single else []
 
 
 def _measured(norm: Any) -> tuple[Node, float] | None:

@@ -279,3 +279,20 @@ def test_norms_that_something_else_reads_are_left_alone() -> None:
     norms = build.pick(build.call(aten._foreach_norm.Scalar, a, 2.0))
     build.returns(build.call(aten.stack.default, norms), norms[0])
     assert calls(fused(build.build())) == []
+
+
+def test_norms_side_by_side_are_one_call_however_they_got_there() -> None:
+    build = StepBuilder()
+    (a,) = lists(build, 1)
+    norms = build.pick(build.call(aten._foreach_norm.Scalar, a, 2.0))
+    stacked = build.call(aten.cat.default, [build.call(aten.unsqueeze.default, norm, 0) for norm in norms])
+    build.returns(build.call(aten.linalg_vector_norm.default, stacked))
+    assert calls(fused(build.build())) == [Norm]
+
+
+def test_rows_side_by_side_are_no_norms() -> None:
+    build = StepBuilder()
+    (a,) = lists(build, 1)
+    rows = [build.call(aten.unsqueeze.default, build.call(aten.reshape.default, node, [-1]), 0) for node in a[:1]]
+    build.returns(build.call(aten.cat.default, rows))
+    assert calls(fused(build.build())) == []
