@@ -243,8 +243,13 @@ class _Fuser:
                 return False
         mine, others = _axes_of(left), _axes_of(right)
         if len(both.overs) > 1:
-            # Rows and columns of one space, not a sum and the sum of its parts.
-            if mine != others or not frozenset().union(*both.overs) <= mine:
+            # Rows and columns of one space, not a sum and the sum of its parts; what is done once a row adds none.
+            once = any(
+                _rows(narrow, wide, over) and not part.overs
+                for narrow, wide, part in ((mine, others, left), (others, mine, right))
+                for over in both.overs
+            )
+            if not (mine == others or once) or not frozenset().union(*both.overs) <= mine | others:
                 return False
         else:
             over = next(iter(both.overs), frozenset())

@@ -20,6 +20,7 @@ from weft.inductor.ops import OPS
 
 _CHEAP = 24  # instructions a value may cost to be computed in several places
 _NOTHING = 3  # instructions a value may cost to be computed again and again for the same point
+_MOST_MASKED = 4  # positions a masked load may stand at for each one that its mask lets through
 _LONGEST = 256  # values a nest may grow to: registers are finite
 _MOST_READS = 24
 
@@ -124,12 +125,18 @@ def _free(producer: _Producer, nest: Nest, name: str, lowered: Lowered) -> bool:
 
 
 def _once(producer: _Producer, nest: Nest, name: str) -> bool:
-    """Whether the reader computes no point of the producer more than once or so."""
+    """Whether the reader computes no point of the producer more than once or so.
+
+    A part of a concatenation is read under a mask: elsewhere it costs instructions, but no memory is read.
+    """
     loads = [load for load in nest.reads if load.buffer == name]
-    if len(loads) > 1 and producer.cost > _CHEAP:
+    cheap = producer.cost <= _CHEAP
+    if len(loads) > 1 and not cheap:
         return False
     points = _points(producer.nest.sizes)
-    return all(_points([nest.sizes[axis] for axis in _walked(nest, load)]) <= points for load in loads)
+    most = [points * (_MOST_MASKED if cheap and load.mask is not None else 1) for load in loads]
+    walked = [_points([nest.sizes[axis] for axis in _walked(nest, load)]) for load in loads]
+    return all(here <= limit for here, limit in zip(walked, most, strict=True))
 
 
 def _walked(nest: Nest, load: Load) -> frozenset[int]:

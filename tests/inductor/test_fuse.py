@@ -79,6 +79,22 @@ def test_layer_norm_backward_is_one_pass_and_two_small_sums() -> None:
     assert not {"args_0", "args_3"} & frozenset().union(*(kernel.reads for kernel in small))
 
 
+def test_rms_norm_written_out_goes_backward_in_one_pass_and_a_small_sum() -> None:
+    """With the residual's gradient added: what is done once a row stands between its sum and the row's elements."""
+    x, w, dy, residual = (randn(512, 256), randn(256), randn(512, 256), randn(512, 256))
+
+    def step(x, w, dy, residual):
+        x, w = (t.detach().requires_grad_() for t in (x, w))
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+        dx, dw = grads((x * scale * w * dy).sum(), x, w)
+        return dx + residual, dw
+
+    found = kernels(step, x, w, dy, residual)
+    whole = [kernel for kernel in found if len(kernel.nest.sizes) > 1 and len(kernel.nest.stores) > 1]
+    assert len(whole) == 1
+    assert len(found) <= 3  # the scale of each row, the pass over the rows, the sum of its partial sums
+
+
 def test_cross_entropy_forward_and_backward_share_a_kernel() -> None:
     def step(logits, labels):
         logits = logits.detach().requires_grad_()
