@@ -559,3 +559,170 @@ class CacheUnusable(WeftError):
 
     def __init__(self, directory: str, error: OSError) -> None:
         super().__init__(f"the cache in {directory} cannot be used: {error}. Set WEFT_CACHE_DIR to another directory")
+
+
+class InvalidCluster(WeftError):
+    """The description of a cluster says something it cannot say."""
+
+    def __init__(self, file: str, what: str) -> None:
+        super().__init__(f"{file}: {what}. docs/clusters.md has all keys of such a file")
+
+
+class NoClusterHere(WeftError):
+    """No description fits the machine."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"no description of a cluster fits this machine, which has {found}. Name one, or a path, as "
+            "WEFT_CLUSTER=h200x8, or measure one here: weft calibrate"
+        )
+
+
+class GroupGone(WeftError):
+    """The ranks of a process group are asked for where there is no such group."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__(
+            f"the step communicates over {group!r}, and this process has no such process group: ask inside the "
+            "weft.fake_world, or before the destroy_process_group, that the step was captured in"
+        )
+
+
+class CannotCarry(WeftError):
+    """A transport was chosen for a collective that it does not serve."""
+
+    def __init__(self, transport: str, kind: str, dtype: str, group: str, nodes: int) -> None:
+        super().__init__(
+            f"transport {transport} does not carry an {kind} of {dtype} over {group!r}, which is on {nodes} "
+            f"node{'s' if nodes > 1 else ''}: see weft.inductor.comm.collective_cost.transports_for"
+        )
+
+
+class LinkMissing(WeftError):
+    """A cluster's description does not say what joins the ranks of a group."""
+
+    def __init__(self, cluster: str, link: str, group: str, ranks: int, nodes: int) -> None:
+        super().__init__(
+            f"{group!r} has {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''} of cluster {cluster}, whose "
+            f"description has no [{link}]: add the bandwidth and latency of that link, or correct gpus_per_node"
+        )
+
+
+class RandomStepUnverified(WeftError):
+    """A step that draws random numbers was to be compared with its eager run, which draws others."""
+
+    def __init__(self, operation: str, line: str) -> None:
+        where = f" at {line}" if line else ""
+        super().__init__(
+            f"the step cannot be verified: {operation}{where} draws random numbers, and generated kernels draw others "
+            "than eager does. Verify it with dropout set to 0, or with mode=\"bitwise\", which draws eager's"
+        )
+
+
+# ---- inductor: memory of peers
+
+
+class MulticastNotOff(WeftError):
+    """GPUs were to share memory where libraries may switch NVLink multicast on."""
+
+    def __init__(self, wrong: list[str]) -> None:
+        super().__init__(
+            "GPUs cannot share memory before NVLink multicast is off in NCCL, torch and NVSHMEM: "
+            f"{', '.join(wrong)}. Set all three in the environment of every rank, before it starts: "
+            "NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1"
+        )
+
+
+class PeersUnreachable(WeftError):
+    """The ranks of a group cannot address each other's memory."""
+
+    def __init__(self, axis: str, why: str) -> None:
+        super().__init__(
+            f"the ranks over {axis!r} cannot address each other's memory: {why}. Collectives over them have to "
+            "stay with NCCL, which is what a step gets that is compiled on such machines"
+        )
+
+
+class ArenaMismatch(WeftError):
+    """Ranks planned different uses of the memory that they share."""
+
+    def __init__(self, axis: str, rank: int, why: str) -> None:
+        super().__init__(
+            f"ranks over {axis!r} planned their shared memory differently: {why}. This is rank {rank}. The sizes of "
+            "gathered and reduced tensors, WEFT_ knobs and versions of weft have to be the same on all ranks"
+        )
+
+
+class PeerTimeout(WeftError):
+    """A rank did not come to a collective over shared memory in time. ``rank`` is its number in the world."""
+
+    def __init__(self, rank: int, axis: str, collective: str, seconds: float) -> None:
+        self.rank = rank
+        super().__init__(
+            f"rank {rank} (axis {axis!r}) did not come to {collective} within {seconds:g} s. Its process is "
+            "alive: look at its log and its stack (py-spy dump), it may wait for data, a checkpoint or another "
+            "collective, or may have raised. WEFT_PEER_TIMEOUT_S waits longer. This step and its results are lost: "
+            "restart from a checkpoint"
+        )
+
+
+class PeerLost(WeftError):
+    """A rank that a collective over shared memory waited for is dead. ``rank`` is its number in the world."""
+
+    def __init__(self, rank: int, axis: str, collective: str, seconds: float) -> None:
+        self.rank = rank
+        super().__init__(
+            f"rank {rank} (axis {axis!r}) died: it did not come to {collective} within {seconds:g} s, and its "
+            "process has ended. Look at its log first, and at the system's (out of memory). This step and its results "
+            "are lost: restart from a checkpoint"
+        )
+
+
+class ScheduleTimeout(WeftError):
+    """Ranks did not come to agree on the schedule of a step."""
+
+    def __init__(self, rank: int, missing: str, seconds: float) -> None:
+        super().__init__(
+            f"rank {rank} waited {seconds:g} s for the schedule of the step, and {missing} did not come. Such a rank "
+            "may still compile, with a cold cache: look at its log and its stack (py-spy dump). "
+            "WEFT_SCHEDULE_TIMEOUT_S waits longer"
+        )
+
+
+class ScheduleLost(WeftError):
+    """Rank 0 could not make the schedule of a step, so no rank can go on."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"rank 0 could not make the schedule of the step, see its log: {why}")
+
+
+class ScheduleMismatch(WeftError):
+    """The graphs of ranks differ so much that no one order of their collectives runs on all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the kernels of this rank are others than those of the rest, since sizes differ between ranks, and no "
+            "order of its collectives is that of the others. Pad batches to one size, or mark the size that differs "
+            "with weft.mark_dynamic"
+        )
+
+
+class MemoryLimitUnreachable(WeftError):
+    """No order of a step's operations was found that needs as little memory as it may use.
+
+    Attributes:
+        limit: bytes that it may use.
+        peak: bytes that the least demanding order holds.
+        task: what runs when it does.
+        inputs: those of them that hold the step's inputs.
+        held: the largest of the others, each with the operation that makes it.
+    """
+
+    def __init__(self, limit: int, peak: int, task: str, inputs: int, held: list[tuple[int, str]]) -> None:
+        self.limit, self.peak, self.task, self.inputs, self.held = limit, peak, task, inputs, held
+        largest = ", ".join(f"{size:,} of {maker}" for size, maker in held)
+        super().__init__(
+            f"no order of the step's operations fits {limit:,} bytes: the least demanding holds {peak:,} while {task} "
+            f"runs, {inputs:,} of them inputs. The largest others are {largest}. Allow {peak - limit:,} bytes more, "
+            "take a smaller batch, checkpoint activations, or shard over more ranks"
+        )

@@ -148,6 +148,11 @@ def autograd_engine_entry() -> tuple[ModuleType, str]:
     return torch.autograd.graph, "_engine_run_backward"
 
 
+def gpu_context_entry() -> tuple[ModuleType, str]:
+    """Module and name of the function that starts CUDA when the first fake of a GPU's tensor is made."""
+    return fake_tensor, "init_gpu_context"
+
+
 def device_context_type() -> type:
     """The class behind `with torch.device(...)` and `torch.set_default_device`; its `__init__` takes a device."""
     return DeviceContext
@@ -238,6 +243,11 @@ def dtensor_with(local: torch.Tensor, spec: Any) -> Any:
 def group_rank(group_name: str) -> int:
     """This process's rank in the process group of that name."""
     return torch._C._distributed_c10d._resolve_process_group(cast(Any, group_name)).rank()
+
+
+def group_ranks(group_name: str) -> tuple[int, ...]:
+    """Ranks of the world that are in the process group of that name, in its order. Raises RuntimeError without one."""
+    return tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(cast(Any, group_name))))
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
@@ -551,7 +561,9 @@ def data_dependent_errors() -> tuple[type[Exception], ...]:
 # ---- torch.compile's door
 
 
-def aot_autograd(compile_graph: Callable[..., Any], *, recompute: bool) -> Callable[..., Any]:
+def aot_autograd(
+    compile_graph: Callable[..., Any], simplify: Callable[[torch.fx.Graph], None], *, recompute: bool
+) -> Callable[..., Any]:
     """A backend of Dynamo's that hands ``compile_graph`` functional ATen graphs: of inference, forward and backward.
 
     Written inputs are written by ``copy_`` at the end of a graph wherever autograd allows it. Nothing is decomposed
@@ -559,14 +571,21 @@ def aot_autograd(compile_graph: Callable[..., Any], *, recompute: bool) -> Calla
 
     Args:
         compile_graph: called with a graph module and its inputs; returns a callable over the list of inputs.
+        simplify: changes the graph of forward and backward together, before they are taken apart.
         recompute: whether backward computes what is cheap again (torch's min-cut), or gets what eager would save.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
+    partition = min_cut_rematerialization_partition if recompute else default_partition
+
+    def simplified(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        simplify(joint.graph)
+        return partition(joint, *args, **kwargs)
+
     return aot_autograd(
         fw_compiler=compile_graph,
-        partition_fn=min_cut_rematerialization_partition if recompute else default_partition,
+        partition_fn=simplified,
         decompositions={},
         keep_inference_input_mutations=True,
     )
@@ -747,3 +766,36 @@ def default_store() -> dist.Store:
 def map_leaves(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
     """``tree`` with ``function`` applied to its leaves of this type."""
     return _pytree.tree_map_only(kind, function, tree)
+
+
+# ---- symmetric memory
+
+
+def process_group(group_name: str) -> dist.ProcessGroup:
+    """The process group of that name. Raises RuntimeError without one."""
+    return distributed_c10d._resolve_process_group(cast(Any, group_name))
+
+
+def can_share_gpu_memory() -> bool:
+    """Whether this torch has symmetric memory on GPUs."""
+    return torch.cuda.is_available() and hasattr(torch._C._distributed_c10d, "_SymmetricMemory")
+
+
+def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
+    """``size`` bytes of a GPU's memory that peers can map, once every rank of a group has called symmetric_peers."""
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+
+
+def symmetric_peers(memory: torch.Tensor, group_name: str) -> tuple[list[torch.Tensor], Any]:
+    """``memory`` of each rank of the group, its own included, all made by symmetric_empty with the same size; and what
+    has to live as long as they are used.
+
+    Every rank of the group must call this. Raises RuntimeError where GPUs cannot reach each other's memory.
+    """
+    from torch.distributed import _symmetric_memory
+
+    handle = _symmetric_memory.rendezvous(memory, cast(Any, group_name))
+    parts = [handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(handle.world_size)]
+    return parts, (memory, handle)

@@ -58,6 +58,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     for package in folders_with_init():
         folder = Path(*package.split(".")[1:])
         wanted |= {str(Path("weft") / folder / file.name) for file in (source / folder).glob("*.py")}
+    wanted |= {str(Path("weft") / file.relative_to(source)) for file in (source / "inductor").rglob("*.toml")}
     assert held == wanted
 
 
