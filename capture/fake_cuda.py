@@ -81,6 +81,7 @@ def swap_devices(
     swaps.attribute(torch.Tensor, "record_stream", lambda tensor, stream: None)
     context = torch_adapter.device_context_type()
     swaps.attribute(context, "__init__", _device_context_init(context.__init__))
+    swaps.function(*torch_adapter.gpu_context_entry(), nothing)
     owner, name = torch_adapter.autograd_engine_entry()
     swaps.function(owner, name, _inside(mode, getattr(owner, name)))
 
