@@ -30,6 +30,7 @@ from llama import SHAPES, Llama, Shape
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import weft
+from weft.inductor.comm.measured import MeasuredSpan, exposed_seconds, measured_spans
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PEAK_BF16 = 989e12
@@ -55,6 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--memory-limit", type=float, help="GiB a rank that weft may use")
+    parser.add_argument("--profile", action="store_true", help="record one step more, for its exposed communication")
     parser.add_argument("--no-clip", action="store_true", help="leave out the clipping of gradients by their norm")
     parser.add_argument("--out", type=Path, default=Path("out/train_llama.jsonl"))
     return parser.parse_args()
@@ -90,6 +92,10 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
             first = time.perf_counter() - started
         if at == 4 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+    exposed = None
+    if options.profile and device.type == "cuda":
+        spans = profiled(lambda: step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()), device)
+        exposed = exposed_seconds(spans) * 1e3
     mean = torch.stack(losses).float()
     dist.all_reduce(mean)
     median = statistics.median(times[5:])
@@ -104,6 +110,7 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
         "memory_limit": options.memory_limit,
         "clip": not options.no_clip,
         "step_ms": median * 1e3,
+        "exposed_ms": exposed,
         "best_ms": min(times[5:]) * 1e3,
         "tokens_per_second": tokens,
         "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
@@ -113,6 +120,15 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
         "torch": torch.__version__,
         "losses": (mean / dist.get_world_size()).tolist(),
     }
+
+
+def profiled(step: Callable[[], Any], device: torch.device) -> list[MeasuredSpan]:
+    """What ran on this rank's GPU in one step."""
+    synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return measured_spans(profile, device.index)
 
 
 def reset(device: torch.device) -> None:
@@ -261,12 +277,13 @@ def report(size: str, rows: list[dict[str, Any]], out: Path) -> None:
             file.write(json.dumps({"size": size, **row}) + "\n")
     print(f"{size}: {base['batch']} x {base['length']} tokens a rank, {base['world']} ranks, torch {base['torch']}")
     for row in rows:
+        exposed = "" if row["exposed_ms"] is None else f"  exposed {row['exposed_ms']:.1f} ms"
         apart = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
         print(
             f"  {row['impl']:24} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.2f} of {base['impl']})"
             f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
-            f"  first step {row['first_step_s']:.1f} s  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f},"
-            f" at most {apart:.2e} apart",
+            f"{exposed}  first step {row['first_step_s']:.1f} s"
+            f"  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f}, at most {apart:.2e} apart",
             flush=True,
         )
 
