@@ -66,6 +66,7 @@ def compile_function(
     num_warps: int,
     num_stages: int,
     arch: int,
+    registers: int | None = None,
 ) -> Compiled:
     """Compile a `@triton.jit` function for NVIDIA's architecture `arch` (90 for sm_90); no GPU is needed.
 
@@ -90,7 +91,8 @@ def compile_function(
     target = GPUTarget("cuda", arch, 32)
     backend: Any = make_backend(target)
     # Fused multiply-adds are what CUDA's own compiler makes of ATen's kernels; the default of 3.10 will be without.
-    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True})
+    wanted = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, "maxnreg": registers}
+    options = backend.parse_options(wanted)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, options, source.language)
     context = ir.context()

@@ -93,6 +93,7 @@ def _compile(source: KernelSource, arch: int) -> Binary:
             source.num_warps,
             source.num_stages,
             arch,
+            source.registers,
         )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin)

@@ -18,7 +18,8 @@ class KernelSource:
     It imports from triton alone: what is elsewhere is not part of the content. Its parameters are those of `signature`
     (argument -> "*bf16", "i32", "fp32", ..., as triton writes types) in the same order, and those of `constants` (bool,
     int, float, str or None), which are `tl.constexpr`. `divisible` are arguments known to be multiples of 16 (pointers:
-    of 16 bytes); without them there are no vector loads.
+    of 16 bytes); without them there are no vector loads. `registers` is how many a thread may have: by itself the
+    assembler may have fewer, and spill, so that a multiprocessor could hold more programs than will ever be launched.
     """
 
     name: str
@@ -28,6 +29,7 @@ class KernelSource:
     divisible: frozenset[str]
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KernelSource) and self.content == other.content
