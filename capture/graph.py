@@ -146,14 +146,22 @@ class StepGraph:
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+# Of operations that start collectives: torch's, and weft's (see inductor/passes/wire_dtype.py).
+_NAMESPACES = ("_c10d_functional", "weft_c10d")
+
 
 def is_collective(node: torch.fx.Node) -> bool:
-    """Whether the node starts a collective (its wait is a node of its own)."""
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") == "_c10d_functional"
-        and node.target is not WAIT
-    )
+    """Whether the node starts a collective (its wait is a node of its own): an operation, or a callable that says so
+    (``collective``) and over which group (``group``)."""
+    if node.op != "call_function" or node.target is WAIT:
+        return False
+    return getattr(node.target, "namespace", "") in _NAMESPACES or getattr(node.target, "collective", False)
+
+
+def is_wait(node: torch.fx.Node) -> bool:
+    """Whether the node waits for a collective and hands on what it is given: the operation, or a callable that says so
+    (``waits``)."""
+    return node.target is WAIT or getattr(node.target, "waits", False)
 
 
 def is_effect(node: torch.fx.Node) -> bool:
@@ -162,7 +170,7 @@ def is_effect(node: torch.fx.Node) -> bool:
     return (
         node.op in ("placeholder", "output")
         or is_collective(node)
-        or node.target is WAIT
+        or is_wait(node)
         or bool(node.meta.get("effect"))
         or is_random(node)
     )
@@ -204,13 +212,15 @@ def _check(step: StepGraph) -> None:
 
 def _waited(user: torch.fx.Node) -> bool:
     """Coalesced collectives return a list: each element is waited for after its getitem."""
-    return user.target is WAIT or any(after.target is WAIT for after in user.users)
+    return is_wait(user) or any(is_wait(after) for after in user.users)
 
 
 def group_of(node: torch.fx.Node) -> str:
     """Name of the process group that a node's operation works over, "" for one that takes no group."""
     schema = getattr(node.target, "_schema", None)
-    for at, argument in enumerate(schema.arguments if schema is not None else ()):
+    if schema is None:
+        return node.target.group if is_collective(node) else ""  # type: ignore[union-attr]
+    for at, argument in enumerate(schema.arguments):
         if argument.name in ("group_name", "group"):
             named = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
             return named if isinstance(named, str) else ""

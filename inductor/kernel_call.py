@@ -38,7 +38,8 @@ class KernelCall:
     """A call of a graph that launches one generated kernel.
 
     Called with the tensors it reads, the tensors it goes on writing to, and the numbers it needs, in the order of
-    ``inputs``, ``continued`` and ``symbols``. Returns a list of what it wrote, in the order of ``outputs``.
+    ``inputs``, ``continued`` and ``symbols``. Returns a list of what it wrote, in the order of ``outputs``; an output
+    for which ``out`` has a tensor is written there.
 
     Attributes:
         generated: the kernel's text, its arguments and its grid.
@@ -97,7 +98,7 @@ class KernelCall:
         """Give the call its compiled kernel, and the means to compile a variant for unaligned tensors."""
         self.kernel, self._compile = kernel, compile_
 
-    def __call__(self, *args: Any) -> list[torch.Tensor]:
+    def __call__(self, *args: Any, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
         if self._elsewhere is None:
             self._elsewhere = self._laid_out_otherwise(args)
         if self._elsewhere:
@@ -107,16 +108,33 @@ class KernelCall:
         else:
             numbers, *layouts = self._evaluate(*args[self._tensors :])
             grid = self.generated.grid(numbers)
-        outputs = [
-            args[given] if given >= 0 else torch.empty_strided(sizes, strides, dtype=made.dtype, device=made.device)
-            for given, (sizes, strides), made in zip(self._continues, layouts, self.outputs, strict=True)
-        ]
+        if out is None:
+            outputs = [
+                args[given] if given >= 0 else torch.empty_strided(sizes, strides, dtype=made.dtype, device=made.device)
+                for given, (sizes, strides), made in zip(self._continues, layouts, self.outputs, strict=True)
+            ]
+        else:
+            outputs = self._outputs_in(args, layouts, out)
         tensors = [
             args[given] if given >= 0 else outputs[made] for given, made in zip(self._given, self._made, strict=True)
         ]
         if 0 not in grid:
             self._choose(tensors).launch(grid, _stream(tensors[0]), *tensors, *numbers)
         return outputs
+
+    def _outputs_in(
+        self, args: Sequence[Any], layouts: Sequence[Layout], out: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """The outputs: given, continued, or made here, as for a call without ``out``."""
+        made = []
+        for at, (there, (sizes, strides)) in enumerate(zip(out, layouts, strict=True)):
+            buffer, given = self.outputs[at], self._continues[at]
+            if there is None and given >= 0:
+                there = args[given]
+            if there is None:
+                there = torch.empty_strided(sizes, strides, dtype=buffer.dtype, device=buffer.device)
+            made.append(there)
+        return made
 
     def _laid_out_otherwise(self, args: Sequence[Any]) -> dict[int, Layout]:
         """The inputs that do not lie in memory as their fake tensors said: some ATen kernels choose a layout of their
@@ -125,7 +143,7 @@ class KernelCall:
         for at, expected in enumerate(self.inputs):
             strides = args[at].stride()
             actual = zip(expected.sizes, expected.strides, strides, strict=True)
-            if any(isinstance(size, int) and size != 1 and here != there for size, here, there in actual):
+            if any(_known(size, here) and size != 1 and here != there for size, here, there in actual):
                 log.info("%s reads %s after a copy: its strides are %s", self.__name__, expected.name, tuple(strides))
                 found[at] = expected.sizes, expected.strides
         return found
@@ -147,6 +165,10 @@ class KernelCall:
             anywhere = replace(self.generated.source, divisible=frozenset())
             self._unaligned = self._compile([anywhere])[0]
         return self._unaligned
+
+
+def _known(*numbers: Int) -> bool:
+    return all(isinstance(number, int) for number in numbers)
 
 
 def _stream(tensor: torch.Tensor) -> int:

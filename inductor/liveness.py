@@ -2,7 +2,8 @@
 
 What lives and dies is a *storage*: views of one, and in-place operations on it, share it, as their fakes do. Inputs are
 there from beginning to end, what the step leaves behind (outputs) from where it is made to the end, everything else
-from the node that makes it through the last one that reads it. A collective reads until it has been waited for.
+from the node that makes it through the last one that reads it. A collective reads until it has been waited for. What
+lies in an arena that ranks share (:mod:`weft.inductor.comm.layout`) counts nothing: the arena is there all the time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.costs import format_bytes
 from weft.capture.functional import effects
-from weft.capture.graph import WAIT, StepGraph, is_collective
+from weft.capture.graph import StepGraph, is_collective, is_wait
 from weft.capture.user_code import format_frame
 from weft.inductor.runtime.geometry import looks_into
 
@@ -125,16 +126,17 @@ class _Walk:
                 self._extend(used, position)
         if node.op == "output":
             return
-        if node.target is WAIT:
+        if is_wait(node):
             self._extend_inputs(node, position)
         tensors = _tensors(node.meta.get("val"))
         self._unite(node)
         found: dict[int, LiveRange] = {}
-        for tensor in tensors:
+        for tensor, elsewhere in zip(tensors, _in_arena(node, len(tensors)), strict=True):
             key = self._key(tensor)
             known = self.ranges.get(key)
             if known is None:
                 known = self.ranges[key] = self._new(position, node, tensor)
+                known.size = 0 if elsewhere else known.size
             found[key] = known
         self.of[node] = list(found.values())
         for known in found.values():
@@ -174,6 +176,14 @@ class _Walk:
         if isinstance(picked, Node) and is_collective(picked):
             for used in picked.all_input_nodes:
                 self._extend(used, position)
+
+
+def _in_arena(node: Node, count: int) -> list[bool]:
+    """For each result whether it lies in memory that ranks share, which is there from before the step."""
+    place = node.meta.get("place")
+    if place is None:
+        return [getattr(node.target, "in_arena", False)] * count
+    return [slot is not None for slot in place]
 
 
 def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -261,6 +261,9 @@ def _run(rank: int, job: _Job) -> Any:
     if job.backend == "gloo":
         # What picks a device by looking for one must find the CPU, on a machine with GPUs too.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if job.backend == "nccl":
+        # Nothing of weft uses NVLink multicast, and sharing memory refuses to go on where it may be on.
+        os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
     device = torch.device("cuda", rank) if job.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)

@@ -1,7 +1,7 @@
 """The ATen executor: a StepGraph as one readable Python function of eager kernels, bit for bit as eager.
 
-Three decisions make the function: the order of the nodes (:mod:`weft.inductor.passes.schedule_waits`), where
-each value lives (:mod:`weft.inductor.runtime.placement`) and when each variable is dropped (at its last use,
+The nodes run in the order of the graph. Two decisions make the function: where each value lives
+(:mod:`weft.inductor.runtime.placement`) and when each variable is dropped (at its last use,
 :mod:`weft.inductor.runtime.writer`).
 """
 
@@ -23,7 +23,6 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame
 from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
-from weft.inductor.passes.schedule_waits import schedule
 from weft.inductor.runtime.geometry import looks_into
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.writer import write_program
@@ -112,17 +111,13 @@ class AtenProgram:
         return None
 
 
-def compile_aten(
-    step: StepGraph, *, device: torch.device | None = None, prefetch_bytes: int | None = None
-) -> AtenProgram:
-    """Make a program that runs ``step`` with eager kernels.
+def compile_aten(step: StepGraph, *, device: torch.device | None = None) -> AtenProgram:
+    """Make a program that runs the nodes of ``step`` as they stand, with eager kernels.
 
     Args:
         device: where tensors made by the step go; None leaves them where the capture had them.
-        prefetch_bytes: how much gathered memory may be started ahead (bytes), see ``schedule``.
 
     Raises:
         MalformedGraph: the graph has a node or an update that no executor can run.
     """
-    order = schedule(step, prefetch_bytes)
-    return AtenProgram(*write_program(step, order, place(step, order), device))
+    return AtenProgram(*write_program(step, place(step), device))

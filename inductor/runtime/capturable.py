@@ -8,7 +8,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weft import torch_adapter
-from weft.capture.graph import WAIT, StepGraph, group_of, is_collective
+from weft.capture.graph import StepGraph, group_of, is_collective, is_wait
 from weft.capture.streams import StreamCall
 from weft.capture.user_code import format_frame
 from weft.inductor.passes.host import tensors_of, to_memory
@@ -24,7 +24,7 @@ def why_not(node: Node, step: StepGraph) -> str | None:
         return f"{node.name} takes numbers from the host"
     if is_collective(node):
         return _why_not_communicate(node, step)
-    if node.target is WAIT:
+    if is_wait(node):
         return _why_not_communicate(_start(node), step)
     tensors = tensors_of(node)
     given = [(used, tensor) for used in node.all_input_nodes for tensor in tensors_of(used)]
@@ -65,7 +65,8 @@ def _unbacked(val: object) -> bool:
 
 
 def _why_not_communicate(start: Node | None, step: StepGraph) -> str | None:
-    """NCCL's calls are recorded like kernels, where nothing on the host must watch them.
+    """Kernels over the memory of peers are recorded like others. NCCL's calls are too, where nothing on the host must
+    watch them.
 
     The watchdog of torch's process group (2.11 and later) polls events in a mode that disturbs no capture of another
     thread, and leaves recorded calls alone; so an error on another rank shows as a hang of a replay, not as a timeout.
@@ -75,6 +76,8 @@ def _why_not_communicate(start: Node | None, step: StepGraph) -> str | None:
         return "a wait whose collective is not in the step"
     if not all(tensor.is_cuda for tensor in tensors_of(start)):
         return f"{start.name} communicates on the CPU"
+    if not hasattr(start.target, "_schema"):
+        return None
     name = group_of(start)
     backend = torch_adapter.backend_of_group(step.groups.get(name, name), "cuda")
     if backend != "nccl":

@@ -71,6 +71,8 @@ class GraphedProgram:
         self._calls = 0
         self._era = recorder.era
         self._recorded: OrderedDict[Key, _Recorded] = OrderedDict()
+        # What asks, without waiting for the GPU, whether other ranks came: replays call nothing of the step.
+        self._checks = [node.target.check for node in step.collectives() if hasattr(node.target, "check")]
 
     @property
     def source(self) -> str:
@@ -88,6 +90,8 @@ class GraphedProgram:
         if recorded is None:
             return self.program(*inputs)
         self.replays += 1
+        for check in self._checks:
+            check()
         with torch.no_grad():
             return recorded.replay(inputs)
 

@@ -11,14 +11,14 @@ input is updated in the last piece that reads its memory, or later.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from weft.capture.graph import WAIT, Input, Output, Return, Role, StepGraph, Update, is_collective
+from weft.capture.graph import Input, Output, Return, Role, StepGraph, Update, is_collective, is_wait
 from weft.inductor.passes.host import goes_to_gpu, host_nodes, tensors_of
+from weft.inductor.passes.order import waits_of
 from weft.inductor.runtime.capturable import where, why_not
 from weft.inductor.runtime.geometry import looks_into, storages
 
@@ -98,7 +98,7 @@ class _Cutter:
 
     def _again(self, node: Node) -> bool:
         """Whether the node is made again by each piece that needs it: views, and what follows from sizes."""
-        if node in self.host or node.target is WAIT:
+        if node in self.host or is_wait(node):
             return False
         if node.target is operator.getitem:
             return self._again(node.args[0]) if isinstance(node.args[0], Node) else False
@@ -115,13 +115,13 @@ class _Cutter:
                 node: "a collective is waited for in another piece"
                 for node in self.at
                 if is_collective(node) and self.reasons[self.at[node]] is None
-                for wait in _waits(node)
+                for wait in waits_of(node)
                 if self.at[wait] != self.at[node]
             }
             if not torn:
                 return
             unrecordable |= torn
-            unrecordable |= {wait: why for node, why in torn.items() for wait in _waits(node)}
+            unrecordable |= {wait: why for node, why in torn.items() for wait in waits_of(node)}
 
     def _number(self, unrecordable: dict[Node, str]) -> None:
         del self.reasons[1:]
@@ -210,15 +210,6 @@ class _Cutter:
 def _computes(node: Node) -> bool:
     """Whether a call makes tensors: all but views and arithmetic on numbers."""
     return not looks_into(node) and (bool(tensors_of(node)) or bool(node.meta.get("effect")))
-
-
-def _waits(start: Node) -> Iterable[Node]:
-    """The waits for a collective, through the elements of a coalesced one."""
-    for user in start.users:
-        if user.target is WAIT:
-            yield user
-        elif user.target is operator.getitem:
-            yield from _waits(user)
 
 
 class _Builder:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.graph import WAIT
+from weft.capture.graph import is_wait
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ def looks_into(node: torch.fx.Node) -> bool:
 
 @functools.cache
 def _makes_views(target: Any) -> bool:
-    if target is operator.getitem:
+    if target is operator.getitem or getattr(target, "waits", False):
         return True
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
@@ -90,7 +90,7 @@ def is_inverse_view(node: torch.fx.Node) -> bool:
 
 def returns_its_input(node: torch.fx.Node) -> bool:
     """Whether the result is the very tensor given."""
-    return node.target is WAIT
+    return is_wait(node)
 
 
 def sources(node: torch.fx.Node) -> list[torch.fx.Node]:

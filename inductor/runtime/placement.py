@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -146,19 +146,19 @@ class Placement:
     returned: list[Any] = field(default_factory=list)
 
 
-def place(step: StepGraph, order: Sequence[Node]) -> Placement:
-    """Place every value of ``step`` when its nodes run in ``order`` (topological, the output last).
+def place(step: StepGraph) -> Placement:
+    """Place every value of ``step``, whose nodes run as they stand.
 
     Raises:
         MalformedGraph: an update of a number, or by a tensor of another shape or dtype.
     """
-    return _Placer(step, order).run()
+    return _Placer(step).run()
 
 
 class _Placer:
-    def __init__(self, step: StepGraph, order: Sequence[Node]) -> None:
+    def __init__(self, step: StepGraph) -> None:
         self.step = step
-        self.order = order
+        self.order = order = list(step.graph.nodes)
         self.at = {node: position for position, node in enumerate(order)}
         self.until = {node: self._done_reading(node) for node in order}
         self.last_read = {node: max((self.until[u] for u in node.users), default=self.at[node]) for node in order}
@@ -291,7 +291,7 @@ class _Placer:
         if memory.read_only or not all(share_storage(value, written[0]) for value in read):
             return False
         now = self.at[node]
-        late = [value for value in memory.values if self.last_read[value] > now]
+        late = [v for v in memory.values if any(u is not node and self.until[u] > now for u in v.users)]
         free: dict[Node, Node] = {}
         if late:
             new = _holders(node)
@@ -303,7 +303,7 @@ class _Placer:
     def _only_written_back(self, value: Node, now: int, new: set[Node], backs: dict[Node, Node]) -> bool:
         """Whether later reads of ``value`` only replace in it what was written; notes them in ``backs``."""
         for user in value.users:
-            if self.until[user] <= now:
+            if self.until[user] <= now or self.at[user] == now:
                 continue
             if user.target in SCATTERS and user.args[0] is value and user.args[1] in new:
                 if geometry(user) != geometry(value) or not share_storage(user, user.args[1]):

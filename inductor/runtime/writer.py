@@ -47,33 +47,33 @@ class _Statement:
 
 
 def write_program(
-    step: StepGraph, order: Sequence[Node], placement: Placement, device: torch.device | None
+    step: StepGraph, placement: Placement, device: torch.device | None
 ) -> tuple[str, dict[str, Any], list[Node | None]]:
     """The source of a function ``run`` over the inputs, the names it needs, and the node of each line.
 
     Raises:
         MalformedGraph: a node that is no call of a function, or a symbol that no node defines.
     """
-    writer = _Writer(step, order, placement, device)
+    writer = _Writer(step, placement, device)
     writer.write()
     return writer.text()
 
 
 class _Writer:
-    def __init__(
-        self, step: StepGraph, order: Sequence[Node], placement: Placement, device: torch.device | None
-    ) -> None:
+    def __init__(self, step: StepGraph, placement: Placement, device: torch.device | None) -> None:
         self.step = step
-        self.order = order
+        self.order = list(step.graph.nodes)
         self.placement = placement
         self.device = device
-        self.node = order[-1]
+        self.node = self.order[-1]
         self.statements: list[_Statement] = []
         self.reads: set[str] = set()
         self.names: dict[str, Any] = {"torch": torch}
         self.bound: dict[Any, str] = {}
         variables = {leaf.name for tree in placement.trees.values() for leaf in leaves(tree)}
-        self.taken = variables | {node.name for node in order} | {"run", "inputs", "torch", "float", "slice", UNUSED}
+        self.taken = (
+            variables | {node.name for node in self.order} | {"run", "inputs", "torch", "float", "slice", UNUSED}
+        )
 
     # ---- statements
 
@@ -104,7 +104,13 @@ class _Writer:
         makes = [] if returns_its_input(node) else [leaf.name for leaf in leaves(tree)]
         args, kwargs = self._arguments(node, {})
         pure = bool(makes) and looks_into(node)
-        self._add(node.target, args, makes, kwargs, many=isinstance(tree, list), pure=pure)
+        target = node.target
+        if place := node.meta.get("place"):
+            # A product's result, or those of a kernel's that lie in an arena.
+            single = isinstance(target, OpOverload)
+            target = target.overloadpacket.out if single else target
+            kwargs = {**kwargs, "out": place[0] if single else list(place)}
+        self._add(target, args, makes, kwargs, many=isinstance(tree, list), pure=pure)
 
     def _call_write(self, node: Node, write: Write) -> None:
         self._clone(write.clones)

@@ -1,0 +1,295 @@
+"""Collectives over peers with all that they need on this rank: memory, a lane, kernels, tables of addresses.
+
+:func:`bind` puts them in the place of the calls of a graph. A call starts its collective on its lane and returns at
+once, with results that can be read after a wait. What it reads is held until then.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.inductor.comm import streams
+from weft.inductor.comm.kernels.all_reduce import OneShotAllReduce, TwoShotAllReduce
+from weft.inductor.comm.kernels.barrier import Barrier
+from weft.inductor.comm.kernels.gather import PushGather
+from weft.inductor.comm.kernels.reduce_scatter import PullReduceScatter
+from weft.inductor.comm.kernels.reduction import Reduction
+from weft.inductor.comm.kernels.transport import Transport
+from weft.inductor.comm.symmetric import PROGRAMS, SymmetricBuffer
+from weft.inductor.comm.transports import CopyEngineGather, PeerAllReduce, PeerCall, PeerGather, PeerReduceScatter
+from weft.inductor.multi_tensor.bound import AddressTable
+from weft.inductor.runtime.kernel_source import KernelSource
+from weft.inductor.runtime.kernels import Kernel
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Bound(ABC):
+    """A collective over peers on this rank, called like the :class:`PeerCall` that it is made from.
+
+    Args:
+        given, made: tensors like its inputs and its results (fakes).
+        told: what it is, for messages.
+
+    A call raises errors.PeerLost or errors.PeerTimeout once a rank did not come to a collective over this memory: at
+    once on the CPU, on a GPU when one that was issued before has found out.
+    """
+
+    collective = True
+    shares_as_fakes = True
+
+    def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
+        self.__name__ = self.__qualname__ = call.__name__
+        self.group = call.group
+        self.kind = call.kind
+        self.in_arena = call.in_arena
+        self.call = call
+        self.buffer = buffer
+        self.device = buffer.device
+        self._made = [(val.shape, val.dtype) for val in made]
+        self._members = list(zip(call.offsets, call.members(given, made), strict=True))
+        self._slots = [buffer.view(offset, *member) for offset, member in self._members]
+        self._number = buffer.tell(told)
+        self._words = buffer.slots(call.lane)
+        self._lane = streams.lane(self.device, call.lane)
+        self._done = self._lane.event()
+        self._held: Tensors | None = None  # what is read until somebody has waited
+
+    def __call__(self, inputs: Tensors) -> list[torch.Tensor]:
+        self.buffer.check()
+        inputs = [tensor.contiguous() for tensor in inputs]
+        results = self._results()
+        self._aim(inputs, results)
+        with self._lane.carry(self._done) as stream:
+            self._run(inputs, results, stream)
+        self._held = inputs
+        if self.device.type == "cpu":
+            self.buffer.check()
+        return results
+
+    def wait(self) -> None:
+        """Hold the compute stream until the results are there; all members of a collective end together."""
+        if self._held is not None:
+            self._lane.wait(self._done)
+            self._held = None
+
+    def check(self) -> None:
+        """Return where no rank was missing so far: to be asked where calls are replayed from a CUDA graph.
+
+        Raises:
+            PeerLost, PeerTimeout: a rank was.
+        """
+        self.buffer.check()
+
+    def _results(self) -> list[torch.Tensor]:
+        """What the results will be in."""
+        if self.in_arena:
+            return [*self._slots]
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._made]
+
+    def _copy_in(self, inputs: Tensors) -> None:
+        """Bring into the arena what was not made there, cast where the arena holds another dtype."""
+        for slot, value in zip(self._slots, inputs, strict=True):
+            if value.data_ptr() != slot.data_ptr():
+                slot.copy_(value.view(slot.shape))
+
+    @abstractmethod
+    def sources(self) -> list[KernelSource]:
+        """The kernels that it launches."""
+
+    @abstractmethod
+    def attach(self, kernels: Sequence[Kernel]) -> None:
+        """Take the kernels compiled from :meth:`sources`."""
+
+    @abstractmethod
+    def _aim(self, inputs: Tensors, results: Tensors) -> None:
+        """Let kernels know where tensors lie; on the compute stream."""
+
+    @abstractmethod
+    def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
+        """Start everything, on the lane's stream."""
+
+
+class _ByKernel(Bound):
+    """One kernel does it all, but for a barrier and copies before it."""
+
+    transport: Transport
+    opens: bool  # by a barrier of its own
+
+    def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
+        super().__init__(call, given, made, buffer, told)
+        self.opens = call.opens
+        self.transport = self._transport(given, made)
+        assert self.transport.slots <= PROGRAMS * call.world, f"{self.transport.grid} programs"
+        self._chunks = self.transport.chunks.to(self.device)
+        row = self._rows([0] * len(given), [0] * len(made))[0]
+        self._table = AddressTable(len(given) * (len(row) + 1), self.device)
+
+    @abstractmethod
+    def _transport(self, given: Tensors, made: Tensors) -> Transport:
+        """The kernel for such tensors."""
+
+    @abstractmethod
+    def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
+        """The kernel's rows of members, by the addresses of inputs and results."""
+
+    def sources(self) -> list[KernelSource]:
+        return [self.transport.kernel, Barrier(self.call.world).kernel]
+
+    def attach(self, kernels: Sequence[Kernel]) -> None:
+        kernel, barrier = kernels
+        peers, meet = self.buffer.peers, Barrier(self.call.world)
+        arguments = self.transport.arguments(peers, self._words, self._number, self._chunks, self._table.start)
+        self._launch = kernel.prepare(self.transport.grid, *arguments)
+        self._open = barrier.prepare(meet.grid, *meet.arguments(peers, self._words, self._number))
+
+    def _aim(self, inputs: Tensors, results: Tensors) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        self._table.fill(self._rows(*([tensor.data_ptr() for tensor in of] for of in (inputs, results))), stream)
+
+    def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
+        if self.opens:
+            self._open(stream)
+        self._launch(stream)
+
+
+class _Push(_ByKernel):
+    def _transport(self, given: Tensors, made: Tensors) -> Transport:
+        # The kernel has a barrier of its own to begin with.
+        before, self.opens = self.opens, False
+        return PushGather(
+            world=self.call.world,
+            sizes=tuple(val.numel() for val in given),
+            before=before,
+            source=given[0].dtype,
+            wire=made[0].dtype,
+            **_programs(self.call),
+        )
+
+    def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
+        return self.transport.rows(inputs, self.call.offsets)  # type: ignore[attr-defined]
+
+
+class _Pull(_ByKernel):
+    def _transport(self, given: Tensors, made: Tensors) -> Transport:
+        return PullReduceScatter(
+            world=self.call.world,
+            sizes=tuple(val.numel() for val in made),
+            after=False,
+            wire=given[0].dtype,
+            result=made[0].dtype,
+            reduction=_reduction(self.call),
+            **_programs(self.call),
+        )
+
+    def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
+        return self.transport.rows(results, self.call.offsets)  # type: ignore[attr-defined]
+
+    def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
+        if self.opens:
+            self._open(stream)
+        self._copy_in(inputs)
+        self._launch(stream)
+
+
+class _OneShot(_ByKernel):
+    def _transport(self, given: Tensors, made: Tensors) -> Transport:
+        return OneShotAllReduce(
+            world=self.call.world,
+            sizes=tuple(val.numel() for val in given),
+            after=False,
+            wire=given[0].dtype,
+            source=given[0].dtype,
+            result=made[0].dtype,
+            reduction=_reduction(self.call),
+            **_programs(self.call),
+        )
+
+    def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
+        return self.transport.rows(results, self.call.offsets, inputs)  # type: ignore[attr-defined]
+
+
+class _TwoShot(_ByKernel):
+    def _transport(self, given: Tensors, made: Tensors) -> Transport:
+        return TwoShotAllReduce(
+            world=self.call.world,
+            sizes=tuple(val.numel() for val in given),
+            wire=given[0].dtype,
+            source=given[0].dtype,
+            reduction=_reduction(self.call),
+            **_programs(self.call),
+        )
+
+    def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
+        return self.transport.rows(self.call.offsets, inputs)  # type: ignore[attr-defined]
+
+
+class _Copies(Bound):
+    """Copies from one peer after the other: several at a time are slower (measured on 8 H200: half as fast)."""
+
+    def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
+        super().__init__(call, given, made, buffer, told)
+        # Each rank begins with itself: they do not all read from the same peer at a time.
+        self._peers = [(buffer.rank + step) % call.world for step in range(call.world)]
+        self._theirs = [
+            [buffer.view(offset, *member, rank) for offset, member in self._members] for rank in self._peers
+        ]
+
+    def sources(self) -> list[KernelSource]:
+        return [Barrier(self.call.world).kernel]
+
+    def attach(self, kernels: Sequence[Kernel]) -> None:
+        barrier = Barrier(self.call.world)
+        arguments = barrier.arguments(self.buffer.peers, self._words, self._number)
+        self._meet = kernels[0].prepare(barrier.grid, *arguments)
+
+    def _aim(self, inputs: Tensors, results: Tensors) -> None:
+        """Nothing: copies are told when they are started."""
+
+    def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
+        if self.call.opens:
+            self._meet(stream)
+        self._copy_in(inputs)
+        self._meet(stream)
+        parts = [result.view(self.call.world, -1) for result in results]
+        for rank, theirs in zip(self._peers, self._theirs, strict=True):
+            for part, shard in zip(parts, theirs, strict=True):
+                part[rank].copy_(shard.view(-1))
+
+
+class BoundWait:
+    """The wait for a :class:`Bound` collective; returns what it is given."""
+
+    waits = True
+    shares_as_fakes = True
+
+    def __init__(self, start: Bound) -> None:
+        self.__name__ = self.__qualname__ = "peer_wait"
+        self.start = start
+
+    def __call__(self, result: torch.Tensor) -> torch.Tensor:
+        self.start.wait()
+        return result
+
+
+def bound(call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> Bound:
+    """``call`` on this rank; see :class:`Bound`. Its kernels have to be attached."""
+    if isinstance(call, PeerAllReduce):
+        return (_TwoShot if call.shots == 2 else _OneShot)(call, given, made, buffer, told)
+    return _KINDS[type(call)](call, given, made, buffer, told)
+
+
+_KINDS: dict[type[PeerCall], type[Bound]] = {PeerGather: _Push, PeerReduceScatter: _Pull, CopyEngineGather: _Copies}
+
+
+def _programs(call: PeerCall) -> dict[str, Any]:
+    return {"programs": call.programs} if call.programs else {}
+
+
+def _reduction(call: PeerCall) -> Reduction:
+    assert isinstance(call, (PeerReduceScatter, PeerAllReduce))
+    return Reduction("sum", 1 / call.world) if call.op == "avg" else Reduction(call.op)

@@ -1,0 +1,94 @@
+"""What carries each collective of a step: the transport that was chosen, or the library where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weft.capture.graph import StepGraph, drop_dead, group_of
+from weft.inductor.comm.layout import lay_out
+from weft.inductor.comm.symmetric import reachable
+from weft.inductor.comm.transports import LIBRARIES, use_transport, why_not
+from weft.inductor.multi_tensor.cast import Cast
+from weft.inductor.passes.lists import list_call
+
+log = logging.getLogger(__name__)
+
+Node = torch.fx.Node
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What carries a collective.
+
+    Attributes:
+        transport: its name.
+        why_not: why it is not the one that was chosen, in words; "" where it is.
+    """
+
+    transport: str
+    why_not: str = ""
+
+
+def carry(step: StepGraph, chosen: Mapping[Node, str], library: str = "nccl") -> dict[Node, Carried]:
+    """Let the transports of ``chosen`` carry the collectives of ``step``, and lay out the memory that they share.
+
+    Changes ``step``, whose nodes have to stand in order of issue; :func:`weft.inductor.comm.bind.bind` lets it run.
+    Every rank must call this, with the same step and choice: ranks tell each other whether they can share memory.
+
+    Args:
+        chosen: by the node that starts it; others stay with ``library``.
+
+    Returns by the node that starts it then, for every collective, what carries it.
+
+    Raises:
+        PeersUnreachable: a rank did not come to say what it can.
+    """
+    carried: dict[Node, Carried] = {}
+    told: dict[str, None] = {}
+    for node in step.collectives():
+        name = chosen.get(node, library)
+        why = None if name in LIBRARIES else _unreachable(step, node) or why_not(step, node, name)
+        if why is not None:
+            told[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None
+            name = library
+        carried[use_transport(step, node, name)] = Carried(name, why or "")
+    for line in told:
+        log.warning("%s; %s does", line, library)
+    drop_unread_casts(step)
+    lay_out(step)
+    return carried
+
+
+def drop_unread_casts(step: StepGraph) -> None:
+    """Drop casts, and members of casts of many tensors, that nobody reads: what is sent is cast on its way. Changes
+    ``step``."""
+    drop_dead(step.graph)
+    for node in step.graph.nodes:
+        if isinstance(node.target, Cast):
+            _keep_read(step.graph, node)
+
+
+def _keep_read(graph: torch.fx.Graph, cast: Node) -> None:
+    (sources,) = cast.args
+    (results,) = cast.users
+    read = {element.args[1]: element for element in results.users}
+    if len(read) == len(sources):  # type: ignore[arg-type]
+        return
+    kept = sorted(read)  # type: ignore[type-var]
+    vals = [cast.meta["val"][0][at] for at in kept]
+    (made,) = list_call(graph, cast, cast.target, ([sources[at] for at in kept],), [vals])  # type: ignore
+    for at, new in zip(kept, made, strict=True):
+        read[at].replace_all_uses_with(new)
+        graph.erase_node(read[at])
+    graph.erase_node(results)
+    graph.erase_node(cast)
+
+
+def _unreachable(step: StepGraph, node: Node) -> str | None:
+    group, val = group_of(node), node.meta["val"]
+    device = (val[0] if isinstance(val, (list, tuple)) else val).device
+    return reachable(group, step.groups[group], device)

@@ -1,0 +1,287 @@
+"""Steps whose collectives run over shared memory compute what they compute over gloo, on real processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import peer_steps
+import pytest
+import torch
+import torch.distributed as dist
+from peer_steps import COPIES, KERNELS, model, over_peers, sharded, step_of, train
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from harness import RanksFailed, run_ranks
+from weft import errors, knobs
+from weft.inductor.comm import layout, symmetric
+from weft.inductor.comm.bound import Bound
+from weft.inductor.comm.carry import Carried
+
+pytestmark = pytest.mark.gloo
+
+
+def both(rank: int, world: int, bf16: bool, transports: list[str], sizes: tuple[int, int], kernels: bool) -> str:
+    """Train over gloo and over peers, compare bits; the text of the program over peers. Kernels make other bits than
+    ATen, so they are compared with themselves."""
+    nets = [sharded(model(*sizes), bf16) for _ in range(2)]
+    plain = over_peers(step_of(nets[0]), ["gloo"], kernels) if kernels else step_of(nets[0])
+    expected = train(plain, nets[0], rank)
+    compiled = over_peers(step_of(nets[1]), transports, kernels)
+    torch.testing.assert_close(train(compiled, nets[1], rank), expected, rtol=0, atol=0)
+    return compiled.programs[0].source
+
+
+def calls(source: str) -> Counter[str]:
+    """How often a program calls what communicates."""
+    names = re.findall(r"\b(\w*c10d\w*|peer_[a-z_]+?|copy_engine_gather|\w+_out)(?:_\d+)?\(", source)
+    return Counter(name for name in names if name != "peer_wait")
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("transports", "gather"), [(KERNELS, "peer_gather"), (COPIES, "copy_engine_gather")])
+def test_sharded_training_on_two_ranks_is_the_same_to_the_bit(bf16: bool, transports: list[str], gather: str) -> None:
+    source, _ = run_ranks(both, 2, bf16, transports, (7, 13), False, timeout=120)
+    assert set(calls(source)) == {gather, "peer_reduce_scatter", "peer_all_reduce"}
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["aten", "generated"])
+def test_what_is_reduced_is_made_where_peers_read_it(kernels: bool) -> None:
+    """Sizes that the ranks divide: nothing is padded, and products and kernels write into the arena."""
+    source, _ = run_ranks(both, 2, True, KERNELS, (8, 16), kernels, timeout=120)
+    assert calls(source)["aten_mm_out"] == 4
+    assert bool(re.search(r"out=\[None, \w+\]", source)) is kernels
+
+
+# ---- ranks that are not equally fast
+
+
+def hurried(rank: int, world: int, transports: list[str]) -> None:
+    """Train on ranks that dawdle at random, each at other places."""
+    nets = [sharded(model(8, 16, blocks=4)) for _ in range(2)]
+    expected = train(step_of(nets[0]), nets[0], rank)
+    dawdle = random.Random(rank)
+    start, wait = Bound.__call__, Bound.wait
+
+    def starts(bound: Bound, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        time.sleep(dawdle.choice([0, 0, 0, 0.005, 0.05]))
+        return start(bound, inputs)
+
+    def waits(bound: Bound) -> None:
+        wait(bound)
+        time.sleep(dawdle.choice([0, 0, 0, 0, 0, 0.005, 0.05]))
+
+    Bound.__call__, Bound.wait = starts, waits  # type: ignore[method-assign]
+    got = train(over_peers(step_of(nets[1]), transports), nets[1], rank)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("transports", [KERNELS, COPIES], ids=["kernels", "copies"])
+def test_training_stands_ranks_that_dawdle(transports: list[str]) -> None:
+    run_ranks(hurried, 2, transports, timeout=120)
+
+
+def gathered_twice(rank: int, world: int, opens: bool) -> tuple[float, float, tuple[bool, ...]]:
+    """What rank 1, which is slow to read a result, reads of it, and what it should."""
+    plans = []
+    plan = layout.plan
+
+    def planned(*given: Any) -> layout.Layout:
+        plans.append(found := plan(*given))
+        return found if opens else replace(found, opens=(False,) * len(found.opens))
+
+    layout.plan = planned
+
+    def gathered(values: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(world * len(values))
+        dist.all_gather_into_tensor(out, values)
+        return out
+
+    def step(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = gathered(values).sum()
+        return first, gathered(values + first).sum()
+
+    compiled = over_peers(step, ["push"])
+    wait = Bound.wait
+
+    def waits(bound: Bound) -> None:
+        wait(bound)
+        time.sleep(2.0 * rank)
+
+    Bound.wait = waits  # type: ignore[method-assign]
+    values = torch.full((64,), 1.0 + rank)
+    return compiled(values)[0].item(), 64 * sum(1.0 + each for each in range(world)), plans[0].opens
+
+
+def test_a_slow_ranks_results_are_not_overwritten() -> None:
+    for seen, wanted, opens in run_ranks(gathered_twice, 2, True):
+        assert seen == wanted
+        assert opens == (True, True)
+
+
+def test_without_barriers_they_are() -> None:
+    """Otherwise the test above would show nothing."""
+    (first, wanted, _), (second, _, _) = run_ranks(gathered_twice, 2, False)
+    assert first == wanted
+    assert second != wanted
+
+
+# ---- more than two ranks, other wrappers, other groups
+
+
+def sums(rank: int, world: int, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """The errors of reduce-scatters and all-reduces over peers and over gloo, against float64."""
+    mine = torch.randn(world * 5000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    exact = torch.empty(len(mine), dtype=torch.float64)
+    dist.all_reduce(exact.copy_(mine))
+
+    def scatter(values: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(5000)
+        dist.reduce_scatter_tensor(out, values.float())
+        return out
+
+    def reduce(values: torch.Tensor) -> torch.Tensor:
+        out = values.to(torch.float32, copy=True)
+        dist.all_reduce(out)
+        return out.clone()
+
+    found = {}
+    for name, step in (("pull", scatter), ("one_shot", reduce), ("two_shot", reduce)):
+        wanted = exact[rank * 5000 : rank * 5000 + 5000] if name == "pull" else exact
+        compiled = over_peers(step, [name])
+        found[name] = tuple(call(mine).double().sub(wanted).square().mean().sqrt().item() for call in (compiled, step))
+        kind = "peer_reduce_scatter" if name == "pull" else "peer_all_reduce"
+        assert set(calls(compiled.programs[0].source)) == {kind}
+        # What is summed in float32 goes over the wire as it is.
+        assert ("_to_copy" in compiled.programs[0].source) == (name != "pull" and dtype == torch.bfloat16)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_four_ranks_are_as_exact_as_gloos(dtype: torch.dtype) -> None:
+    for found in run_ranks(sums, 4, dtype):
+        for peers, gloo in found.values():
+            assert peers <= 1.05 * gloo + 1e-8
+            assert peers < 2e-7 * 4
+
+
+def replicated(rank: int, world: int, transports: list[str]) -> str:
+    def wrapped() -> Any:
+        return weft.replicate(model())
+
+    nets = [wrapped() for _ in range(2)]
+    expected = train(step_of(nets[0]), nets[0], rank)
+    compiled = over_peers(step_of(nets[1]), transports)
+    torch.testing.assert_close(train(compiled, nets[1], rank), expected, rtol=0, atol=0)
+    return compiled.programs[0].source
+
+
+@pytest.mark.parametrize("transport", ["one_shot", "two_shot"])
+def test_replicated_training_on_two_ranks_is_the_same_to_the_bit(transport: str) -> None:
+    source, _ = run_ranks(replicated, 2, [transport], timeout=120)
+    assert set(calls(source)) == {"peer_all_reduce"}
+
+
+def hybrid(rank: int, world: int) -> tuple[str, float]:
+    """Sharded over one axis, replicated over another: two groups, each with an arena of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    nets = [model() for _ in range(2)]
+    for net in nets:
+        for block in net[1:-1]:
+            weft.fully_shard(block, mesh=mesh)
+        weft.fully_shard(net, mesh=mesh)
+    expected = train(step_of(nets[0]), nets[0], rank)
+    compiled = over_peers(step_of(nets[1]), KERNELS)
+    torch.testing.assert_close(train(compiled, nets[1], rank), expected, rtol=0, atol=0)
+    return compiled.programs[0].source
+
+
+def test_groups_of_a_mesh_communicate_beside_each_other() -> None:
+    """Sums over two ranks have one order, so here too every bit is gloo's."""
+    source = run_ranks(hybrid, 4, timeout=180)[0]
+    assert {"peer_gather", "peer_reduce_scatter", "peer_all_reduce"} <= set(calls(source))
+
+
+# ---- ranks that cannot
+
+
+def apart(rank: int, world: int) -> tuple[str, list[Carried], str]:
+    symmetric._host = lambda: f"host{rank} x"  # type: ignore[assignment]
+    nets = [sharded(model()) for _ in range(2)]
+    expected = train(step_of(nets[0]), nets[0], rank)
+    carried: list[Carried] = []
+    carry = peer_steps.carry
+    peer_steps.carry = lambda *given: carried.extend((found := carry(*given)).values()) or found
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("weft.inductor.comm.carry").addHandler(handler)
+    compiled = over_peers(step_of(nets[1]), KERNELS)
+    torch.testing.assert_close(train(compiled, nets[1], rank), expected, rtol=0, atol=0)
+    return compiled.programs[0].source, carried, "\n".join(records)
+
+
+def test_ranks_that_cannot_share_memory_stay_with_the_library_and_are_told_why() -> None:
+    for source, carried, log in run_ranks(apart, 2, timeout=120):
+        assert not any(name.startswith("peer") for name in calls(source))
+        assert {each.transport for each in carried} == {"gloo"}
+        assert {each.why_not for each in carried} == {"they are on different hosts, host0 and host1"}
+        for name in KERNELS:
+            assert f"{name} does not carry collectives over world: they are on different hosts" in log
+
+
+# ---- ranks that do not come
+
+
+def missing(rank: int, world: int, dies: bool, seconds: float = 1.5) -> tuple[float, str]:
+    """The last rank does not come to its second step; what the others are told, and when."""
+    net = sharded(model())
+    store = dist.distributed_c10d._get_default_store()
+    with knobs.override(peer_timeout_s=seconds):
+        step = over_peers(step_of(net), KERNELS)
+        train(step, net, rank, 1)
+    if rank == world - 1:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.wait([f"told {rank}" for rank in range(world - 1)])
+        return 0.0, ""
+    started = time.monotonic()
+    with pytest.raises((errors.PeerTimeout, errors.PeerLost)) as caught:
+        train(step, net, rank, 1)
+    waited = time.monotonic() - started
+    assert type(caught.value) is (errors.PeerLost if dies else errors.PeerTimeout)
+    assert caught.value.rank == world - 1
+    with pytest.raises(type(caught.value)):  # from then on, at once
+        train(step, net, rank, 1)
+    store.set(f"told {rank}", "")
+    return waited, str(caught.value)
+
+
+def test_a_rank_that_is_late_ends_the_others() -> None:
+    *others, _ = run_ranks(missing, 3, False, timeout=60)
+    for waited, text in others:
+        assert waited < 15
+        assert "rank 2 (axis 'world') did not come to peer_gather of " in text
+        assert re.search(r"of \d tensors of net\.\d at .*peer_steps.py:\d+ in step", text) or "of net" in text
+        assert "within 1.5 s" in text
+
+
+def dying(rank: int, world: int) -> None:
+    waited, text = missing(rank, world, True)
+    assert "rank 1 (axis 'world') died" in text
+    assert waited < 15
+    raise ValueError("all of that is so")
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(dying, 2, timeout=60)
+    assert "all of that is so" in str(caught.value)
