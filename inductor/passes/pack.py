@@ -10,17 +10,15 @@ in an order that depends on where an element lies, so there reduce-scatters are 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft import torch_adapter
 from weft.capture.graph import WAIT, StepGraph
+from weft.inductor.passes.emitter import Emit, emitter
 from weft.inductor.passes.runs import dependents_before, runs
 
 Node = torch.fx.Node
-Emit = Callable[..., Node]
 
 aten = torch.ops.aten
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -50,7 +48,7 @@ def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
     inputs: list[Any] = [node.args[0] for node in run]
     world: Any = last.args[1] if gathers else last.args[2]
     with graph.inserting_before(last):
-        emit = _emitter(graph, last)
+        emit = emitter(graph, last)
         flat = _side_by_side(emit, inputs) if gathers else _rank_by_rank(emit, inputs, world)
         merged = emit(last.target, flat, *last.args[1:])
     waits = {user for node in run for user in node.users}
@@ -58,7 +56,7 @@ def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
     while first not in waits:
         first = first.next
     with graph.inserting_before(first):
-        emit = _emitter(graph, first)
+        emit = emitter(graph, first)
         whole = emit(WAIT, merged)
         parts = _columns(emit, whole, run, world) if gathers else _pieces(emit, whole, run)
     for node, part in zip(run, parts, strict=True):
@@ -99,17 +97,3 @@ def _pieces(emit: Emit, whole: Node, run: list[Node]) -> list[Node]:
         parts.append(emit(aten.view.default, emit(aten.slice.Tensor, whole, 0, start, end), list(val.shape)))
         start = end
     return parts
-
-
-def _emitter(graph: torch.fx.Graph, like: Node) -> Emit:
-    """Appends calls whose fake value is computed, with the lines and the module of ``like``."""
-
-    def emit(target: Callable[..., Any], *args: Any) -> Node:
-        node = graph.call_function(target, args)
-        mode = like.meta["val"].fake_mode
-        with torch_adapter.only_mode(mode):
-            val = target(*torch.fx.node.map_arg(args, lambda used: used.meta["val"]))
-        node.meta = {key: value for key, value in like.meta.items() if key != "inplace"} | {"val": val}
-        return node
-
-    return emit
