@@ -193,6 +193,8 @@ class _Fuser:
         one, two = self.groups[a], self.groups[b]
         if len(one.members) + len(two.members) > _MOST_MEMBERS or len(one.buffers | two.buffers) > _MOST_BUFFERS:
             return "too large"
+        if not self._linked(a, b) and self._again(one) != self._again(two):
+            return "computed again so that it is not kept"
         if self._detour(a, b) or self._detour(b, a):
             return "something runs between"
         joined = self._joined(one, two)
@@ -200,6 +202,11 @@ class _Fuser:
             return "other loops"
         why = self.supports(self._nest(joined)) if len(joined.overs) > 1 else None
         return joined if why is None else why
+
+    def _again(self, group: _Group) -> bool:
+        """Whether a group computes again what forward computed."""
+        operations = (self.lowered.operations[at] for at, _ in group.members)
+        return any(node.meta.get("recomputed") for operation in operations for node in _nodes(operation))
 
     def _detour(self, a: int, b: int) -> bool:
         """Whether something else must run after ``a`` and before ``b``."""
