@@ -1,7 +1,8 @@
 """Elements picked by index tensors, and sums of rows that have one index.
 
-Sums by index (the gradients of what was picked) stay with ATen's sorting kernels, which are deterministic, except where
-there are few places to add to: then every place looks at every row, which is deterministic too and takes one kernel.
+Sums by index (the gradients of what was picked) are lowered where there are few places to add to: every place looks at
+every row, which is deterministic and takes one kernel. For many places rows are sorted first, by
+:mod:`weft.inductor.passes.sum_segments` or in ATen's kernels: the work stays linear in the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from weft.inductor.lowering.split import Stages
 
 aten = torch.ops.aten
 
-_MOST_LOOKS = 2**28  # elements that all places look at together
+# Looking at every element this often still costs about as much as reading it from memory once.
+_FEW_PLACES = 8
+_FEW_LOOKS = 2**24  # elements that all places look at together in the time of a few launches
 
 
 def _picked(operand: Operand, axes: Sequence[int | None], dim: int, at: Value) -> Expression:
@@ -98,6 +101,11 @@ def _wrapped(at: Value, size: Int) -> Value:
 # ---- sums of rows that have one index
 
 
+def few_places(places: float, elements: float) -> bool:
+    """Whether letting every place look at all of so many elements is cheap."""
+    return places <= _FEW_PLACES or places * elements <= _FEW_LOOKS
+
+
 class _Sums:
     """Adds up rows by index in a nest over places (axis 0), then the rows' own axes.
 
@@ -114,8 +122,7 @@ class _Sums:
         self.over = [dim + 1 for dim in over]
 
     def few(self) -> bool:
-        """Whether letting every place look at every row is cheap."""
-        return math.prod(magnitude(size) for size in self.sizes) <= _MOST_LOOKS
+        return few_places(magnitude(self.places), math.prod(map(magnitude, self.row_sizes)))
 
     def index(self, indices: Any) -> Expression:
         """Index tensors at each point; they have the leading dimensions of the rows."""

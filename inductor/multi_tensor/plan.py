@@ -221,12 +221,13 @@ def add_launch(
     places: tuple[Argument, ...],
     grid: int,
     constants: dict[str, Any],
+    registers: int | None = None,
 ) -> None:
-    """Add the launch of the kernel ``text`` to ``plan``; memory of its tables and scratch is aligned."""
+    """Add the launch of the kernel ``text`` to ``plan``; memory of its tables, scratch and results is aligned."""
     aligned = frozenset(
         argument
         for argument, place in zip(signature, places, strict=True)
-        if isinstance(place, (Table, Pointers, Scratch))
+        if isinstance(place, (Table, Pointers, Scratch, Made))
     )
-    source = KernelSource(name, text, signature, constants, aligned, WARPS, 1)
+    source = KernelSource(name, text, signature, constants, aligned, WARPS, 1, registers)
     plan.launches.append(Launch(source, grid, places))
