@@ -18,6 +18,9 @@ from weft.capture.aot import Source, dynamo_sources, step_graph
 from weft.capture.graph import StepGraph
 from weft.errors import UnknownOption
 from weft.inductor.compiler import MODES, compile_graph
+from weft.inductor.lower import device_kind
+from weft.inductor.passes.noops import same_tensor
+from weft.inductor.passes.write_in_place import write_in_place
 from weft.inductor.runtime.aten import AtenProgram
 
 log = logging.getLogger(__name__)
@@ -53,12 +56,27 @@ def weft(
             return _compile(graph, sources, mode)
 
     on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
-    return torch_adapter.aot_autograd(compile_graph, recompute=on_gpu)(module, example_inputs)
+    return torch_adapter.aot_autograd(compile_graph, _simplify, recompute=on_gpu)(module, example_inputs)
+
+
+def _simplify(joint: torch.fx.Graph) -> None:
+    """Take from forward and backward together what forward would save, and hand over at every call, for no use."""
+    for node in joint.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])  # in training the running statistics are not read
+        same = same_tensor(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+            joint.erase_node(node)
 
 
 def _compile(graph: torch.fx.GraphModule, sources: Sequence[Source], mode: str) -> Boxed:
     """A callable over the list of inputs of ``graph``, which it empties."""
     step, constants = step_graph(graph, sources)
+    if mode == "bitwise" or device_kind(step.graph.nodes) == "cpu":
+        step = write_in_place(step)
     log.debug("%s", step)
     program = _program(step, mode)
     log.info("compiled a graph of %d nodes, %d inputs", len(step), len(step.inputs))

@@ -3,6 +3,7 @@
     python bench/opinfo.py                                # captured as training steps; some minutes on 2 cores
     python bench/opinfo.py --through torch.compile --samples 1
     python bench/opinfo.py --device cuda --only nn.functional
+    python bench/opinfo.py --interpreted --samples 1      # generated kernels, in triton's interpreter
 
 Prints how many samples gave what eager gives, and how many operations of their graphs run in generated kernels.
 """
@@ -27,12 +28,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     parser.add_argument("--samples", type=int, help="at most so many of a case; all without it")
     parser.add_argument("--through", choices=["weft.compile", "torch.compile"], default="weft.compile")
+    parser.add_argument("--interpreted", action="store_true", help="run generated kernels on the CPU, interpreted")
     chosen = parser.parse_args()
     started = time.perf_counter()
     total, run_cases = Outcome(), 0
     for case in cases(device=chosen.device):
         if chosen.only in str(case):
-            outcome = run(case, chosen.samples, chosen.device, dynamo=chosen.through == "torch.compile")
+            dynamo = chosen.through == "torch.compile"
+            outcome = run(case, chosen.samples, chosen.device, dynamo=dynamo, interpreted=chosen.interpreted)
             for failure in outcome.failures:
                 print(failure.replace("\n", " "), flush=True)
             total.add(outcome)

@@ -24,7 +24,10 @@ _UNMARKED_WRITES = {
     aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
     aten.miopen_batch_norm.default: ("running_mean", "running_var"),
 }
-_RENAMED = {aten.normal_.default: aten.normal_functional.default}
+_RENAMED = {
+    aten.normal_.default: aten.normal_functional.default,
+    aten._native_batch_norm_legit.default: aten._native_batch_norm_legit_functional.default,
+}
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,17 @@ class _Arithmetic(PythonReferenceAnalysis):
     def round_to_int(a: Any, dtype: torch.dtype) -> Any:
         return _call(round, a)
 
+    @staticmethod
+    def expr_cond_pair(expr: Any, cond: Any) -> Any:
+        return expr, cond
+
+    @staticmethod
+    def piecewise(*pairs: Any) -> Any:
+        result = pairs[-1][0]
+        for value, condition in reversed(pairs[:-1]):
+            result = _call(torch.sym_ite, condition, value, result)
+        return result
+
 
 class _StampingTracer(torch.fx.proxy.GraphAppendingTracer):
     def __init__(self, graph: torch.fx.Graph, stamp: Callable[[torch.fx.Node], None]) -> None:

@@ -103,7 +103,8 @@ class _Emitter:
         """One draw of the generator a step, for all random numbers that kernels make."""
         if SEEDS not in self.homes:
             buffer = self.lowered.buffers[SEEDS]
-            with self.graph.inserting_after(self.nodes[self.step.placeholders[-1]]):
+            last = next(reversed(self.step.placeholders), None)
+            with self.graph.inserting_after(self.nodes[last]) if last else self.graph.inserting_before():
                 drawn = self.graph.call_function(
                     aten.randint.low, (0, 2**31, list(buffer.sizes)), {"dtype": torch.int64, "device": buffer.device}
                 )
@@ -152,18 +153,22 @@ class _Emitter:
     def _number(self, symbol: sympy.Symbol) -> Node:
         """The node that computes a symbol."""
         if self.symbols is None:
-            self.symbols = self._known_symbols()
+            self.symbols = Symbols(torch_adapter.shape_env_of(self.mode), self.graph)
+        if not self.symbols.knows(symbol):
+            self._learn(self.symbols)
         return self.symbols.expression(symbol)
 
-    def _known_symbols(self) -> Symbols:
-        symbols = Symbols(torch_adapter.shape_env_of(self.mode), self.graph)
-        for node, made in self.nodes.items():
+    def _learn(self, symbols: Symbols) -> None:
+        """Say which of the nodes so far symbols come from: numbers, and sizes that inputs have or the data decided."""
+        for node, made in list(self.nodes.items()):
             val = node.meta.get("val")
             if isinstance(val, (torch.SymInt, torch.SymFloat)):
                 symbols.define(val, lambda made=made: made)
-            elif isinstance(val, torch.Tensor) and node.op == "placeholder":
+            elif isinstance(val, torch.Tensor):
                 symbols.define_sizes(val, made, self._emit)
-        return symbols
+            for at, item in enumerate(val if isinstance(val, (list, tuple)) else ()):
+                if isinstance(item, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in item.shape):
+                    symbols.define_sizes(item, self._home(f"{node.name}.{at}"), self._emit)
 
     def _emit(self, target: Any, *args: Any, val: Any) -> Node:
         node = self.graph.call_function(target, args)

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.graph import WAIT, StepGraph
 from weft.inductor.ir import Nest
 from weft.inductor.lowering.registry import LOWERINGS, SEEDS, Buffer, Lower, Lowering, Operand, size_of
+from weft.inductor.passes.fragments import base_of
 from weft.inductor.passes.host import tensors_of
 from weft.inductor.runtime.geometry import looks_into
 
@@ -147,6 +149,10 @@ def _is_view(lowered: Lowered, node: Node) -> bool:
     source = next((n for n in node.all_input_nodes if n in lowered.operands), None)
     if source is None or val.layout is not torch.strided or val.dtype != source.meta["val"].dtype:
         return False
+    if torch_adapter.hint(val.storage_offset()) is None:  # only the view itself knows where the data put it
+        return False
+    if node.target is torch.ops.aten.as_strided.default and base_of(node).op == "placeholder":
+        return False  # it counts from the start of a storage, in which the input of a call lies anywhere
     base = lowered.operands[source]
     given = source.meta["val"]
     if val.is_conj() != given.is_conj() or val.is_neg() != given.is_neg():
@@ -195,8 +201,11 @@ def _read(lowered: Lowered, node: Node) -> Iterator[str]:
 
 
 def _written(lowered: Lowered, node: Node) -> Iterator[str]:
+    """Buffers of the results; of a call that returns lists, its name, for the order of what picks from them."""
     val: Any = node.meta.get("val")
     if isinstance(val, (list, tuple)):
+        if any(isinstance(item, (list, tuple)) for item in val):
+            yield node.name
         yield from (name for at in range(len(val)) if (name := f"{node.name}.{at}") in lowered.buffers)
     elif node.name in lowered.buffers:
         yield node.name

@@ -26,8 +26,8 @@ def drop_noops(step: StepGraph) -> StepGraph:
     """Replace each operation that changes nothing by its input, or by the cast that is left of it. Changes ``step``."""
     for node in step.graph.nodes:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
-        rewrite = _REWRITES.get(name) or (_same_view if _is_view(node) else None)
-        replacement = rewrite(step.graph, node) if rewrite is not None else None
+        rewrite = _REWRITES.get(name)
+        replacement = same_tensor(node) if rewrite is None else rewrite(step.graph, node)
         if replacement is not None:
             node.replace_all_uses_with(replacement)
             step.graph.erase_node(node)
@@ -38,10 +38,12 @@ def _is_view(node: Node) -> bool:
     return looks_into(node) and node.target is not WAIT and isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _same_view(graph: torch.fx.Graph, node: Node) -> Node | None:
-    """The tensor that ``node`` looks into, by however many views, and shows whole and as it is."""
-    val = node.meta["val"]
-    source = node.args[0]
+def same_tensor(node: Node) -> Node | None:
+    """The tensor that a view looks into, by however many views, and shows whole and as it is; None where there is
+    none, and for what is no view."""
+    if not _is_view(node):
+        return None
+    val, source = node.meta["val"], node.args[0]
     if not _is_static(val) or val.dim() == 0:
         return None
     while isinstance(source, Node) and isinstance(given := source.meta.get("val"), torch.Tensor):

@@ -1,0 +1,154 @@
+"""Operations that can write over an operand that nothing reads again do.
+
+AOTAutograd's graphs have no mutation in them: what the user's code did in place, an activation, running statistics, a
+counter, makes a new tensor there, and statistics are copied back. Written in place it costs no memory and no copy.
+(Steps that weft captures itself remember what was done in place.) For programs of ATen kernels: generated kernels find
+memory by themselves.
+
+Keeps the bits of every result.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.functional import effects
+from weft.capture.graph import StepGraph
+from weft.inductor.runtime.geometry import looks_into, sources, storages
+from weft.torch_adapter import OpOverload
+
+Node = torch.fx.Node
+
+aten = torch.ops.aten
+
+# In-place forms that are not called like the functional one with an underscore.
+_OTHERWISE_NAMED = {aten._native_batch_norm_legit_functional.default: aten._native_batch_norm_legit.default}
+
+
+def write_in_place(step: StepGraph) -> StepGraph:
+    """Note the in-place form of each operation whose written operands are not read again. Changes ``step``."""
+    lives = _Lives(step)
+    for node in step.graph.nodes:
+        form = in_place_form(node.target) if node.op == "call_function" and "inplace" not in node.meta else None
+        if form is None:
+            continue
+        operands = _written(node, form)
+        results = _results(node, len(operands))
+        if all(lives.end_at(node, operand, result) for operand, result in zip(operands, results, strict=True)):
+            node.meta["inplace"] = form
+    return step
+
+
+@functools.cache
+def in_place_form(target: Any) -> OpOverload | None:
+    """The operation that computes what ``target`` does and writes it over operands, None where there is none."""
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(aten, f"{name}_", None)
+    form = _OTHERWISE_NAMED.get(target) or getattr(packet, target._overloadname, None)
+    if form is None or torch.Tag.nondeterministic_seeded in form.tags:
+        return None
+    found = effects(form)
+    return form if found is not None and found.functional is target else None
+
+
+def _written(node: Node, form: OpOverload) -> list[Any]:
+    """The operands that the in-place form writes, None for one that is not given by its position."""
+    found = effects(form)
+    assert found is not None
+    return [node.args[at] if at < len(node.args) else None for at, _ in found.writes]
+
+
+def _results(node: Node, count: int) -> list[Any]:
+    """Fakes of the last ``count`` results, the new values of what is written."""
+    val = node.meta["val"]
+    return [*val][-count:] if isinstance(val, (list, tuple)) else [val]
+
+
+class _Lives:
+    """Until when the memory of each value is read."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self._at = {node: at for at, node in enumerate(step.graph.nodes)}
+        self._updates = _updates(step)
+        self._by_storage: dict[int, list[Node]] = {}
+        for node in step.graph.nodes:
+            for storage in storages(node) if isinstance(node.meta.get("val"), torch.Tensor) else ():
+                self._by_storage.setdefault(storage, []).append(node)
+
+    def end_at(self, node: Node, operand: Any, result: torch.Tensor) -> bool:
+        """Whether ``node`` reads the memory of ``operand`` last, and ``result`` would lie there as ``operand`` does."""
+        layout = _layout(result)
+        if layout is None or not isinstance(operand, Node) or _layout(operand.meta.get("val")) != layout:
+            return False
+        values = self._values(operand)
+        if not all(self._may_be_written(value, node) for value in values):
+            return False
+        read = [used for used in _operands(node) if used in values]
+        return read == [operand] and all(self._at[user] <= self._at[node] for value in values for user in value.users)
+
+    def _values(self, operand: Node) -> set[Node]:
+        """Everything that may lie in the memory of ``operand``."""
+        found: set[Node] = set()
+        todo = [operand]
+        while todo:
+            value = todo.pop()
+            if value in found:
+                continue
+            found.add(value)
+            if not isinstance(value.meta.get("val"), torch.Tensor):
+                todo += value.users  # a list of views
+                continue
+            todo += [other for storage in storages(value) for other in self._by_storage.get(storage, ())]
+            todo += [user for user in value.users if looks_into(user) and not _picks_new(user)]
+            todo += sources(value) if looks_into(value) and not _picks_new(value) else []
+        return found
+
+    def _may_be_written(self, value: Node, by: Node) -> bool:
+        if value.op == "placeholder":
+            return by in self._updates.get(value.name, ())
+        return value.op == "call_function" and getattr(value.target, "namespace", "aten") == "aten"
+
+
+def _updates(step: StepGraph) -> dict[str, list[Node]]:
+    """For each input that is updated, the operations that make its new value of its old one, each in place."""
+    found: dict[str, list[Node]] = {}
+    for entry, result in step.updates():
+        value: Any = result
+        while isinstance(value, Node):
+            maker: Any = value.args[0] if value.target is operator.getitem else value
+            form = in_place_form(maker.target)
+            if form is None:
+                break
+            found.setdefault(entry.name, []).append(maker)
+            operands = [operand for operand in _written(maker, form) if isinstance(operand, Node)]
+            # What comes before must be for this operation alone: else it would be read where it is overwritten.
+            value = operands[0] if len(operands) == 1 and [*operands[0].users] == [maker] else None
+    return found
+
+
+def _picks_new(node: Node) -> bool:
+    """Whether the node picks a result that has memory of its own."""
+    return node.target is operator.getitem and not looks_into(node.args[0])  # type: ignore[arg-type]
+
+
+def _operands(node: Node) -> list[Node]:
+    """The operands of ``node``, as often as they are."""
+    found: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda used: found.append(used))
+    return found
+
+
+def _layout(val: Any) -> tuple[Any, ...] | None:
+    """How a tensor lies in memory; None where only the data decides, and fake strides need not be the real ones."""
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
+        return None
+    if any(torch_adapter.hint(size) is None for size in val.shape):
+        return None
+    return val.dtype, val.device, *map(str, val.shape), *map(str, val.stride())

@@ -1,0 +1,142 @@
+"""Operations that write over operands nobody reads again: which do, and that no value changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from weft.capture.aot import Source, step_graph
+from weft.capture.graph import Role, StepGraph
+from weft.inductor.passes.write_in_place import in_place_form, write_in_place
+from weft.inductor.runtime.aten import compile_aten
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+def graph_of(function: Callable[..., Any], *inputs: Tensor) -> StepGraph:
+    """The StepGraph of a functional graph, as AOTAutograd hands it over; `copy_` into an input is an update."""
+    module = make_fx(lambda *given: _as_tuple(function(*given)), tracing_mode="fake")(*inputs)
+    return step_graph(module, [Source(f"x{at}", Role.BATCH) for at in range(len(inputs))])[0]
+
+
+def _as_tuple(results: Any) -> tuple[Any, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def written(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
+    """Runs the program with and without the pass, compares all it leaves behind; the operations it does in place."""
+    plain, changed = graph_of(function, *inputs), write_in_place(graph_of(function, *inputs)).check()
+    left = []
+    for graph in (plain, changed):
+        mine = [x.clone() for x in inputs]
+        left.append([*compile_aten(graph)(*mine), *mine])
+    for a, b in zip(*left, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+    forms = [node.meta["inplace"] for node in changed.graph.nodes if "inplace" in node.meta]
+    clones = sum(node.target is aten.clone.default for node in changed.graph.nodes)
+    assert compile_aten(changed).source.count("aten_clone(") == clones
+    return [str(form) for form in forms]
+
+
+X, Y = torch.randn(4, 4), torch.randn(4, 4)
+
+DONE: dict[str, tuple[Callable[..., Any], list[str]]] = {
+    "a chain": (lambda x: x.sin().relu().mul(2), ["aten.relu_.default", "aten.mul_.Tensor"]),
+    "through views": (lambda x: (x + 1).view(2, 8).relu().t(), ["aten.relu_.default"]),
+    "an updated input": (lambda x: x.copy_(x + 1), ["aten.add_.Tensor"]),
+    "an input updated in two operations": (
+        lambda x: (y := (x + 1).relu(), x.copy_(y))[1],
+        ["aten.add_.Tensor", "aten.relu_.default"],
+    ),
+    "the first of two": (lambda x, y: (x + 1) + (y + 1), ["aten.add_.Tensor"]),
+}
+LEFT: dict[str, Callable[..., Any]] = {
+    "an input": lambda x: x.relu(),
+    "a value that is returned": lambda x: (y := x + 1, y.relu()),
+    "a value that is read later": lambda x: (y := x + 1).relu() + y,
+    "a value whose view is read later": lambda x: (y := x + 1, v := y[0], (y * 2, v + 1))[2],
+    "a part of a value that is read": lambda x: (p := (x + 1).split(2), p[0].relu(), p[1] + 1)[1:],
+    "a value read twice": lambda x: (y := x + 1, torch.mul(y, y))[1],
+    "a value read through a view too": lambda x: (y := x + 1, torch.mul(y, y.t()))[1],
+    "a result of another layout": lambda x: (x + 1).t().contiguous().unsqueeze(0) + x.expand(2, 4, 4),
+    "a result of another type": lambda x: (x + 1) > 0,
+    "an input updated otherwise": lambda x, y: (z := x * 2, x.copy_(y.sin()), z)[2],
+    "an input that is returned too": lambda x: (y := x + 1, x.copy_(y.relu()), y)[2],
+}
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_written_in_place(name: str) -> None:
+    function, forms = DONE[name]
+    assert written(function, *[X, Y][: function.__code__.co_argcount]) == forms
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_not_written_in_place(name: str) -> None:
+    """Neither `relu` nor `mul`; an addition of what they make to something else may be."""
+    function = LEFT[name]
+    forms = written(function, *[X, Y][: function.__code__.co_argcount])
+    assert set(forms) <= {"aten.add_.Tensor"}
+
+
+def test_batch_norm_updates_its_statistics_where_they_lie() -> None:
+    def function(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        out = aten._native_batch_norm_legit_functional(x, None, None, mean, variance, True, 0.1, 1e-5)
+        mean.copy_(out[3])
+        variance.copy_(out[4])
+        return out[0].relu()
+
+    forms = written(function, torch.randn(3, 5, 4), torch.zeros(5), torch.ones(5))
+    assert forms == ["aten._native_batch_norm_legit.default", "aten.relu_.default"]
+
+
+def test_forms() -> None:
+    assert in_place_form(aten.index_add.default) is aten.index_add_.default
+    for target in (aten.mm.default, aten.native_dropout.default, aten.bernoulli.p, F.relu):
+        assert in_place_form(target) is None
+
+
+def random_function(seed: int, length: int) -> Callable[[Tensor, Tensor], Any]:
+    """Operations, views and in-place writes to the second input, of values picked at random."""
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        choose = random.Random(seed)
+        values = [x, y, x + y]
+        for _ in range(length):
+            a, b = choose.choice(values), choose.choice(values)
+            make = choose.choice(
+                [
+                    lambda a, b: a + b,
+                    lambda a, b: a.relu(),
+                    lambda a, b: a * 0.5,
+                    lambda a, b: a.t(),
+                    lambda a, b: torch.cat([part.sigmoid() for part in a.split(2)]),
+                    lambda a, b: a.view(-1).view(4, 4) if a.is_contiguous() else a.tanh(),
+                    lambda a, b: torch.clamp(a, -1, 1),
+                    lambda a, b: torch.where(b > 0, a, b),
+                    lambda a, b: F.gelu(a).mul(b),
+                ]
+            )
+            values.append(make(a, b))
+        kept = choose.sample(values[2:], 2)
+        last = values[-1].contiguous() + 0
+        y.copy_(last)
+        return kept[0] + 0, kept[1].sum(), last * 3
+
+    return function
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**30), st.integers(2, 14))
+def test_any_program_computes_what_it_did(seed: int, length: int) -> None:
+    written(random_function(seed, length), X, Y)
