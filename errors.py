@@ -615,7 +615,7 @@ class RandomStepUnverified(WeftError):
         where = f" at {line}" if line else ""
         super().__init__(
             f"the step cannot be verified: {operation}{where} draws random numbers, and generated kernels draw others "
-            "than eager does. Verify it with dropout set to 0, or with mode=\"bitwise\", which draws eager's"
+            'than eager does. Verify it with dropout set to 0, or with mode="bitwise", which draws eager\'s'
         )
 
 
@@ -725,4 +725,14 @@ class MemoryLimitUnreachable(WeftError):
             f"no order of the step's operations fits {limit:,} bytes: the least demanding holds {peak:,} while {task} "
             f"runs, {inputs:,} of them inputs. The largest others are {largest}. Allow {peak - limit:,} bytes more, "
             "take a smaller batch, checkpoint activations, or shard over more ranks"
+        )
+
+
+class NotScheduled(WeftError):
+    """The schedule of a step is asked for that has none."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__(
+            f"{step} has no schedule of communication: it runs on CPUs, or does not communicate. "
+            'weft.explain(...).scheduled("h200x8") makes the one that it would have on a cluster'
         )

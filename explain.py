@@ -25,12 +25,19 @@ from weft.capture.opaque import OpaqueCall
 from weft.capture.printer import operation
 from weft.capture.tracer import CapturedStep
 from weft.compile import CompiledStep
-from weft.errors import NotCapturedYet, NotOnGpu
+from weft.errors import NotCapturedYet, NotOnGpu, NotScheduled
 from weft.inductor.clock import Clock
-from weft.inductor.compiler import compilation_of, kernel_graph
+from weft.inductor.comm import tables
+from weft.inductor.comm.cluster import load_cluster
+from weft.inductor.comm.consensus import number
+from weft.inductor.comm.schedule import Schedule
+from weft.inductor.comm.timeline import write_trace
+from weft.inductor.compiler import compilation_of, kernel_graph, planned, schedule_of
+from weft.inductor.lower import device_kind
 from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
 from weft.inductor.program_file import program_file
 from weft.inductor.report import KernelReport, KernelUse, report
+from weft.inductor.retarget import retarget
 from weft.inductor.roofline import gpu_called, gpu_of
 from weft.inductor.runtime.cut import cut
 from weft.inductor.runtime.pieces import Program
@@ -101,6 +108,8 @@ class Explanation:
         graph: the captured graph; prints as Python.
         program: the Python text that runs.
         kernels: the kernels that run on a GPU, None where ATen's run; :meth:`on` says what they would be.
+        schedule: how its collectives are issued on GPUs; None where it has none, or runs on CPUs; :meth:`scheduled`
+            says what it would be.
     """
 
     name: str
@@ -119,10 +128,12 @@ class Explanation:
     graph: StepGraph
     program: str
     kernels: KernelReport | None = None
+    schedule: Schedule | None = None
 
     def on(self, gpu: str = "H200") -> Explanation:
-        """The same, with the kernels that would run on a kind of GPU (a name of :data:`weft.inductor.roofline.GPUS`),
-        compiled for it. No GPU is needed. A step that was captured on a CPU may call other operations there.
+        """The same, with the kernels that would run on a kind of GPU ("H200": those of docs/clusters.md), compiled for
+        it. No GPU is needed: a step that was captured on a CPU, or in a fake world, is moved to one
+        (:mod:`weft.inductor.retarget` says what that leaves out).
 
         Raises:
             UnknownOption: a GPU that weft does not know.
@@ -130,10 +141,42 @@ class Explanation:
         """
         clock = Clock()
         kind = gpu_called(gpu)
-        passed = clock("passes", lambda: run_passes(self.graph, EVERY_PASS))
+        on_cpu = device_kind(self.graph.graph.nodes) == "cpu"
+        graph = retarget(self.graph.copy()) if on_cpu else self.graph
+        passed = clock("passes", lambda: run_passes(graph, EVERY_PASS))
         made = kernel_graph(passed, clock)
         kernels = clock("compile", lambda: report(made, kind, clock.seconds))
         return replace(self, kernels=replace(kernels, seconds=clock.seconds))
+
+    def scheduled(self, cluster: str = "h200x8", memory_limit: float | None = None) -> Explanation:
+        """The same, with the schedule that it would have on a cluster, predicted: no GPU is needed. The process groups
+        of the step have to be there: inside the ``weft.fake_world`` it was captured in.
+
+        Args:
+            cluster: a name of docs/clusters.md, or the path of a description.
+            memory_limit: GiB that a rank may hold, as in ``weft.compile``.
+
+        Raises:
+            UnknownOption: a cluster that weft does not know.
+            MemoryLimitUnreachable: no schedule fits.
+            GroupGone: a process group of the step is not there any more.
+        """
+        graph = self.graph.copy()
+        graph = retarget(graph) if device_kind(graph.graph.nodes) == "cpu" else graph
+        number(graph)
+        limit = None if memory_limit is None else int(memory_limit * 2**30)
+        _, found = planned(graph, load_cluster(cluster), limit, True, Clock())
+        return replace(self, schedule=found)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the predicted schedule as a Chrome trace, which Perfetto opens: computation, each lane, memory.
+
+        Raises:
+            NotScheduled: the step has no schedule.
+        """
+        if self.schedule is None:
+            raise NotScheduled(self.name)
+        write_trace(path, self.schedule.simulation)
 
     def measured(self) -> Explanation:
         """The same, with the time that each kernel takes on this machine's GPU.
@@ -201,6 +244,7 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         graph=graph,
         program=entry.program.source,
         kernels=_kernels(entry.program),
+        schedule=schedule_of(entry.program),
     )
 
 
@@ -286,6 +330,10 @@ def _tables(explained: Explanation) -> Iterator[RenderableType]:
     yield from _table("captures", ["", "reason"], list(enumerate(explained.captures, 1)))
     if explained.kernels is not None:
         yield from _kernel_tables(explained.kernels)
+    if explained.schedule is not None:
+        yield Text(tables.summary(explained.schedule.simulation), style="bold")
+        for rows in tables.tables(explained.schedule):
+            yield from _table(*rows)
 
 
 def _kernel_tables(found: KernelReport) -> Iterator[RenderableType]:
@@ -328,7 +376,7 @@ def _table(title: str, columns: list[str], rows: Iterable[tuple[Any, ...]]) -> I
         return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for at, column in enumerate(columns):
-        number = isinstance(rows[0][at], int) or column in ("bytes", "shared", "s") or column.endswith(" us")
+        number = isinstance(rows[0][at], int) or column in ("bytes", "shared", "s") or column.endswith((" us", " ms"))
         table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=column == "kernel")
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))

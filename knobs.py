@@ -38,7 +38,16 @@ autotune: Annotated[bool, "Measure kernels that have alternatives on the GPU, an
     False
 )
 
-bucket_mib: Annotated[int, "Most MiB of inputs that neighbouring collectives handed over together may have."] = 256
+bucket_mib: Annotated[
+    int,
+    "Most MiB of inputs that neighbouring collectives of tensors on the CPU, which go through one buffer, may have. On"
+    " GPUs the schedule decides by what it costs.",
+] = 256
+
+cluster: Annotated[
+    str,
+    "Description of the cluster, by name (h200x8) or path; where it is empty, the one that fits this machine's GPUs.",
+] = ""
 
 cuda_graphs: Annotated[bool, "Record steps as CUDA graphs: whole, or in pieces where not all can be recorded."] = True
 
@@ -54,10 +63,22 @@ cache_dir: Annotated[str, "Directory of compiled kernels and measurements; all i
     "~/.cache/weft"
 )
 
+even_batches: Annotated[
+    bool,
+    "Every rank's batches have the same sizes, which ranks check when they capture: embeddings may then be looked up in"
+    " their shards, and no whole table is gathered for a few rows.",
+] = False
+
+peer_timeout_s: Annotated[
+    float,
+    "Seconds that a rank waits for the others in a collective over shared memory, and when such memory is made, before"
+    " it gives up.",
+] = 600.0
+
 prefetch_mib: Annotated[
     int,
     "Most MiB of gathered parameters that are started ahead of their use, and of gradients whose reduction is"
-    " not waited for yet. The same on all ranks.",
+    " not waited for yet, in steps on the CPU. On GPUs the schedule decides by what it costs. The same on all ranks.",
 ] = 1024
 
 recapture_limit: Annotated[int, "How often a step is captured anew before a warning says what keeps changing."] = 8
@@ -65,6 +86,18 @@ recapture_limit: Annotated[int, "How often a step is captured anew before a warn
 record_collectives: Annotated[
     bool, "Record steps that communicate over NCCL as CUDA graphs too; otherwise they run kernel by kernel."
 ] = False
+
+schedule_timeout_s: Annotated[
+    float,
+    "Seconds that ranks wait for each other to compile, before rank 0 makes the schedule of a step for all of them.",
+] = 600.0
+
+transports: Annotated[
+    str,
+    "Transports over symmetric memory that may carry collectives between GPUs of one host where they cost less than"
+    " NCCL, separated by commas: copy_engine, push, pull, two_shot, with _ and a number of programs behind, as the"
+    " cluster's description names them; or all. None where it is empty.",
+] = ""
 
 verify: Annotated[
     bool, "Run the first call of every compiled step also uncompiled, and compare loss, gradients and state."

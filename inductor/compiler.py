@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 
-from weft import knobs
+from weft import knobs, torch_adapter
 from weft.capture.garbage import no_collections
 from weft.capture.graph import StepGraph
+from weft.errors import MemoryLimitUnreachable, NoClusterHere
 from weft.inductor.clock import Clock
 from weft.inductor.codegen.kernel import supports
+from weft.inductor.comm.bind import bind
+from weft.inductor.comm.cluster import Cluster, cluster_here
+from weft.inductor.comm.consensus import number, scheduled
+from weft.inductor.comm.schedule import Schedule
 from weft.inductor.emit import emit
 from weft.inductor.fuse import fuse
 from weft.inductor.graph_cache import cached
@@ -26,7 +31,8 @@ from weft.inductor.inline import inline
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.lower import Lowered, device_kind, lower
 from weft.inductor.multi_tensor.launcher import use_kernels
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.passes.pipeline import every_pass, run_passes
+from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.program_file import program_file
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.runtime.kernels import compile_kernels
@@ -37,6 +43,9 @@ log = logging.getLogger(__name__)
 
 MODES = ("default", "bitwise")
 
+
+# What the kernels of a step may hold, as parts of what the step may: communication holds the rest.
+_BUDGETS = (1.0, 0.85, 0.7)
 
 _count = itertools.count()
 
@@ -55,6 +64,7 @@ class Compilation:
 
 
 _compilations: weakref.WeakKeyDictionary[Any, Compilation] = weakref.WeakKeyDictionary()
+_schedules: weakref.WeakKeyDictionary[Any, Schedule] = weakref.WeakKeyDictionary()
 
 
 def compilation_of(program: Program) -> Compilation | None:
@@ -62,30 +72,99 @@ def compilation_of(program: Program) -> Compilation | None:
     return _compilations.get(program)
 
 
+def schedule_of(program: Program) -> Schedule | None:
+    """The schedule of the collectives of ``program``; None where it has none: on one GPU, on CPUs, and on ranks whose
+    kernels differ from each other's."""
+    return _schedules.get(program)
+
+
 @no_collections()
-def compile_graph(step: StepGraph, mode: str = "default") -> Program:
+def compile_graph(step: StepGraph, mode: str = "default", memory_limit: int | None = None) -> Program:
     """Make the program that runs ``step``. With ``knobs.dump_dir`` the graph and the program are written there.
+
+    Collective for steps that communicate: all ranks compile them in the same order.
 
     Args:
         mode: "default" generates kernels for what runs on a GPU, and records as CUDA graphs what of it can be; what
             runs on a CPU runs as ATen kernels. "bitwise" runs ATen kernels everywhere, so that results are the
             uncompiled step's to the bit.
+        memory_limit: bytes that a GPU may hold at once; None for what it has, less a reserve. Steps on a CPU take what
+            they need.
+
+    Raises:
+        MemoryLimitUnreachable: no schedule fits ``memory_limit``.
+        NoClusterHere: ``memory_limit`` is given, and no description of a cluster fits the GPUs here.
     """
-    place = _dump(step)
-    if mode == "bitwise" or device_kind(step.graph.nodes) == "cpu":
-        made = run_passes(step)
-        program: Program = compile_aten(made)
-    else:
-        clock = Clock()
-        made = cached(step, lambda graph: kernel_graph(clock("passes", lambda: run_passes(graph, EVERY_PASS)), clock))
-        made = use_kernels(with_compiled_kernels(made, clock))
-        recorded = knobs.cuda_graphs and (knobs.record_collectives or not made.collectives())
-        program = clock("program", lambda: compile_recorded(made) if recorded else compile_aten(made))
+    place, clock = _dump(step), Clock()
+    on_gpu = device_kind(step.graph.nodes) != "cpu"
+    generates = on_gpu and mode == "default"
+    number(step)
+    cluster = _cluster(memory_limit) if on_gpu and (step.collectives() or memory_limit is not None) else None
+    made, schedule = planned(step, cluster, memory_limit, generates, clock)
+    if generates:
+        made = bind(use_kernels(with_compiled_kernels(made, clock)))
+    recorded = generates and knobs.cuda_graphs and (knobs.record_collectives or not made.collectives())
+    program: Program = clock("program", lambda: compile_recorded(made) if recorded else compile_aten(made))
+    if generates:
         _compilations[program] = Compilation(made, clock.seconds)
+    if schedule is not None:
+        _schedules[program] = schedule
     log.debug("%s", program.source)
     if place is not None:
         Path(f"{place}_program.py").write_text(program_file(made))
     return program
+
+
+def planned(
+    step: StepGraph, cluster: Cluster | None, memory_limit: int | None, generates: bool, clock: Clock
+) -> tuple[StepGraph, Schedule | None]:
+    """The graph that a program runs, its kernels not compiled yet, and its schedule, None without a ``cluster``.
+
+    Where no schedule fits a limit that was asked for, backward computes again what forward would keep: first as much as
+    the limit seems to want, then more, since what communication holds is known only when it is scheduled.
+
+    Raises:
+        MemoryLimitUnreachable: nothing fits ``memory_limit``.
+    """
+    if cluster is None:
+        return _graph(step, generates, None, clock), None
+    shrinks = generates and memory_limit is not None
+    budgets = [None, *(int(memory_limit * part) for part in _BUDGETS if shrinks and memory_limit is not None)]
+    for budget in budgets:
+        made = _graph(step, generates, budget, clock)
+        try:
+            return clock("schedule", lambda: scheduled(made, cluster, memory_limit, keep_bits=not generates))  # noqa: B023
+        except MemoryLimitUnreachable as error:
+            if budget == budgets[-1]:
+                raise
+            log.info("more is computed again: %s", error)
+    raise AssertionError
+
+
+def _graph(step: StepGraph, generates: bool, budget: int | None, clock: Clock) -> StepGraph:
+    """The step after all passes, with kernels where it ``generates`` any."""
+    if not generates:
+        return run_passes(step)
+    passes = every_pass(budget)
+    make = lambda graph: kernel_graph(clock("passes", lambda: run_passes(graph, passes)), clock)
+    return cached(step, make, f"within {budget}")
+
+
+def _cluster(memory_limit: int | None) -> Cluster | None:
+    """The description of this cluster; None where there is none and nobody asked for a limit: then a step runs in the
+    order that it has without a schedule, which is said once."""
+    try:
+        return cluster_here()
+    except NoClusterHere as error:
+        if memory_limit is not None:
+            raise
+        _warn(f"communication is not scheduled: {error}")
+        return None
+
+
+@functools.cache
+def _warn(what: str) -> None:
+    log.warning("%s", what)
 
 
 def make_kernels(step: StepGraph) -> StepGraph:
@@ -104,12 +183,14 @@ def with_compiled_kernels(made: StepGraph, clock: Clock) -> StepGraph:
     return made
 
 
+@torch_adapter.only_mode()  # as run_passes
 def kernel_graph(step: StepGraph, clock: Clock) -> StepGraph:
-    """The step with generated kernels, not compiled yet, in place of all the operations that have a lowering."""
+    """The step with generated kernels, not compiled yet, in place of all the operations that have a lowering, its nodes
+    in the order in which they are issued."""
     lowered = clock("lower", lambda: lower(step, list(step.graph.nodes)))
     inlined = clock("inline", lambda: inline(lowered))
     items = clock("fuse", lambda: fuse(inlined, supports))
-    made = clock("generate", lambda: emit(inlined, items).check())
+    made = clock("generate", lambda: schedule_waits(emit(inlined, items)).check())
     if log.isEnabledFor(logging.DEBUG):
         _tell(lowered, _kernel_calls(made))
     return made

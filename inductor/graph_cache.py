@@ -29,19 +29,26 @@ from weft.inductor.runtime import kernel_cache
 log = logging.getLogger(__name__)
 
 # Knobs that say nothing about what is compiled.
-_ELSEWHERE = frozenset({"cache_dir", "dump_dir", "agreement_timeout_s", "recapture_limit", "verify"})
+_ELSEWHERE = frozenset(
+    {"cache_dir", "cluster", "dump_dir", "agreement_timeout_s", "peer_timeout_s", "schedule_timeout_s"}
+    | {"recapture_limit", "verify"}
+)
 # What reading an entry raises that passed its checksum and means nothing to this weft.
 _MEANINGLESS = (ValueError, LookupError, TypeError, AttributeError, ImportError)
 
 
-def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph]) -> StepGraph:
+def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str = "") -> StepGraph:
     """``make(step)``, or the same graph as an earlier call made, in this process or in another.
 
-    ``make`` must not change ``step``. Raises errors.CacheUnusable.
+    Args:
+        make: must not change ``step``.
+        variant: what tells this ``make`` from others.
+
+    Raises errors.CacheUnusable.
     """
     started = time.process_time()
     try:
-        path = _path(step)
+        path = _path(step, variant)
     except NotPortable as reason:
         log.info("compiled in this process only: the graph holds %s", reason)
         return make(step)
@@ -68,10 +75,10 @@ def _read(path: Path, step: StepGraph) -> StepGraph | None:
         return None
 
 
-def _path(step: StepGraph) -> Path:
+def _path(step: StepGraph, variant: str = "") -> Path:
     """The file of a captured step."""
     entries = [repr(entry) for entry in (*step.inputs, *step.outputs)]
-    key = [_environment(), _devices(step), _symbols(step), entries, sorted(step.groups.items()), portable.dump(step)]
+    key = [variant, _environment(), _devices(step), _symbols(step), entries, _groups(step), portable.dump(step)]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return kernel_cache.directory() / "graphs" / name[:2] / name
 
@@ -99,6 +106,12 @@ def _devices(step: StepGraph) -> list[str]:
     vals = (node.meta.get("val") for node in step.graph.nodes)
     devices = {val.device for val in vals if isinstance(val, torch.Tensor) and val.device.type == "cuda"}
     return [f"{device}: {torch.cuda.get_device_properties(device)}" for device in sorted(devices, key=str)]
+
+
+def _groups(step: StepGraph) -> list[tuple[str, str, int]]:
+    """The process groups of a graph, with this rank's place in each where a pass writes that into the graph."""
+    places = {name: torch_adapter.group_rank(group) for name, group in step.groups.items() if knobs.even_batches}
+    return [(name, group, places.get(name, -1)) for name, group in sorted(step.groups.items())]
 
 
 def _symbols(step: StepGraph) -> list[str]:

@@ -39,7 +39,7 @@ _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _WORDS = {str(word): word for word in vars(torch).values() if isinstance(word, _NAMED)}
 _PLAIN = frozenset({int, bool, float, str, type(None)})
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_META = ("frames", "module", "stage", "effect", "operations", "stream", "inplace")
+_META = ("frames", "module", "stage", "effect", "operations", "stream", "inplace", "place", "number")
 _OTHER_CLASSES = frozenset({Functionalized, KeepsForBackward, Frame})
 
 

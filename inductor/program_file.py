@@ -20,7 +20,6 @@ from weft.inductor.codegen.canonical import symbol
 from weft.inductor.kernel_call import KernelCall, expression_text
 from weft.inductor.multi_tensor.launcher import Launcher
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.passes.schedule_waits import schedule
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.writer import write_program
 from weft.inductor.saved import known
@@ -68,8 +67,7 @@ def in_place(operation, updated):
 
 def program_file(step: StepGraph) -> str:
     """The text of the file for ``step``, a graph whose operations are calls of kernels where they can be."""
-    order = schedule(step, None)
-    source, names, _ = write_program(step, order, place(step, order), None)
+    source, names, _ = write_program(step, place(step), None)
     kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
     bound = list(_bound(names))
     also = ", and weft for what works on lists of tensors" if _lists(names) else ""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from weft.capture.graph import WAIT, StepGraph, is_collective
+from weft.capture.graph import StepGraph, is_collective, is_wait
+from weft.inductor.comm.cluster import Gpu
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.lowering.registry import LOWERINGS
 from weft.inductor.measure import microseconds
 from weft.inductor.multi_tensor.launcher import Launcher
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.roofline import Gpu
 from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.geometry import looks_into
 from weft.inductor.runtime.kernel_cache import Resources
@@ -151,7 +151,7 @@ def _computes(node: Node) -> bool:
     """Whether a call makes tensors or has an effect: all but views, elements of results and arithmetic on numbers."""
     val = node.meta.get("val")
     tensors = isinstance(val, (torch.Tensor, list, tuple))
-    return node.target is not WAIT and (bool(node.meta.get("effect")) or (tensors and not looks_into(node)))
+    return not is_wait(node) and (bool(node.meta.get("effect")) or (tensors and not looks_into(node)))
 
 
 def _why(node: Node) -> str:

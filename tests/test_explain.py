@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -13,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft import knobs
 from weft.capture.graph import Role
-from weft.errors import NotCapturedYet, NotOnGpu, UnknownOption
+from weft.errors import NotCapturedYet, NotOnGpu, NotScheduled, UnknownOption
 from weft.explain import CollectiveCount, HookFired, InputBytes
 
 
@@ -234,7 +236,7 @@ def test_kernels_that_would_run_on_a_gpu(tmp_path: Path) -> None:
     assert kernel.count == 1
     assert kernel.operations >= 2
     assert kernel.bytes == 3 * 64 * 1024 * 4
-    assert kernel.roofline_us == pytest.approx(3 * 64 * 1024 * 4 / 4.3e12 * 1e6)
+    assert kernel.roofline_us == pytest.approx(3 * 64 * 1024 * 4 / 4.28e12 * 1e6)
     (line,) = {line.rsplit(":", 1)[0] for line in kernel.lines}
     assert line == __file__
     assert kernel.resources is not None
@@ -260,3 +262,27 @@ def test_what_runs_is_written_to_a_file(tmp_path: Path) -> None:
     names = runpy.run_path(str(tmp_path / "aten.py"))
     x = torch.randn(4, 4)
     assert torch.equal(names["run"]([x])[0], x.exp() @ x)
+
+
+def test_the_schedule_that_a_step_would_have_on_a_cluster(tmp_path: Path) -> None:
+    with weft.fake_world(8):
+        model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+        weft.fully_shard(model, mesh=init_device_mesh("cuda", (8,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        explained = weft.explain(step, torch.zeros(64, 512))
+        with pytest.raises(NotScheduled):
+            explained.write_trace(tmp_path / "trace.json")
+        found = explained.scheduled("h200x8")
+    assert found.schedule is not None
+    assert "exposed" in str(found)
+    assert {bucket.kind for bucket in found.schedule.buckets} == {"all_gather", "reduce_scatter"}
+    found.write_trace(tmp_path / "trace.json")
+    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())

@@ -108,7 +108,10 @@ class _Unfit(Exception):
 def _head_of(node: Node) -> tuple[Node | None, Selection | None]:
     """The matrix product whose rows ``node`` normalises, and which rows of it, going up through one large operand."""
     selection = None
-    width = node.args[0].meta["val"].shape[-1]  # type: ignore[union-attr]
+    sizes = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    if not sizes:
+        return None, None
+    width = sizes[-1]
     while node.target not in _PRODUCTS:
         candidates = [used for used in node.all_input_nodes if _is_tensor(used) and used.meta["val"].dim() > 0]
         wide = [used for used in candidates if used.meta["val"].shape[-1] == width and used.meta["val"].dim() > 1]

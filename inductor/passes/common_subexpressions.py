@@ -5,7 +5,8 @@ effects, nothing whose sizes the data decides. Kept apart are also
 
 - what was written in place, or is held by the user after the step: merging it would only force a copy elsewhere;
 - values of different stages, unless they are views, numbers or scalars: a user who recomputes in backward what forward
-  had (checkpointing) does so to save memory;
+  had (checkpointing) does so to save memory. A shard that is gathered in both is one value all the same: to be the same
+  bytes of the same parameter is what lets a schedule gather it once, and it is a small part of what is gathered;
 - values of different streams, which no event orders.
 
 Keeps the bits of every result. What is merged does not depend on sizes, which may differ between ranks.
@@ -20,6 +21,7 @@ import torch
 
 from weft.capture.graph import StepGraph, is_effect
 from weft.inductor.passes.escapes import escaping
+from weft.inductor.passes.shards import shards
 from weft.inductor.runtime.geometry import SCATTERS, looks_into
 from weft.torch_adapter import OpOverload
 
@@ -36,11 +38,12 @@ _UNREPEATABLE = frozenset(
 def common_subexpressions(step: StepGraph) -> StepGraph:
     """Replace each node by an earlier one of the same operation on the same operands. Changes ``step``."""
     held = escaping(step)
+    any_stage = shards(step)
     known: dict[Hashable, Node] = {}
     for node in step.graph.nodes:
         if node in held or not _repeatable(node):
             continue
-        first = known.setdefault(_key(node), node)
+        first = known.setdefault(_key(node, "" if node in any_stage else node.meta.get("stage", "")), node)
         if first is not node:
             node.replace_all_uses_with(first)
             step.graph.erase_node(node)
@@ -60,8 +63,8 @@ def _uninitialized(target: OpOverload) -> bool:
     return target._schema.name.startswith(("aten::empty", "aten::new_empty"))
 
 
-def _key(node: Node) -> Hashable:
-    stage = "" if _takes_no_memory(node) else node.meta.get("stage", "")
+def _key(node: Node, stage: str) -> Hashable:
+    stage = "" if _takes_no_memory(node) else stage
     kwargs = tuple((name, _operand(node.kwargs[name])) for name in sorted(node.kwargs))
     return node.target, _operand(node.args), kwargs, _layout(node.meta.get("val")), stage, node.meta.get("stream", 0)
 

@@ -57,14 +57,14 @@ def _skip_exact_cast(node: Node) -> None:
         before = source.args[0]
         assert isinstance(before, Node)
         given, wide = before.meta["val"], source.meta["val"]
-        exact = _holds_exactly(wide.dtype, given.dtype) and given.device == wide.device
+        exact = holds_exactly(wide.dtype, given.dtype) and given.device == wide.device
         if not exact or _places(given) != _places(wide):
             return
         node.replace_input_with(source, before)
         source = before
 
 
-def _holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
+def holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether every value of ``narrow`` is one of ``wide``; where unsure, no."""
     if wide == narrow or narrow == torch.bool:
         return True

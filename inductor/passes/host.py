@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.capture.graph import WAIT, StepGraph, is_collective, is_random
+from weft.capture.graph import StepGraph, is_collective, is_random, is_wait
 from weft.capture.recorder import check
 from weft.capture.streams import StreamCall
 
@@ -58,7 +58,7 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
 
 
 def _is_pure(node: Node) -> bool:
-    if node.op != "call_function" or is_random(node) or is_collective(node) or node.target is WAIT:
+    if node.op != "call_function" or is_random(node) or is_collective(node) or is_wait(node):
         return False
     return not isinstance(node.target, StreamCall) and (node.target is check or not node.meta.get("effect"))
 

@@ -28,7 +28,7 @@ from weft.capture.costs import format_bytes
 from weft.capture.graph import StepGraph, drop_dead, is_effect, is_random
 from weft.inductor.liveness import Liveness, LiveRange, liveness
 from weft.inductor.min_cut import UNBOUNDED, FlowGraph
-from weft.inductor.passes.schedule_waits import schedule
+from weft.inductor.passes.schedule_waits import issue_order
 from weft.inductor.runtime.geometry import looks_into
 from weft.torch_adapter import OpOverload
 
@@ -96,7 +96,7 @@ class Rematerialise:
         """Recompute more, largest saving a microsecond first, until the peak fits or no longer falls."""
         reached = UNBOUNDED
         for _ in range(_ROUNDS):
-            found = liveness(rewriter.step, schedule(rewriter.step))
+            found = liveness(rewriter.step, issue_order(rewriter.step))
             before, reached = reached, found.peak
             if reached <= budget or reached >= before:
                 break

@@ -1,8 +1,11 @@
-"""The order in which an eager executor runs a step: collectives start early, are waited for late.
+"""Collectives start early and are waited for late, by rules that need no cost model.
 
-Data dependences allow it, and nothing else moves: random operations and calls with effects keep their order,
-and every decision follows from the graph alone, so that all ranks issue their collectives in one order. The
-bits do not change.
+The nodes of a graph stand in the order in which they are issued; here they are put into one. Data dependences allow it,
+and nothing else moves: random operations and calls with effects keep their order, and every decision follows from the
+graph alone, so that all ranks issue their collectives in one order. Steps that communicate on GPUs get their order from
+:mod:`weft.inductor.comm.schedule` instead.
+
+Keeps the bits of every result.
 """
 
 from __future__ import annotations
@@ -15,19 +18,25 @@ import torch
 from weft import knobs
 from weft.capture.graph import WAIT, StepGraph, is_collective
 from weft.capture.streams import FENCE, StreamCall
+from weft.inductor.passes.order import reorder, start_of, waits_of
+from weft.inductor.passes.shards import from_placeholders, is_gather
 from weft.inductor.passes.sizes import node_bytes
 from weft.inductor.runtime.geometry import looks_into
 
 Node = torch.fx.Node
 
-# What may stand between a parameter and its all-gather.
-_PREPARATIONS = frozenset({"aten::_to_copy", "aten::constant_pad_nd", "aten::clone", "weft::pad_shard"})
 # A collective that keeps an input alive which nobody else needs: its wait must not come too late.
 _CONSUMING = ("_c10d_functional::reduce_scatter", "_c10d_functional::all_to_all")
 
 
-def schedule(step: StepGraph, prefetch_bytes: int | None = None) -> list[Node]:
-    """All nodes of the graph, in the order to run them.
+def schedule_waits(step: StepGraph, prefetch_bytes: int | None = None) -> StepGraph:
+    """Put the nodes of the graph into the order of :func:`issue_order`. Changes ``step``."""
+    reorder(step, issue_order(step, prefetch_bytes))
+    return step
+
+
+def issue_order(step: StepGraph, prefetch_bytes: int | None = None) -> list[Node]:
+    """All nodes of the graph, in the order to issue them.
 
     - A wait, and the views of what it returns, come just before their first real use.
     - An all-gather whose input comes from placeholders by casts, padding and views only is started ahead of
@@ -38,7 +47,7 @@ def schedule(step: StepGraph, prefetch_bytes: int | None = None) -> list[Node]:
     - Elements are picked from a list right after it is made, so that the list can go.
 
     Args:
-        prefetch_bytes: bytes (default: the knob ``prefetch_mib``); with 0 every collective starts where it was issued.
+        prefetch_bytes: bytes (default: the knob ``prefetch_mib``); with 0 every collective starts where it stood.
     """
     return _Scheduler(step, knobs.prefetch_mib << 20 if prefetch_bytes is None else prefetch_bytes).run()
 
@@ -53,7 +62,7 @@ class _Scheduler:
         self.gathered = 0
         self.consumed = 0
         self.unwaited: deque[Node] = deque()
-        self.ahead = deque(node for node in self.nodes if _is_gather(node) and _from_placeholders(node))
+        self.ahead = deque(node for node in self.nodes if is_gather(node) and from_placeholders(node))
 
     def run(self) -> list[Node]:
         for node in self.nodes:
@@ -84,8 +93,8 @@ class _Scheduler:
         self._append(node)
         if is_collective(node):
             self._account(node, 1)
-        elif node.target is WAIT and all(wait in self.done for wait in _waits_of(_start_of(node))):
-            self._account(_start_of(node), -1)
+        elif node.target is WAIT and all(wait in self.done for wait in waits_of(start_of(node))):
+            self._account(start_of(node), -1)
             self._start_ahead()
 
     def _append(self, node: Node) -> None:
@@ -109,43 +118,16 @@ class _Scheduler:
     def _make_room(self, node: Node) -> None:
         """Wait for the oldest collectives while they hold more memory than allowed, with that of ``node``."""
         while self.unwaited and self.consumed + _consumed_bytes(node) > self.limit:
-            for wait in _waits_of(self.unwaited.popleft()):
+            for wait in waits_of(self.unwaited.popleft()):
                 self._run(wait)
 
     def _account(self, start: Node, sign: int) -> None:
-        if _is_gather(start):
+        if is_gather(start):
             self.gathered += sign * node_bytes(start)
         elif _consumed_bytes(start):
             self.consumed += sign * _consumed_bytes(start)
             if sign > 0:
                 self.unwaited.append(start)
-
-
-def _is_gather(node: Node) -> bool:
-    return is_collective(node) and "all_gather_into_tensor" in str(node.target)
-
-
-def _from_placeholders(node: Node) -> bool:
-    """Whether the inputs of ``node`` come from placeholders with next to no work between."""
-    return all(n.op == "placeholder" or (_prepares(n) and _from_placeholders(n)) for n in node.all_input_nodes)
-
-
-def _prepares(node: Node) -> bool:
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    return (name in _PREPARATIONS or looks_into(node)) and node.target is not WAIT and "inplace" not in node.meta
-
-
-def _start_of(wait: Node) -> Node:
-    given = wait.args[0]
-    assert isinstance(given, Node)
-    picked = given.args[0] if given.target is operator.getitem else given
-    assert isinstance(picked, Node)
-    return picked
-
-
-def _waits_of(start: Node) -> list[Node]:
-    users = [u for user in start.users for u in (user.users if user.target is operator.getitem else (user,))]
-    return [user for user in users if user.target is WAIT]
 
 
 def _consumed_bytes(start: Node) -> int:

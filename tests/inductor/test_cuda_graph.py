@@ -14,7 +14,6 @@ from torch import nn
 import weft
 from fake_recorder import FakeRecorder
 from harness import run_ranks
-from retarget import retarget
 from step_builder import StepBuilder
 from weft import torch_adapter
 from weft.capture.graph import Role, StepGraph
@@ -23,6 +22,7 @@ from weft.inductor.kernel_call import KernelCall
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 from weft.inductor.passes.numbers_to_memory import numbers_to_memory
 from weft.inductor.passes.pipeline import PLAIN, run_passes
+from weft.inductor.retarget import retarget
 from weft.inductor.runtime.aten import AtenProgram, compile_aten
 from weft.inductor.runtime.cuda_graph import GraphedProgram
 from weft.inductor.runtime.cut import cut
@@ -38,29 +38,13 @@ CPU = torch.device("cpu")
 # ---- whole training loops
 
 
-def _optimizer_counters(step: StepGraph) -> set[Node]:
-    """What an optimizer that is neither fused nor capturable keeps on the CPU, and what is computed from that."""
-    found: set[Node] = set()
-    for node in step.graph.nodes:
-        counts = node.op == "placeholder" and (node.name.endswith("_step") or node.name.startswith("constant"))
-        given = node.all_input_nodes
-        numbers = [n for n in given if not isinstance(n.meta.get("val"), torch.Tensor | list | tuple)]
-        on_cpu = node.op == "call_function" and given and found.issuperset(set(given) - set(numbers))
-        if counts or (on_cpu and len(numbers) < len(given)):
-            found.add(node)
-    return found
-
-
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     """Compiled steps run as if on a GPU, recorded by what this returns."""
     recorder = FakeRecorder()
 
-    def compile_graph(step: StepGraph, mode: str) -> Any:
-        step = run_passes(step, [])
-        counters = _optimizer_counters(step)
-        retarget(step, "cuda", counters.__contains__)
-        step = run_passes(step, [*PLAIN, fuse_optimizer, numbers_to_memory])
+    def compile_graph(step: StepGraph, mode: str, memory_limit: int | None) -> Any:
+        step = run_passes(retarget(step.copy(), "cuda"), [*PLAIN, fuse_optimizer, numbers_to_memory])
         return compile_recorded(step, recorder, CPU)
 
     monkeypatch.setattr(importlib.import_module("weft.compile"), "compile_graph", compile_graph)

@@ -13,7 +13,7 @@ import weft
 from step_builder import StepBuilder
 from weft.capture.graph import StepGraph
 from weft.inductor.liveness import liveness
-from weft.inductor.passes.schedule_waits import schedule
+from weft.inductor.passes.schedule_waits import issue_order
 
 Node = torch.fx.Node
 aten = torch.ops.aten
@@ -101,7 +101,7 @@ def test_a_collective_holds_its_input_until_it_is_waited_for() -> None:
             return torch.ops._c10d_functional.wait_tensor(work) + y
 
         graph = weft.capture(step, torch.ones(256))
-    found = liveness(graph, schedule(graph))
+    found = liveness(graph, issue_order(graph))
     doubled = next(n for n in graph.graph.nodes if "mul" in n.name)
     wait = next(n for n in graph.graph.nodes if "wait" in n.name)
     assert found.of[doubled][0].end == found.order.index(wait)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ from torch import nn
 import weft
 from harness import needs_gpu, run_ranks
 from weft.capture.graph import StepGraph
-from weft.inductor.passes.coalesce import coalesce
 from weft.inductor.passes.noops import drop_noops
 from weft.inductor.passes.pack import pack
 from weft.inductor.passes.pipeline import run_passes
+from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.passes.unused_gathers import drop_unused_gathers
 from weft.inductor.runtime.aten import compile_aten
 
@@ -72,25 +72,6 @@ def test_unused_gathers_are_dropped() -> None:
     assert before["all_gather_into_tensor"] == 26
     assert after["all_gather_into_tensor"] == 19
     assert after["reduce_scatter_tensor"] == before["reduce_scatter_tensor"] == 13
-
-
-def test_neighbours_are_coalesced_and_every_parameter_is_still_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tensors on GPUs are coalesced; the fakes of a plan are on the CPU, so the test lets them pass for others."""
-    assert len(kinds(coalesce(captured(4)))) == 2
-    monkeypatch.setattr(
-        "weft.inductor.passes.coalesce._can_join", lambda node: "all_" in str(node) or "reduce_" in str(node)
-    )
-    merged = coalesce(captured(4)).check()
-    count = kinds(merged)
-    assert count["all_gather_into_tensor"] + count["all_gather_into_tensor_coalesced"] <= 8
-    members = Counter(
-        str(node.target).split(".")[1]
-        for node in merged.collectives()
-        if "coalesced" in str(node.target)
-        for _ in cast(list[Any], node.args[0])
-    )
-    assert members["all_gather_into_tensor_coalesced"] + count["all_gather_into_tensor"] == 26
-    assert members["reduce_scatter_tensor_coalesced"] + count["reduce_scatter_tensor"] == 13
 
 
 @pytest.mark.parametrize(("world", "reduces"), [(2, 3), (4, 13)])
@@ -167,7 +148,7 @@ def with_and_without(rank: int, world: int, device: str = "cpu") -> list[list[to
         [drop_noops],
         [drop_unused_gathers],
         [pack],
-        [drop_noops, drop_unused_gathers, pack, coalesce],
+        [drop_noops, drop_unused_gathers, pack, schedule_waits],
     ):
         step, model = step_over(world, device)
         losses = []

@@ -157,3 +157,24 @@ def test_a_sharded_training_step_has_fewer_nodes() -> None:
     assert {name: count for name, count in left.items() if "c10d" in name} == {
         name: count for name, count in without.items() if "c10d" in name
     }
+
+
+def test_a_shard_on_its_way_to_two_gathers_is_one_value() -> None:
+    """Forward and backward cast it alike; what is computed from a parameter otherwise stays apart."""
+    with weft.fake_world(2):
+        policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = nn.Sequential(Layer(), Layer())
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        for layer in model:
+            weft.fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        graph = weft.capture(step, torch.randn(2, 4))
+    left = run_passes(graph, [common_subexpressions])
+    shards = [node.all_input_nodes[0] for node in left.graph.nodes if "all_gather" in str(node.target)]
+    assert len(shards) == 8
+    assert len(set(shards)) == 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pass_runs import Run, same_bits, targets
-from weft.inductor.passes.fold_casts import _holds_exactly, fold_casts
+from weft.inductor.passes.fold_casts import fold_casts, holds_exactly
 
 bf16, f16, f32, f64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -67,7 +67,7 @@ def test_exactly_held_types_hold_every_value(narrow: torch.dtype, wide: torch.dt
         info = torch.iinfo(narrow)
         values = torch.tensor([info.max, info.min, info.max - 1], dtype=narrow)
     values = values[~values.isnan()] if narrow.is_floating_point else values
-    if _holds_exactly(wide, narrow):
+    if holds_exactly(wide, narrow):
         assert torch.equal(values.to(wide).to(narrow), values)
         if narrow.is_floating_point or narrow == torch.bool:
             assert torch.equal(values.to(wide).double(), values.double())
@@ -82,8 +82,8 @@ def test_wider_types_of_a_kind_hold_narrower_ones() -> None:
         (f64, torch.int32),
         (torch.int64, torch.uint8),
     ]:
-        assert _holds_exactly(wide, narrow)
-        assert not _holds_exactly(narrow, wide)
+        assert holds_exactly(wide, narrow)
+        assert not holds_exactly(narrow, wide)
 
 
 def test_copies_of_what_nobody_writes_go() -> None:

@@ -19,7 +19,7 @@ from weft.inductor.liveness import liveness
 from weft.inductor.passes.chunk_loss import ChunkLoss
 from weft.inductor.passes.pipeline import run_passes
 from weft.inductor.passes.rematerialise import Rematerialise, is_elementwise
-from weft.inductor.passes.schedule_waits import schedule
+from weft.inductor.passes.schedule_waits import issue_order
 from weft.inductor.runtime.aten import compile_aten
 
 FREE = Rematerialise(smallest_bytes=0)
@@ -158,7 +158,7 @@ def recomputed(step: StepGraph) -> list[torch.fx.Node]:
 
 
 def peak(step: StepGraph) -> int:
-    return liveness(step, schedule(step), rounded=False).peak
+    return liveness(step, issue_order(step), rounded=False).peak
 
 
 @pytest.mark.parametrize("make", [Llama, Gpt, Convolutions])
@@ -210,11 +210,11 @@ def test_a_llama_keeps_what_matrix_products_read_and_no_float32() -> None:
 def test_a_budget_is_reached_with_no_more_than_it_takes(caplog: pytest.LogCaptureFixture) -> None:
     graph = weft.capture(training(Llama)[0], batch())
     free, least = run_passes(graph, [FREE]), run_passes(graph, [ALL])
-    high, low = (liveness(step, schedule(step)).peak for step in (free, least))
+    high, low = (liveness(step, issue_order(step)).peak for step in (free, least))
     assert low < high
     wanted = high - (high - low) // 3
     some = run_passes(graph, [Rematerialise(wanted, smallest_bytes=0)])
-    assert liveness(some, schedule(some)).peak <= wanted
+    assert liveness(some, issue_order(some)).peak <= wanted
     assert len(recomputed(free)) < len(recomputed(some)) < len(recomputed(least))
     with caplog.at_level(logging.INFO, "weft.inductor.passes.rematerialise"):
         run_passes(graph, [ALL])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness import run_ranks
 from step_builder import StepBuilder
 from weft.capture.graph import Role
-from weft.inductor.passes.schedule_waits import schedule
+from weft.inductor.passes.schedule_waits import issue_order, schedule_waits
 from weft.inductor.runtime.aten import compile_aten
 
 aten = torch.ops.aten
@@ -52,17 +52,25 @@ def layers(count: int) -> tuple[StepBuilder, list[tuple[Node, Node]], list[Node]
 
 def test_gathers_start_ahead_within_the_limit() -> None:
     b, gathers, products = layers(4)
-    order = schedule(b.build(GROUPS), prefetch_bytes=128)
+    order = issue_order(b.build(GROUPS), prefetch_bytes=128)
     starts = [start for start, _ in gathers]
     assert in_order(order, *starts)
     waits = [wait for _, wait in gathers]
     assert in_order(order, starts[1], waits[0], starts[2], products[0], waits[1], starts[3], products[1])
 
 
+def test_the_graph_itself_is_put_into_the_order_of_issue() -> None:
+    b, _, _ = layers(4)
+    step = b.build(GROUPS)
+    order = issue_order(step, prefetch_bytes=128)
+    assert list(step.graph.nodes) != order
+    assert list(schedule_waits(step, prefetch_bytes=128).check().graph.nodes) == order
+
+
 def test_without_a_limit_to_prefetch_gathers_stay_where_they_are() -> None:
     b, _, _ = layers(3)
     step = b.build(GROUPS)
-    assert schedule(step, prefetch_bytes=0) == list(step.graph.nodes)
+    assert issue_order(step, prefetch_bytes=0) == list(step.graph.nodes)
 
 
 def test_a_gather_of_a_computed_tensor_stays_where_it_is() -> None:
@@ -72,7 +80,7 @@ def test_a_gather_of_a_computed_tensor_stays_where_it_is() -> None:
     y = b.call(aten.exp.default, x)
     start, wait = gather(b, y)
     b.returns(wait)
-    assert in_order(schedule(b.build(GROUPS)), y, start, wait)
+    assert in_order(issue_order(b.build(GROUPS)), y, start, wait)
 
 
 def test_a_gather_takes_its_cast_along() -> None:
@@ -82,7 +90,7 @@ def test_a_gather_takes_its_cast_along() -> None:
     cast = b.call(aten._to_copy.default, b.call(aten.view.default, shard, [8]), dtype=torch.bfloat16)
     start, wait = gather(b, cast)
     b.returns(y, wait)
-    assert in_order(schedule(b.build(GROUPS)), cast, start, y, wait)
+    assert in_order(issue_order(b.build(GROUPS)), cast, start, y, wait)
 
 
 def test_a_wait_sinks_with_its_views_to_the_first_use() -> None:
@@ -93,7 +101,7 @@ def test_a_wait_sinks_with_its_views_to_the_first_use() -> None:
     other = b.call(aten.neg.default, full)
     used = b.call(aten.exp.default, view)
     b.returns(other, used)
-    order = schedule(b.build(GROUPS))
+    order = issue_order(b.build(GROUPS))
     assert in_order(order, start, other, wait, view, used)
     assert order.index(used) - order.index(wait) == 2
 
@@ -106,7 +114,7 @@ def test_reduce_scatters_hold_no_more_than_the_limit() -> None:
         x = b.call(aten.exp.default, x)
         scattered.append(scatter(b, x))
     b.returns(*(wait for _, wait in scattered))
-    order = schedule(b.build(GROUPS), prefetch_bytes=128)
+    order = issue_order(b.build(GROUPS), prefetch_bytes=128)
     starts, waits = zip(*scattered, strict=True)
     assert in_order(order, *starts)
     assert in_order(order, starts[1], waits[0], starts[2], waits[1], starts[3], waits[2])
@@ -122,7 +130,7 @@ def test_random_operations_and_effects_keep_their_order() -> None:
         _, wait = gather(b, shard)
         fixed.append(b.effect(print, wait))
     b.returns(wait)
-    assert in_order(schedule(b.build(GROUPS)), *fixed)
+    assert in_order(issue_order(b.build(GROUPS)), *fixed)
 
 
 def test_elements_are_picked_where_the_list_is_made() -> None:
@@ -132,7 +140,7 @@ def test_elements_are_picked_where_the_list_is_made() -> None:
     y = b.call(aten.exp.default, x)
     picked = b.pick(parts)
     b.returns(b.call(aten.cat.default, picked), y)
-    assert in_order(schedule(b.build()), parts, *picked, y)
+    assert in_order(issue_order(b.build()), parts, *picked, y)
 
 
 def test_the_input_of_a_collective_is_not_written_before_its_wait() -> None:
@@ -142,7 +150,7 @@ def test_the_input_of_a_collective_is_not_written_before_its_wait() -> None:
     _, wait = scatter(b, t)
     new = b.write(aten.add_.Tensor, t, 1)
     b.returns(new, wait)
-    assert "clone" in compile_aten(b.build(GROUPS)).source
+    assert "clone" in compile_aten(schedule_waits(b.build(GROUPS))).source
 
 
 # ---- on real processes
@@ -188,7 +196,7 @@ def on_ranks(rank: int, world: int, prefetch: int) -> list[Any]:
     torch.manual_seed(rank)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     b, _ = fsdp_step(world)
-    program = compile_aten(b.build({"fsdp": mesh.get_group().group_name}), prefetch_bytes=prefetch)
+    program = compile_aten(schedule_waits(b.build({"fsdp": mesh.get_group().group_name}), prefetch).check())
     x, shards = torch.randn(4, 4), [torch.randn(4 // world, 4) for _ in range(2)]
     eager = [shard.clone() for shard in shards]
     same = []

@@ -1,0 +1,59 @@
+"""Which transport carries a collective: the one that costs the step least, of those that may and can.
+
+What a collective costs is its time, which a schedule can hide, and what computation loses beside it, which it cannot.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft import knobs
+from weft.capture.graph import StepGraph
+from weft.errors import UnknownOption
+from weft.inductor.comm.cluster import Cluster
+from weft.inductor.comm.collective_cost import Collective, collective_of, transfer, transports_for
+from weft.inductor.comm.transports import LIBRARIES, why_not
+
+Node = torch.fx.Node
+
+LIBRARY = LIBRARIES[0]
+
+
+def choose_transports(step: StepGraph, cluster: Cluster, *, keep_bits: bool = False) -> StepGraph:
+    """Name a transport for every collective, in ``meta["transport"]``: of those that ``knobs.transports`` lists, the
+    cheapest that can carry it; else the library. Changes ``step``.
+
+    Args:
+        keep_bits: the library carries all: others add in another order.
+
+    Raises:
+        UnknownOption: the knob lists what the cluster does not describe.
+    """
+    allowed = [] if keep_bits else allowed_transports(cluster)
+    for node in step.collectives():
+        node.meta["transport"] = _cheapest(step, cluster, node, allowed)
+    return step
+
+
+def allowed_transports(cluster: Cluster) -> list[str]:
+    """The transports beside the library that ``knobs.transports`` allows, "all" for all that the cluster describes."""
+    known = [name for name in dict.fromkeys(each.name for each in cluster.transports) if name not in LIBRARIES]
+    named = [name.strip() for name in knobs.transports.split(",") if name.strip()]
+    if named == ["all"]:
+        return known
+    for name in named:
+        if name not in known and name not in LIBRARIES:
+            raise UnknownOption("knobs.transports", name, ["all", *known])
+    return [name for name in named if name in known]
+
+
+def cost(cluster: Cluster, collective: Collective, transport: str) -> float:
+    """Seconds of a collective, and those that computation loses beside it."""
+    found = transfer(cluster, collective, transport)
+    return found.seconds * (1 + found.interference)
+
+
+def _cheapest(step: StepGraph, cluster: Cluster, node: Node, allowed: list[str]) -> str:
+    collective = collective_of(step, node)
+    able = [name for name in transports_for(cluster, collective) if name in allowed and not why_not(step, node, name)]
+    return min([LIBRARY, *able], key=lambda name: cost(cluster, collective, name))

@@ -1,0 +1,437 @@
+"""Whole schedules: what they predict under limits of memory, and that they leave every bit of a step as it was."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import operator
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_steps import GROUPS, outcome, the_steps
+from torch import nn
+
+import weft
+from harness import RanksFailed, run_ranks
+from step_builder import StepBuilder
+from weft import errors, knobs
+from weft.capture.garbage import no_collections
+from weft.capture.graph import StepGraph, group_of
+from weft.inductor.clock import Clock
+from weft.inductor.comm import consensus
+from weft.inductor.comm import schedule as scheduling
+from weft.inductor.comm.cluster import load_cluster
+from weft.inductor.comm.consensus import decided, in_captured_order, number, scheduled
+from weft.inductor.comm.decisions import Decisions, structure
+from weft.inductor.comm.lanes import give_lanes
+from weft.inductor.comm.schedule import Plan, Schedule, follow, schedule
+from weft.inductor.compiler import kernel_graph, schedule_of
+from weft.inductor.liveness import liveness
+from weft.inductor.passes.order import waits_of
+from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.retarget import retarget
+from weft.inductor.runtime.aten import compile_aten
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from llama import SHAPES, Llama
+
+H200 = load_cluster("h200x8")
+c10d = torch.ops._c10d_functional
+Node = torch.fx.Node
+GIB = 2**30
+
+
+def kinds(step: StepGraph) -> Counter[str]:
+    return Counter(str(node.target).split(".")[1] for node in step.collectives())
+
+
+# ---- of a Llama of 8 B parameters in four layers, on eight GPUs
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[StepGraph]:
+    """Its step as a graph of kernels."""
+    with weft.fake_world(8), no_collections():
+        shape = type(SHAPES["8b"])(**{**vars(SHAPES["8b"]), "layers": 4})
+        with torch.device("meta"):
+            model = Llama(shape)
+        mesh = dist.init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
+        policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            weft.fully_shard(block, mesh=mesh, mp_policy=policy)
+        weft.fully_shard(model, mesh=mesh, mp_policy=policy)
+        model.to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+        def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = model(ids, labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        ids = torch.zeros(1, 4096, dtype=torch.long, device="cuda")
+        graph = retarget(weft.capture(step, ids, ids))
+        yield kernel_graph(run_passes(graph, EVERY_PASS), Clock())
+
+
+@pytest.fixture(scope="module")
+def unbounded(llama: StepGraph) -> Schedule:
+    return schedule(llama, H200)
+
+
+def gathers(found: Schedule) -> int:
+    return sum(len(report.members) for report in found.buckets if report.kind == "all_gather")
+
+
+def test_without_a_limit_everything_is_gathered_once(llama: StepGraph, unbounded: Schedule) -> None:
+    parameters = sum(entry.role.value == "parameter" for entry in llama.inputs)
+    assert gathers(unbounded) == parameters == 39
+    assert sum(len(r.members) for r in unbounded.buckets if r.kind == "reduce_scatter") == parameters
+    assert unbounded.limit == int(0.9 * H200.gpu.memory)
+
+
+def test_a_schedule_is_faster_than_the_order_of_the_graph(llama: StepGraph, unbounded: Schedule) -> None:
+    alone = scheduling._predicted(
+        number_members(llama.copy()), Decisions(), H200, scheduling.ComputeCosts(H200.gpu), None
+    )
+    assert unbounded.simulation.seconds < 0.95 * alone.simulation.seconds
+    assert unbounded.simulation.exposed_seconds < 0.5 * alone.simulation.exposed_seconds
+    assert len(unbounded.buckets) < 0.4 * len(alone.buckets)
+
+
+def number_members(step: StepGraph) -> StepGraph:
+    for node in step.collectives():
+        node.meta["members"] = (node.name,)
+    return step
+
+
+def test_time_falls_and_memory_rises_with_the_limit(
+    llama: StepGraph, unbounded: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "_NODES", 0)
+    peak = int(1.02 * unbounded.simulation.peak)
+    with pytest.raises(errors.MemoryLimitUnreachable) as least:
+        schedule(llama, H200, peak // 4)
+    limits = [least.value.peak + (peak - least.value.peak) * part // 6 for part in range(7)]
+    found = [schedule(llama, H200, limit) for limit in limits]
+    for limit, one in zip(limits, found, strict=True):
+        assert one.simulation.peak <= limit
+    seconds = [one.simulation.seconds for one in found]
+    for slower, faster in itertools.pairwise(seconds):
+        assert faster <= slower * 1.002
+    assert seconds[-1] < 0.985 * seconds[0]
+    counts = [gathers(one) for one in found]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1] == gathers(unbounded)
+    peaks = [one.simulation.peak for one in found]
+    assert peaks == sorted(peaks)
+
+
+def test_what_is_predicted_is_what_the_graph_holds(unbounded: Schedule) -> None:
+    assert liveness(unbounded.step).peak == unbounded.simulation.peak
+    issued = [task.name for task in unbounded.simulation.problem.tasks]
+    assert issued == [node.name for node in unbounded.step.graph.nodes]
+
+
+def test_decisions_make_the_same_schedule_of_an_equal_graph(llama: StepGraph, unbounded: Schedule) -> None:
+    limit = int(0.95 * unbounded.simulation.peak)
+    with mock.patch.object(scheduling, "_NODES", 0):
+        made = schedule(llama, H200, limit)
+    assert made.decisions.again
+    assert made.decisions.buckets
+    told = Decisions.read(made.decisions.text())
+    assert told == made.decisions
+    same = follow(llama.copy(), H200, told, limit)
+    assert str(same.step) == str(made.step)
+    assert same.buckets == made.buckets
+    assert len(made.decisions.text()) < 10 * len(llama)
+
+
+def test_decisions_for_another_graph_are_refused(llama: StepGraph, unbounded: Schedule) -> None:
+    other = llama.copy()
+    nodes = list(other.graph.nodes)
+    nodes[-2].prepend(nodes[len(nodes) // 2])
+    with pytest.raises((errors.MalformedGraph, RuntimeError, KeyError)):
+        follow(other, H200, unbounded.decisions)
+
+
+def test_elements_and_waits_stand_together(unbounded: Schedule) -> None:
+    """So that lists and what collectives read can go."""
+    place = {node: at for at, node in enumerate(unbounded.step.graph.nodes)}
+    for call in unbounded.step.collectives():
+        waits = [place[wait] for wait in waits_of(call)]
+        assert waits == list(range(waits[0], waits[0] + len(waits)))
+    for node, at in place.items():
+        elements = sorted(place[user] for user in node.users if user.target is operator.getitem)
+        below = sum(user.target is operator.getitem for element in node.users for user in element.users)
+        assert not elements or elements[-1] <= at + len(elements) + below
+
+
+def test_it_says_what_it_did(unbounded: Schedule, llama: StepGraph, caplog: pytest.LogCaptureFixture) -> None:
+    members = [member for report in unbounded.buckets for member in report.members]
+    assert members.count("model.blocks.3.down.weight") == 2  # gathered, and its gradient reduced
+    merged = [report for report in unbounded.buckets if len(report.members) > 1]
+    assert merged
+    assert all("one call saves" in report.why for report in merged)
+    with mock.patch.object(scheduling, "_NODES", 0), caplog.at_level(logging.DEBUG, "weft.inductor.comm"):
+        bounded = schedule(llama, H200, int(0.95 * unbounded.simulation.peak))
+    assert any("gathered again" in report.why for report in bounded.buckets)
+    assert "scheduled" in caplog.text
+    assert "buckets" in caplog.text
+
+
+def test_it_takes_seconds_for_thousands_of_nodes(llama: StepGraph) -> None:
+    with mock.patch.object(scheduling, "_NODES", 0):
+        started = time.process_time()
+        schedule(llama, H200)
+    assert time.process_time() - started < 3e-3 * len(llama)
+
+
+def test_the_same_step_gets_the_same_schedule(llama: StepGraph) -> None:
+    with mock.patch.object(scheduling, "_NODES", 0):
+        one, other = schedule(llama, H200), schedule(llama.copy(), H200)
+    assert one.decisions == other.decisions
+
+
+def test_an_impossible_default_is_scheduled_all_the_same(
+    llama: StepGraph, unbounded: Schedule, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody asked for a limit, and the GPU is too small."""
+    import dataclasses
+
+    small = dataclasses.replace(H200, gpu=dataclasses.replace(H200.gpu, memory=unbounded.simulation.peak // 4))
+    found = schedule(llama, small)
+    assert found.simulation.peak < unbounded.simulation.peak
+    assert "may need more memory" in caplog.text
+
+
+# ---- what has no gathers
+
+
+def test_a_step_that_does_not_communicate_is_held_to_its_limit() -> None:
+    b = StepBuilder()
+    x: Any = b.input(torch.ones(1024))
+    for _ in range(3):
+        x = b.call(torch.ops.aten.exp.default, x)
+    b.returns(x)
+    step = b.build()
+    assert schedule(step, H200, 3 * 4096).simulation.peak == 3 * 4096
+    with pytest.raises(errors.MemoryLimitUnreachable):
+        schedule(step, H200, 2 * 4096)
+
+
+# ---- lanes
+
+
+def test_lanes_are_groups_of_the_graph(llama: StepGraph, unbounded: Schedule) -> None:
+    step = give_lanes(unbounded.step.copy())
+    lanes = Counter(group_of(node) for node in step.check().collectives())
+    assert set(lanes) == {"world/gather", "world/reduce"}
+    assert step.groups["world/gather"] == step.groups["world/reduce"] == step.groups["world"]
+    assert kinds(step) == kinds(unbounded.step)
+
+
+# ---- random steps, on processes
+
+
+def random_schedules(rank: int, world: int, seeds: range) -> list[str]:
+    """What goes wrong in schedules of random steps, under limits between the least and the most they need."""
+    wrong = []
+    groups = dict.fromkeys(GROUPS, dist.group.WORLD.group_name)
+    for seed, (step, shapes) in zip(seeds, the_steps(seeds, world, groups), strict=True):
+        expected = outcome(compile_aten(step.copy()), shapes, rank)
+        number(step)
+        made = {"captured order": in_captured_order(step), "free": schedule(step, H200, keep_bits=True).step}
+        planner = scheduling._Planner(step, H200, 0, keep_bits=True)
+        planner.attempt(Plan(planner.again(0)[0], 0.0))
+        least, most = planner.excess, schedule(step, H200, keep_bits=True).simulation.peak
+        for limit in {least, max(least, (least + most) // 2)}:
+            found = schedule(step, H200, limit, keep_bits=True)
+            made[f"limit {limit}"] = found.step
+            if found.simulation.peak > limit:
+                wrong.append(f"{found.simulation.peak} bytes where {limit} were allowed, seed {seed}")
+        for name, changed in made.items():
+            got = outcome(compile_aten(give_lanes(changed)), shapes, rank)
+            if not all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)):
+                wrong.append(f"{name}, seed {seed}")
+    return wrong
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("world", "seeds"), [(2, range(8)), (4, range(100, 104))])
+def test_random_steps_keep_their_bits(world: int, seeds: range) -> None:
+    assert run_ranks(random_schedules, world, seeds, timeout=170) == [[]] * world
+
+
+# ---- training, compiled, on processes
+
+
+class Toy(nn.Module):
+    """Layers of uneven width: over four ranks some shards are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def training(world: int, reshard: bool) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    mesh = dist.init_device_mesh("cpu", (world,))
+    model = Toy()
+    for layer in model.layers:
+        weft.fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    weft.fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, model
+
+
+def as_on_gpus() -> Any:
+    """Compile what is on a CPU as if it were on GPUs, with ATen's kernels."""
+    return mock.patch("weft.inductor.compiler.device_kind", return_value="cuda")
+
+
+def trains(
+    rank: int, world: int, reshard: bool, limit: float | None, rows: list[int], differ: bool = False
+) -> tuple[bool, int, float, Any]:
+    """Whether three compiled steps leave what three eager ones do; how often parameters are gathered; the peak; the
+    order of the collectives."""
+    batches = [torch.randn(rows[rank], 6) for _ in range(3)]
+    outcomes, found = [], None
+    for compiled in (False, True):
+        step, model = training(world, reshard)
+        run = weft.compile(step, mode="bitwise", memory_limit=limit) if compiled else step
+        other = partial(structure) if not (differ and rank) else lambda graph: "another"
+        with (
+            knobs.override(cluster="h200x8", disable_passes="pack"),
+            as_on_gpus(),
+            mock.patch.object(consensus, "structure", other),
+        ):
+            losses = [run(batch).detach().clone() for batch in batches]
+        outcomes.append([*losses, *(p.to_local().detach().clone() for p in model.parameters())])  # type: ignore
+        if compiled:
+            found = schedule_of(run.entries[0].program)
+            source = run.entries[0].program.source
+    same = all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    if found is None:
+        return same, 0, 0.0, [line.split("(")[0].split()[-1] for line in source.splitlines() if "_c10d_" in line]
+    return same, gathers(found), found.simulation.peak, [(report.kind, report.members) for report in found.buckets]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("world", "reshard"), [(2, True), (2, False), (4, True)])
+def test_a_compiled_step_trains_as_eager_bit_for_bit(world: int, reshard: bool) -> None:
+    free = run_ranks(trains, world, reshard, None, [3] * world, timeout=120)
+    assert all(same for same, *_ in free)
+    assert {count for _, count, *_ in free} == {16}  # each parameter once, whatever the user asked for
+    peak = max(held for _, _, held, _ in free)
+    tight = run_ranks(trains, world, reshard, (peak - 600) / GIB, [3] * world, timeout=120)
+    assert all(same for same, *_ in tight)
+    assert all(held <= peak - 600 for _, _, held, _ in tight)
+    assert all(order == tight[0][3] for *_, order in tight)
+
+
+@pytest.mark.gloo
+def test_ranks_with_other_batches_follow_rank_0() -> None:
+    found = run_ranks(trains, 2, True, None, [3, 300], timeout=120)
+    assert all(same for same, *_ in found)
+    assert found[0][3] == found[1][3]
+    assert found[0][2] != found[1][2]
+
+
+@pytest.mark.gloo
+def test_ranks_with_other_kernels_keep_the_captured_order() -> None:
+    found = run_ranks(trains, 2, True, None, [3, 3], True, timeout=120)
+    assert all(same for same, *_ in found)
+    assert found[0][3] == found[1][3]
+    assert found[0][3]
+
+
+@pytest.mark.gloo
+def test_a_limit_that_cannot_be_met_is_an_error_on_every_rank() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(trains, 2, True, 1000 / GIB, [3, 3], timeout=120)
+    assert len(caught.value.errors) == 2
+    assert str(caught.value).count("no order of the step's operations fits 1,000 bytes") >= 2
+
+
+def meets(rank: int, world: int, absent: int, fails: bool) -> str:
+    def decide() -> Decisions:
+        if fails:
+            raise RuntimeError("no idea")
+        return Decisions((), ((1, 2),), (0, 1, 2))
+
+    if rank == absent:
+        time.sleep(2)
+        return "absent"
+    with knobs.override(schedule_timeout_s=1.0):
+        try:
+            return str(decided("the same", decide))
+        except (errors.WeftError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.gloo
+def test_ranks_that_do_not_come_are_named() -> None:
+    first, second, third = run_ranks(meets, 3, 1, False)
+    assert "ScheduleTimeout: rank 0 waited 1 s for the schedule of the step, and rank 1 did not come" in first
+    assert second == "absent"
+    assert "ScheduleLost" in third or "ScheduleTimeout: rank 2 waited" in third
+    found = run_ranks(meets, 2, 0, False)
+    assert "ScheduleTimeout: rank 1 waited 1 s for the schedule of the step, and rank 0 did not come" in found[1]
+
+
+@pytest.mark.gloo
+def test_what_stops_rank_0_stops_all() -> None:
+    first, second = run_ranks(meets, 2, -1, True)
+    assert first == "RuntimeError: no idea"
+    assert "ScheduleLost: rank 0 could not make the schedule of the step" in second
+    assert "no idea" in second
+
+
+@pytest.mark.gloo
+def test_all_ranks_get_what_rank_0_decides_and_nothing_stays_in_the_store() -> None:
+    found = run_ranks(meets_twice, 3)
+    assert found[0] == found[1] == found[2]
+
+
+def meets_twice(rank: int, world: int) -> list[str]:
+    said = [meets(rank, world, -1, False) for _ in range(2)]
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    left = [f"weft/schedule/{at}/{key}" for at in (1, 2) for key in ("decisions", "left", f"structure/{rank}")]
+    return [*said, str(store.check(left[:1]) or any(store.check([key]) for key in left))]
+
+
+def test_alone_a_rank_decides_for_itself() -> None:
+    step = StepBuilder()
+    x = step.input(torch.ones(4))
+    step.returns(step.call(torch.ops.aten.exp.default, x))
+    made, found = scheduled(step.build(), H200)
+    assert found is not None
+    assert len(made) == 3
+    assert copy.copy(found.decisions) == found.decisions
