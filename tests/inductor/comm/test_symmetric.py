@@ -139,6 +139,8 @@ def as_if_on_gpus(rank: int, world: int) -> list[Any]:
         return [memory] * world, memory
 
     torch_adapter.symmetric_peers = peers  # type: ignore[assignment]
+    for name in symmetric.NO_MULTICAST:
+        os.environ.pop(name, None)
     with pytest.raises(errors.MulticastNotOff):
         symmetric._on_gpu("world", world_group(), CPU, 4096)
     os.environ.update(symmetric.NO_MULTICAST)
