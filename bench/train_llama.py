@@ -5,7 +5,9 @@
 
 Sharded implementations start from the same weights and all see the same batches, so that losses can be compared.
 ``compute`` is forward and backward of an unsharded model, with no communication and no optimizer: what communication
-has to hide behind. Prints a table with ratios to the first implementation and writes one JSON line a run to ``--out``.
+has to hide behind. Knobs of weft may stand behind a name: ``weft:transports=all:even_batches=1``, and a limit of memory
+in GiB: ``weft:memory_limit=45``. Prints a table with ratios to the first implementation, beside weft's what it
+predicted, and writes one JSON line a run to ``--out``; with ``--profile``, a trace of one step too.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,10 @@ from llama import SHAPES, Llama, Shape
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import weft
+from weft import knobs
+from weft.compile import CompiledStep
 from weft.inductor.comm.measured import MeasuredSpan, exposed_seconds, measured_spans
+from weft.inductor.comm.timeline import write_trace
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PEAK_BF16 = 989e12
@@ -42,20 +48,21 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     logging.getLogger("weft").setLevel(logging.INFO)
     for size in options.size:
-        rows = [run(impl, SHAPES[size], options, mesh, device) for impl in options.impl]
-        if dist.get_rank() == 0:
-            report(size, rows, options.out)
+        rows: list[dict[str, Any]] = []
+        for impl in options.impl:
+            rows.append(run(impl, size, options, mesh, device))
+            if dist.get_rank() == 0:
+                report(rows, options.out)
     dist.destroy_process_group()
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", nargs="+", default=["1b"], choices=list(SHAPES))
-    parser.add_argument("--impl", nargs="+", default=["fsdp2", "fsdp2+compile", "weft"], choices=list(IMPLEMENTATIONS))
+    parser.add_argument("--impl", nargs="+", default=["fsdp2", "fsdp2+compile", "weft"], type=implementation)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--memory-limit", type=float, help="GiB a rank that weft may use")
     parser.add_argument("--profile", action="store_true", help="record one step more, for its exposed communication")
     parser.add_argument("--no-clip", action="store_true", help="leave out the clipping of gradients by their norm")
     parser.add_argument("--out", type=Path, default=Path("out/train_llama.jsonl"))
@@ -72,12 +79,38 @@ def join() -> torch.device:
     return device
 
 
-def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+def implementation(text: str) -> str:
+    """The name of an implementation and knobs, once all are known."""
+    name, settings = parsed(text)
+    for knob in settings:
+        if name not in IMPLEMENTATIONS or (knob != "memory_limit" and knob not in knobs.KNOBS):
+            raise argparse.ArgumentTypeError(f"{text}: there is no knob {knob}")
+    if name not in IMPLEMENTATIONS:
+        raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(IMPLEMENTATIONS)}")
+    return text
+
+
+def parsed(text: str) -> tuple[str, dict[str, str]]:
+    """``weft:a=1:b=x`` is ("weft", {"a": "1", "b": "x"})."""
+    name, *settings = text.split(":")
+    return name, dict(setting.split("=", 1) for setting in settings)
+
+
+def run(impl: str, size: str, options: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    name, settings = parsed(impl)
+    limit = settings.pop("memory_limit", None)
+    given = {knob: knobs.KNOBS[knob].parse(text) for knob, text in settings.items()}
+    with knobs.override(**given):
+        bench = Bench(SHAPES[size], mesh, device, options, None if limit is None else float(limit))
+        return {"size": size, "impl": impl, **measured(IMPLEMENTATIONS[name], bench)}
+
+
+def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
+    """Train for ``--steps`` steps; times are medians without the first five."""
+    options, device, shape = bench.options, bench.device, bench.shape
     started = time.perf_counter()
     reset(device)
-    with torch.device("meta"):
-        model = Llama(shape)
-    step = IMPLEMENTATIONS[impl](Bench(model, mesh, device, options))
+    step = make(bench)
     data = torch.Generator(device).manual_seed(1000 + dist.get_rank())
     losses, times, first = [], [], 0.0
     for at in range(options.steps):
@@ -92,10 +125,13 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
             first = time.perf_counter() - started
         if at == 4 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-    exposed = None
+    schedule = weft.explain(step).schedule if isinstance(step, CompiledStep) else None
+    exposed, longest = None, []
     if options.profile and device.type == "cuda":
         spans = profiled(lambda: step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()), device)
-        exposed = exposed_seconds(spans) * 1e3
+        exposed, longest = exposed_seconds(spans) * 1e3, by_kernel(spans)
+        if dist.get_rank() == 0 and schedule is not None:
+            write_trace(options.out.with_suffix(".trace.json"), schedule.simulation, spans)
     mean = torch.stack(losses).float()
     dist.all_reduce(mean)
     median = statistics.median(times[5:])
@@ -103,14 +139,17 @@ def run(impl: str, shape: Shape, options: argparse.Namespace, mesh: DeviceMesh, 
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     return {
-        "impl": impl,
         "world": dist.get_world_size(),
         "length": options.length,
         "batch": options.batch,
-        "memory_limit": options.memory_limit,
+        "memory_limit": bench.memory_limit,
         "clip": not options.no_clip,
         "step_ms": median * 1e3,
         "exposed_ms": exposed,
+        "predicted_ms": None if schedule is None else schedule.simulation.seconds * 1e3,
+        "predicted_exposed_ms": None if schedule is None else schedule.simulation.exposed_seconds * 1e3,
+        "predicted_gib": None if schedule is None else schedule.simulation.peak / 2**30,
+        "longest": longest,
         "best_ms": min(times[5:]) * 1e3,
         "tokens_per_second": tokens,
         "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
@@ -129,6 +168,15 @@ def profiled(step: Callable[[], Any], device: torch.device) -> list[MeasuredSpan
         step()
         torch.cuda.synchronize()
     return measured_spans(profile, device.index)
+
+
+def by_kernel(spans: list[MeasuredSpan], most: int = 40) -> list[tuple[str, str, int, float]]:
+    """Lane, name, how often and milliseconds of the kernels that took most of a step."""
+    times: dict[tuple[str, str], list[float]] = {}
+    for span in spans:
+        times.setdefault((span.lane, span.name), []).append((span.end - span.start) * 1e3)
+    found = [(lane, name, len(each), sum(each)) for (lane, name), each in times.items()]
+    return sorted(found, key=lambda row: -row[3])[:most]
 
 
 def reset(device: torch.device) -> None:
@@ -180,12 +228,19 @@ def fill(model: torch.nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Bench:
-    """What an implementation makes its step from; the model is on the meta device."""
+    """What an implementation makes its step from."""
 
-    model: Llama
+    shape: Shape
     mesh: DeviceMesh
     device: torch.device
     options: argparse.Namespace
+    memory_limit: float | None
+
+    @cached_property
+    def model(self) -> Llama:
+        """On the meta device."""
+        with torch.device("meta"):
+            return Llama(self.shape)
 
     def sharded(self, shard: Callable[..., Any], keep: bool = False, reduce: torch.dtype = torch.float32) -> Step:
         """Block by block, gathered in bfloat16; ``keep`` holds gathered weights until backward."""
@@ -239,13 +294,13 @@ def weft_eager(bench: Bench) -> Step:
 
 
 def weft_sharded(bench: Bench) -> Step:
-    return weft.compile(weft_eager(bench), memory_limit=bench.options.memory_limit)
+    return weft.compile(weft_eager(bench), memory_limit=bench.memory_limit)
 
 
 def weft_replicate(bench: Bench) -> Step:
     fill(bench.model, bench.device)
     weft.replicate(bench.model, mesh=bench.mesh)
-    return weft.compile(bench.step(autocast=bench.device), memory_limit=bench.options.memory_limit)
+    return weft.compile(bench.step(autocast=bench.device), memory_limit=bench.memory_limit)
 
 
 def weft_compute(bench: Bench) -> Step:
@@ -269,23 +324,28 @@ IMPLEMENTATIONS: dict[str, Callable[[Bench], Step]] = {
 }
 
 
-def report(size: str, rows: list[dict[str, Any]], out: Path) -> None:
+def report(rows: list[dict[str, Any]], out: Path) -> None:
+    """Write and print the last row; above the first, what was trained."""
+    base, row = rows[0], rows[-1]
     out.parent.mkdir(parents=True, exist_ok=True)
-    base = rows[0]
     with out.open("a") as file:
-        for row in rows:
-            file.write(json.dumps({"size": size, **row}) + "\n")
-    print(f"{size}: {base['batch']} x {base['length']} tokens a rank, {base['world']} ranks, torch {base['torch']}")
-    for row in rows:
-        exposed = "" if row["exposed_ms"] is None else f"  exposed {row['exposed_ms']:.1f} ms"
-        apart = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
-        print(
-            f"  {row['impl']:24} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.2f} of {base['impl']})"
-            f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
-            f"{exposed}  first step {row['first_step_s']:.1f} s"
-            f"  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f}, at most {apart:.2e} apart",
-            flush=True,
-        )
+        file.write(json.dumps(row) + "\n")
+    if row is base:
+        tokens = f"{base['batch']} x {base['length']} tokens a rank"
+        print(f"{base['size']}: {tokens}, {base['world']} ranks, torch {base['torch']}")
+    exposed = "" if row["exposed_ms"] is None else f"  exposed {row['exposed_ms']:.1f} ms"
+    predicted = ""
+    if row["predicted_ms"] is not None:
+        figures = f"{row['predicted_ms']:.1f} ms, exposed {row['predicted_exposed_ms']:.1f} ms"
+        predicted = f"  (predicted {figures}, {row['predicted_gib']:.1f} GiB)"
+    apart = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
+    print(
+        f"  {row['impl']:24} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.3f} of {base['impl']})"
+        f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
+        f" (reserved {row['reserved_gib']:.1f}){exposed}{predicted}  first step {row['first_step_s']:.1f} s"
+        f"  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f}, at most {apart:.2e} apart",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 from weft.inductor.comm import streams
 from weft.inductor.comm.kernels.all_reduce import OneShotAllReduce, TwoShotAllReduce
 from weft.inductor.comm.kernels.barrier import Barrier
+from weft.inductor.comm.kernels.failure import What
 from weft.inductor.comm.kernels.gather import PushGather
 from weft.inductor.comm.kernels.reduce_scatter import PullReduceScatter
 from weft.inductor.comm.kernels.reduction import Reduction
@@ -115,14 +116,13 @@ class Bound(ABC):
 
 
 class _ByKernel(Bound):
-    """One kernel does it all, but for a barrier and copies before it."""
+    """One kernel moves it all. Ranks meet in another, of one program: what waits for a late rank in a kernel of many
+    keeps the multiprocessors that it holds from computation."""
 
     transport: Transport
-    opens: bool  # by a barrier of its own
 
     def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
         super().__init__(call, given, made, buffer, told)
-        self.opens = call.opens
         self.transport = self._transport(given, made)
         assert self.transport.slots <= PROGRAMS * call.world, f"{self.transport.grid} programs"
         self._chunks = self.transport.chunks.to(self.device)
@@ -138,33 +138,39 @@ class _ByKernel(Bound):
         """The kernel's rows of members, by the addresses of inputs and results."""
 
     def sources(self) -> list[KernelSource]:
-        return [self.transport.kernel, Barrier(self.call.world).kernel]
+        return [self.transport.kernel, *(barrier.kernel for barrier in self._barriers())]
 
     def attach(self, kernels: Sequence[Kernel]) -> None:
-        kernel, barrier = kernels
-        peers, meet = self.buffer.peers, Barrier(self.call.world)
+        kernel, *barriers = kernels
+        peers = self.buffer.peers
         arguments = self.transport.arguments(peers, self._words, self._number, self._chunks, self._table.start)
         self._launch = kernel.prepare(self.transport.grid, *arguments)
-        self._open = barrier.prepare(meet.grid, *meet.arguments(peers, self._words, self._number))
+        self._meet, self._part = (
+            compiled.prepare(barrier.grid, *barrier.arguments(peers, self._words, self._number))
+            for compiled, barrier in zip(barriers, self._barriers(), strict=True)
+        )
+
+    def _barriers(self) -> list[Barrier]:
+        """Those before and after."""
+        return [Barrier(self.call.world, what) for what in (What.TO_BEGIN, What.TO_END)]
 
     def _aim(self, inputs: Tensors, results: Tensors) -> None:
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
         self._table.fill(self._rows(*([tensor.data_ptr() for tensor in of] for of in (inputs, results))), stream)
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
-        if self.opens:
-            self._open(stream)
+        if self.call.opens:
+            self._meet(stream)
         self._launch(stream)
 
 
 class _Push(_ByKernel):
     def _transport(self, given: Tensors, made: Tensors) -> Transport:
-        # The kernel has a barrier of its own to begin with.
-        before, self.opens = self.opens, False
         return PushGather(
             world=self.call.world,
             sizes=tuple(val.numel() for val in given),
-            before=before,
+            before=False,
+            after=False,
             source=given[0].dtype,
             wire=made[0].dtype,
             **_programs(self.call),
@@ -173,12 +179,17 @@ class _Push(_ByKernel):
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
         return self.transport.rows(inputs, self.call.offsets)  # type: ignore[attr-defined]
 
+    def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
+        super()._run(inputs, results, stream)
+        self._part(stream)
+
 
 class _Pull(_ByKernel):
     def _transport(self, given: Tensors, made: Tensors) -> Transport:
         return PullReduceScatter(
             world=self.call.world,
             sizes=tuple(val.numel() for val in made),
+            before=False,
             after=False,
             wire=given[0].dtype,
             result=made[0].dtype,
@@ -190,9 +201,10 @@ class _Pull(_ByKernel):
         return self.transport.rows(results, self.call.offsets)  # type: ignore[attr-defined]
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
-        if self.opens:
-            self._open(stream)
+        if self.call.opens:
+            self._meet(stream)
         self._copy_in(inputs)
+        self._meet(stream)
         self._launch(stream)
 
 

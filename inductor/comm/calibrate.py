@@ -8,6 +8,7 @@ GPU, where there is one.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -22,8 +23,11 @@ from weft.inductor.comm.cluster import Cluster, Gpu, Link, Transport, shipped_cl
 from weft.inductor.comm.collective_cost import Collective, transfer
 from weft.inductor.comm.fit import fit
 from weft.inductor.comm.measure_gpu import LARGE, Work, elapsed, measure_gpu, seconds_of
-from weft.inductor.comm.symmetric import refuse_multicast
-from weft.inductor.comm.ways import Peers, Start, Way, ways
+from weft.inductor.comm.peer_ways import AXIS, peer_ways
+from weft.inductor.comm.symmetric import reachable, refuse_multicast
+from weft.inductor.comm.ways import Peers, Start, Way, torch_ways
+
+log = logging.getLogger(__name__)
 
 # Members of the coalesced collective that is compared with a flat one: the parameters of a Llama block.
 _MEMBERS = 9
@@ -133,6 +137,11 @@ def _groups(world: int, per_node: int, device: torch.device) -> tuple[Peers, Pee
     return mine[0], across
 
 
+def ways(backend: str) -> list[Way]:
+    """All that is timed on process groups of ``backend``."""
+    return [*torch_ways(backend), *(peer_ways() if backend == "nccl" else [])]
+
+
 # ---- within a node
 
 
@@ -141,6 +150,10 @@ def _transports(draft: Cluster, peers: Peers, scale: Scale) -> list[tuple[Transp
     listed = ways(str(dist.get_backend(peers.group)))
     if any(way.symmetric for way in listed):
         refuse_multicast()
+        why = reachable(AXIS, peers.group.group_name, peers.device)
+        if why is not None:
+            log.warning("transports over symmetric memory are not measured: %s", why)
+            listed = [way for way in listed if not way.symmetric]
     return [_transport(draft, way, peers, scale) for way in listed]
 
 

@@ -253,6 +253,9 @@ def _way(spread: _Spread, collective: Collective, carrier: Transport) -> tuple[f
         return _added(carrier.latency + spread.hops(1, 1), spread.wires(size, size, carrier, 1))
     if collective.kind == "all_to_all":
         return _exchange(spread, size, carrier)
+    if collective.kind == "all_reduce" and carrier.name.startswith("one_shot"):  # every rank reads all of the others'
+        read = size * (spread.ranks - 1)
+        return _added(carrier.latency, spread.wires(read, read, carrier, spread.fewest))
     ways = [_ring(spread, collective.kind, size, carrier)]
     # NCCL has trees for all-reduces, and PAT, a tree of another form, for groups of one rank a node.
     if spread.nodes > 1 and (collective.kind == "all_reduce" or (spread.most == 1 and collective.kind != "broadcast")):

@@ -1,4 +1,4 @@
-"""What ``weft calibrate`` times: each way in which ranks can carry out each kind of collective."""
+"""How ``weft calibrate`` times collectives: each way in which ranks can carry out each kind, by torch's here."""
 
 from __future__ import annotations
 
@@ -49,11 +49,6 @@ class Way:
     ctas: int = 0
     coalesces: bool = False
     symmetric: bool = False
-
-
-def ways(backend: str) -> list[Way]:
-    """All that is timed on process groups of ``backend``: what a transport adds is listed here."""
-    return torch_ways(backend)
 
 
 def torch_ways(backend: str) -> list[Way]:

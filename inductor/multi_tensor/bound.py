@@ -110,7 +110,9 @@ class AddressTable:
             self._record(rows, stream)
             return
         if rows != self._rows:
-            self._table.copy_(addresses(rows))
+            held = addresses(rows)
+            # From ordinary memory the host would wait until the stream has come to the copy.
+            self._table.copy_(held.pin_memory() if self._table.is_cuda else held, non_blocking=True)
             self._rows = rows
 
     def _record(self, rows: list[list[int]], stream: int) -> None:

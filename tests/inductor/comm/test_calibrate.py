@@ -19,7 +19,8 @@ from weft.inductor.comm.calibrate import FULL, TINY, Calibration, calibrate
 from weft.inductor.comm.cluster import Cluster, Link, load_cluster, save_cluster
 from weft.inductor.comm.collective_cost import Collective, transfer
 from weft.inductor.comm.measure_gpu import Work, elapsed, measure_gpu, seconds_of
-from weft.inductor.comm.ways import Peers, Way, ways
+from weft.inductor.comm.peer_ways import peer_ways
+from weft.inductor.comm.ways import Peers, Way, torch_ways
 
 CPU = torch.device("cpu")
 KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv"]
@@ -124,7 +125,7 @@ def measured_by_a_model(rank: int, world: int) -> Calibration:
 
     calibration._seconds = modelled
     calibration._interference = slowed
-    listed = [dataclasses.replace(way, coalesces=True) for way in ways("gloo")]
+    listed = [dataclasses.replace(way, coalesces=True) for way in torch_ways("gloo")]
     calibration.ways = lambda backend: listed
     scale = dataclasses.replace(TINY, sizes=FULL.sizes)
     return calibrate(CPU, scale)
@@ -162,7 +163,7 @@ def test_what_is_not_measured_is_the_base(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def symmetric_way(rank: int, world: int) -> str:
-    (way, *_) = ways("gloo")
+    (way, *_) = torch_ways("gloo")
     calibration.ways = lambda backend: [dataclasses.replace(way, symmetric=True)]
     os.environ.pop("NCCL_NVLS_ENABLE", None)
     try:
@@ -180,17 +181,34 @@ def test_symmetric_memory_is_refused_where_multicast_may_be_on() -> None:
 
 def test_ways_over_nccl() -> None:
     """What a graph holds is timed in the dtypes that training uses, and sums in float32 by themselves."""
-    listed = [(way.kind, way.dtype, way.dtypes, way.coalesces) for way in ways("nccl")]
+    listed = [(way.kind, way.dtype, way.dtypes, way.coalesces) for way in torch_ways("nccl")]
     assert listed[0] == ("reduce_scatter", torch.float32, ("float32",), True)
     assert [kind for kind, *_ in listed[1:]] == KINDS
     assert {dtype for _, dtype, *_ in listed[1:]} == {torch.bfloat16}
+
+
+def over_peers(rank: int, world: int) -> list[str]:
+    """Start each way over peers, twice, with one tensor and with three, and wait."""
+    peers = Peers(dist.group.WORLD, (0, 1), CPU)
+    for way in peer_ways():
+        for members in (1, 3):
+            start = way.prepare(peers, 1 << 12, members)
+            start()()
+            start()()
+    return [f"{way.kind} {way.transport}" for way in peer_ways()]
+
+
+@pytest.mark.gloo
+def test_ways_over_peers_run_and_have_a_cost() -> None:
+    names = {name.split()[1] for name in run_ranks(over_peers, 2, timeout=120)[0]}
+    assert names >= {"push", "copy_engine", "pull", "one_shot", "two_shot"}
 
 
 @pytest.mark.gpu
 @needs_gpu(2)
 def test_gpus() -> None:
     found = run_ranks(measured_on_gpus, 2, backend="nccl")[0]
-    assert {transport.name for transport, _ in found.transports} == {"nccl"}
+    assert {transport.name for transport, _ in found.transports} == {"nccl", *(way.transport for way in peer_ways())}
     assert all(transport.bandwidth > 1e9 for transport, _ in found.transports)
     assert set(found.cluster.gpu.matmul) == {"bfloat16", "float16", "float32", "tf32"}
 
