@@ -125,7 +125,7 @@ def llama(name: str, options: argparse.Namespace) -> tuple[Callable[..., Any], t
     with torch.device("meta"):
         model = Llama(shape)
     if kind == "-fsdp":
-        mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh("cuda", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
         policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
             weft.fully_shard(block, mesh=mesh, mp_policy=policy)
