@@ -95,8 +95,8 @@ schedule_timeout_s: Annotated[
 transports: Annotated[
     str,
     "Transports over symmetric memory that may carry collectives between GPUs of one host where they cost less than"
-    " NCCL, separated by commas: copy_engine, push, pull, two_shot, with _ and a number of programs behind, as the"
-    " cluster's description names them; or all. None where it is empty.",
+    " NCCL, separated by commas: copy_engine, push, copy_sum, pull, one_shot, two_shot, with _ and a number of programs"
+    " behind, as the cluster's description names them; or all. None where it is empty.",
 ] = ""
 
 verify: Annotated[

@@ -200,6 +200,8 @@ def train_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if not optimize:
+            optimizer.zero_grad()  # gradients are there after the step: what nobody can see, weft does not compute
         with torch.autocast(autocast.type, torch.bfloat16) if autocast else nullcontext():
             loss = model(ids, labels)
         loss.backward()
@@ -207,7 +209,7 @@ def train_step(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if optimize:
             optimizer.step()
-        optimizer.zero_grad()
+            optimizer.zero_grad()
         return loss.detach()
 
     return step

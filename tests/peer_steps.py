@@ -34,7 +34,7 @@ from weft.inductor.runtime.pieces import Program, compile_recorded
 PASSES = [drop_noops, drop_unused_gathers, fold_casts, common_subexpressions, wire_dtype, group_casts]
 
 KERNELS = ["push", "pull", "two_shot"]
-COPIES = ["copy_engine", "pull_3", "one_shot"]
+COPIES = ["copy_engine", "copy_sum_3", "one_shot"]
 
 
 def transported(step: StepGraph, transports: Sequence[str], kernels: bool = False) -> StepGraph:

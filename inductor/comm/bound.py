@@ -6,22 +6,34 @@ once, with results that can be read after a wait. What it reads is held until th
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from weft.inductor.comm import streams
+from weft.inductor.comm.arena import ALIGNMENT
 from weft.inductor.comm.kernels.all_reduce import OneShotAllReduce, TwoShotAllReduce
 from weft.inductor.comm.kernels.barrier import Barrier
 from weft.inductor.comm.kernels.failure import What
 from weft.inductor.comm.kernels.gather import PushGather
 from weft.inductor.comm.kernels.reduce_scatter import PullReduceScatter
 from weft.inductor.comm.kernels.reduction import Reduction
-from weft.inductor.comm.kernels.transport import Transport
+from weft.inductor.comm.kernels.transport import Peers, Transport
 from weft.inductor.comm.symmetric import PROGRAMS, SymmetricBuffer
-from weft.inductor.comm.transports import CopyEngineGather, PeerAllReduce, PeerCall, PeerGather, PeerReduceScatter
+from weft.inductor.comm.transports import (
+    CopyEngineGather,
+    CopySumReduceScatter,
+    PeerAllReduce,
+    PeerCall,
+    PeerGather,
+    PeerReduceScatter,
+)
 from weft.inductor.multi_tensor.bound import AddressTable
 from weft.inductor.runtime.kernel_source import KernelSource
 from weft.inductor.runtime.kernels import Kernel
@@ -116,8 +128,8 @@ class Bound(ABC):
 
 
 class _ByKernel(Bound):
-    """One kernel moves it all. Ranks meet in another, of one program: what waits for a late rank in a kernel of many
-    keeps the multiprocessors that it holds from computation."""
+    """One kernel makes the results. Ranks meet in another, of one program: what waits for a late rank in a kernel of
+    many keeps the multiprocessors that it holds from computation."""
 
     transport: Transport
 
@@ -142,13 +154,17 @@ class _ByKernel(Bound):
 
     def attach(self, kernels: Sequence[Kernel]) -> None:
         kernel, *barriers = kernels
-        peers = self.buffer.peers
+        peers = self._peers()
         arguments = self.transport.arguments(peers, self._words, self._number, self._chunks, self._table.start)
         self._launch = kernel.prepare(self.transport.grid, *arguments)
         self._meet, self._part = (
             compiled.prepare(barrier.grid, *barrier.arguments(peers, self._words, self._number))
             for compiled, barrier in zip(barriers, self._barriers(), strict=True)
         )
+
+    def _peers(self) -> Peers:
+        """Where the kernel finds what it reads of each rank."""
+        return self.buffer.peers
 
     def _barriers(self) -> list[Barrier]:
         """Those before and after."""
@@ -205,7 +221,76 @@ class _Pull(_ByKernel):
             self._meet(stream)
         self._copy_in(inputs)
         self._meet(stream)
+        self._fetch()
         self._launch(stream)
+
+    def _fetch(self) -> None:
+        """Bring what the kernel reads to this rank: nothing, it reads peers' memory."""
+
+
+class _Staging:
+    """Memory of this rank's own that the collectives of one lane of a device use in turn, each until its kernel has
+    read it. There is as much as the largest of them needs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._wanted = 0
+
+    def want(self, size: int) -> None:
+        """Ask for ``size`` bytes, before any collective of the program takes them: then they take the same."""
+        self._wanted = max(self._wanted, size)
+
+    def take(self, size: int) -> torch.Tensor:
+        """``size`` bytes, uint8; a program that was there before keeps what it has taken."""
+        if len(self._memory) < self._wanted:
+            self._memory = torch.empty(self._wanted, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:size]
+
+
+# By device and lane, as long as a program uses it.
+_stagings: weakref.WeakValueDictionary[tuple[torch.device, str], _Staging] = weakref.WeakValueDictionary()
+
+
+class _CopySum(_Pull):
+    """Pulls from slots in this rank's own memory, one a rank: copies fill them with this rank's parts of all members.
+
+    Peers' arenas are read before the kernel runs, all of it on the lane: as in :class:`_Pull`, they have been read when
+    this rank comes to the lane's next barrier. The next collective of the lane overwrites the slots behind the kernel.
+    """
+
+    def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
+        super().__init__(call, given, made, buffer, told)
+        self._staging = _stagings.setdefault((self.device, call.lane), _Staging(self.device))
+        self._staging.want(call.world * self._places[-1])
+
+    def attach(self, kernels: Sequence[Kernel]) -> None:
+        rank, world, wire = self.buffer.rank, self.call.world, self._slots[0].dtype
+        *starts, size = self._places
+        self._landing = self._staging.take(world * size).view(world, size)
+        self._bases = torch.tensor([slot.data_ptr() for slot in self._landing], dtype=torch.int64).to(self.device)
+        self._copies = []
+        for peer in _in_turn(self.buffer):
+            for (offset, member), start, part in zip(self._members, starts, self.transport.sizes, strict=True):
+                theirs = self.buffer.view(offset, *member, peer).view(world, -1)[rank]
+                self._copies.append((self._landing[peer, start : start + part * wire.itemsize].view(wire), theirs))
+        super().attach(kernels)
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Where in a slot the part of each member lies, and then the size of a slot, in bytes."""
+        itemsize = self._slots[0].dtype.itemsize
+        sizes = (-(-part * itemsize // ALIGNMENT) * ALIGNMENT for part in self.transport.sizes)
+        return [*accumulate(sizes, initial=0)]
+
+    def _peers(self) -> Peers:
+        return replace(self.buffer.peers, bases=self._bases)
+
+    def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
+        return self.transport.rows(results, self._places[:-1], whole=False)  # type: ignore[attr-defined]
+
+    def _fetch(self) -> None:
+        for here, theirs in self._copies:
+            here.copy_(theirs)
 
 
 class _OneShot(_ByKernel):
@@ -245,10 +330,9 @@ class _Copies(Bound):
 
     def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
         super().__init__(call, given, made, buffer, told)
-        # Each rank begins with itself: they do not all read from the same peer at a time.
-        self._peers = [(buffer.rank + step) % call.world for step in range(call.world)]
+        self._ranks = _in_turn(buffer)
         self._theirs = [
-            [buffer.view(offset, *member, rank) for offset, member in self._members] for rank in self._peers
+            [buffer.view(offset, *member, rank) for offset, member in self._members] for rank in self._ranks
         ]
 
     def sources(self) -> list[KernelSource]:
@@ -268,7 +352,7 @@ class _Copies(Bound):
         self._copy_in(inputs)
         self._meet(stream)
         parts = [result.view(self.call.world, -1) for result in results]
-        for rank, theirs in zip(self._peers, self._theirs, strict=True):
+        for rank, theirs in zip(self._ranks, self._theirs, strict=True):
             for part, shard in zip(parts, theirs, strict=True):
                 part[rank].copy_(shard.view(-1))
 
@@ -295,7 +379,19 @@ def bound(call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer
     return _KINDS[type(call)](call, given, made, buffer, told)
 
 
-_KINDS: dict[type[PeerCall], type[Bound]] = {PeerGather: _Push, PeerReduceScatter: _Pull, CopyEngineGather: _Copies}
+_KINDS: dict[type[PeerCall], type[Bound]] = {
+    PeerGather: _Push,
+    CopyEngineGather: _Copies,
+    PeerReduceScatter: _Pull,
+    CopySumReduceScatter: _CopySum,
+}
+
+
+def _in_turn(buffer: SymmetricBuffer) -> list[int]:
+    """The ranks in the order in which this one copies from them: itself first, so that they do not all read from the
+    same peer at a time."""
+    world = buffer.peers.world
+    return [(buffer.rank + step) % world for step in range(world)]
 
 
 def _programs(call: PeerCall) -> dict[str, Any]:
@@ -303,5 +399,5 @@ def _programs(call: PeerCall) -> dict[str, Any]:
 
 
 def _reduction(call: PeerCall) -> Reduction:
-    assert isinstance(call, (PeerReduceScatter, PeerAllReduce))
+    assert isinstance(call, (PeerReduceScatter, CopySumReduceScatter, PeerAllReduce))
     return Reduction("sum", 1 / call.world) if call.op == "avg" else Reduction(call.op)

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,15 +25,17 @@ from weft.inductor.comm.fit import fit
 from weft.inductor.comm.measure_gpu import LARGE, Work, elapsed, measure_gpu, seconds_of
 from weft.inductor.comm.peer_ways import AXIS, peer_ways
 from weft.inductor.comm.symmetric import reachable, refuse_multicast
-from weft.inductor.comm.ways import Peers, Start, Way, torch_ways
+from weft.inductor.comm.ways import Peers, Wait, Way, torch_ways
 
 log = logging.getLogger(__name__)
 
 # Members of the coalesced collective that is compared with a flat one: the parameters of a Llama block.
 _MEMBERS = 9
-# Computation takes this many times as long as the collective that it is slowed by.
+# Computation is slowed by so many collectives, takes this many times as long as they do, and begins so much before.
+_BESIDE = 3
 _COVER = 3
-_ROUNDS = 3
+_LEAD = 0.5
+_ROUNDS = 5
 # A computation that got nothing done beside a collective would never end in a simulation.
 _MOST_INTERFERENCE = 0.95
 _DIGITS = 4
@@ -203,23 +205,27 @@ def _interference(way: Way, peers: Peers, scale: Scale, seconds: float) -> float
     """Seconds of matrix products that are lost in a second of the collective, which takes ``seconds`` by itself."""
     m, k, n = scale.work.products[0]
     a, b = (torch.randn(shape, device=peers.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
-    count = math.ceil(_COVER * seconds / seconds_of(lambda: a @ b, peers.device))
+    one = seconds_of(lambda: a @ b, peers.device)
+    lead, count = (math.ceil(times * _BESIDE * seconds / one) for times in (_LEAD, _COVER))
+    start, waits = way.prepare(peers, scale.sizes[-1], 1), list[Wait]()
 
-    def products() -> None:
+    def products(collectives: int) -> None:
+        for _ in range(lead):  # until the host has given all the rest, and all ranks are there
+            a @ b
+        waits.extend(start() for _ in range(collectives))
         for _ in range(count):
             a @ b
 
-    start = way.prepare(peers, scale.sizes[-1], 1)
-    alone = statistics.median(elapsed(products, peers.device) for _ in range(_ROUNDS))
-    beside = statistics.median(_beside(start, products, peers.device) for _ in range(_ROUNDS))
-    return min(max(0.0, (beside - alone) / seconds), _MOST_INTERFERENCE)
+    def measured(collectives: int) -> float:
+        dist.barrier(peers.group)
+        found = elapsed(lambda: products(collectives), peers.device)
+        while waits:
+            waits.pop()()
+        return found
 
-
-def _beside(start: Start, products: Callable[[], None], device: torch.device) -> float:
-    wait = start()
-    seconds = elapsed(products, device)
-    wait()
-    return seconds
+    # In turn, since a GPU's clock drifts while it is busy.
+    lost = [measured(_BESIDE) - measured(0) for _ in range(_ROUNDS)]
+    return min(max(0.0, statistics.median(lost) / (_BESIDE * seconds)), _MOST_INTERFERENCE)
 
 
 # ---- between nodes

@@ -25,10 +25,12 @@ from weft.inductor.comm.reference import Reference
 
 # The most tasks looked at to choose one: bounds the time of a choice.
 _WINDOW = 16
-# The part of its time by which a collective may be late in fact: it is started so much before it has to be, and waited
-# for without need only so much after its end. Between the median and the 95th percentile of the error that the cost
-# model is held to.
+# The part of its time by which a collective may be late in fact, by which it is started before it has to be. Between
+# the median and the 95th percentile of the error that the cost model is held to.
 _DOUBT = 0.25
+# The same for what is waited for without need, to let go of memory: measured on H200s, where computation keeps the
+# kernels of collectives from running, they take up to three times as long as alone.
+_PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class _Scheduler:
         step = self.step
         while self.waited < len(step.ended):
             span = step.ended[self.waited]
-            if span.end + self.doubt[span.task] > step.machine.now:
+            if span.end + _PATIENCE * step.reference.problem.tasks[span.task].seconds > step.machine.now:
                 break
             self.waited += 1
             step.wait_for(span.task)

@@ -12,7 +12,14 @@ import torch
 
 from weft.inductor.comm.bound import Bound, bound
 from weft.inductor.comm.symmetric import symmetric_buffer
-from weft.inductor.comm.transports import CopyEngineGather, PeerAllReduce, PeerCall, PeerGather, PeerReduceScatter
+from weft.inductor.comm.transports import (
+    CopyEngineGather,
+    CopySumReduceScatter,
+    PeerAllReduce,
+    PeerCall,
+    PeerGather,
+    PeerReduceScatter,
+)
 from weft.inductor.comm.ways import Peers, Start, Way
 from weft.inductor.runtime.kernels import compile_kernels
 
@@ -40,6 +47,9 @@ def peer_ways() -> list[Way]:
         make: _Make = lambda world, offsets: PeerReduceScatter(AXIS, world, programs, offsets, opens=True)
         return _way(name, "reduce_scatter", make, sums="float32", dtypes=_NARROW, ctas=programs)
 
+    def copy_sum(world: int, offsets: tuple[int, ...]) -> PeerCall:
+        return CopySumReduceScatter(AXIS, world, 0, offsets, opens=True)
+
     def all_reduce(name: str, shots: int, programs: int) -> Way:
         make: _Make = lambda world, offsets: PeerAllReduce(AXIS, world, programs, offsets, opens=True, shots=shots)
         return _way(name, "all_reduce", make, sums="float32", ctas=programs)
@@ -51,6 +61,7 @@ def peer_ways() -> list[Way]:
         reduce_scatter("pull", 64),
         reduce_scatter("pull_32", 32),
         reduce_scatter("pull_16", 16),
+        _way("copy_sum", "reduce_scatter", copy_sum, sums="float32", dtypes=_NARROW),
         all_reduce("one_shot", 1, 64),
         all_reduce("two_shot", 2, 64),
     ]

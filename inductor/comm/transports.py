@@ -6,6 +6,7 @@ A collective of ``_c10d_functional`` becomes one call, with the same results and
 ``push``         :class:`PeerGather`: a kernel writes this rank's shards into the arenas of all
 ``copy_engine``  :class:`CopyEngineGather`: copies from the arenas of peers, which keep no multiprocessor busy
 ``pull``         :class:`PeerReduceScatter`: a kernel sums what lies in the arenas of all, in float32
+``copy_sum``     :class:`CopySumReduceScatter`: copies from the arenas of peers, which a kernel then sums, in float32
 ``one_shot``     :class:`PeerAllReduce`: a kernel sums all of what lies in the arenas of all
 ``two_shot``     the same, each rank a part of it, which it writes into the arenas of all
 
@@ -120,6 +121,21 @@ class PeerReduceScatter(PeerCall):
 
 
 @dataclass(frozen=True)
+class CopySumReduceScatter(PeerCall):
+    """:class:`PeerReduceScatter`, with the same bits, of parts that are copied to this rank before they are summed.
+
+    Attributes:
+        op: "sum" or "avg".
+    """
+
+    op: str = "sum"
+
+    kind: ClassVar[str] = "reduce_scatter"
+    lane: ClassVar[str] = "reduce"
+    reads_arena: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
 class PeerAllReduce(PeerCall):
     """All-reduce through the arena, in float32 (float64, integers: in themselves) in the order of the ranks.
 
@@ -194,6 +210,11 @@ _TRANSPORTS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], _Maker]] = {
         _REDUCES,
         ("sum", "avg"),
         lambda group, world, programs, op: PeerReduceScatter(group, world, programs, op=op),
+    ),
+    "copy_sum": (
+        _REDUCES,
+        ("sum", "avg"),
+        lambda group, world, programs, op: CopySumReduceScatter(group, world, programs, op=op),
     ),
     "one_shot": (
         _ALL_REDUCES,

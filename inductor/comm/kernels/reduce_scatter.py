@@ -43,14 +43,15 @@ class PullReduceScatter(Transport):
     def others(self) -> dict[str, str]:
         return {"squares": "*fp32"} if self.squares else {}
 
-    def rows(self, results: Sequence[int], offsets: Sequence[int]) -> list[list[int]]:
+    def rows(self, results: Sequence[int], offsets: Sequence[int], whole: bool = True) -> list[list[int]]:
         """The rows of members, without the last word.
 
         Args:
             results: the addresses of this rank's results.
             offsets: where members lie in the buffers, in bytes.
+            whole: whether all parts of a member lie there, one after the other; else this rank's part alone.
         """
-        steps = [size * self.wire.itemsize for size in self.sizes]
+        steps = [size * self.wire.itemsize if whole else 0 for size in self.sizes]
         return [list(row) for row in zip(results, offsets, steps, strict=True)]
 
     def _lines(self) -> list[str]:

@@ -201,7 +201,7 @@ def over_peers(rank: int, world: int) -> list[str]:
 @pytest.mark.gloo
 def test_ways_over_peers_run_and_have_a_cost() -> None:
     names = {name.split()[1] for name in run_ranks(over_peers, 2, timeout=120)[0]}
-    assert names >= {"push", "copy_engine", "pull", "one_shot", "two_shot"}
+    assert names >= {"push", "copy_engine", "pull", "copy_sum", "one_shot", "two_shot"}
 
 
 @pytest.mark.gpu

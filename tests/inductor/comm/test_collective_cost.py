@@ -247,7 +247,7 @@ def test_which_transports_serve() -> None:
     assert transports_for(H200, collective("all_gather", 1)) == ["nccl", "copy_engine", "push", "push_32"]
     assert transports_for(H200, collective("all_gather", 1, 16)) == ["nccl"]
     assert transports_for(H200, collective("all_gather", 1, (7, 8))) == ["nccl"]
-    assert transports_for(H200, collective("reduce_scatter", 1)) == ["nccl", "pull", "pull_16"]
+    assert transports_for(H200, collective("reduce_scatter", 1)) == ["nccl", "pull", "pull_16", "copy_sum"]
     assert transports_for(H200, collective("reduce_scatter", 1, dtype=F32)) == ["nccl"]
     assert transports_for(load_cluster("l40sx8"), collective("all_reduce", 1)) == ["nccl"]
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
@@ -431,7 +431,7 @@ def test_a_sum_wider_than_the_wire() -> None:
     wide = dataclasses.replace(narrow, wider=F32)
     assert transfer(H200, wide, "nccl") == transfer(H200, collective("reduce_scatter", 1024, dtype=F32))
     assert transfer(H200, wide, "pull") == transfer(H200, narrow, "pull")
-    assert transports_for(H200, wide) == ["nccl", "pull", "pull_16"]
+    assert transports_for(H200, wide) == ["nccl", "pull", "pull_16", "copy_sum"]
     ratio = transfer(H200, wide, "nccl").seconds / transfer(H200, wide, "pull").seconds
     assert ratio == pytest.approx(2764 / 1428, rel=0.05)
 

@@ -92,10 +92,10 @@ def test_a_longer_task_fills_a_gap_that_it_outlasts_by_less() -> None:
 
 
 def test_what_ended_a_while_ago_is_let_go_of() -> None:
-    """A reduction of 2 seconds is waited for once it has been over for half a second."""
+    """A reduction of 1 second is waited for once it has been over for two more."""
     steps = Steps()
     gradient = steps.compute("gradient", 1.0, (), 8)
-    part = steps.collective("reduce", 2.0, (gradient,), 1, "lane")
+    part = steps.collective("reduce", 1.0, (gradient,), 1, "lane")
     x = gradient
     for at in range(5):
         x = steps.compute(f"{at}", 1.0, (x,) if at else (), 1)

@@ -99,7 +99,7 @@ def test_fully_sharded() -> None:
     problem = fsdp(gather=2.0, reduce=3.0, product=1.0)
     own, found = simulate(problem), overlapped(problem)
     assert_takes(found, own.compute_seconds + (2.0 - 0.5) + (3.0 - 1.0) + 0.2)
-    assert found.peak <= own.peak + 2 * 400
+    assert found.peak <= own.peak + 4 * 400
     assert own.exposed_seconds == pytest.approx(56.2)  # what there was to hide
 
 

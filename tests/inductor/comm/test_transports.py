@@ -42,15 +42,24 @@ def both(rank: int, world: int, bf16: bool, transports: list[str], sizes: tuple[
 
 def calls(source: str) -> Counter[str]:
     """How often a program calls what communicates."""
-    names = re.findall(r"\b(\w*c10d\w*|peer_[a-z_]+?|copy_engine_gather|\w+_out)(?:_\d+)?\(", source)
+    names = re.findall(r"\b(\w*c10d\w*|peer_[a-z_]+?|copy_[a-z]+_gather|copy_sum_[a-z_]+?|\w+_out)(?:_\d+)?\(", source)
     return Counter(name for name in names if name != "peer_wait")
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(("transports", "gather"), [(KERNELS, "peer_gather"), (COPIES, "copy_engine_gather")])
-def test_sharded_training_on_two_ranks_is_the_same_to_the_bit(bf16: bool, transports: list[str], gather: str) -> None:
+@pytest.mark.parametrize(
+    ("transports", "names"),
+    [
+        (KERNELS, {"peer_gather", "peer_reduce_scatter", "peer_all_reduce"}),
+        (COPIES, {"copy_engine_gather", "copy_sum_reduce_scatter", "peer_all_reduce"}),
+    ],
+    ids=["kernels", "copies"],
+)
+def test_sharded_training_on_two_ranks_is_the_same_to_the_bit(
+    bf16: bool, transports: list[str], names: set[str]
+) -> None:
     source, _ = run_ranks(both, 2, bf16, transports, (7, 13), False, timeout=120)
-    assert set(calls(source)) == {gather, "peer_reduce_scatter", "peer_all_reduce"}
+    assert set(calls(source)) == names
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["aten", "generated"])
@@ -154,14 +163,14 @@ def sums(rank: int, world: int, dtype: torch.dtype) -> dict[str, tuple[float, fl
         return out.clone()
 
     found = {}
-    for name, step in (("pull", scatter), ("one_shot", reduce), ("two_shot", reduce)):
-        wanted = exact[rank * 5000 : rank * 5000 + 5000] if name == "pull" else exact
+    scattered = {"pull": "peer_reduce_scatter", "copy_sum": "copy_sum_reduce_scatter"}
+    for name, step in (("pull", scatter), ("copy_sum", scatter), ("one_shot", reduce), ("two_shot", reduce)):
+        wanted = exact[rank * 5000 : rank * 5000 + 5000] if name in scattered else exact
         compiled = over_peers(step, [name])
         found[name] = tuple(call(mine).double().sub(wanted).square().mean().sqrt().item() for call in (compiled, step))
-        kind = "peer_reduce_scatter" if name == "pull" else "peer_all_reduce"
-        assert set(calls(compiled.programs[0].source)) == {kind}
+        assert set(calls(compiled.programs[0].source)) == {scattered.get(name, "peer_all_reduce")}
         # What is summed in float32 goes over the wire as it is.
-        assert ("_to_copy" in compiled.programs[0].source) == (name != "pull" and dtype == torch.bfloat16)
+        assert ("_to_copy" in compiled.programs[0].source) == (name not in scattered and dtype == torch.bfloat16)
     return found
 
 
@@ -171,6 +180,44 @@ def test_sums_of_four_ranks_are_as_exact_as_gloos(dtype: torch.dtype) -> None:
         for peers, gloo in found.values():
             assert peers <= 1.05 * gloo + 1e-8
             assert peers < 2e-7 * 4
+
+
+def reduced(rank: int, world: int) -> tuple[list[int], list[int]]:
+    """Reduce-scatters of all sorts by copies and by pulls. Where the copies of each land, and how many bytes."""
+    sizes = [(1,), (7, 3), (64, 40), (5,), (256, 16), (3000,)]
+    draw = torch.Generator().manual_seed(rank)
+    given = [torch.randn(world * size[0], *size[1:], generator=draw).to(torch.bfloat16) for size in sizes]
+
+    def scatter(values: list[torch.Tensor], dtype: torch.dtype, op: Any) -> list[torch.Tensor]:
+        made = []
+        for value in values:
+            out = torch.empty(len(value) // world, *value.shape[1:], dtype=dtype)
+            dist.reduce_scatter_tensor(out, value.to(dtype), op)
+            made.append(out)
+        return made
+
+    def step(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        wide = scatter(values[:5], torch.float32, dist.ReduceOp.AVG)
+        again = [value + made.sum().to(value.dtype) for value, made in zip(values[3:], wide[:3], strict=True)]
+        return [*wide, *scatter(again, torch.bfloat16, dist.ReduceOp.SUM)]
+
+    expected = over_peers(step, ["pull"])(given)
+    copied = over_peers(step, ["copy_sum"])
+    started: dict[Bound, None] = {}
+    start = Bound.__call__
+    Bound.__call__ = lambda bound, inputs: started.update({bound: None}) or start(bound, inputs)  # type: ignore
+    for _ in range(2):
+        torch.testing.assert_close(copied(given), expected, rtol=0, atol=0)
+    assert set(calls(copied.programs[0].source)) == {"copy_sum_reduce_scatter"}
+    landings = [bound._landing for bound in started]  # type: ignore[attr-defined]
+    return [landing.data_ptr() for landing in landings], [landing.nbytes for landing in landings]
+
+
+def test_copies_that_a_kernel_sums_give_the_bits_of_pulls_through_one_stretch_of_memory() -> None:
+    for addresses, sizes in run_ranks(reduced, 4, timeout=120):
+        assert len(set(addresses)) == 1
+        assert len(sizes) > 2
+        assert min(sizes) < max(sizes)
 
 
 def replicated(rank: int, world: int, transports: list[str]) -> str:
