@@ -20,6 +20,7 @@ from weft.capture.dynamic import MARKS
 from weft.capture.fake_world import current_fake_world
 from weft.capture.graph import Role, StepGraph
 from weft.capture.guards import Guards
+from weft.capture.reading import Places
 from weft.capture.recorder import recording
 from weft.capture.signature import signature
 from weft.capture.tracer import CapturedStep, capture_step
@@ -40,11 +41,12 @@ class _Entry:
         self.captured = captured
         self.guards = Guards(captured)
         self.program = compile_graph(captured.graph, mode, memory_limit)
+        self._inputs = Places(captured.places)
 
     def run(self, leaves: list[Any]) -> Any:
         captured = self.captured
         captured.arguments.bind(leaves)
-        outputs = self.program(*[place.get() for place in captured.places])
+        outputs = self.program(*self._inputs.read())
         # All values first: one effect may move what another one replaces.
         values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
         result = captured.result.fill(outputs)
@@ -108,13 +110,17 @@ class CompiledStep(Generic[P, R]):
     def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> _Entry | None:
         """The form whose guards hold, moved to the front; why the others do not serve goes to ``reasons``."""
         for at, entry in enumerate(self.entries):
-            why = entry.guards.failure(leaves, spec)
-            if why is None:
-                if at:
-                    self.entries.insert(0, self.entries.pop(at))
-                return entry
+            if entry.guards.unchanged(leaves, spec):
+                return self._to_front(at)
+        for at, entry in enumerate(self.entries):
+            if (why := entry.guards.failure(leaves, spec)) is None:
+                return self._to_front(at)
             reasons.append(why)
         return None
+
+    def _to_front(self, at: int) -> _Entry:
+        self.entries.insert(0, self.entries.pop(at))
+        return self.entries[0]
 
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -404,6 +405,17 @@ def registered_hooks(tensor: torch.Tensor) -> list[dict[int, Any]]:
     return [d for d in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if d]
 
 
+# What tells whether a leaf takes a gradient and whether hooks were ever registered on it, in one call in C.
+leaf_flags = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+# Attributes of tensor subclasses are read as they are, and several times faster.
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def like(tensors: Iterable[torch.Tensor]) -> Callable[..., bool]:
+    """A check, in C, that as many values are tensors of the types, dtypes, devices, sizes and strides of these."""
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]]:
     """Kind and dictionary (None before the first registration) of the hooks registered on a tensor."""
     return [("gradient", tensor._backward_hooks), ("post-accumulate-grad", tensor._post_accumulate_grad_hooks)]
@@ -533,6 +545,43 @@ def force_eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextlib.contextmanager
+def dtensors_take_symbols() -> Iterator[None]:
+    """DTensors take numbers that have no value (a count of steps, in a capture). To place the result of an operation,
+    torch looks at all arguments, and would ask for the values: it gets 1.0, since no number decides on a placement."""
+    if "torch.distributed.tensor" not in sys.modules:
+        yield
+        return
+    propagator: Any = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+
+    def placed(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(schema: Any) -> Any:
+            stand_in = lambda value: 1.0 if isinstance(value, torch.SymFloat) else value
+            args = tuple(map(stand_in, schema.args_schema))
+            kwargs = {key: stand_in(value) for key, value in schema.kwargs_schema.items()}
+            values = zip((*args, *kwargs.values()), (*schema.args_schema, *schema.kwargs_schema.values()), strict=True)
+            if all(new is old for new, old in values):
+                return place(schema)
+            found = place(dataclasses.replace(schema, args_schema=args, kwargs_schema=kwargs))
+            # Where something has to move, arguments are taken from the plan.
+            return place(schema) if found.needs_redistribute else found
+
+        return run
+
+    names = "propagate_op_sharding", "propagate_op_sharding_non_cached"
+    before = {name: propagator.__dict__.get(name) for name in names}
+    for name in names:
+        setattr(propagator, name, placed(getattr(propagator, name)))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                delattr(propagator, name)
+            else:
+                setattr(propagator, name, value)
 
 
 @contextlib.contextmanager

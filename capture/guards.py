@@ -6,16 +6,18 @@ a kernel sees of them. Values of tensors and the learning rate are inputs and gu
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
+from weft.capture.reading import Entries, Places
 from weft.capture.size_guard import SizeGuard
 from weft.capture.state import MISSING, SIMPLE, Container
 from weft.capture.tracer import CapturedStep
@@ -30,15 +32,18 @@ class Guard:
 
 
 class Guards:
-    """The conditions of one captured step; :meth:`failure` says the first that does not hold for a call."""
+    """The conditions of one captured step; :meth:`failure` says the first that does not hold for a call.
+
+    Nearly always nothing changed since the last call, and a GPU may wait for the answer: :meth:`unchanged` gives it by
+    a few comparisons of all that :meth:`failure` goes through one by one. What it compares with is taken from a state
+    that :meth:`failure` found good.
+    """
 
     def __init__(self, captured: CapturedStep) -> None:
         arguments = captured.arguments
         self._arguments = ArgumentGuard(arguments)
         self._world = _global_state()
-        self._containers = [_ContainerGuard(container) for container in captured.state.containers]
-        self._filled = [guard for guard in self._containers if guard.expected]
-        self._empty = [guard.container.obj for guard in self._containers if guard.count == 0]
+        self._containers = _ContainerGuard([each for each in captured.state.containers if not each.frozen])
         self._tensors = [TensorGuard(place, arguments.vals[at]) for at, place in arguments.tensors.items()]
         self._tensors += [
             TensorGuard(place, node.meta["val"])
@@ -49,6 +54,13 @@ class Guards:
         self._sites = captured.state.sites
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
+        # What `unchanged` reads, and what it compares with once `failure` found everything good.
+        self._leaves = [leaf for leaf, _ in captured.state.leaves]
+        self._static = Places([guard.place for guard in self._tensors if guard.static])
+        self._symbolic = [guard for guard in self._tensors if not guard.static]
+        self._leaf_flags: list[tuple[Any, ...]] = []
+        self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
+        self._alike: Callable[..., bool] | None = None
 
     def __len__(self) -> int:
         return len(self.listed())
@@ -56,10 +68,7 @@ class Guards:
     def listed(self) -> list[Guard]:
         """Every condition, grouped by kind, cheapest check first."""
         found = [Guard("argument", condition) for condition in self._arguments.listed()]
-        for guard in self._containers:
-            found += [
-                Guard("python state", f"{guard.container.label(k)} is {_shown(v)}") for k, v in guard.expected.items()
-            ]
+        found += [Guard("python state", condition) for condition in self._containers.listed()]
         for _, path, requires_grad, hooks in self._flags:
             found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
         found += [Guard("tensor", str(guard)) for guard in self._tensors]
@@ -68,13 +77,48 @@ class Guards:
 
     def failure(self, leaves: list[Any], spec: Any) -> str | None:
         """Why the captured graph cannot serve a call with these argument leaves, None when it can."""
-        if (why := self._arguments.failure(leaves, spec)) is not None:
-            return why
-        for guard in self._filled:
-            if not guard.holds() and (why := guard.failure()) is not None:
-                return why
-        if any(self._empty):  # by far the most, dictionaries of hooks above all: one call for all of them
-            return next(why for guard in self._containers if guard.count == 0 and (why := guard.failure()))
+        if self.unchanged(leaves, spec):
+            return None
+        why = (
+            self._arguments.failure(leaves, spec)
+            or self._containers.failure()
+            or self._leaf_failure()
+            or next(filter(None, (guard.failure() for guard in self._tensors)), None)
+            or self._sizes.failure()
+            or self._world_failure()
+        )
+        if why is None:
+            self._remember()
+        return why
+
+    def unchanged(self, leaves: list[Any], spec: Any) -> bool:
+        """Quick: whether all is as :meth:`failure` last found it good. False says only that a closer look is due."""
+        with torch_adapter.no_torch_function():
+            return (
+                self._alike is not None
+                and self._arguments.failure(leaves, spec) is None
+                and self._containers.holds()
+                and list(map(torch_adapter.leaf_flags, self._leaves)) == self._leaf_flags
+                and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
+                and not any(self._quiet)
+                and self._alike(*self._static.read())
+                and all(guard.failure() is None for guard in self._symbolic)
+                and self._sizes.failure() is None
+                and _global_state() == self._world
+            )
+
+    def _remember(self) -> None:
+        """Take what stands now, which is good, as what to compare with."""
+        self._leaf_flags = list(map(torch_adapter.leaf_flags, self._leaves))
+        # Dictionaries of hooks compare as equal to themselves, whatever they hold: their hooks are looked at.
+        self._hooked = [
+            (leaf, hooks)
+            for (leaf, _, _, hooks), (_, *dicts) in zip(self._flags, self._leaf_flags, strict=True)
+            if any(each is not None for each in dicts)
+        ]
+        self._alike = torch_adapter.like(self._static.read())
+
+    def _leaf_failure(self) -> str | None:
         for tensor, path, requires_grad, hooks in self._flags:
             if tensor.requires_grad is not requires_grad:
                 return f"{path}.requires_grad is {tensor.requires_grad}"
@@ -83,11 +127,9 @@ class Guards:
         if any(self._quiet):
             site = next(site for site in self._sites if site.read() and not site.before)
             return f"a {site.kind} hook was registered on {site.owner}"
-        for guard in self._tensors:
-            if (why := guard.failure()) is not None:
-                return why
-        if (why := self._sizes.failure()) is not None:
-            return why
+        return None
+
+    def _world_failure(self) -> str | None:
         now = _global_state()
         return next((f"{k} is {now[k]}, was {v}" for k, v in self._world.items() if now[k] != v), None)
 
@@ -104,49 +146,72 @@ def _shown(value: Any, article: str = "the same") -> str:
 
 
 class _ContainerGuard:
-    """The entries of one container: tensors must be there, all else must be what it was."""
+    """The entries of all containers: tensors must be there, all else must be what it was."""
 
-    __slots__ = ("container", "count", "expected", "fetch")
+    def __init__(self, containers: Sequence[Container]) -> None:
+        self._entries = Entries(containers)
+        self._expected = [value for each in self._entries.containers for value in each.before.values()]
+        self._filled_first = sorted(containers, key=lambda each: not each.before)
+        sized = [each for each in containers if _is_sized(each)]
+        self._empty = [each.obj for each in sized if not each.before]
+        self._filled = [each.obj for each in sized if each.before]
+        self._counts = [len(each.before) for each in sized if each.before]
 
-    def __init__(self, container: Container) -> None:
-        self.container = container
-        sized = container.keys is None and isinstance(container.obj, (dict, list, deque))
-        self.count = len(container.before) if sized else None
-        self.expected = dict(container.before)
-        self.fetch = _fetcher(container, list(self.expected))
+    def listed(self) -> list[str]:
+        expected = self._expected_of()
+        return [
+            f"{each.label(key)} is {_shown(value)}"
+            for each in self._filled_first
+            for key, value in expected[id(each)].items()
+        ]
 
     def holds(self) -> bool:
-        """Quick: nothing was assigned since. False says only that a closer look is due."""
-        if self.count is not None and len(self.container.obj) != self.count:
+        """Whether all containers hold what they are expected to; what they hold now is expected from then on."""
+        if any(self._empty) or list(map(len, self._filled)) != self._counts:
             return False
         try:
-            return all(map(operator.is_, self.fetch(), self.expected.values()))
-        except (KeyError, IndexError):
+            now = self._entries.read()
+        except ValueError:
             return False
+        if not all(map(operator.is_, now, self._expected)):
+            pairs = zip(now, self._expected, strict=True)
+            if not all(value is expected or matches(value, expected) for value, expected in pairs):
+                return False
+            self._expected = now
+        return True
 
     def failure(self) -> str | None:
-        now = self.container.entries()
-        if self.count is not None and len(now) != self.count:
-            return f"{self.container.path} holds {len(now)} entries, had {self.count}"
-        for key, expected in self.expected.items():
-            value = now.get(key, MISSING)
-            if not matches(value, expected):
-                now_is = "missing" if value is MISSING else _shown(value, "another")
-                return f"{self.container.label(key)} is {now_is}, was {_shown(expected, 'a')}"
-        self.expected = {key: now[key] for key in self.expected}
-        return None
+        if self.holds():
+            return None
+        expected = self._expected_of()
+        failures = (_container_failure(each, expected[id(each)]) for each in self._filled_first)
+        return next(filter(None, failures), None)
+
+    def _expected_of(self) -> dict[int, dict[Any, Any]]:
+        """What is expected of the entries of each container, by its id."""
+        containers = self._entries.containers
+        ends = accumulate(len(each.before) for each in containers)
+        return {
+            id(each): dict(zip(each.before, self._expected[end - len(each.before) : end], strict=True))
+            for each, end in zip(containers, ends, strict=True)
+        }
 
 
-def _fetcher(container: Container, keys: list[Any]) -> Callable[[], Any]:
-    obj = container.obj
-    if not keys:
-        return tuple
-    if isinstance(obj, (dict, list)):
-        only = keys[0]
-        return (lambda: (obj[only],)) if len(keys) == 1 else functools.partial(operator.itemgetter(*keys), obj)
-    if isinstance(obj, torch.Tensor):
-        return lambda: (obj.grad,)
-    return lambda: container.entries().values()
+def _container_failure(container: Container, expected: dict[Any, Any]) -> str | None:
+    now = container.entries()
+    if _is_sized(container) and len(now) != len(expected):
+        return f"{container.path} holds {len(now)} entries, had {len(expected)}"
+    for key, before in expected.items():
+        value = now.get(key, MISSING)
+        if not matches(value, before):
+            now_is = "missing" if value is MISSING else _shown(value, "another")
+            return f"{container.label(key)} is {now_is}, was {_shown(before, 'a')}"
+    return None
+
+
+def _is_sized(container: Container) -> bool:
+    """Whether a new entry is a change."""
+    return container.keys is None and isinstance(container.obj, (dict, list, deque))
 
 
 def _global_state() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from weft.capture.functional import (
     single_view,
     write_back,
 )
-from weft.capture.geometry import extent, offset_within, same_layout
+from weft.capture.geometry import apart, extent, offset_within, same_layout
 from weft.capture.known_numbers import known_number
 from weft.capture.operands import argument_of, handed_back, map_operands, tensors_in
 from weft.capture.state import identity
@@ -393,6 +393,8 @@ class Recorder(TorchDispatchMode):
         """A tensor that lies inside the memory of an input already known is a view of that input."""
         for known, real in self._input_storages.get(storage, ()):
             inside = offset_within(tensor, real)
+            if inside is None and apart(tensor, real):
+                continue
             if inside is None:
                 raise UncapturableMutation(
                     f"tensors that share a part of their memory, at {user_line()}; clone one of them"
@@ -564,6 +566,10 @@ class Recorder(TorchDispatchMode):
     def _mark(self, val: torch.Tensor, alias: Alias) -> Alias:
         val._weft_alias = alias  # type: ignore[attr-defined]
         return alias
+
+    def forget(self, val: torch.Tensor) -> None:
+        """Take from a fake what is known of it: nothing more will be recorded of it."""
+        val.__dict__.pop("_weft_alias", None)
 
     def _storage_key(self, val: torch.Tensor) -> int:
         return val.untyped_storage()._cdata

@@ -8,6 +8,7 @@ copy of each. The copy serves three ends: names and roles for the graph's inputs
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import sys
@@ -64,7 +65,12 @@ opaque_code: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 
 
 class Container:
-    """A mutable Python object that holds others; ``keys`` restricts which of its entries count."""
+    """A mutable Python object that holds others; ``keys`` restricts which of its entries count.
+
+    Attributes:
+        before: the entries as they were found.
+        frozen: nobody assigns to it after all (the attributes of a frozen dataclass of weft's own).
+    """
 
     def __init__(
         self, obj: Any, path: str, keys: frozenset[str] | None = None, label: Callable[[Any], str] | None = None
@@ -72,6 +78,7 @@ class Container:
         self.obj = obj
         self.path = path
         self.keys = keys
+        self.frozen = False
         self.label = label or (lambda key: f"{path}[{key!r}]")
         self.before: dict[Any, Any] = self.entries()
 
@@ -423,7 +430,9 @@ class State:
             return
         done |= keys
         prefix = f"{path}." if path else ""
-        self._container(Container(vars(obj), path, keys, label=lambda key: f"{prefix}{key}"))
+        container = Container(vars(obj), path, keys, label=lambda key: f"{prefix}{key}")
+        container.frozen = welcome and _is_frozen(type(obj))
+        self._container(container)
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -463,6 +472,10 @@ def _is_user_object(obj: Any) -> bool:
     if module.startswith(_WELCOME):
         return True
     return _root(module) not in _FOREIGN and (_root(module) not in sys.stdlib_module_names or module == "__main__")
+
+
+def _is_frozen(owner: type) -> bool:
+    return dataclasses.is_dataclass(owner) and owner.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
 def _is_foreign(fn: types.FunctionType) -> bool:

@@ -32,6 +32,7 @@ from weft.capture.hooks import HookCounts
 from weft.capture.modules import ModulePath
 from weft.capture.moment import Moments
 from weft.capture.names import readable_name
+from weft.capture.operands import map_operands
 from weft.capture.randomness import record_random_state
 from weft.capture.recorder import Recorder
 from weft.capture.refusals import explained
@@ -202,6 +203,7 @@ class _Capture:
                 stack.enter_context(no_collections())
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(torch_adapter.force_eager())
+                stack.enter_context(torch_adapter.dtensors_take_symbols())
                 stack.enter_context(script_functions_as_written())
                 stack.enter_context(functional_collectives())
                 stack.enter_context(record_random_state(self.recorder))
@@ -272,6 +274,7 @@ class _Capture:
             self._updates(outputs, nodes)
         self.streams.end()
         recorder.graph.output(tuple(nodes))
+        self._leave_autograd()
         drop_dead(recorder.graph)
         inputs, places = self._inputs(outputs)
         groups = canonical_groups(recorder.graph)
@@ -291,6 +294,21 @@ class _Capture:
             [(torch_adapter.symbol_of(rate), place) for _, rate, _, place in self.rates],
             self.specialised,
         )
+
+    def _leave_autograd(self) -> None:
+        """Cut the graph off from what autograd saved: in circles through autograd's own nodes, which Python's garbage
+        collector does not see, fakes would keep the hooks of the step, and with them the user's model."""
+
+        def cut(val: Any) -> Any:
+            if not isinstance(val, torch.Tensor):
+                return val
+            self.recorder.forget(val)
+            return val.detach() if val.requires_grad else val
+
+        with torch_adapter.only_mode(self.fake_mode):
+            for node in self.recorder.graph.nodes:
+                if "val" in node.meta:
+                    node.meta["val"] = map_operands(node.meta["val"], cut)
 
     def _effects(self, keep: Callable[[Callable[[int], Output], Any], int]) -> list[Effect]:
         effects = []

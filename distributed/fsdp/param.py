@@ -27,7 +27,7 @@ from weft.distributed.ops import pad_shard, take_shard, unpad_shard
 from weft.errors import ParameterReplaced
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class Slot:
     """A place in a module that holds a parameter."""
 

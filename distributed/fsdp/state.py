@@ -32,7 +32,7 @@ class Phase(enum.Enum):
     BACKWARD = enum.auto()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, frozen=True)
 class Member:
     """A parameter of a wrapped module and the places in it where the parameter stands."""
 

@@ -14,6 +14,7 @@ for each combination that comes up there is one, as long as they do not change a
 from __future__ import annotations
 
 import logging
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,7 +66,9 @@ class GraphedProgram:
         updated = {what.input for what in step.outputs if isinstance(what, Update)}
         self._updated = [entry.name in updated for entry in step.inputs]
         self._names = [entry.path for entry in step.inputs]
+        self._tensors = [isinstance(node.meta["val"], torch.Tensor) for node in step.placeholders]
         self._copied = [entry.role is Role.BATCH for entry in step.inputs]
+        self._fixed = self._what_is_fixed()
         self._moves = [0] * len(step.inputs)
         self._kept_results: set[int] = set()
         self._calls = 0
@@ -117,14 +120,14 @@ class GraphedProgram:
 
     def _key(self, inputs: Sequence[Any]) -> Key:
         """What a recording fixes of the inputs."""
-        return tuple(
-            value
-            if not isinstance(value, torch.Tensor)
-            else (value.shape, value.stride())
-            if copied
-            else value.data_ptr()
-            for value, copied in zip(inputs, self._copied, strict=True)
-        )
+        return tuple(map(operator.call, self._fixed, inputs))
+
+    def _what_is_fixed(self) -> list[Callable[[Any], Any]]:
+        """For each input what a recording fixes of it: a number, how a copied tensor is laid out, where others lie."""
+        return [
+            (_layout if copied else torch.Tensor.data_ptr) if tensor else _itself
+            for tensor, copied in zip(self._tensors, self._copied, strict=True)
+        ]
 
     def _notice_moves(self, inputs: Sequence[Any]) -> None:
         """Count what moved since the last recording; what did so soon after each recording is copied from now on."""
@@ -135,11 +138,12 @@ class GraphedProgram:
             self._moves = [0] * len(self._moves)
         copied = list(self._copied)
         for at, (value, before) in enumerate(zip(inputs, last_key, strict=True)):
-            if isinstance(value, torch.Tensor) and not copied[at] and value.data_ptr() != before:
+            if self._tensors[at] and not copied[at] and value.data_ptr() != before:
                 self._moves[at] += 1
                 copied[at] = self._moves[at] > _MOVES
         if copied != self._copied:
             self._copied = copied
+            self._fixed = self._what_is_fixed()
             self._recorded.clear()
 
     # ---- recording
@@ -151,8 +155,8 @@ class GraphedProgram:
             self._give_up(f"it had to be recorded {self.recordings} times in {self.replays} calls: {self._change()}")
             return None
         static: list[Any] = [
-            StaticInput(value) if copied and isinstance(value, torch.Tensor) else value
-            for value, copied in zip(inputs, self._copied, strict=True)
+            StaticInput(value) if copied and tensor else value
+            for value, copied, tensor in zip(inputs, self._copied, self._tensors, strict=True)
         ]
         given = [value.tensor if isinstance(value, StaticInput) else value for value in static]
         try:
@@ -240,6 +244,14 @@ class _Recorded:
             else:
                 plans.append(lambda _, value=value: value.clone())
         return plans
+
+
+def _layout(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride()
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _storage(value: Any) -> int | None:

@@ -1,0 +1,81 @@
+"""Optimizers as users write them, over sharded parameters: by default torch steps DTensors one by one, with numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from harness import run_ranks
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"amsgrad": True}),
+    ("Adam", {"weight_decay": 0.1}),
+    ("NAdam", {}),
+    ("Adamax", {}),
+    ("SGD", {"momentum": 0.9}),
+    ("RMSprop", {}),
+]
+
+
+def trained(rank: int, world: int, name: str, options: dict[str, Any], compiled: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Linear(16, 5))
+    weft.fully_shard(net, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    optimizer = getattr(torch.optim, name)(net.parameters(), **options)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = weft.compile(step) if compiled else step
+    data = torch.Generator().manual_seed(rank)
+    losses = [run(torch.randn(4, 7, generator=data)) for _ in range(8)]
+    return [*losses, *(parameter.to_local() for parameter in net.parameters())]  # type: ignore[attr-defined]
+
+
+def both(rank: int, world: int) -> None:
+    for name, options in OPTIMIZERS:
+        eager, compiled = (trained(rank, world, name, options, compiled) for compiled in (False, True))
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.gloo
+def test_training_by_any_optimizer_is_eager_training() -> None:
+    run_ranks(both, 2, timeout=150)
+
+
+def accumulated(rank: int, world: int, compiled: bool) -> list[torch.Tensor]:
+    """Gradients of three steps that no optimizer takes."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Linear(16, 5))
+    weft.fully_shard(net, mesh=init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+
+    def step(x: torch.Tensor) -> None:
+        net(x).square().mean().backward()
+
+    run = weft.compile(step) if compiled else step
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        run(torch.randn(4, 7, generator=data))
+    return [parameter.grad.to_local() for parameter in net.parameters()]  # type: ignore[union-attr]
+
+
+def both_accumulated(rank: int, world: int) -> None:
+    eager, compiled = (accumulated(rank, world, compiled) for compiled in (False, True))
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+@pytest.mark.gloo
+def test_gradients_that_one_bucket_brought_are_accumulated() -> None:
+    """The first step leaves them in one buffer, each in a part of its own."""
+    run_ranks(both_accumulated, 2, timeout=60)
