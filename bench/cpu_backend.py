@@ -4,19 +4,20 @@
     OMP_NUM_THREADS=2 python bench/cpu_backend.py --only mlp --size small --seconds 20
 
 Of each model there is one so small that what a call costs beside its kernels shows, and one of a usual size. The column
-``eager`` of backends is Dynamo alone: what its guards cost any backend. In each round every way runs once, in an order
-that turns; a round gives one ratio to eager a way, so what disturbs the machine for longer than a round disturbs both
-sides of it. Each line gives eager's median time and, for each other way, the median ratio (below 1 is faster than
-eager) with the middle half of the ratios. Times of one thread are those it ran for: a machine that others use too takes
-time away.
+``eager`` of backends is Dynamo alone: what its guards cost any backend. The column ``itself`` is eager once more: what
+the measuring is worth. All ways run one and the same model, since where weights lie in memory shows in times. In each
+round every way runs once, in an order drawn anew, since each finds the caches and the heap as the one before left them;
+a round gives one ratio to eager a way, so what disturbs the machine for longer than a round disturbs both sides of it.
+Each line gives eager's median time and, for each other way, the median ratio (below 1 is faster than eager) with the
+middle half of the ratios. Times of one thread are those it ran for: a machine that others use too takes time away.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 import weft  # noqa: F401 - makes the backend known
 
 BACKENDS = ("weft", "aot_eager", "eager")
+OTHERS = ("itself", *BACKENDS)
 Call = Callable[[], object]
 
 
@@ -113,14 +115,13 @@ WORK: dict[str, Callable[[nn.Module, Callable[[Tensor], Tensor], Tensor], Call]]
 
 
 def ways(make: Callable[[], tuple[nn.Module, Tensor]], work: str) -> dict[str, Call]:
-    """The same work on copies of one model: as it is (""), then by each backend, warmed up."""
+    """The same work on one model: as it is (""), as it is again, then by each backend, warmed up."""
     torch.manual_seed(0)
-    made, x = make()
+    model, x = make()
     calls = {}
-    for way in ("", *BACKENDS):
-        mine = copy.deepcopy(made)
-        run = torch.compile(mine, backend=way) if way else mine
-        calls[way] = WORK[work](mine, run, x)
+    for way in ("", *OTHERS):
+        run = torch.compile(model, backend=way) if way in BACKENDS else model
+        calls[way] = WORK[work](model, run, x)
         for _ in range(10):
             calls[way]()
     return calls
@@ -129,14 +130,14 @@ def ways(make: Callable[[], tuple[nn.Module, Tensor]], work: str) -> dict[str, C
 def times(calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
     """Seconds of each way in each round, of as many rounds as fit."""
     found: dict[str, list[float]] = {way: [] for way in calls}
-    order = list(calls)
+    order, draw = list(calls), random.Random(0)
     gc.collect()
     gc.disable()
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     try:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            order = order[1:] + order[:1]
+            draw.shuffle(order)
             for way in order:
                 started = clock()
                 calls[way]()
@@ -159,14 +160,14 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of the models to run")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
-    print(f"{'':28}{'eager, us':>10}{'rounds':>8}" + "".join(f"{way:>22}" for way in BACKENDS))
+    print(f"{'':28}{'eager, us':>10}{'rounds':>8}" + "".join(f"{way:>22}" for way in OTHERS))
     for size in options.size or MODELS:
         for model, make in MODELS[size].items():
             for work in WORK if options.only in model else ():
                 torch.compiler.reset()
                 found = times(ways(make, work), options.seconds)
                 eager = statistics.median(found[""]) * 1e6
-                ratios = "".join(f"{ratio(found[way], found['']):>22}" for way in BACKENDS)
+                ratios = "".join(f"{ratio(found[way], found['']):>22}" for way in OTHERS)
                 name = f"{size} {model}, {work}"
                 print(f"{name:28}{eager:10.0f}{len(found['']):8}{ratios}", flush=True)
 

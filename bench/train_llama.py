@@ -180,8 +180,9 @@ def by_kernel(spans: list[MeasuredSpan], most: int = 40) -> list[tuple[str, str,
 
 
 def reset(device: torch.device) -> None:
-    gc.collect()
     torch.compiler.reset()
+    for _ in range(3):  # what autograd's nodes held is found the next time
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

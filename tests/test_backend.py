@@ -174,6 +174,23 @@ def test_dropout_draws_what_eager_draws() -> None:
         same(found, (function(x), torch.rand(2)))
 
 
+@pytest.mark.parametrize("residual", [True, False])
+def test_users_may_write_to_what_a_model_returns(residual: bool) -> None:
+    """A product of three axes is a view; what is written over it is returned as no view, as eager's result is none."""
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x) if residual else super().forward(x) * 2
+
+    model = Model(8, 8)
+    fast, x = compiled(model), torch.randn(2, 3, 8)
+    found, wanted = fast(x), model(x)
+    same(found.mul_(2), wanted.mul_(2))
+    same(torch.autograd.grad(found.sum(), model.weight), torch.autograd.grad(wanted.sum(), model.weight))
+    with torch.no_grad():
+        assert not fast(x)._is_view()
+
+
 # ---- sizes
 
 

@@ -2,8 +2,9 @@
 
 AOTAutograd's graphs have no mutation in them: what the user's code did in place, an activation, running statistics, a
 counter, makes a new tensor there, and statistics are copied back. Written in place it costs no memory and no copy.
-(Steps that weft captures itself remember what was done in place.) For programs of ATen kernels: generated kernels find
-memory by themselves.
+(Steps that weft captures itself remember what was done in place.) What is computed element by element and has no
+in-place form, such as the backward of an activation, or whose first operand is still read, writes over another operand
+through its ``out`` form. For programs of ATen kernels: generated kernels find memory by themselves.
 
 Keeps the bits of every result.
 """
@@ -18,7 +19,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.functional import effects
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, Update
 from weft.inductor.runtime.geometry import looks_into, sources, storages
 from weft.torch_adapter import OpOverload
 
@@ -28,20 +29,58 @@ aten = torch.ops.aten
 
 # In-place forms that are not called like the functional one with an underscore.
 _OTHERWISE_NAMED = {aten._native_batch_norm_legit_functional.default: aten._native_batch_norm_legit.default}
+# The same to all but autograd, to which the second makes no view.
+_PLAIN_VIEWS = (aten.view.default, aten._unsafe_view.default)
+# Element by element, though torch does not tag them so.
+_POINTWISE = frozenset(
+    {
+        aten.elu_backward.default,
+        aten.hardtanh_backward.default,
+        aten.leaky_relu_backward.default,
+        aten.softplus_backward.default,
+    }
+)
 
 
 def write_in_place(step: StepGraph) -> StepGraph:
-    """Note the in-place form of each operation whose written operands are not read again. Changes ``step``."""
+    """Give each operation that can write over an operand that is not read again the form that does. Changes ``step``.
+
+    An in-place form is noted beside the operation; an ``out`` form takes its place, with the operand as what is
+    written.
+    """
     lives = _Lives(step)
     for node in step.graph.nodes:
-        form = in_place_form(node.target) if node.op == "call_function" and "inplace" not in node.meta else None
-        if form is None:
-            continue
-        operands = _written(node, form)
-        results = _results(node, len(operands))
-        if all(lives.end_at(node, operand, result) for operand, result in zip(operands, results, strict=True)):
-            node.meta["inplace"] = form
+        if node.op == "call_function" and "inplace" not in node.meta and not _in_place(node, lives):
+            _over_an_operand(node, lives)
     return step
+
+
+def _in_place(node: Node, lives: _Lives) -> bool:
+    """Note the in-place form of ``node`` if it may be used; whether it may."""
+    form = in_place_form(node.target)
+    if form is None:
+        return False
+    operands = _written(node, form)
+    results = _results(node, len(operands))
+    if not all(lives.end_at(node, operand, result) for operand, result in zip(operands, results, strict=True)):
+        return False
+    node.meta["inplace"] = form
+    lives.write(node, operands)
+    return True
+
+
+def _over_an_operand(node: Node, lives: _Lives) -> None:
+    """Make ``node`` its out form over the first operand that may be written."""
+    form = out_form(node.target)
+    found = effects(form) if form is not None else None
+    if found is None:
+        return
+    for operand in _operands(node):
+        if lives.end_at(node, operand, node.meta["val"]):
+            node.kwargs = {**node.kwargs, found.writes[0][1]: operand}
+            node.target = found.functional
+            lives.write(node, [operand])
+            return
 
 
 @functools.cache
@@ -58,6 +97,26 @@ def in_place_form(target: Any) -> OpOverload | None:
     return form if found is not None and found.functional is target else None
 
 
+@functools.cache
+def out_form(target: Any) -> OpOverload | None:
+    """The operation that computes what ``target`` does, element by element, into a tensor that it is given, None where
+    there is none. Since each element is read before it is written, that tensor may be an operand."""
+    pointwise = isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _POINTWISE)
+    if not pointwise or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    packet = target.overloadpacket
+    forms = (getattr(packet, name) for name in packet.overloads())
+    return next((form for form in forms if _is_out_form(form, target)), None)
+
+
+def _is_out_form(form: OpOverload, target: OpOverload) -> bool:
+    """Whether ``form`` has the arguments of ``target`` and one more to write, and a kernel that computes there: those
+    that torch generates compute elsewhere and copy."""
+    given = [(argument.name, str(argument.type)) for argument in form._schema.arguments if not argument.is_out]
+    wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    return given == wanted and len(form._schema.arguments) == len(wanted) + 1 and torch.Tag.generated not in form.tags
+
+
 def _written(node: Node, form: OpOverload) -> list[Any]:
     """The operands that the in-place form writes, None for one that is not given by its position."""
     found = effects(form)
@@ -72,11 +131,13 @@ def _results(node: Node, count: int) -> list[Any]:
 
 
 class _Lives:
-    """Until when the memory of each value is read."""
+    """Until when the memory of each value is read, and which tensor each value written over another is."""
 
     def __init__(self, step: StepGraph) -> None:
         self._at = {node: at for at, node in enumerate(step.graph.nodes)}
         self._updates = _updates(step)
+        self._tensors: dict[Node, Node] = {}
+        self._returned = _returned(step)
         self._by_storage: dict[int, list[Node]] = {}
         for node in step.graph.nodes:
             for storage in storages(node) if isinstance(node.meta.get("val"), torch.Tensor) else ():
@@ -87,11 +148,27 @@ class _Lives:
         layout = _layout(result)
         if layout is None or not isinstance(operand, Node) or _layout(operand.meta.get("val")) != layout:
             return False
+        if node in self._returned and _is_view(maker := self._maker(operand)) and maker.target not in _PLAIN_VIEWS:
+            return False
         values = self._values(operand)
         if not all(self._may_be_written(value, node) for value in values):
             return False
         read = [used for used in _operands(node) if used in values]
         return read == [operand] and all(self._at[user] <= self._at[node] for value in values for user in value.users)
+
+    def write(self, node: Node, operands: list[Node]) -> None:
+        """Note that ``node`` is written over ``operands``. What a step returns is no view where eager's is none: users
+        may write to it, and autograd refuses that of a view that a compiled function returns."""
+        for operand in operands:
+            maker = self._tensors[node] = self._maker(operand)
+            if node in self._returned and maker.target is aten.view.default:
+                maker.target = aten._unsafe_view.default
+
+    def _maker(self, value: Node) -> Node:
+        """The operation that made the tensor that ``value`` is."""
+        if _picks_new(value):
+            value = value.args[0]  # type: ignore[assignment]
+        return self._tensors.get(value, value)
 
     def _values(self, operand: Node) -> set[Node]:
         """Everything that may lie in the memory of ``operand``."""
@@ -131,6 +208,17 @@ def _updates(step: StepGraph) -> dict[str, list[Node]]:
             # What comes before must be for this operation alone: else it would be read where it is overwritten.
             value = operands[0] if len(operands) == 1 and [*operands[0].users] == [maker] else None
     return found
+
+
+def _is_view(node: Node) -> bool:
+    """Whether the node makes a view, as autograd sees it."""
+    return looks_into(node) and not _picks_new(node)
+
+
+def _returned(step: StepGraph) -> set[Node]:
+    """The operations of which a result is handed to the caller."""
+    found = (value for what, value in zip(step.outputs, step.results, strict=True) if not isinstance(what, Update))
+    return {value.args[0] if _picks_new(value) else value for value in found if isinstance(value, Node)}  # type: ignore[misc]
 
 
 def _picks_new(node: Node) -> bool:

@@ -23,6 +23,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame
 from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
+from weft.inductor.runtime.bindings import callable_of
 from weft.inductor.runtime.geometry import looks_into
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.writer import write_program
@@ -63,7 +64,7 @@ class AtenProgram:
         namespace = dict(names)
         for name in {*called} & {*names}:  # an operation that is handed to another one stays what it is
             if isinstance(names[name], OpOverload):
-                namespace[name] = torch_adapter.kernel(names[name])
+                namespace[name] = callable_of(names[name])
         exec(compile(source, self._filename, "exec"), namespace)
         self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
 
@@ -84,8 +85,11 @@ class AtenProgram:
     def boxed(self, inputs: list[Any]) -> list[Any]:
         """Run over ``inputs``, a list that is empty afterwards: what nobody else holds is freed at its last use."""
         try:
-            with torch.no_grad(), torch_adapter.no_autocast():
-                return self._run(inputs)
+            with torch_adapter.no_autocast():
+                if not torch.is_grad_enabled():  # as below AOTAutograd: no_grad costs as much as two operations
+                    return self._run(inputs)
+                with torch.no_grad():
+                    return self._run(inputs)
         except RuntimeCheckFailed as error:
             node = self._failing_node(error.__traceback__)
             frames = node.meta.get("frames", ()) if node is not None else ()

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from weft.capture.aot import Source, step_graph
+from weft.capture.functional import effects
 from weft.capture.graph import Role, StepGraph
-from weft.inductor.passes.write_in_place import in_place_form, write_in_place
+from weft.inductor.passes.write_in_place import in_place_form, out_form, write_in_place
 from weft.inductor.runtime.aten import compile_aten
+from weft.inductor.runtime.placement import writing_form
+from weft.torch_adapter import OpOverload
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -42,7 +45,7 @@ def written(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
     for a, b in zip(*left, strict=True):
         assert torch.equal(a, b)
         assert a.stride() == b.stride()
-    forms = [node.meta["inplace"] for node in changed.graph.nodes if "inplace" in node.meta]
+    forms = [form for node in changed.graph.nodes if (form := writing_form(node)) is not None]
     clones = sum(node.target is aten.clone.default for node in changed.graph.nodes)
     assert compile_aten(changed).source.count("aten_clone(") == clones
     return [str(form) for form in forms]
@@ -59,6 +62,17 @@ DONE: dict[str, tuple[Callable[..., Any], list[str]]] = {
         ["aten.add_.Tensor", "aten.relu_.default"],
     ),
     "the first of two": (lambda x, y: (x + 1) + (y + 1), ["aten.add_.Tensor"]),
+    "the second of two": (lambda x, y: x * (y + 1), ["aten.mul.out"]),
+    "of two that broadcast": (lambda x, y: (x[0] + 1) * (y + 1), ["aten.mul.out"]),
+    "what has no in-place form": (
+        lambda x, y: aten.gelu_backward(x * 2, y, approximate="tanh"),
+        ["aten.gelu_backward.grad_input"],
+    ),
+    "the other operand of a backward": (
+        lambda x, y: aten.threshold_backward(x, y * 2, 0),
+        ["aten.threshold_backward.grad_input"],
+    ),
+    "one of three": (lambda x, y: torch.where(x > 0, x, y + 1), ["aten.where.self_out"]),
 }
 LEFT: dict[str, Callable[..., Any]] = {
     "an input": lambda x: x.relu(),
@@ -71,6 +85,8 @@ LEFT: dict[str, Callable[..., Any]] = {
     "a result of another layout": lambda x: (x + 1).t().contiguous().unsqueeze(0) + x.expand(2, 4, 4),
     "a result of another type": lambda x: (x + 1) > 0,
     "an input updated otherwise": lambda x, y: (z := x * 2, x.copy_(y.sin()), z)[2],
+    "what is not computed element by element": lambda x: aten._softmax_backward_data(x * 2, x, 1, torch.float32),
+    "a part of a value, as a result": lambda x: (x + 1).split(2)[0].mul(2),
     "an input that is returned too": lambda x: (y := x + 1, x.copy_(y.relu()), y)[2],
 }
 
@@ -102,8 +118,57 @@ def test_batch_norm_updates_its_statistics_where_they_lie() -> None:
 
 def test_forms() -> None:
     assert in_place_form(aten.index_add.default) is aten.index_add_.default
+    assert out_form(aten.elu_backward.default) is aten.elu_backward.grad_input
+    assert out_form(aten.add.Scalar) is None  # its form computes elsewhere and copies
+    assert out_form(aten._softmax.default) is None
     for target in (aten.mm.default, aten.native_dropout.default, aten.bernoulli.p, F.relu):
         assert in_place_form(target) is None
+
+
+def test_a_result_is_no_view_where_it_was_none() -> None:
+    """Autograd refuses users that write to a view which a compiled function returns."""
+    x = torch.randn(2, 6)
+    for function in (lambda x: (x + 1).view(3, 4) * 2, lambda x: x.view(3, 4) + (x + 1).view(3, 4)):
+        step = write_in_place(graph_of(function, x))
+        assert any(writing_form(node) is not None for node in step.graph.nodes)
+        with torch.no_grad():
+            (found,) = compile_aten(step)(x)
+        assert not found._is_view()
+        assert torch.equal(found, function(x))
+
+
+ELEMENTWISE = [
+    op
+    for packet in (getattr(aten, name) for name in dir(aten) if hasattr(getattr(aten, name), "overloads"))
+    for op in (getattr(packet, overload) for overload in packet.overloads())
+    if out_form(op) is not None
+]
+VALUES: dict[str, Any] = {"number": 2, "int": 1, "float": 0.5, "bool": False}
+
+
+def operands(op: OpOverload, dtype: torch.dtype) -> dict[str, Any]:
+    """What `op` must be given, by the types in its schema."""
+    draw = torch.Generator().manual_seed(0)
+    needed = {a.name: str(a.type) for a in op._schema.arguments if not a.has_default_value()}
+    made = {name: VALUES.get(kind) for name, kind in needed.items()}
+    made |= {name: (torch.rand(5, 7, generator=draw) * 6).to(dtype) for name in made if needed[name] == "Tensor"}
+    return made | ({"condition": made["condition"] > 3} if "condition" in made else {})
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE, ids=str)
+def test_an_out_form_may_write_over_any_operand(op: OpOverload) -> None:
+    """Each that the pass may use, whatever kernels are behind it."""
+    found = effects(out_form(op))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+        try:
+            wanted = op(**operands(op, dtype))
+        except (RuntimeError, TypeError):
+            continue  # no kernel for this type
+        for name, value in operands(op, dtype).items():
+            if isinstance(value, Tensor) and value.dtype == wanted.dtype:
+                mine = operands(op, dtype)
+                found.functional.op(**mine, **{found.writes[0][1]: mine[name]})
+                torch.testing.assert_close(mine[name], wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def random_function(seed: int, length: int) -> Callable[[Tensor, Tensor], Any]:
