@@ -15,6 +15,7 @@ transports that sum in float32 add the same numbers, in the order of the ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,9 @@ def _all_reduced_like(
     return [_reduced_like(input, reduce_op, group_size, group_name, dtype) for input in inputs]
 
 
+SUM_BY_THEMSELVES = ("pull", "copy_sum")
+"""Transports (:mod:`weft.inductor.comm.transports`) that reduce-scatter in float32 whatever they send."""
+
 _ops = torch.ops.weft_c10d
 WIDENING = _ops.reduce_scatter_tensor.default
 WIDENING_COALESCED = _ops.reduce_scatter_tensor_coalesced.default
@@ -91,8 +95,8 @@ def wire_dtype(step: StepGraph) -> StepGraph:
 def wire_casts(step: StepGraph) -> StepGraph:
     """:func:`wire_dtype`, where ``knobs.transports`` allows one that sums in float32 by itself: a library would only
     have the casts made again. Changes ``step``."""
-    names = {name.strip().partition("_")[0] for name in knobs.transports.split(",")}
-    return wire_dtype(step) if names & {"pull", "all"} else step
+    names = {re.sub(r"_\d+$", "", name.strip()) for name in knobs.transports.split(",")}
+    return wire_dtype(step) if names & {*SUM_BY_THEMSELVES, "all"} else step
 
 
 def _narrow(graph: torch.fx.Graph, wide: Node) -> Node | None:

@@ -19,7 +19,9 @@ from weft.inductor.comm.choose import LIBRARY, allowed_transports, choose_transp
 from weft.inductor.comm.cluster import load_cluster
 from weft.inductor.comm.collective_cost import collective_of, transports_for
 from weft.inductor.comm.consensus import number, scheduled
+from weft.inductor.comm.transports import _TRANSPORTS
 from weft.inductor.passes.pipeline import run_passes
+from weft.inductor.passes.wire_dtype import SUM_BY_THEMSELVES, WIDENING
 from weft.inductor.runtime.aten import compile_aten
 
 H200 = load_cluster("h200x8")
@@ -80,3 +82,9 @@ def test_a_step_trains_by_the_schedules_own_choice() -> None:
     for source in run_ranks(trained, 2, timeout=150):
         assert "peer_gather" in source
         assert "peer_reduce_scatter" in source
+
+
+def test_what_sums_by_itself_gets_gradients_as_they_are() -> None:
+    """A cast to float32 before a reduce-scatter is left to each transport that can do without."""
+    reducing = [name for name, (kinds, _, _) in _TRANSPORTS.items() if WIDENING in kinds]
+    assert sorted(reducing) == sorted(SUM_BY_THEMSELVES)
