@@ -1,0 +1,151 @@
+"""Llama shapes on one GPU beside the least that a step can take: its products and its attention as they are, and all
+other bytes at the speed of a copy. And the memory of the step with and without loss chunking.
+
+    python bench/llama_floor.py                       # 1B at 2 x 2048, 8B of 8 layers at 1 x 8192
+    python bench/llama_floor.py --impl eager compile weft --shapes 1b:2:2048
+
+Weights and AdamW's states are bfloat16. Products and attention are timed where they run, in a profile of the step; the
+bytes are those that generated kernels have to read and write, and seven of each weight's size for AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from llama import SHAPES, Llama
+
+import weft
+from weft import knobs
+from weft.inductor.comm.measure_gpu import seconds_of
+from weft.inductor.comm.measured import MeasuredSpan, measured_spans
+from weft.inductor.runtime.graph_memory import peak_memory
+
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Parts of the names of kernels of products and of attention: cuBLAS's, cuDNN's, flash attention's.
+LIBRARIES = ("nvjet", "gemm", "cutlass", "cudnn", "flash", "fmha")
+SKIPPED = {"weft": ("", "chunk_loss")}  # passes to leave out, one after the other
+ADAMW = 7  # a gradient read; a weight and two states read and written
+DEVICE = torch.device("cuda")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=["1b:2:2048", "8b:1:8192:8"], help="size:batch:length[:layers]")
+    parser.add_argument("--impl", nargs="+", default=["weft"], choices=["eager", "compile", "weft"])
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path("out/llama_floor.jsonl"))
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    copied = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    bandwidth = 2 * copied.numel() / seconds_of(copied.clone, DEVICE)
+    del copied
+    for shape in options.shapes:
+        runs = [(impl, skipped) for impl in options.impl for skipped in SKIPPED.get(impl, ("",))]
+        for impl, skipped in runs:
+            with knobs.override(disable_passes=skipped):
+                row = {"shape": shape, "impl": impl, "without": skipped}
+                row |= measured(shape, impl, options.steps, bandwidth)
+            with options.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            show(row)
+
+
+def show(row: dict[str, Any]) -> None:
+    name = row["impl"] + (f" without {row['without']}" if row["without"] else "")
+    floor = f"{row['step_ms'] / row['floor_ms']:.3f} of {row['floor_ms']:.1f} ms" if row["floor_ms"] else ""
+    print(
+        f"{row['shape']:14} {name:24} {row['step_ms']:8.2f} ms  {floor}  products and attention"
+        f" {row['library_ms']:.1f} ms, all else {row['rest_ms']:.1f} ms  peak {row['peak_gib']:.1f} GiB",
+        flush=True,
+    )
+
+
+def measured(shape: str, impl: str, steps: int, bandwidth: float) -> dict[str, Any]:
+    size, batch, length, *layers = shape.split(":")
+    sizes = SHAPES[size] if not layers else replace(SHAPES[size], layers=int(layers[0]))
+    for _ in range(3):
+        gc.collect()
+    torch.cuda.empty_cache()
+    with DEVICE:
+        model = Llama(sizes).bfloat16()
+        ids = torch.randint(0, sizes.vocabulary, (int(batch), int(length) + 1))
+    step = {"eager": lambda s: s, "compile": lambda s: s, "weft": weft.compile}[impl](
+        train_step(model, impl == "compile")
+    )
+    given = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    began = time.perf_counter()
+    step(*given).item()
+    first = time.perf_counter() - began
+    for _ in range(5):
+        step(*given)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step(*given)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    peak = peak_memory(DEVICE) / 2**30
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(*given)
+        torch.cuda.synchronize()
+    spans = measured_spans(profile)
+    library = sum(span.end - span.start for span in spans if any(name in span.name for name in LIBRARIES)) * 1e3
+    rest = sum(span.end - span.start for span in spans) * 1e3 - library
+    floor = moved = None
+    if impl == "weft":
+        kernels = weft.explain(step).kernels
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        moved = sum(use.bytes * use.count for use in kernels.kernels) + ADAMW * weights
+        floor = library + moved / bandwidth * 1e3
+    return {
+        "step_ms": statistics.median(times),
+        "best_ms": min(times),
+        "library_ms": library,
+        "rest_ms": rest,
+        "rest_bytes": moved,
+        "floor_ms": floor,
+        "copy_bandwidth": bandwidth,
+        "peak_gib": peak,
+        "first_step_s": first,
+        "longest": longest(spans),
+        "torch": torch.__version__,
+    }
+
+
+def longest(spans: list[MeasuredSpan], most: int = 30) -> list[tuple[str, int, float]]:
+    """Name, how often and milliseconds of the kernels that took most of a step."""
+    times: dict[str, list[float]] = {}
+    for span in spans:
+        times.setdefault(span.name, []).append((span.end - span.start) * 1e3)
+    return sorted(((name, len(each), sum(each)) for name, each in times.items()), key=lambda row: -row[2])[:most]
+
+
+def train_step(model: Llama, compiled: bool) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    if compiled:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+
+    def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = model(ids, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()
