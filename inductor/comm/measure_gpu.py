@@ -19,6 +19,8 @@ from weft.inductor.runtime.kernels import arch_of
 _REPEATS = 5
 _CALLS = 4
 _LAUNCHES = 100
+# Seconds of products before those that are timed: a step keeps a GPU as warm, and its clock as low.
+_WARM = 0.5
 _HEAD_WIDTH = 128
 
 
@@ -105,9 +107,17 @@ def _products(device: torch.device, work: Work, dtype: torch.dtype, precision: s
     with _precision(precision):
         for m, k, n in work.products:
             a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
+            product = lambda a=a, b=b: a @ b
+            _warm(product, device)
             operations += 2 * m * k * n
-            seconds += seconds_of(lambda a=a, b=b: a @ b, device)
+            seconds += seconds_of(product, device)
     return operations / seconds
+
+
+def _warm(run: Callable[[], object], device: torch.device) -> None:
+    until = time.perf_counter() + _WARM
+    while device.type == "cuda" and time.perf_counter() < until:
+        elapsed(run, device, _CALLS)
 
 
 @contextlib.contextmanager
