@@ -27,7 +27,7 @@ from weft.inductor.comm.reference import Reference
 _WINDOW = 16
 # The part of its time by which a collective may be late in fact, by which it is started before it has to be. Between
 # the median and the 95th percentile of the error that the cost model is held to.
-_DOUBT = 0.25
+_DOUBT = 0.5
 # The same for what is waited for without need, to let go of memory: measured on H200s, where computation keeps the
 # kernels of collectives from running, they take up to three times as long as alone.
 _PATIENCE = 2.0
