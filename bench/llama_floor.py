@@ -105,6 +105,7 @@ def measured(shape: str, impl: str, steps: int, bandwidth: float) -> dict[str, A
     floor = moved = None
     if impl == "weft":
         kernels = weft.explain(step).kernels
+        assert kernels is not None
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         moved = sum(use.bytes * use.count for use in kernels.kernels) + ADAMW * weights
         floor = library + moved / bandwidth * 1e3
