@@ -37,6 +37,7 @@ from weft.inductor.runtime.geometry import (
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
+_c10d = torch.ops._c10d_functional
 Node = torch.fx.Node
 
 UNUSED = "_"
@@ -46,6 +47,11 @@ _FUSED_OPTIMIZERS = frozenset(
     for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
     for op in (getattr(aten, name).default, getattr(aten, name).tensor_lr)
 )
+
+_WITHOUT_COPY = {
+    _c10d.all_reduce.default: _c10d.all_reduce_.default,
+    _c10d.all_reduce_coalesced.default: _c10d.all_reduce_coalesced_.default,
+}
 
 
 class Memory:
@@ -388,8 +394,10 @@ def leaves(tree: Tree) -> Iterator[Leaf]:
 
 
 def writing_form(node: Node) -> OpOverload | InPlace | None:
-    """The in-place operation that ``node`` came from, None where it did not come from one."""
+    """The in-place operation that ``node`` came from, or that is as good: torch's functional all-reduces copy what they
+    are given. None where there is none."""
     op = node.target.op if isinstance(node.target, Functionalized) else node.meta.get("inplace")
+    op = op or _WITHOUT_COPY.get(node.target)
     return op if op is not None and effects_of(op) is not None else None
 
 
