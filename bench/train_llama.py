@@ -40,6 +40,8 @@ from weft.inductor.comm.timeline import write_trace
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PEAK_BF16 = 989e12
+WARM_UP = 5
+BLOCK = 5  # steps
 
 
 def main() -> None:
@@ -106,35 +108,42 @@ def run(impl: str, size: str, options: argparse.Namespace, mesh: DeviceMesh, dev
 
 
 def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
-    """Train for ``--steps`` steps; times are medians without the first five."""
+    """Train for ``--steps`` steps, after the first ones in blocks that the host does not wait in, as a user trains; the
+    time of a step is the median over the blocks."""
     options, device, shape = bench.options, bench.device, bench.shape
     started = time.perf_counter()
     reset(device)
     step = make(bench)
     data = torch.Generator(device).manual_seed(1000 + dist.get_rank())
-    losses, times, first = [], [], 0.0
-    for at in range(options.steps):
+
+    def one() -> torch.Tensor:
         ids = torch.randint(0, shape.vocabulary, (options.batch, options.length + 1), device=device, generator=data)
-        synchronize(device)
+        return step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+    synchronize(device)
+    losses = [one()]
+    synchronize(device)
+    first = time.perf_counter() - started
+    losses += [one() for _ in range(WARM_UP - 1)]
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(max(1, (options.steps - WARM_UP) // BLOCK)):
         begin = time.perf_counter()
-        loss = step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        losses += [one() for _ in range(BLOCK)]
         synchronize(device)
-        times.append(time.perf_counter() - begin)
-        losses.append(loss)
-        if at == 0:
-            first = time.perf_counter() - started
-        if at == 4 and device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        times.append((time.perf_counter() - begin) / BLOCK)
     schedule = weft.explain(step).schedule if isinstance(step, CompiledStep) else None
     exposed, longest = None, []
     if options.profile and device.type == "cuda":
-        spans = profiled(lambda: step(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()), device)
+        spans = profiled(one, device)
         exposed, longest = exposed_seconds(spans) * 1e3, by_kernel(spans)
         if dist.get_rank() == 0 and schedule is not None:
             write_trace(options.out.with_suffix(".trace.json"), schedule.simulation, spans)
     mean = torch.stack(losses).float()
     dist.all_reduce(mean)
-    median = statistics.median(times[5:])
+    median = statistics.median(times)
     tokens = options.batch * options.length / median
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
@@ -150,7 +159,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         "predicted_exposed_ms": None if schedule is None else schedule.simulation.exposed_seconds * 1e3,
         "predicted_gib": None if schedule is None else schedule.simulation.peak / 2**30,
         "longest": longest,
-        "best_ms": min(times[5:]) * 1e3,
+        "best_ms": min(times) * 1e3,
         "tokens_per_second": tokens,
         "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
         "peak_gib": peak,
