@@ -48,7 +48,7 @@ _FUSED_OPTIMIZERS = frozenset(
     for op in (getattr(aten, name).default, getattr(aten, name).tensor_lr)
 )
 
-_WITHOUT_COPY = {
+_WITHOUT_COPY: dict[Any, OpOverload] = {
     _c10d.all_reduce.default: _c10d.all_reduce_.default,
     _c10d.all_reduce_coalesced.default: _c10d.all_reduce_coalesced_.default,
 }
