@@ -399,5 +399,5 @@ def _programs(call: PeerCall) -> dict[str, Any]:
 
 
 def _reduction(call: PeerCall) -> Reduction:
-    assert isinstance(call, (PeerReduceScatter, CopySumReduceScatter, PeerAllReduce))
+    assert isinstance(call, (PeerReduceScatter, PeerAllReduce))
     return Reduction("sum", 1 / call.world) if call.op == "avg" else Reduction(call.op)

@@ -121,18 +121,8 @@ class PeerReduceScatter(PeerCall):
 
 
 @dataclass(frozen=True)
-class CopySumReduceScatter(PeerCall):
-    """:class:`PeerReduceScatter`, with the same bits, of parts that are copied to this rank before they are summed.
-
-    Attributes:
-        op: "sum" or "avg".
-    """
-
-    op: str = "sum"
-
-    kind: ClassVar[str] = "reduce_scatter"
-    lane: ClassVar[str] = "reduce"
-    reads_arena: ClassVar[bool] = True
+class CopySumReduceScatter(PeerReduceScatter):
+    """The same, with the same bits, of parts that are copied to this rank before they are summed."""
 
 
 @dataclass(frozen=True)
