@@ -27,7 +27,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import WAIT, Role, StepGraph, group_of, is_effect, is_wait
-from weft.inductor.passes.order import reorder, together
+from weft.inductor.passes.order import put, reorder, together
 from weft.inductor.passes.wire_dtype import WIDENING, WIDENING_COALESCED
 from weft.inductor.runtime.geometry import looks_into
 
@@ -287,15 +287,6 @@ def _settled(step: StepGraph, late: set[Node]) -> list[Node]:
     deferred: dict[Node, None] = {}
     missing = late.union(*(call.users for call in late))
 
-    def put(node: Node) -> None:
-        todo = [node]
-        while todo:
-            needed = [used for used in todo[-1].all_input_nodes if used not in order]
-            if needed:
-                todo += reversed(needed)
-            else:
-                order[todo.pop()] = None
-
     def is_blocked(node: Node) -> bool:
         return any(used in missing or used in deferred for used in node.all_input_nodes)
 
@@ -305,11 +296,11 @@ def _settled(step: StepGraph, late: set[Node]) -> list[Node]:
         if is_blocked(node):
             deferred[node] = None
             continue
-        put(node)
+        put(node, order)
         if node in late:
             missing.difference_update((node, *node.users))
             for each in list(deferred):
                 if not is_blocked(each):
                     del deferred[each]
-                    put(each)
+                    put(each, order)
     return list(order)

@@ -31,7 +31,7 @@ from weft.inductor.comm.cluster import Cluster
 from weft.inductor.comm.decisions import Decisions, structure
 from weft.inductor.comm.lanes import give_lanes
 from weft.inductor.comm.schedule import Schedule, follow, schedule
-from weft.inductor.passes.order import reorder, together
+from weft.inductor.passes.order import put, reorder, together
 
 log = logging.getLogger(__name__)
 
@@ -93,24 +93,13 @@ def in_captured_order(step: StepGraph) -> StepGraph:
     order: dict[Node, None] = {}
     for node in step.graph.nodes:
         while waiting and is_collective(node) and node not in order:
-            _put(waiting.popleft(), order)
-        _put(node, order)
+            put(waiting.popleft(), order)
+        put(node, order)
     issued = [node.meta["number"] for node in order if is_collective(node)]
     if issued != sorted(issued):
         raise errors.ScheduleMismatch
     reorder(step, together(order))
     return step.check()
-
-
-def _put(node: Node, order: dict[Node, None]) -> None:
-    """Append ``node`` after what it still lacks."""
-    todo = [node]
-    while todo:
-        needed = [used for used in todo[-1].all_input_nodes if used not in order]
-        if needed:
-            todo += reversed(needed)
-        else:
-            order[todo.pop()] = None
 
 
 def decided(own: str, decide: Callable[[], Decisions]) -> Decisions | None:

@@ -135,7 +135,7 @@ class _Scheduler:
         step = self.step
         while self.waited < len(step.ended):
             span = step.ended[self.waited]
-            if span.end + _PATIENCE * step.reference.problem.tasks[span.task].seconds > step.machine.now:
+            if span.end + _PATIENCE * self.reference.problem.tasks[span.task].seconds > step.machine.now:
                 break
             self.waited += 1
             step.wait_for(span.task)

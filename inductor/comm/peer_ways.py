@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from weft.inductor.comm.arena import ALIGNMENT
 from weft.inductor.comm.bound import Bound, bound
 from weft.inductor.comm.symmetric import symmetric_buffer
 from weft.inductor.comm.transports import (
@@ -28,7 +29,6 @@ AXIS = "calibrate"
 
 _WIRE = torch.bfloat16
 _NARROW = ("bfloat16", "float16")
-_ALIGNED = 256  # bytes
 
 _Make = Callable[[int, tuple[int, ...]], PeerCall]  # of the ranks' number and the members' places in the arena
 
@@ -71,7 +71,7 @@ def _way(name: str, kind: str, make: _Make, *, sums: str = "", dtypes: tuple[str
     def prepare(peers: Peers, size: int, members: int) -> Start:
         world = len(peers.ranks)
         part = max(1, size // (members * world * _WIRE.itemsize))  # elements that one rank has of a member
-        step = -(-part * world * _WIRE.itemsize // _ALIGNED) * _ALIGNED
+        step = -(-part * world * _WIRE.itemsize // ALIGNMENT) * ALIGNMENT
         call = make(world, tuple(step * member for member in range(members)))
         buffer = symmetric_buffer(AXIS, peers.group.group_name, peers.device, step * members, f"{call} of {part}")
         places = [buffer.view(offset, (part * world,), _WIRE) for offset in call.offsets]

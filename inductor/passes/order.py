@@ -24,6 +24,17 @@ def reorder(step: StepGraph, order: Sequence[Node]) -> None:
             before.append(node)
 
 
+def put(node: Node, order: dict[Node, None]) -> None:
+    """Append ``node`` to an order, after what it needs that is not there yet."""
+    todo = [node]
+    while todo:
+        needed = [used for used in todo[-1].all_input_nodes if used not in order]
+        if needed:
+            todo += reversed(needed)
+        else:
+            order[todo.pop()] = None
+
+
 def together(order: Iterable[Node]) -> list[Node]:
     """An order in which elements stand with the list that they are picked from, so that it can go, and the waits for
     what one collective gives stand together, so that what it reads can go."""
