@@ -1,4 +1,4 @@
-"""The few functions of CUDA's driver that a kernel needs, through ctypes.
+"""The few functions of CUDA's driver that kernels and copies need, through ctypes.
 
 The driver's C interface is stable across versions of CUDA, and a call costs less than triton's launchers do: those
 of 3.6 are C files that gcc compiles for every signature (0.3 s each), those of 3.9 take arguments apart one by one.
@@ -82,6 +82,10 @@ class Driver:
         # Without types of arguments, which would double the cost of the call: numbers are passed as 32 bits, so that
         # addresses have to be c_void_p.
         self.launch = library.cuLaunchKernel
+        self.copy = library.cuMemcpyAsync
+        # None before CUDA 12.8. CUDA 13 added cuMemcpyBatchAsync_v2, with other arguments, and kept this one.
+        self.copy_batch: Any = getattr(library, "cuMemcpyBatchAsync", None)
+        library.cuStreamIsCapturing.argtypes = [c_void_p, c_void_p]
         library.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
         library.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
         library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
@@ -120,6 +124,12 @@ class Driver:
             return code
         self.check(self._library.cuCtxSetCurrent(function.context), "making a CUDA context current")
         return self.launch(function.handle, *configuration)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is issued to the stream of that address is recorded in a CUDA graph. Raises errors.CudaError."""
+        status = c_int()
+        self.check(self._library.cuStreamIsCapturing(stream, ctypes.byref(status)), "looking at a CUDA stream")
+        return bool(status.value)
 
     def check(self, code: int, what: str) -> None:
         """Raises errors.CudaError where `code` is not success (0)."""

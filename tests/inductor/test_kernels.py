@@ -425,6 +425,8 @@ class FakeLibrary:
         self.calls: list[tuple[Any, ...]] = []
         for name in ["cuInit", "cuModuleLoadData", "cuFuncGetAttribute", "cuFuncSetAttribute", "cuCtxPushCurrent_v2"]:
             self.answer(name, lambda *arguments: 0)
+        for name in ["cuMemcpyAsync", "cuStreamIsCapturing"]:
+            self.answer(name, lambda *arguments: 1)
         self.answer("cuDeviceGet", lambda ordinal, device: 0)
         self.answer("cuCtxPopCurrent_v2", lambda context: 0)
         self.answer("cuCtxSetCurrent", lambda context: 0)
