@@ -96,8 +96,8 @@ transports: Annotated[
     str,
     "Transports over symmetric memory that may carry collectives between GPUs of one host where they cost less than"
     " NCCL, separated by commas: copy_engine, push, copy_sum, pull, one_shot, two_shot, with _ and a number of programs"
-    " behind, as the cluster's description names them; or all. None where it is empty.",
-] = ""
+    " behind, as the cluster's description names them; or all. With nccl, or empty, NCCL carries everything.",
+] = "all"
 
 verify: Annotated[
     bool, "Run the first call of every compiled step also uncompiled, and compare loss, gradients and state."

@@ -35,8 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import weft
 from weft import knobs
 from weft.compile import CompiledStep
+from weft.inductor.comm.layout import shared_bytes
 from weft.inductor.comm.measured import MeasuredSpan, exposed_seconds, measured_spans
 from weft.inductor.comm.timeline import write_trace
+from weft.inductor.runtime.graph_memory import peak_memory
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PEAK_BF16 = 989e12
@@ -134,7 +136,9 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         losses += [one() for _ in range(BLOCK)]
         synchronize(device)
         times.append((time.perf_counter() - begin) / BLOCK)
-    schedule = weft.explain(step).schedule if isinstance(step, CompiledStep) else None
+    explained = weft.explain(step) if isinstance(step, CompiledStep) else None
+    schedule = None if explained is None else explained.schedule
+    shared = 0 if explained is None or explained.kernels is None else shared_bytes(explained.kernels.graph)
     exposed, longest = None, []
     if options.profile and device.type == "cuda":
         spans = profiled(one, device)
@@ -145,7 +149,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
     dist.all_reduce(mean)
     median = statistics.median(times)
     tokens = options.batch * options.length / median
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    peak = (peak_memory() + shared) / 2**30 if device.type == "cuda" else 0.0
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     return {
         "world": dist.get_world_size(),

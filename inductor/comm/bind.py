@@ -10,9 +10,9 @@ from weft.capture.graph import StepGraph, group_of, is_wait
 from weft.capture.printer import operation
 from weft.capture.user_code import format_frame
 from weft.inductor.comm.bound import Bound, BoundWait, bound
-from weft.inductor.comm.layout import Slot
+from weft.inductor.comm.layout import Slot, arena_sizes
 from weft.inductor.comm.symmetric import SymmetricBuffer, symmetric_buffer
-from weft.inductor.comm.transports import PeerCall, bytes_of, call_of, inputs_of, members_of
+from weft.inductor.comm.transports import PeerCall, call_of, inputs_of, members_of
 from weft.inductor.passes.order import start_of
 from weft.inductor.runtime.kernels import compile_kernels
 
@@ -31,8 +31,8 @@ def bind(step: StepGraph) -> StepGraph:
         KernelCompilationFailed, TritonMissing, CudaError: see ``compile_kernels``.
     """
     starts = [node for node in step.graph.nodes if isinstance(node.target, PeerCall)]
-    groups = dict.fromkeys(group_of(node) for node in starts)
-    buffers = {group: _buffer(step, group, [n for n in starts if group_of(n) == group]) for group in groups}
+    sizes = arena_sizes(step)
+    buffers = {group: _buffer(step, [n for n in starts if group_of(n) == group], sizes[group]) for group in sizes}
     made = {node: _bound(node, buffers[group_of(node)]) for node in starts}
     _compile([*made.values()])
     for node, call in made.items():
@@ -45,15 +45,10 @@ def bind(step: StepGraph) -> StepGraph:
     return step
 
 
-def _buffer(step: StepGraph, group: str, starts: list[Node]) -> SymmetricBuffer:
-    size, plan = 0, []
-    for node in starts:
-        call, members = call_of(node), members_of(node)
-        plan.append(f"{call} of {members}")
-        ends = (offset + bytes_of(member) for offset, member in zip(call.offsets, members, strict=True))
-        size = max(size, *ends)
-    device = starts[0].meta["val"][0].device
-    return symmetric_buffer(group, step.groups[group], device, size, "\n".join(plan))
+def _buffer(step: StepGraph, starts: list[Node], size: int) -> SymmetricBuffer:
+    group, device = group_of(starts[0]), starts[0].meta["val"][0].device
+    plan = "\n".join(f"{call_of(node)} of {members_of(node)}" for node in starts)
+    return symmetric_buffer(group, step.groups[group], device, size, plan)
 
 
 def _bound(node: Node, buffer: SymmetricBuffer) -> Bound:

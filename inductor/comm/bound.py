@@ -10,19 +10,18 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from weft import torch_adapter
 from weft.inductor.comm import streams
-from weft.inductor.comm.arena import ALIGNMENT
 from weft.inductor.comm.kernels.all_reduce import OneShotAllReduce, TwoShotAllReduce
 from weft.inductor.comm.kernels.barrier import Barrier
+from weft.inductor.comm.kernels.deposit import Deposit
 from weft.inductor.comm.kernels.failure import What
 from weft.inductor.comm.kernels.gather import PushGather
-from weft.inductor.comm.kernels.reduce_scatter import PullReduceScatter
+from weft.inductor.comm.kernels.reduce_scatter import LandedSum, PullReduceScatter
 from weft.inductor.comm.kernels.reduction import Reduction
 from weft.inductor.comm.kernels.transport import Peers, Transport
 from weft.inductor.comm.symmetric import PROGRAMS, SymmetricBuffer
@@ -33,12 +32,17 @@ from weft.inductor.comm.transports import (
     PeerCall,
     PeerGather,
     PeerReduceScatter,
+    bytes_of,
 )
 from weft.inductor.multi_tensor.bound import AddressTable
+from weft.inductor.runtime.copies import Copy, copies_on
 from weft.inductor.runtime.kernel_source import KernelSource
 from weft.inductor.runtime.kernels import Kernel
 
 Tensors = Sequence[torch.Tensor]
+
+# Casts too, and is one kernel on a GPU where a copy of each would be one each.
+_copy_each = torch_adapter.kernel(torch.ops.aten._foreach_copy_.default)
 
 
 class Bound(ABC):
@@ -63,9 +67,11 @@ class Bound(ABC):
         self.call = call
         self.buffer = buffer
         self.device = buffer.device
-        self._made = [(val.shape, val.dtype) for val in made]
+        self._made = [(tuple(val.shape), val.stride(), val.dtype) for val in made]
         self._members = list(zip(call.offsets, call.members(given, made), strict=True))
         self._slots = [buffer.view(offset, *member) for offset, member in self._members]
+        self._filled = [slot.data_ptr() for slot in self._slots]
+        self._told = told
         self._number = buffer.tell(told)
         self._words = buffer.slots(call.lane)
         self._lane = streams.lane(self.device, call.lane)
@@ -102,13 +108,15 @@ class Bound(ABC):
         """What the results will be in."""
         if self.in_arena:
             return [*self._slots]
-        return [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self._made]
+        return [
+            torch.empty_strided(sizes, strides, dtype=dtype, device=self.device) for sizes, strides, dtype in self._made
+        ]
 
     def _copy_in(self, inputs: Tensors) -> None:
         """Bring into the arena what was not made there, cast where the arena holds another dtype."""
-        for slot, value in zip(self._slots, inputs, strict=True):
-            if value.data_ptr() != slot.data_ptr():
-                slot.copy_(value.view(slot.shape))
+        moved = [at for at, value in enumerate(inputs) if value.data_ptr() != self._filled[at]]
+        if moved:
+            _copy_each([self._slots[at] for at in moved], [inputs[at] for at in moved])
 
     @abstractmethod
     def sources(self) -> list[KernelSource]:
@@ -171,8 +179,8 @@ class _ByKernel(Bound):
         return [Barrier(self.call.world, what) for what in (What.TO_BEGIN, What.TO_END)]
 
     def _aim(self, inputs: Tensors, results: Tensors) -> None:
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        self._table.fill(self._rows(*([tensor.data_ptr() for tensor in of] for of in (inputs, results))), stream)
+        rows = self._rows(*([tensor.data_ptr() for tensor in of] for of in (inputs, results)))
+        self._table.fill(rows, _current_stream(self.device))
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
         if self.call.opens:
@@ -201,8 +209,10 @@ class _Push(_ByKernel):
 
 
 class _Pull(_ByKernel):
+    sum: ClassVar[type[PullReduceScatter]] = PullReduceScatter
+
     def _transport(self, given: Tensors, made: Tensors) -> Transport:
-        return PullReduceScatter(
+        return self.sum(
             world=self.call.world,
             sizes=tuple(val.numel() for val in made),
             before=False,
@@ -221,10 +231,10 @@ class _Pull(_ByKernel):
             self._meet(stream)
         self._copy_in(inputs)
         self._meet(stream)
-        self._fetch()
+        self._fetch(stream)
         self._launch(stream)
 
-    def _fetch(self) -> None:
+    def _fetch(self, stream: int) -> None:
         """Bring what the kernel reads to this rank: nothing, it reads peers' memory."""
 
 
@@ -252,45 +262,51 @@ _stagings: weakref.WeakValueDictionary[tuple[torch.device, str], _Staging] = wea
 
 
 class _CopySum(_Pull):
-    """Pulls from slots in this rank's own memory, one a rank: copies fill them with this rank's parts of all members.
+    """Pulls from this rank's own memory: its parts of all members where they were made, those of peers from slots, one
+    a peer, which copies fill.
 
     Peers' arenas are read before the kernel runs, all of it on the lane: as in :class:`_Pull`, they have been read when
     this rank comes to the lane's next barrier. The next collective of the lane overwrites the slots behind the kernel.
     """
 
-    def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
+    sum = LandedSum
+
+    def __init__(
+        self, call: CopySumReduceScatter, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str
+    ) -> None:
+        members = call.members(given, made)
+        *self._landed, self._slot = call.landing(members)
+        # Where this rank's part of each member lies in the arena of any rank, and its size, in bytes.
+        self._sizes = [bytes_of(member) // call.world for member in members]
+        self._parts = [at + buffer.rank * size for at, size in zip(call.offsets, self._sizes, strict=True)]
         super().__init__(call, given, made, buffer, told)
         self._staging = _stagings.setdefault((self.device, call.lane), _Staging(self.device))
-        self._staging.want(call.world * self._places[-1])
+        self._staging.want(call.landed_bytes(members))
 
     def attach(self, kernels: Sequence[Kernel]) -> None:
-        rank, world, wire = self.buffer.rank, self.call.world, self._slots[0].dtype
-        *starts, size = self._places
-        self._landing = self._staging.take(world * size).view(world, size)
-        self._bases = torch.tensor([slot.data_ptr() for slot in self._landing], dtype=torch.int64).to(self.device)
-        self._copies = []
-        for peer in _in_turn(self.buffer):
-            for (offset, member), start, part in zip(self._members, starts, self.transport.sizes, strict=True):
-                theirs = self.buffer.view(offset, *member, peer).view(world, -1)[rank]
-                self._copies.append((self._landing[peer, start : start + part * wire.itemsize].view(wire), theirs))
+        peers = _in_turn(self.buffer)[1:]
+        self._landing = self._staging.take(len(peers) * self._slot)
+        slots = [self._landing.data_ptr() + at * self._slot for at in range(len(peers))]
+        arenas = _arenas(self.buffer)
+        bases = dict(zip(peers, slots, strict=True)) | {self.buffer.rank: arenas[self.buffer.rank]}
+        self._bases = torch.tensor([bases[rank] for rank in range(self.call.world)], dtype=torch.int64).to(self.device)
+        members = [*zip(self._landed, self._parts, self._sizes, strict=True)]
+        turns = [
+            [Copy(arenas[peer] + part, at, landed, size) for landed, part, size in members]
+            for at, peer in enumerate(peers)
+        ]
+        self._copies = copies_on(self.device, turns, self._told)
+        self._copies.aim(slots)
         super().attach(kernels)
-
-    @cached_property
-    def _places(self) -> list[int]:
-        """Where in a slot the part of each member lies, and then the size of a slot, in bytes."""
-        itemsize = self._slots[0].dtype.itemsize
-        sizes = (-(-part * itemsize // ALIGNMENT) * ALIGNMENT for part in self.transport.sizes)
-        return [*accumulate(sizes, initial=0)]
 
     def _peers(self) -> Peers:
         return replace(self.buffer.peers, bases=self._bases)
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
-        return self.transport.rows(results, self._places[:-1], whole=False)  # type: ignore[attr-defined]
+        return self.transport.rows(results, self._landed, self._parts)  # type: ignore[attr-defined]
 
-    def _fetch(self) -> None:
-        for here, theirs in self._copies:
-            here.copy_(theirs)
+    def _fetch(self, stream: int) -> None:
+        self._copies.issue(stream)
 
 
 class _OneShot(_ByKernel):
@@ -325,36 +341,49 @@ class _TwoShot(_ByKernel):
         return self.transport.rows(self.call.offsets, inputs)  # type: ignore[attr-defined]
 
 
-class _Copies(Bound):
-    """Copies from one peer after the other: several at a time are slower (measured on 8 H200: half as fast)."""
+class _CopyEngine(Bound):
+    """Copies from one peer after the other: several at a time are slower (measured on 8 H200: half as fast). This
+    rank's own shards are brought to their places by a kernel, cast on the way."""
 
     def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
         super().__init__(call, given, made, buffer, told)
-        self._ranks = _in_turn(buffer)
-        self._theirs = [
-            [buffer.view(offset, *member, rank) for offset, member in self._members] for rank in self._ranks
+        self._deposit = Deposit(tuple(val.numel() for val in given), given[0].dtype, made[0].dtype)
+        self._chunks = self._deposit.chunks.to(self.device)
+        self._table = AddressTable(len(given) * (len(self._deposit.rows([0], [0], [0])[0]) + 1), self.device)
+        self._sizes = [bytes_of(member) for _, member in self._members]
+        arenas = _arenas(buffer)
+        turns = [
+            [
+                Copy(arenas[rank] + offset, at, rank * size, size)
+                for at, (offset, size) in enumerate(zip(call.offsets, self._sizes, strict=True))
+            ]
+            for rank in _in_turn(buffer)[1:]
         ]
+        self._copies = copies_on(self.device, turns, told)
 
     def sources(self) -> list[KernelSource]:
-        return [Barrier(self.call.world).kernel]
+        return [Barrier(self.call.world).kernel, self._deposit.kernel]
 
     def attach(self, kernels: Sequence[Kernel]) -> None:
+        meet, deposit = kernels
         barrier = Barrier(self.call.world)
         arguments = barrier.arguments(self.buffer.peers, self._words, self._number)
-        self._meet = kernels[0].prepare(barrier.grid, *arguments)
+        self._meet = meet.prepare(barrier.grid, *arguments)
+        self._launch = deposit.prepare(self._deposit.grid, self._chunks, self._table.start)
 
     def _aim(self, inputs: Tensors, results: Tensors) -> None:
-        """Nothing: copies are told when they are started."""
+        starts = [result.data_ptr() for result in results]
+        self._copies.aim(starts)
+        owns = [start + self.buffer.rank * size for start, size in zip(starts, self._sizes, strict=True)]
+        rows = self._deposit.rows([shard.data_ptr() for shard in inputs], self._filled, owns)
+        self._table.fill(rows, _current_stream(self.device))
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
         if self.call.opens:
             self._meet(stream)
-        self._copy_in(inputs)
+        self._launch(stream)
         self._meet(stream)
-        parts = [result.view(self.call.world, -1) for result in results]
-        for rank, theirs in zip(self._ranks, self._theirs, strict=True):
-            for part, shard in zip(parts, theirs, strict=True):
-                part[rank].copy_(shard.view(-1))
+        self._copies.issue(stream)
 
 
 class BoundWait:
@@ -381,7 +410,7 @@ def bound(call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer
 
 _KINDS: dict[type[PeerCall], type[Bound]] = {
     PeerGather: _Push,
-    CopyEngineGather: _Copies,
+    CopyEngineGather: _CopyEngine,
     PeerReduceScatter: _Pull,
     CopySumReduceScatter: _CopySum,
 }
@@ -392,6 +421,16 @@ def _in_turn(buffer: SymmetricBuffer) -> list[int]:
     same peer at a time."""
     world = buffer.peers.world
     return [(buffer.rank + step) % world for step in range(world)]
+
+
+def _current_stream(device: torch.device) -> int:
+    """The address of the compute stream."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _arenas(buffer: SymmetricBuffer) -> list[int]:
+    """Where the arenas of all ranks lie."""
+    return [buffer.view(0, (1,), torch.uint8, rank).data_ptr() for rank in range(buffer.peers.world)]
 
 
 def _programs(call: PeerCall) -> dict[str, Any]:

@@ -4,11 +4,15 @@ What a task needs is what its node reads, and what keeps the step as it is: whoe
 that read what was there; calls with effects and random numbers keep their order; a call that orders the step with
 streams outside stays where it is in it; inputs come first and the outputs last. Collectives keep no order among
 themselves, since the order that is chosen follows from the graph alone, and so is the same on all ranks.
+
+The graph may be one whose collectives are calls over peers, laid out (:mod:`weft.inductor.comm.carry`). What lies in
+memory that ranks share is no storage then: that memory is there before the step and after it.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 
@@ -18,10 +22,13 @@ from weft.capture.streams import FENCE, StreamCall
 from weft.inductor.comm.cluster import Cluster
 from weft.inductor.comm.collective_cost import collective_of, transfer
 from weft.inductor.comm.compute_cost import ComputeCosts, is_free
+from weft.inductor.comm.layout import shared_bytes
 from weft.inductor.comm.problem import Kind, Problem, Storage, Task
-from weft.inductor.liveness import LiveRange, liveness
+from weft.inductor.comm.transports import LIBRARIES, CopySumReduceScatter, members_of
+from weft.inductor.liveness import BLOCK, LiveRange, liveness
 from weft.inductor.lower import device_kind
 from weft.inductor.passes.host import tensors_of
+from weft.inductor.passes.wire_dtype import WIDENING, WIDENING_COALESCED
 from weft.inductor.runtime.geometry import looks_into
 
 Node = torch.fx.Node
@@ -43,7 +50,19 @@ def build(step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None) 
     """
     builder = _Builder(step, cluster, costs or ComputeCosts(cluster.gpu))
     tasks = [builder.task(at, node) for at, node in enumerate(builder.nodes)]
-    return Problem(tasks, builder.storages(), builder.base()), builder.nodes
+    aside = set_aside(step)
+    return Problem(tasks, builder.storages(), builder.inputs() + aside, aside), builder.nodes
+
+
+def set_aside(step: StepGraph) -> int:
+    """Bytes that a step's collectives over peers have all the time: the memory that ranks share, and that which
+    ``copy_sum`` copies into, one for all of a step. 0 where no collective is such a call yet."""
+    landings = (
+        node.target.landed_bytes(members_of(node))
+        for node in step.graph.nodes
+        if isinstance(node.target, CopySumReduceScatter)
+    )
+    return shared_bytes(step) + max(landings, default=0)
 
 
 class _Builder:
@@ -136,11 +155,24 @@ class _Builder:
                 maker = self.place[each.maker]
                 readers = tuple(at for at in users if at not in (maker, output))
                 found.append(Storage(each.size, maker, readers, kept=output in users))
-        return found
+        widens = (at for at, node in enumerate(self.nodes) if node.target in (WIDENING, WIDENING_COALESCED))
+        return found + [Storage(_widened(self.nodes[at]), at) for at in widens if self._by_library(self.nodes[at])]
 
-    def base(self) -> int:
+    def _by_library(self, node: Node) -> bool:
+        return node.meta.get("transport", LIBRARIES[0]) in LIBRARIES
+
+    def inputs(self) -> int:
         """Bytes of the inputs."""
         return sum(each.size for each in self.memory.ranges if each.is_input)
+
+
+def _widened(node: Node) -> int:
+    """Bytes that the casts which a library has to be handed are larger than what they are made of and take the place
+    of, see :mod:`weft.inductor.passes.wire_dtype`."""
+    dtype: Any = node.args[-1]
+    given = [val for used in node.all_input_nodes for val in tensors_of(used)]
+    more = ((torch_adapter.hint(val.numel()) or 0) * (dtype.itemsize - val.dtype.itemsize) for val in given)
+    return sum(-(-size // BLOCK) * BLOCK for size in more)
 
 
 def _is_pinned(node: Node) -> bool:

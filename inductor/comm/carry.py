@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,19 @@ class Carried:
     why_not: str = ""
 
 
-def carry(step: StepGraph, chosen: Mapping[Node, str], library: str = "nccl") -> dict[Node, Carried]:
+def unreachable(step: StepGraph, node: Node) -> str | None:
+    """Why the ranks of the collective that ``node`` starts cannot share memory; see :func:`reachable`."""
+    group, val = group_of(node), node.meta["val"]
+    device = (val[0] if isinstance(val, (list, tuple)) else val).device
+    return reachable(group, step.groups[group], device)
+
+
+def carry(
+    step: StepGraph,
+    chosen: Mapping[Node, str],
+    library: str = "nccl",
+    unreachable: Callable[[StepGraph, Node], str | None] = unreachable,
+) -> dict[Node, Carried]:
     """Let the transports of ``chosen`` carry the collectives of ``step``, and lay out the memory that they share.
 
     Changes ``step``, whose nodes have to stand in order of issue; :func:`weft.inductor.comm.bind.bind` lets it run.
@@ -41,6 +53,7 @@ def carry(step: StepGraph, chosen: Mapping[Node, str], library: str = "nccl") ->
 
     Args:
         chosen: by the node that starts it; others stay with ``library``.
+        unreachable: why ranks cannot share memory. What is only predicted asks nobody.
 
     Returns by the node that starts it then, for every collective, what carries it.
 
@@ -51,7 +64,7 @@ def carry(step: StepGraph, chosen: Mapping[Node, str], library: str = "nccl") ->
     told: dict[str, None] = {}
     for node in step.collectives():
         name = chosen.get(node, library)
-        why = None if name in LIBRARIES else _unreachable(step, node) or why_not(step, node, name)
+        why = None if name in LIBRARIES else unreachable(step, node) or why_not(step, node, name)
         if why is not None:
             told[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None
             name = library
@@ -86,9 +99,3 @@ def _keep_read(graph: torch.fx.Graph, cast: Node) -> None:
         graph.erase_node(read[at])
     graph.erase_node(results)
     graph.erase_node(cast)
-
-
-def _unreachable(step: StepGraph, node: Node) -> str | None:
-    group, val = group_of(node), node.meta["val"]
-    device = (val[0] if isinstance(val, (list, tuple)) else val).device
-    return reachable(group, step.groups[group], device)

@@ -5,10 +5,12 @@ What a collective costs is its time, which a schedule can hide, and what computa
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 
 from weft import knobs
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, group_of
 from weft.errors import UnknownOption
 from weft.inductor.comm.cluster import Cluster
 from weft.inductor.comm.collective_cost import Collective, collective_of, transfer, transports_for
@@ -19,19 +21,28 @@ Node = torch.fx.Node
 LIBRARY = LIBRARIES[0]
 
 
-def choose_transports(step: StepGraph, cluster: Cluster, *, keep_bits: bool = False) -> StepGraph:
+def choose_transports(
+    step: StepGraph,
+    cluster: Cluster,
+    *,
+    keep_bits: bool = False,
+    without: Collection[str] = (),
+    apart: Collection[str] = (),
+) -> StepGraph:
     """Name a transport for every collective, in ``meta["transport"]``: of those that ``knobs.transports`` lists, the
     cheapest that can carry it; else the library. Changes ``step``.
 
     Args:
         keep_bits: the library carries all: others add in another order.
+        without: transports that are not taken.
+        apart: groups whose ranks share no memory.
 
     Raises:
         UnknownOption: the knob lists what the cluster does not describe.
     """
-    allowed = [] if keep_bits else allowed_transports(cluster)
+    allowed = [] if keep_bits else [name for name in allowed_transports(cluster) if name not in without]
     for node in step.collectives():
-        node.meta["transport"] = _cheapest(step, cluster, node, allowed)
+        node.meta["transport"] = _cheapest(step, cluster, node, [] if group_of(node) in apart else allowed)
     return step
 
 

@@ -108,9 +108,10 @@ def collective_of(step: StepGraph, node: Node, unbacked: int = UNBACKED) -> Coll
     guessed: dict[str, None] = {}
     sides = [_bytes(tensors, unbacked, guessed) for tensors in (sent, received)]
     known = [size for size, certain in sides if certain]
-    dtype, made = sent[0].dtype, received[0].dtype
+    kind, made = _kind(node), received[0].dtype
+    dtype = made if kind == "all_gather" else sent[0].dtype  # shards may be cast on their way
     return Collective(
-        kind=_kind(node),
+        kind=kind,
         ranks=ranks,
         group=name,
         bytes=max(known or [size for size, _ in sides]),

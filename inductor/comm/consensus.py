@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,13 @@ import torch.distributed as dist
 from weft import errors, knobs, torch_adapter
 from weft.capture.agreement import listed
 from weft.capture.fake_world import current_fake_world
-from weft.capture.graph import StepGraph, is_collective
-from weft.inductor.comm.carry import carry
+from weft.capture.graph import StepGraph, group_of, is_collective
+from weft.inductor.comm.carry import carry, unreachable
 from weft.inductor.comm.choose import LIBRARY
 from weft.inductor.comm.cluster import Cluster
 from weft.inductor.comm.decisions import Decisions, structure
 from weft.inductor.comm.lanes import give_lanes
+from weft.inductor.comm.meeting import Meeting
 from weft.inductor.comm.schedule import Schedule, follow, schedule
 from weft.inductor.passes.order import put, reorder, together
 
@@ -44,7 +46,8 @@ def scheduled(
     """The step in the order of issue that all ranks have, each lane on a communicator of its own; and its schedule,
     None where ranks run other kernels than each other. ``step`` stays as it is.
 
-    Collective, but not through collectives: all ranks call it for the same steps in the same order.
+    Collective, but not through collectives: all ranks call it for the same steps in the same order. Whether ranks can
+    share memory is asked once a schedule wants it; where some cannot, another is made.
 
     Args:
         cluster, memory_limit, keep_bits: see :func:`weft.inductor.comm.schedule.schedule`.
@@ -53,17 +56,53 @@ def scheduled(
         MemoryLimitUnreachable: no schedule of rank 0's step fits ``memory_limit``.
         ScheduleTimeout, ScheduleLost, StoreLost: see :func:`decided`.
     """
+    apart = _apart.setdefault(dist.group.WORLD, []) if _has_peers() else []
+    while (found := _agreed(step, cluster, memory_limit, keep_bits, apart)) is not None:
+        more = _found_apart(found.step)
+        if not more:
+            return give_lanes(_carried(found.step.copy())), found
+        apart += more
+    return give_lanes(_carried(in_captured_order(step))), None
+
+
+def _agreed(
+    step: StepGraph, cluster: Cluster, memory_limit: int | None, keep_bits: bool, apart: list[str]
+) -> Schedule | None:
+    """The schedule that rank 0 makes; None where ranks run other kernels than each other."""
     made: list[Schedule] = []
 
     def decide() -> Decisions:
-        made.append(schedule(step, cluster, memory_limit, keep_bits=keep_bits))
+        made.append(schedule(step, cluster, memory_limit, keep_bits=keep_bits, apart=apart))
         return made[0].decisions
 
     decisions = decided(structure(step), decide)
-    if decisions is None:
-        return give_lanes(_carried(in_captured_order(step))), None
-    found = made[0] if made else follow(step, cluster, decisions, memory_limit)
-    return give_lanes(_carried(found.step.copy())), found
+    if decisions is None or made:
+        return made[0] if made else None
+    return follow(step, cluster, decisions, memory_limit)
+
+
+# Groups of which some rank's cannot share memory, as all ranks have found out.
+_apart: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def _has_peers() -> bool:
+    return torch_adapter.world_size() > 1 and current_fake_world() is None
+
+
+def _found_apart(step: StepGraph) -> list[str]:
+    """The groups over which something in a schedule runs over memory that their ranks, on some rank, cannot share.
+
+    Every rank calls this with the same schedule, and all get the same.
+    """
+    wanted = {group_of(node): node for node in step.collectives() if node.meta.get("transport", LIBRARY) != LIBRARY}
+    if not wanted or not _has_peers():
+        return []
+    found = {group: why for group, node in wanted.items() if (why := unreachable(step, node)) is not None}
+    for group, why in found.items():
+        log.warning("%s carries all collectives over %s: %s", LIBRARY, group, why)
+    world = Meeting("the world", dist.group.WORLD.group_name, "schedule")
+    every = [json.loads(text) for text in world.exchange(json.dumps([*found]))]
+    return [group for group in wanted if any(group in one for one in every)]
 
 
 def _carried(step: StepGraph) -> StepGraph:

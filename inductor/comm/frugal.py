@@ -33,7 +33,7 @@ def tightened(problem: Problem, before: Precedence) -> list[int]:
     # A START may hold what it reads until then, if that is less than it makes; computation has to read inputs only.
     sinks = [
         made[at] > 0
-        and (made[at] >= read[at] if task.kind is Kind.START else task.kind is Kind.COMPUTE and not read[at])
+        and (made[at] > read[at] if task.kind is Kind.START else task.kind is Kind.COMPUTE and not read[at])
         for at, task in enumerate(tasks)
     ]
     lacks = [len(of) for of in before.needs]

@@ -8,13 +8,14 @@ kernel. That node then carries ``meta["place"]``: for each of its results a :cla
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from weft.capture.graph import StepGraph, group_of, is_collective, is_wait
 from weft.inductor.comm.arena import Exchange, Layout, Region, can_write, plan
+from weft.inductor.comm.symmetric import buffer_bytes
 from weft.inductor.comm.transports import PeerCall, bytes_of, call_of, inputs_of, members_of
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.liveness import LiveRange, liveness
@@ -50,6 +51,30 @@ def lay_out(step: StepGraph) -> dict[str, Layout]:
     places = _Places(step)
     groups = dict.fromkeys(group_of(node) for node in starts)
     return {group: _lay_out(places, [node for node in starts if group_of(node) == group]) for group in groups}
+
+
+def arena_sizes(step: StepGraph) -> dict[str, int]:
+    """Bytes of the arena that each group needs for a step that is laid out, or bound."""
+    sizes: dict[str, int] = {}
+    for node, call in _calls(step):
+        members = call.members([used.meta["val"] for used in inputs_of(node)], node.meta["val"])
+        ends = (offset + bytes_of(member) for offset, member in zip(call.offsets, members, strict=True))
+        sizes[call.group] = max(sizes.get(call.group, 0), *ends)
+    return sizes
+
+
+def shared_bytes(step: StepGraph) -> int:
+    """Bytes of a rank's memory that its peers can address, for a step that is laid out, or bound."""
+    groups = {call.group: (call.world, node.meta["val"][0].device) for node, call in _calls(step)}
+    sizes = arena_sizes(step)
+    return sum(buffer_bytes(world, sizes[group], device) for group, (world, device) in groups.items())
+
+
+def _calls(step: StepGraph) -> Iterator[tuple[Node, PeerCall]]:
+    for node in step.graph.nodes:
+        call = getattr(node.target, "call", node.target)  # what is bound has it
+        if isinstance(call, PeerCall):
+            yield node, call
 
 
 def _lay_out(places: _Places, starts: list[Node]) -> Layout:
@@ -127,6 +152,8 @@ class _Places:
             return None
         given, (_, dtype) = inputs_of(start)[at], members_of(start)[at]
         node = _whole(given)
+        if "inplace" in node.meta:  # it lies where the first value of its memory does
+            node = self.range(node).maker
         if (
             given.meta["val"].dtype != dtype
             or not _writes_anywhere(node)
@@ -134,9 +161,13 @@ class _Places:
             or not can_write(exchanges, self.written(node))
         ):
             return None
-        # Nobody else writes to it: all that lies in its memory are views.
+        # Nobody writes to it any more: all that lies in its memory are views, and what was added to it before.
         others = (value for value in self.range(node).values if value not in (node, node.args[0]))
-        return node if all(looks_into(value) for value in others) else None
+        before = self.at[start]
+        return node if all(looks_into(value) or self._is_added(value, before) for value in others) else None
+
+    def _is_added(self, value: Node, before: int) -> bool:
+        return "inplace" in value.meta and self.at[value] < before
 
 
 def _whole(node: Node) -> Node:

@@ -12,6 +12,20 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from weft.inductor.comm.simulate import COMPUTE
 
+# NCCL's kernels (ncclDevKernel_AllGather_RING_LL, ncclKernel_... before NCCL 2.19), copies between GPUs, and the
+# kernels of weft.inductor.comm.kernels.
+_COMMUNICATION = (
+    "nccl",
+    "Memcpy PtoP",
+    "meet",
+    "deposit_shards",
+    "push_gather",
+    "pull_reduce_scatter",
+    "landed_sum",
+    "one_shot_all_reduce",
+    "two_shot_all_reduce",
+)
+
 
 class MeasuredSpan(NamedTuple):
     """When a kernel or copy ran: seconds from the beginning of the first."""
@@ -25,9 +39,9 @@ class MeasuredSpan(NamedTuple):
 def measured_spans(profile: torch.profiler.profile, device: int | None = None) -> list[MeasuredSpan]:
     """The kernels and copies of a profile, in order of their starts.
 
-    The stream with most seconds of kernels is the lane :data:`~weft.inductor.comm.simulate.COMPUTE`; others are named
-    by their numbers. NCCL's kernels, known by their names, have lanes of their own even on a stream that computes:
-    replays of a CUDA graph may report all that they run on one stream. So spans of a lane may overlap.
+    What communicates is known by its name, and has lanes of its own: a replayed CUDA graph runs computation on many
+    streams, and communication on the same. Of the other streams the one with most seconds is the lane
+    :data:`~weft.inductor.comm.simulate.COMPUTE`; the rest are named by their numbers. Spans of a lane may overlap.
 
     Args:
         profile: of one step, recorded with ``ProfilerActivity.CUDA``, stopped.
@@ -43,14 +57,14 @@ def measured_spans(profile: torch.profiler.profile, device: int | None = None) -
     events.sort(key=lambda event: event.time_range.start)
     busy: Counter[int] = Counter()
     for event in events:
-        if not _is_nccl(event.name):
+        if not communicates(event.name):
             busy[event.device_resource_id] += event.time_range.elapsed_us()
     compute = max(busy, key=lambda stream: (busy[stream], -stream), default=None)
 
     def lane(event: FunctionEvent) -> str:
         stream = f"stream {event.device_resource_id}"
-        if _is_nccl(event.name):
-            return f"nccl {stream}"
+        if communicates(event.name):
+            return f"communication, {stream}"
         return COMPUTE if event.device_resource_id == compute else stream
 
     first = events[0].time_range.start if events else 0.0
@@ -61,18 +75,18 @@ def measured_spans(profile: torch.profiler.profile, device: int | None = None) -
 
 
 def exposed_seconds(spans: Sequence[MeasuredSpan]) -> float:
-    """Seconds during which something ran on other lanes, and nothing on that of computation."""
-    edges = [(time, at, span.lane == COMPUTE) for span in spans for time, at in ((span.start, 1), (span.end, -1))]
+    """Seconds during which something communicated and nothing else ran."""
+    edges = [(time, at, communicates(span.name)) for span in spans for time, at in ((span.start, 1), (span.end, -1))]
     running = {True: 0, False: 0}
     exposed = last = 0.0
-    for time, change, computes in sorted(edges):
-        if running[False] and not running[True]:
+    for time, change, communication in sorted(edges):
+        if running[True] and not running[False]:
             exposed += time - last
         last = time
-        running[computes] += change
+        running[communication] += change
     return exposed
 
 
-def _is_nccl(name: str) -> bool:
-    """``ncclDevKernel_AllGather_RING_LL(...)``, ``ncclKernel_...`` before NCCL 2.19."""
-    return name.startswith("nccl")
+def communicates(name: str) -> bool:
+    """Whether a kernel or copy of that name moves data between GPUs, or prepares or finishes that."""
+    return name.startswith(_COMMUNICATION)

@@ -130,11 +130,11 @@ def _order_within(problem: Problem, before: Precedence, given: Simulation, limit
             return known.order
     found = fitting(problem, before, tight.order, limit)
     if found is None:
-        raise _unreachable(min(tight, given, key=lambda known: known.peak), limit)
+        raise unreachable(min(tight, given, key=lambda known: known.peak), limit)
     return found
 
 
-def _unreachable(least: Simulation, limit: int) -> MemoryLimitUnreachable:
+def unreachable(least: Simulation, limit: int) -> MemoryLimitUnreachable:
     """The error, with what the order of the lowest peak holds at it."""
     problem, at = least.problem, least.peak_at
     place = {task: place for place, task in enumerate(least.order)}
@@ -146,4 +146,7 @@ def _unreachable(least: Simulation, limit: int) -> MemoryLimitUnreachable:
 
     held = sorted((storage for storage in problem.storages if is_held(storage)), key=lambda storage: -storage.size)
     names = [(storage.size, problem.tasks[storage.maker].name) for storage in held[:_NAMED]]
-    return MemoryLimitUnreachable(limit, least.peak, problem.tasks[least.order[at]].name, problem.base, names)
+    if problem.set_aside:
+        names = sorted([(problem.set_aside, "collectives over peers"), *names], key=lambda name: -name[0])[:_NAMED]
+    inputs = problem.base - problem.set_aside
+    return MemoryLimitUnreachable(limit, least.peak, problem.tasks[least.order[at]].name, inputs, names)

@@ -75,12 +75,14 @@ class Problem:
     Attributes:
         tasks: in an order that runs, the one the step was captured in.
         storages: what is held while it runs, inputs left out.
-        base: bytes held from beginning to end (the inputs).
+        base: bytes held from beginning to end: the inputs, and what is set aside.
+        set_aside: bytes of those that collectives over peers have, in a step, in the next, and between them.
     """
 
     tasks: list[Task]
     storages: list[Storage] = field(default_factory=list)
     base: int = 0
+    set_aside: int = 0
 
     def waits_of(self) -> dict[int, list[int]]:
         """The WAITs of each START."""

@@ -3,11 +3,15 @@
 A small family of plans is tried. A plan says which gathered values are let go of and gathered again
 (:mod:`weft.inductor.comm.reshard`) and how large buckets may get (:mod:`weft.inductor.comm.buckets`). The graph is
 rewritten by the plan, priced (:mod:`weft.inductor.comm.build`), put into an order within the memory there is
-(:mod:`weft.inductor.comm.overlap`) and run by the simulator; the fastest that fits is taken.
+(:mod:`weft.inductor.comm.overlap`) and run by the simulator, carried as it will be; the fastest that fits is taken.
 
 To gather again costs communication, so as much is kept as fits. What is let go of first is what is held longest for a
 second of communication: the parameters of the first layers, which backward needs last. How much has to go is read off
 the memory of the step in the order of its graph, and tried: where no order of it fits, more goes.
+
+Orders are found for collectives that a library carries: what ranks share has a size only when an order is known, and
+what lies in it is held there all the time. So what an order really holds is found by laying it out, and if that is too
+much it is ordered again, for so much less. Where nothing over peers fits, the library carries.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -30,18 +34,20 @@ from weft.errors import MemoryLimitUnreachable
 from weft.inductor.comm import tables
 from weft.inductor.comm.buckets import Member, Price, join, partition, sequences, usual_size
 from weft.inductor.comm.build import build
-from weft.inductor.comm.choose import choose_transports
+from weft.inductor.comm.carry import carry
+from weft.inductor.comm.choose import LIBRARY, allowed_transports, choose_transports
 from weft.inductor.comm.cluster import Cluster, Gpu
 from weft.inductor.comm.collective_cost import Collective, collective_of, transfer
 from weft.inductor.comm.compute_cost import ComputeCosts
 from weft.inductor.comm.decisions import Decisions, apply, regather
 from weft.inductor.comm.frugal import tightened
-from weft.inductor.comm.overlap import overlap
+from weft.inductor.comm.overlap import overlap, unreachable
 from weft.inductor.comm.precedence import precedence
 from weft.inductor.comm.problem import Problem
 from weft.inductor.comm.reshard import gaps, gather_once, let_go
 from weft.inductor.comm.simulate import Simulation, simulate
 from weft.inductor.comm.tables import BucketReport, bucket_report
+from weft.inductor.comm.transports import lies_in_arena
 from weft.inductor.passes.order import reorder, together
 
 log = logging.getLogger(__name__)
@@ -57,6 +63,8 @@ _ROOMY = 0.75
 # The part of a GPU's memory that a step may use where nobody says how much: libraries, communicators and what an
 # allocator cannot use of the holes between blocks need the rest.
 _USABLE = 0.9
+# How often a step is ordered for less, because of what its collectives over peers set aside.
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Schedule:
     Attributes:
         step: the step, its nodes in order of issue.
         decisions: what made it from the step as it was.
-        simulation: its prediction.
+        simulation: its prediction, its collectives carried by their transports as where all ranks reach each other.
         buckets: its collectives, with the numbers that decided about them.
         limit: bytes that it had to stay within, where that is known.
         trials: the plans that were tried.
@@ -103,11 +111,17 @@ class Schedule:
 
 
 def schedule(
-    step: StepGraph, cluster: Cluster, memory_limit: int | None = None, *, keep_bits: bool = False
+    step: StepGraph,
+    cluster: Cluster,
+    memory_limit: int | None = None,
+    *,
+    keep_bits: bool = False,
+    apart: Collection[str] = (),
 ) -> Schedule:
     """Schedule a step whose kernels are made; ``step`` stays as it is.
 
     Args:
+        apart: groups whose ranks share no memory; those of others are taken to.
         keep_bits: merge no collectives whose results could depend on what they are merged with.
         memory_limit: bytes that a rank may hold at once, the step's inputs included. By default nine tenths of the
             memory of the cluster's GPU; a step that does not fit into them is scheduled as it stands, with a warning.
@@ -118,7 +132,7 @@ def schedule(
     """
     started = time.perf_counter()
     with torch_adapter.only_mode():  # in a fake world too, numbers are numbers
-        found = _Planner(step, cluster, memory_limit, keep_bits).best()
+        found = _Planner(step, cluster, memory_limit, keep_bits, apart).best()
     log.debug("scheduled %d nodes in %.2f s, by %d plans", len(step), time.perf_counter() - started, len(found.trials))
     tables.log_schedule(found)
     return found
@@ -131,30 +145,55 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
         MalformedGraph: they were made for another graph.
     """
     with torch_adapter.only_mode():
-        return _predicted(apply(step, decisions), decisions, cluster, ComputeCosts(cluster.gpu), memory_limit)
+        step = apply(step, decisions)
+        simulation, nodes = _issued(step.copy(), cluster, ComputeCosts(cluster.gpu))
+        return Schedule(step, decisions, simulation, _reports(step, cluster, simulation, nodes), memory_limit)
 
 
 @dataclass(eq=False)
-class _Attempt:
-    """A plan carried out."""
+class _Draft:
+    """A plan carried out, but for the order.
+
+    Attributes:
+        step: what the plan makes of the step.
+        buckets: as in :class:`weft.inductor.comm.decisions.Decisions`.
+        problem, nodes: of ``step``, as if a library carried all of its collectives.
+    """
 
     plan: Plan
     step: StepGraph
     buckets: tuple[tuple[int, ...], ...]
+    problem: Problem
+    nodes: list[Node]
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """A draft in order, and what happens then, see :func:`_issued`."""
+
+    draft: _Draft
     order: list[int]
     simulation: Simulation
+    nodes: list[Node]
 
 
 class _Planner:
-    def __init__(self, step: StepGraph, cluster: Cluster, limit: int | None, keep_bits: bool) -> None:
+    def __init__(
+        self, step: StepGraph, cluster: Cluster, limit: int | None, keep_bits: bool, apart: Collection[str] = ()
+    ) -> None:
         self.step = step
         self.cluster = cluster
+        self.choose = partial(choose_transports, cluster=cluster, keep_bits=keep_bits, apart=apart)
         self.keep_bits = keep_bits
         self.asked = limit
         self.limit = int(cluster.gpu.memory * _USABLE) if limit is None else limit
         self.costs = _Remembered(cluster.gpu)
         self.trials: list[Trial] = []
         self.excess = 0  # bytes that the last plan needed more than there are
+        self.uncounted = 0  # bytes that the last order held more than were counted when it was found
+        self.least: _Attempt | None = None  # that of the lowest peak, whatever time it takes
+        self.by_peers: list[str] = []  # what carried over peers last
+        self.refused: list[str] = []  # what may not
         whole = step.copy()
         values = gather_once(whole)
         ahead = [usual_size(sizes, price) for of, sizes, price in self.priced(whole) if of[0].early]
@@ -168,14 +207,15 @@ class _Planner:
         """The fastest schedule of those tried; of equally fast ones that of the lower peak."""
         attempts = [self.fitting()]
         for scale in _SCALES[1 : 1 + _NODES // len(self.step)]:
-            attempt = self.attempt(replace(attempts[0].plan, scale=scale))
+            attempt = self.attempt(replace(attempts[0].draft.plan, scale=scale))
             attempts += [attempt] if attempt is not None else []
         found = min(attempts, key=lambda attempt: (attempt.simulation.seconds, attempt.simulation.peak))
-        nodes = list(found.step.graph.nodes)
-        carriers = tuple((at, node.meta["transport"]) for at, node in enumerate(nodes) if is_collective(node))
-        decisions = Decisions(found.plan.again, found.buckets, tuple(found.order), carriers)
-        reorder(found.step, [nodes[at] for at in found.order])
-        return _predicted(found.step, decisions, self.cluster, self.costs, self.limit, self.trials)
+        draft = found.draft
+        carriers = tuple((at, node.meta["transport"]) for at, node in enumerate(draft.nodes) if is_collective(node))
+        decisions = Decisions(draft.plan.again, draft.buckets, tuple(found.order), carriers)
+        reorder(draft.step, [draft.nodes[at] for at in found.order])
+        reports = _reports(draft.step, self.cluster, found.simulation, found.nodes)
+        return Schedule(draft.step, decisions, found.simulation, reports, self.limit, self.trials)
 
     def fitting(self) -> _Attempt:
         """The plan that keeps most of those that fit; where none fits that nobody asked for, the one that needs least.
@@ -183,17 +223,36 @@ class _Planner:
         Raises:
             MemoryLimitUnreachable: none fits.
         """
-        target = self.limit
+        while (found := self.keeping_most()) is None and self.by_peers:
+            # What lies in the memory of peers is there all the time: results above all, which are held for long.
+            longest = any(map(lies_in_arena, self.by_peers))
+            self.refused = [name for name in allowed_transports(self.cluster) if lies_in_arena(name) or not longest]
+            names = ", ".join(name for name in self.by_peers if name in self.refused)
+            log.warning("no schedule with %s fits %s bytes: others carry collectives", names, f"{self.limit:,}")
+        found = found or self.least
+        assert found is not None
+        if found.simulation.peak <= self.limit:
+            return found
+        error = unreachable(found.simulation, self.limit)
+        if self.asked is not None:
+            raise error
+        log.warning("the step may need more memory than the GPU has: %s", error)
+        self.limit = error.peak
+        return self.attempt(found.draft.plan) or found
+
+    def keeping_most(self) -> _Attempt | None:
+        """The plan that keeps most of those that fit, None where none does."""
+        target, tried = self.limit, None
         if (plan := self.plan(target)) is not None and plan.again:
             plan = self.plan(target := target - self.reserve)
         while plan is not None:
-            if (found := self.attempt(plan)) is not None:
+            if plan != tried and (found := self.attempt(plan)) is not None:
                 return found
-            plan = self.plan(target := target - self.excess - self.limit // 128)
+            tried, target = plan, target - max(self.excess, 0) - self.limit // 128
+            plan = self.plan(target)
         everything = Plan(self.again(0)[0], _SCALES[0])
-        found = self.attempt(everything) or self.attempt(replace(everything, scale=0.0), last=True)
-        assert found is not None
-        return found
+        found = self.attempt(everything) if everything != tried else None
+        return found or self.attempt(replace(everything, scale=0.0), last=True)
 
     def plan(self, target: int) -> Plan | None:
         """The plan that keeps most of what lets the step fit into ``target`` bytes, as far as the little that its order
@@ -210,42 +269,64 @@ class _Planner:
         return tuple((value, tuple(sorted(uses[value]))) for value in sorted(uses)), int(memory.max()) <= target
 
     def attempt(self, plan: Plan, *, last: bool = False) -> _Attempt | None:
-        """Carry out a plan; None where no order of it fits that is easily found, and it is not the last."""
+        """Carry out a plan; None where no order of it fits that is easily found; for the ``last`` plan, that is sought
+        longer, and the order that needs least is kept."""
+        found = self.ordered(self.draft(plan), last)
+        self.trials.append(
+            Trial(plan, None, None) if found is None else Trial(plan, found.simulation.seconds, found.simulation.peak)
+        )
+        return found
+
+    def draft(self, plan: Plan) -> _Draft:
+        """Carry out a plan, but for the order."""
         step = regather(self.step.copy(), plan.again)
         buckets = [bucket for bucket in self.buckets(step, plan.scale) if len(bucket) > 1]
         place = {node: at for at, node in enumerate(step.graph.nodes)}
         places = tuple(tuple(place[member.start] for member in bucket) for bucket in buckets)
-        problem, nodes = build(self.carried(join(step, buckets)), self.cluster, self.costs)
-        self.excess = simulate(problem, tightened(problem, precedence(problem))).peak - self.limit
+        self.choose(join(step, buckets), without=self.refused)
+        names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
+        self.by_peers = [name for name in names if name != LIBRARY]
+        return _Draft(plan, step, places, *build(step, self.cluster, self.costs))
+
+    def ordered(self, draft: _Draft, last: bool) -> _Attempt | None:
+        """A draft in an order within the limit, None where none is found."""
+        problem = draft.problem
+        frugal = tightened(problem, precedence(problem))
+        counted = simulate(problem, frugal).peak
+        if counted < _ROOMY * self.limit:  # an order that looks at no limit is found sooner, and most often within it
+            found = self.issued(draft, overlap(problem))
+            if found.simulation.peak <= self.limit:
+                return found
+        if last:
+            least = self.issued(draft, frugal)
+            self.least = min(self.least or least, least, key=lambda attempt: attempt.simulation.peak)
+        self.excess = counted - self.limit
         if self.excess > 0 and not last:
-            self.trials.append(Trial(plan, None, None))
             return None
-        roomy = self.limit + self.excess < _ROOMY * self.limit
-        chosen = self.order(problem, roomy)
-        place = {node: at for at, node in enumerate(nodes)}
-        order = [place[node] for node in together(nodes[task] for task in chosen)]
-        simulation = simulate(problem, order)
-        self.trials.append(Trial(plan, simulation.seconds, simulation.peak))
-        return _Attempt(plan, step, places, order, simulation)
+        bound = self.limit if self.excess > 0 else max(counted, self.limit - self.uncounted)
+        for _ in range(_ROUNDS):
+            try:
+                order = overlap(problem, bound)
+            except MemoryLimitUnreachable:
+                break
+            found, own = self.issued(draft, order), simulate(problem, order).peak
+            self.uncounted = found.simulation.peak - own
+            self.excess = found.simulation.peak - self.limit
+            if self.excess <= 0:
+                return found
+            if own <= counted:
+                break
+            bound = max(counted, own - self.excess)
+        return None
 
-    def carried(self, step: StepGraph) -> StepGraph:
-        """``step`` with a transport for every collective."""
-        return choose_transports(step, self.cluster, keep_bits=self.keep_bits)
-
-    def order(self, problem: Problem, roomy: bool) -> list[int]:
-        """The order of a problem within the limit, or if nobody asked for that, as near to it as there is."""
-        if roomy:  # an order that looks at no limit is found sooner, and most often within it
-            order = overlap(problem)
-            if simulate(problem, order).peak <= self.limit:
-                return order
-        try:
-            return overlap(problem, self.limit)
-        except MemoryLimitUnreachable as error:
-            if self.asked is not None:
-                raise
-            log.warning("the step may need more memory than the GPU has: %s", error)
-            self.limit = error.peak
-            return overlap(problem, self.limit)
+    def issued(self, draft: _Draft, order: Sequence[int]) -> _Attempt:
+        """What happens when the nodes of a draft are issued in an order, elements and waits together."""
+        place = {node: at for at, node in enumerate(draft.nodes)}
+        found = [place[node] for node in together(draft.nodes[task] for task in order)]
+        step = draft.step.copy()
+        nodes = list(step.graph.nodes)
+        reorder(step, [nodes[at] for at in found])
+        return _Attempt(draft, found, *_issued(step, self.cluster, self.costs))
 
     def buckets(self, step: StepGraph, scale: float) -> list[list[Member]]:
         """The collectives of a step, parted into buckets."""
@@ -263,34 +344,35 @@ class _Planner:
 
 
 class _Remembered(ComputeCosts):
-    """Prices nodes once, whichever copy of the graph they are in."""
+    """Prices nodes once, whichever copy of the graph they are in: copies have the name and the fake of the node."""
 
     def __init__(self, gpu: Gpu) -> None:
         super().__init__(gpu)
-        self._known: dict[tuple[str, Any], float] = {}
+        self._known: dict[tuple[str, int], tuple[Any, float]] = {}
 
     def seconds(self, node: Node) -> float:
-        key = node.name, node.target
+        val = node.meta.get("val")
+        key = node.name, id(val)
         if key not in self._known:
-            self._known[key] = super().seconds(node)
-        return self._known[key]
+            self._known[key] = val, super().seconds(node)  # its id is its own as long as it is held
+        return self._known[key][1]
 
 
 def _seconds(cluster: Cluster, like: Collective, size: int, members: int) -> float:
     return transfer(cluster, replace(like, bytes=size, members=members)).seconds
 
 
-def _predicted(
-    step: StepGraph,
-    decisions: Decisions,
-    cluster: Cluster,
-    costs: ComputeCosts,
-    limit: int | None,
-    trials: Sequence[Trial] = (),
-) -> Schedule:
-    """The schedule that a step is whose nodes stand in order of issue."""
+def _issued(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
+    """What happens when a step is issued as its nodes stand, its collectives carried by their transports; and the nodes
+    that the tasks of the simulation stand for, calls of transports among them. Changes ``step``."""
+    chosen = {node: node.meta.get("transport", LIBRARY) for node in step.collectives()}
+    carry(step, chosen, LIBRARY, unreachable=lambda step, node: None)
     problem, nodes = build(step, cluster, costs)
-    simulation = simulate(problem)
+    return simulate(problem), nodes
+
+
+def _reports(step: StepGraph, cluster: Cluster, simulation: Simulation, nodes: Sequence[Node]) -> list[BucketReport]:
+    """What a simulation says about each collective of ``step``; its tasks are ``nodes``."""
     reports = []
     for at, node in enumerate(nodes):
         if is_collective(node):
@@ -303,11 +385,11 @@ def _predicted(
                     group=sent.group,
                     members=node.meta["members"],
                     bytes=sent.bytes,
-                    transport=problem.tasks[at].lane.partition(":")[0],
+                    transport=simulation.problem.tasks[at].lane.partition(":")[0],
                     why=_why(cluster, sent, node),
                 )
             )
-    return Schedule(step, decisions, simulation, reports, limit, list(trials))
+    return reports
 
 
 def _why(cluster: Cluster, sent: Collective, node: Node) -> str:

@@ -38,6 +38,9 @@ LANES = 8
 PROGRAMS = 256
 _WORD = 4  # bytes
 
+# What a GPU's memory is given out in, where peers map it (bytes).
+_GRANULE = 2 << 20
+
 # Seconds that one look at a signal pad takes: on a GPU, and in triton's interpreter.
 _LOOK = {"cuda": 1e-6, "cpu": 1e-3}
 
@@ -135,11 +138,17 @@ def _close(files: Sequence[int]) -> None:
 
 
 def _pad_bytes(world: int) -> int:
-    return _whole_pages(LANES * PROGRAMS * world * _WORD)
+    return _whole(LANES * PROGRAMS * world * _WORD, mmap.PAGESIZE)
 
 
-def _whole_pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+def _whole(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def buffer_bytes(world: int, size: int, device: torch.device) -> int:
+    """Bytes that a buffer with an arena of ``size`` takes of each of ``world`` ranks. torch's allocator counts none."""
+    least = _pad_bytes(world) + max(size, mmap.PAGESIZE)
+    return _whole(least, _GRANULE if device.type == "cuda" else mmap.PAGESIZE)
 
 
 # ---- which ranks can share memory
@@ -165,7 +174,10 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
     known = _reachable.setdefault(torch_adapter.process_group(group), {})
     if device.type not in known:
         meeting = Meeting(axis, group, f"reachable/{device.type}")
-        known[device.type] = meeting.verdict(_why_not(meeting.lead(_host()), device))
+        why = meeting.verdict(_why_not(meeting.lead(_host()), device))
+        if why is None and device.type == "cuda":
+            why = Meeting(axis, group, "mapped").verdict(_why_not_mapped(group, device))
+        known[device.type] = why
     return known[device.type]
 
 
@@ -188,6 +200,15 @@ def _why_not(host: str, device: torch.device) -> str | None:
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
     blind = next((other for other in others if not torch.cuda.can_device_access_peer(device, other)), None)
     return None if blind is None else f"GPU {device.index} has no access to the memory of GPU {blind}"
+
+
+def _why_not_mapped(group: str, device: torch.device) -> str | None:
+    """Why a page of memory of all ranks cannot be mapped, though GPUs can: some containers do not let processes."""
+    try:
+        torch_adapter.symmetric_peers(torch_adapter.symmetric_empty(mmap.PAGESIZE, device), group)
+    except RuntimeError as error:
+        return f"mapping their memory failed ({str(error).splitlines()[0]})"
+    return None
 
 
 def _multicast() -> list[str]:
@@ -255,7 +276,7 @@ def _on_gpu(axis: str, group: str, device: torch.device, size: int) -> Symmetric
     refuse_multicast()
     meeting = Meeting(axis, group, "buffer")
     pad = _pad_bytes(len(meeting.ranks))
-    memory = torch_adapter.symmetric_empty(_whole_pages(pad + size), device)
+    memory = torch_adapter.symmetric_empty(_whole(pad + size, mmap.PAGESIZE), device)
     memory[:pad].zero_()
     # A peer that has mapped this pad may signal at once.
     torch.cuda.synchronize(device)
@@ -270,7 +291,7 @@ def _on_gpu(axis: str, group: str, device: torch.device, size: int) -> Symmetric
 def _on_cpu(axis: str, group: str, device: torch.device, size: int) -> SymmetricBuffer:
     meeting = Meeting(axis, group, "buffer")
     world = len(meeting.ranks)
-    part = _whole_pages(_pad_bytes(world) + size)
+    part = _whole(_pad_bytes(world) + size, mmap.PAGESIZE)
     file, whole, why = -1, torch.empty(0, dtype=torch.uint8), None
     try:
         if meeting.rank == 0:

@@ -100,10 +100,12 @@ def summary(simulation: Simulation) -> str:
     exposed, slowed = simulation.exposed_seconds, sum(simulation.slowed_seconds.values())
     share = exposed / simulation.seconds if simulation.seconds else 0.0
     at = simulation.problem.tasks[simulation.order[simulation.peak_at]].name if simulation.order else "no task"
+    set_aside = simulation.problem.set_aside
+    aside = f"{set_aside / 2**30:.2f} of it for collectives over peers, " if set_aside else ""
     return (
         f"step {_ms(simulation.seconds)} ms: computation {_ms(simulation.compute_seconds)}, slowed by communication "
         f"beside it {_ms(slowed)}, communication exposed {_ms(exposed)} ({share:.1%}); "
-        f"peak {simulation.peak / 2**30:.2f} GiB, at {at}"
+        f"peak {simulation.peak / 2**30:.2f} GiB, {aside}at {at}"
     )
 
 

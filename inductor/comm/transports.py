@@ -21,12 +21,15 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph, group_of
+from weft.inductor.comm.arena import ALIGNMENT
+from weft.inductor.comm.kernels.deposit import TYPES as DEPOSITED
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.passes.escapes import escaping
 from weft.inductor.passes.order import waits_of
@@ -124,6 +127,16 @@ class PeerReduceScatter(PeerCall):
 class CopySumReduceScatter(PeerReduceScatter):
     """The same, with the same bits, of parts that are copied to this rank before they are summed."""
 
+    def landing(self, members: Sequence[Kind]) -> list[int]:
+        """Where this rank's parts of ``members`` land in what is copied from one rank, and then how much that is, in
+        bytes."""
+        parts = (-(-bytes_of(member) // self.world // ALIGNMENT) * ALIGNMENT for member in members)
+        return [*accumulate(parts, initial=0)]
+
+    def landed_bytes(self, members: Sequence[Kind]) -> int:
+        """Bytes that are copied from all peers, for which there has to be memory."""
+        return (self.world - 1) * self.landing(members)[-1]
+
 
 @dataclass(frozen=True)
 class PeerAllReduce(PeerCall):
@@ -219,7 +232,7 @@ _TRANSPORTS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], _Maker]] = {
 }
 LIBRARIES = ("nccl", "gloo")
 
-# What kernels load and store; copies move anything.
+# What kernels load and store.
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 
 
@@ -247,16 +260,22 @@ def why_not(step: StepGraph, node: Node, transport: str) -> str | None:
         return "a size is not known before the step runs"
     if len({val.dtype for val in given}) > 1 or len({val.dtype for val in made}) > 1:
         return "the tensors are of several types"
-    unknown = next((val.dtype for val in vals if val.dtype not in _TYPES), None)
-    if unknown is not None and name != "copy_engine":
+    known = DEPOSITED if name == "copy_engine" else _TYPES
+    unknown = next((val.dtype for val in vals if val.dtype not in known), None)
+    if unknown is not None:
         return f"{name} does not move {unknown}"
     if _op(node) == "avg" and not made[0].dtype.is_floating_point:
         return "integers have no mean"
     if not all(val.numel() and val.is_contiguous() for val in made):
         return "a result is empty or has gaps"
-    if name in ("push", "two_shot") and any(wait in escaping(step) for wait in waits_of(node)):
+    if lies_in_arena(transport) and any(wait in escaping(step) for wait in waits_of(node)):
         return "a result is held after the step, and would lie in memory that the next step uses"
     return None
+
+
+def lies_in_arena(transport: str) -> bool:
+    """Whether the results of what a transport over peers carries lie in the arena."""
+    return _TRANSPORTS[_parsed(transport)[0]][2]("", 1, 0, "sum").in_arena
 
 
 def use_transport(step: StepGraph, node: Node, transport: str) -> Node:

@@ -2,7 +2,9 @@
 
 Under autocast, and where shards are gathered in half precision, each parameter is cast by itself: for most parameters
 of most models that is a launch which takes longer than its work. A parameter holds its value all step long, so a cast
-may be made as early as one likes; what that costs is memory, which bounds how much is cast at a time.
+may be made as early as one likes; what that costs is memory, which bounds how much is cast at a time. A cast of what is
+gathered is one of these even by itself: what carries the collective can then do it on the way, where a kernel could not
+be told apart from others.
 
 Keeps the bits of every result.
 """
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.capture.graph import Role, StepGraph
+from weft.capture.graph import Role, StepGraph, is_collective
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.multi_tensor.text import TRITON_DTYPES
 from weft.inductor.passes.lists import alike, list_call, walkable
@@ -52,7 +54,7 @@ def _is_cast(node: Node, parameters: set[str]) -> bool:
 
 
 def _groups(casts: list[Node]) -> list[list[Node]]:
-    """Two or more neighbours of one dtype and device."""
+    """Neighbours of one dtype and device: two or more, or what a collective takes."""
     full: list[list[Node]] = []
     by_kind: dict[object, list[Node]] = {}
     for node in casts:
@@ -62,4 +64,4 @@ def _groups(casts: list[Node]) -> list[list[Node]]:
             full.append(group)
             group = by_kind[kind] = []
         group.append(node)
-    return [group for group in (*full, *by_kind.values()) if len(group) > 1]
+    return [group for group in (*full, *by_kind.values()) if len(group) > 1 or any(map(is_collective, group[0].users))]

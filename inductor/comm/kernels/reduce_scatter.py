@@ -43,15 +43,14 @@ class PullReduceScatter(Transport):
     def others(self) -> dict[str, str]:
         return {"squares": "*fp32"} if self.squares else {}
 
-    def rows(self, results: Sequence[int], offsets: Sequence[int], whole: bool = True) -> list[list[int]]:
+    def rows(self, results: Sequence[int], offsets: Sequence[int]) -> list[list[int]]:
         """The rows of members, without the last word.
 
         Args:
             results: the addresses of this rank's results.
             offsets: where members lie in the buffers, in bytes.
-            whole: whether all parts of a member lie there, one after the other; else this rank's part alone.
         """
-        steps = [size * self.wire.itemsize if whole else 0 for size in self.sizes]
+        steps = [size * self.wire.itemsize for size in self.sizes]
         return [list(row) for row in zip(results, offsets, steps, strict=True)]
 
     def _lines(self) -> list[str]:
@@ -70,9 +69,52 @@ class PullReduceScatter(Transport):
             "for chunk in range(program, number, programs):",
             *indented(look_up(4)),
             f"    result_at = {pointer('tl.load(member)', self.result)}",
-            "    shift = tl.load(member + 1) + tl.load(member + 2) * rank",
-            *indented(find_places(self.world, "shift", self.wire)),
+            *indented(self._find()),
             *indented(blocks(["result_at", *places(self.world)], pull)),
             *([all_squares] if self.squares else []),
             *self._end(),
         ]
+
+    def _find(self) -> list[str]:
+        """Lines that say where the parts lie."""
+        shift = "shift = tl.load(member + 1) + tl.load(member + 2) * rank"
+        return [shift, *find_places(self.world, "shift", self.wire)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandedSum(PullReduceScatter):
+    """The same, with the same bits, where the parts of peers have been copied to this rank: to one *slot* a rank, which
+    ``bases`` says. Its own part is read where it was made, and ``bases`` says its buffer.
+
+    Nothing is waited for, so there may be more programs than run at once: many small ones read as fast as memory gives,
+    and are done soon with the multiprocessors that they take from computation.
+    """
+
+    programs: int = 1056
+    block: int = 2048
+    warps: int = 4
+
+    @property
+    def name(self) -> str:
+        return "landed_sum"
+
+    @property
+    def slots(self) -> int:
+        return 0
+
+    def rows(self, results: Sequence[int], landed: Sequence[int], own: Sequence[int] = ()) -> list[list[int]]:  # type: ignore[override]
+        """The rows of members, without the last word.
+
+        Args:
+            results: the addresses of this rank's results.
+            landed: where parts lie in a slot, in bytes.
+            own: where this rank's parts lie in its buffer, in bytes.
+        """
+        return [list(row) for row in zip(results, landed, own, strict=True)]
+
+    def _find(self) -> list[str]:
+        found = (f"tl.load(bases + {k}) + tl.where(rank == {k}, own, landed)" for k in range(self.world))
+        starts = [
+            f"{place} = {pointer(address, self.wire)}" for place, address in zip(places(self.world), found, strict=True)
+        ]
+        return ["landed = tl.load(member + 1)", "own = tl.load(member + 2)", *starts]

@@ -317,7 +317,7 @@ def test_what_transports_do(transport: str) -> None:
 
 def test_what_transports_do_not() -> None:
     assert reason("push", dtype=torch.bool) == "push does not move torch.bool"
-    assert reason("copy_engine", dtype=torch.bool) is None
+    assert reason("copy_engine", dtype=torch.int64) == "copy_engine does not move torch.int64"
     assert reason("pull", op=dist.ReduceOp.MAX) == "pull does not reduce by max"
     assert reason("one_shot", op=dist.ReduceOp.MAX) is None
     assert reason("one_shot", op=dist.ReduceOp.PRODUCT) == "one_shot does not reduce by product"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,15 @@ from weft import errors, knobs
 from weft.capture.garbage import no_collections
 from weft.capture.graph import StepGraph, group_of
 from weft.inductor.clock import Clock
-from weft.inductor.comm import consensus
+from weft.inductor.comm import consensus, symmetric
 from weft.inductor.comm import schedule as scheduling
+from weft.inductor.comm.build import build
 from weft.inductor.comm.cluster import load_cluster
 from weft.inductor.comm.consensus import decided, in_captured_order, number, scheduled
 from weft.inductor.comm.decisions import Decisions, structure
 from weft.inductor.comm.lanes import give_lanes
 from weft.inductor.comm.schedule import Plan, Schedule, follow, schedule
+from weft.inductor.comm.simulate import simulate
 from weft.inductor.compiler import kernel_graph, schedule_of
 from weft.inductor.liveness import liveness
 from weft.inductor.passes.order import waits_of
@@ -56,6 +59,13 @@ def kinds(step: StepGraph) -> Counter[str]:
 
 
 # ---- of a Llama of 8 B parameters in four layers, on eight GPUs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_peers() -> Iterator[None]:
+    """A library carries everything; see test_set_aside.py for transports over peers."""
+    with knobs.override(transports="nccl"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +113,10 @@ def test_without_a_limit_everything_is_gathered_once(llama: StepGraph, unbounded
 
 
 def test_a_schedule_is_faster_than_the_order_of_the_graph(llama: StepGraph, unbounded: Schedule) -> None:
-    alone = scheduling._predicted(
-        number_members(llama.copy()), Decisions(), H200, scheduling.ComputeCosts(H200.gpu), None
-    )
-    assert unbounded.simulation.seconds < 0.95 * alone.simulation.seconds
-    assert unbounded.simulation.exposed_seconds < 0.5 * alone.simulation.exposed_seconds
-    assert len(unbounded.buckets) < 0.4 * len(alone.buckets)
-
-
-def number_members(step: StepGraph) -> StepGraph:
-    for node in step.collectives():
-        node.meta["members"] = (node.name,)
-    return step
+    alone = simulate(build(llama, H200)[0])
+    assert unbounded.simulation.seconds < 0.95 * alone.seconds
+    assert unbounded.simulation.exposed_seconds < 0.5 * alone.exposed_seconds
+    assert len(unbounded.buckets) < 0.4 * len(llama.collectives())
 
 
 def test_time_falls_and_memory_rises_with_the_limit(
@@ -369,6 +371,42 @@ def test_ranks_with_other_kernels_keep_the_captured_order() -> None:
     assert all(same for same, *_ in found)
     assert found[0][3] == found[1][3]
     assert found[0][3]
+
+
+def asks_its_peers(rank: int, world: int, elsewhere: int | None) -> tuple[list[str], list[str], int]:
+    """What a schedule lets carry, what is called, and how often a schedule was made, where a rank is on a host of its
+    own and NCCL is slow."""
+    if rank == elsewhere:
+        symmetric._host = lambda: "elsewhere 1"  # type: ignore[assignment]
+    slow = [replace(each, latency=1e-2) if each.crosses else each for each in H200.transports]
+    step, _ = training(world, True)
+    graph = run_passes(weft.capture(step, torch.randn(3, 6)))
+    number(graph)
+    with mock.patch.object(consensus, "follow" if rank else "schedule", wraps=follow if rank else schedule) as making:
+        found = [scheduled(graph, replace(H200, transports=tuple(slow))) for _ in range(2)]
+    made, report = found[-1]
+    assert report is not None
+    return (
+        sorted({bucket.transport for bucket in report.buckets}),
+        sorted({type(node.target).__name__ for node in made.collectives()}),
+        making.call_count,
+    )
+
+
+@pytest.mark.gloo
+def test_what_peers_would_carry_they_do() -> None:
+    for transports, calls, count in run_ranks(asks_its_peers, 2, None, timeout=120):
+        assert transports != ["nccl"]
+        assert any(call.startswith(("Peer", "Copy")) for call in calls)
+        assert count == 2
+
+
+@pytest.mark.gloo
+def test_ranks_that_cannot_share_memory_schedule_again_and_remember() -> None:
+    for transports, calls, count in run_ranks(asks_its_peers, 2, 1, timeout=120):
+        assert transports == ["nccl"]
+        assert calls == ["OpOverload"]
+        assert count == 3
 
 
 @pytest.mark.gloo

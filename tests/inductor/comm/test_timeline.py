@@ -13,7 +13,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-from weft.inductor.comm.measured import MeasuredSpan, exposed_seconds, measured_spans
+from weft.inductor.comm.kernels.all_reduce import OneShotAllReduce, TwoShotAllReduce
+from weft.inductor.comm.kernels.barrier import Barrier
+from weft.inductor.comm.kernels.deposit import Deposit
+from weft.inductor.comm.kernels.gather import PushGather
+from weft.inductor.comm.kernels.reduce_scatter import LandedSum, PullReduceScatter
+from weft.inductor.comm.measured import MeasuredSpan, communicates, exposed_seconds, measured_spans
 from weft.inductor.comm.problem import Kind, Problem, Storage, Task
 from weft.inductor.comm.simulate import COMPUTE, Simulation, simulate
 from weft.inductor.comm.timeline import trace, write_trace
@@ -132,11 +137,11 @@ STEP = [
 def test_kernels_are_mapped_to_lanes_by_stream() -> None:
     spans = measured_spans(profile(*reversed(STEP)))
     assert [(span.lane, span.name.split("_")[0]) for span in spans] == [
-        ("nccl stream 20", "ncclDevKernel"),
+        ("communication, stream 20", "ncclDevKernel"),
         ("compute", "nvjet"),
-        ("stream 24", "Memcpy PtoP (Device -> Device)"),
+        ("communication, stream 24", "Memcpy PtoP (Device -> Device)"),
         ("compute", "triton"),
-        ("nccl stream 7", "ncclDevKernel"),
+        ("communication, stream 7", "ncclDevKernel"),
     ]
     assert spans[0][2:] == (0, pytest.approx(300e-6))
     assert spans[3][2:] == (pytest.approx(200e-6), pytest.approx(210.5e-6))
@@ -159,7 +164,12 @@ def test_measured_spans_are_a_second_process_of_the_same_file(simulation: Simula
     events = trace(simulation, spans)["traceEvents"]
     assert threads(events, "predicted") == threads(trace(simulation)["traceEvents"], "predicted")
     found = threads(events, "measured")
-    assert list(found) == ["compute", "nccl stream 20", "stream 24", "nccl stream 7"]
+    assert list(found) == [
+        "compute",
+        "communication, stream 20",
+        "communication, stream 24",
+        "communication, stream 7",
+    ]
     assert sum(len(slices) for slices in found.values()) == len(spans)
 
 
@@ -172,12 +182,28 @@ def test_measured_spans_that_overlap_on_a_stream_are_put_on_two_tracks(simulatio
     }
 
 
-def test_exposed_is_what_runs_elsewhere_while_nothing_computes() -> None:
+def test_exposed_is_what_communicates_while_nothing_computes() -> None:
+    """By names: a replayed CUDA graph computes on many streams."""
     spans = [
         MeasuredSpan("mm", COMPUTE, 0.0, 2.0),
-        MeasuredSpan("ncclGather", "nccl stream 7", 1.0, 4.0),
-        MeasuredSpan("ncclReduce", "nccl stream 8", 3.0, 5.0),
-        MeasuredSpan("mm", COMPUTE, 4.5, 6.0),
-        MeasuredSpan("copy", "stream 9", 7.0, 7.5),
+        MeasuredSpan("ncclGather", "stream 7", 1.0, 4.0),
+        MeasuredSpan("ncclReduce", "stream 8", 3.0, 5.0),
+        MeasuredSpan("mm", "stream 8", 4.5, 6.0),
+        MeasuredSpan("Memcpy PtoP (Device -> Device)", "stream 9", 7.0, 7.5),
+        MeasuredSpan("Memcpy DtoD (Device -> Device)", "stream 9", 8.0, 9.0),
     ]
     assert exposed_seconds(spans) == pytest.approx((4.5 - 2.0) + 0.5)
+
+
+def test_kernels_of_transports_are_known_by_name() -> None:
+    common = {"world": 2, "sizes": (8,), "wire": torch.float32}
+    transports = [
+        PushGather(source=torch.float32, **common),
+        PullReduceScatter(result=torch.float32, **common),
+        LandedSum(result=torch.float32, **common),
+        OneShotAllReduce(result=torch.float32, **common),
+        TwoShotAllReduce(**common),
+        Barrier(2),
+        Deposit((8,), torch.float32, torch.float32),
+    ]
+    assert all(communicates(transport.kernel.name) for transport in transports)

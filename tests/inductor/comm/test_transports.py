@@ -220,6 +220,43 @@ def test_copies_that_a_kernel_sums_give_the_bits_of_pulls_through_one_stretch_of
         assert min(sizes) < max(sizes)
 
 
+def added_up(rank: int, world: int) -> list[bool]:
+    """Sums of products that are added up in place and then reduced. Of each reduction, whether it found its input in
+    the arena."""
+    draw = torch.Generator().manual_seed(rank)
+    left, right = torch.randn(2, 3, 16, 8 * world, generator=draw).to(torch.bfloat16).unbind(0)
+
+    def scatter(value: torch.Tensor) -> torch.Tensor:
+        out = value.new_empty(len(value) // world, *value.shape[1:])
+        dist.reduce_scatter_tensor(out, value)
+        return out
+
+    def step(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = scatter(left[0].t().contiguous())  # behind it the arena is free
+        total = torch.mm(left[1].t() + first.sum() * 0, right[1])
+        for at in range(3):
+            total.addmm_(left[at].t(), right[at])
+        return first, scatter(total)
+
+    expected = step(left, right)
+    compiled = over_peers(step, ["pull"])
+    found: list[bool] = []
+    copy_in = Bound._copy_in
+
+    def watch(bound: Bound, inputs: Any) -> None:
+        found.append(inputs[0].data_ptr() == bound._filled[0])
+        copy_in(bound, inputs)
+
+    Bound._copy_in = watch  # type: ignore[method-assign]
+    for _ in range(2):
+        torch.testing.assert_close(compiled(left, right), expected, rtol=0, atol=0)
+    return found
+
+
+def test_what_is_added_up_in_place_is_added_up_in_the_arena() -> None:
+    assert run_ranks(added_up, 2, timeout=120) == [[False, True] * 2] * 2
+
+
 def replicated(rank: int, world: int, transports: list[str]) -> str:
     def wrapped() -> Any:
         return weft.replicate(model())

@@ -1,0 +1,251 @@
+"""What a rank holds for collectives over peers: what is predicted is what is made, and counts against a limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from peer_steps import PASSES, model, sharded, step_of, train
+
+import weft
+from harness import run_ranks
+from weft import errors, knobs, torch_adapter
+from weft.capture.garbage import no_collections
+from weft.capture.graph import StepGraph, is_collective, is_wait
+from weft.inductor.clock import Clock
+from weft.inductor.comm import bind as binding
+from weft.inductor.comm.arena import ALIGNMENT
+from weft.inductor.comm.bind import bind
+from weft.inductor.comm.carry import carry
+from weft.inductor.comm.choose import LIBRARY
+from weft.inductor.comm.cluster import load_cluster
+from weft.inductor.comm.consensus import number, scheduled
+from weft.inductor.comm.decisions import Decisions
+from weft.inductor.comm.layout import lay_out, shared_bytes
+from weft.inductor.comm.schedule import Plan, Schedule, _Planner, follow, schedule
+from weft.inductor.comm.symmetric import LANES, PROGRAMS
+from weft.inductor.comm.transports import CopySumReduceScatter, PeerCall, lies_in_arena
+from weft.inductor.compiler import kernel_graph
+from weft.inductor.liveness import liveness
+from weft.inductor.passes.order import start_of
+from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.passes.wire_dtype import wire_dtype
+from weft.inductor.retarget import retarget
+from weft.inductor.runtime.aten import compile_aten
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
+from llama import SHAPES, Llama
+
+H200 = load_cluster("h200x8")
+# Where the library is slow, whatever can be carried by others is.
+SLOW_LIBRARY = dataclasses.replace(
+    H200, transports=tuple(dataclasses.replace(t, latency=1e-3) if t.crosses else t for t in H200.transports)
+)
+TRANSPORTS = ["push,pull", "copy_engine,copy_sum"]
+Node = torch.fx.Node
+
+
+# ---- on processes
+
+
+def both_sizes(rank: int, world: int, transports: str) -> tuple[int, int]:
+    """Bytes predicted for collectives over peers, and those of the memory that is there once the step has run."""
+    made: list[tuple[int, Any]] = []
+    buffers = []
+    real = binding.symmetric_buffer
+
+    def symmetric_buffer(*given: Any) -> Any:
+        buffers.append(found := real(*given))
+        return found
+
+    def compile_graph(graph: StepGraph, *how: Any) -> Any:
+        graph = run_passes(graph, PASSES)
+        number(graph)
+        step, found = scheduled(graph, SLOW_LIBRARY)
+        assert found is not None
+        assert shared_bytes(step) > 0
+        made.append((found.simulation.problem.set_aside, bind(step)))
+        return compile_aten(step)
+
+    binding.symmetric_buffer = symmetric_buffer  # type: ignore[assignment]
+    sys.modules["weft.compile"].compile_graph = compile_graph  # type: ignore[attr-defined]
+    net = sharded(model(8, 16), bf16=True)
+    with knobs.override(transports=transports):
+        train(weft.compile(step_of(net)), net, rank)
+    ((predicted, step),) = made
+    pad = LANES * PROGRAMS * world * 4
+    held = sum(buffer.size + pad for buffer in dict.fromkeys(buffers))
+    stagings = {getattr(node.target, "_staging", None) for node in step.graph.nodes} - {None}
+    assert len(stagings) == ("copy_sum" in transports)
+    assert shared_bytes(step) == held  # of a bound step too
+    return predicted, held + sum(len(staging._memory) for staging in stagings)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_what_is_predicted_is_what_is_made(transports: str) -> None:
+    for predicted, made in run_ranks(both_sizes, 2, transports, timeout=120):
+        assert predicted == made > 0
+
+
+# ---- of a Llama of 8 B parameters in two layers, on two GPUs
+
+
+@pytest.fixture(scope="module")
+def llama() -> Iterator[StepGraph]:
+    with weft.fake_world(2), no_collections():
+        shape = type(SHAPES["8b"])(**{**vars(SHAPES["8b"]), "layers": 2})
+        with torch.device("meta"):
+            net = Llama(shape)
+        mesh = dist.init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
+        policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in net.blocks:
+            weft.fully_shard(block, mesh=mesh, mp_policy=policy)
+        weft.fully_shard(net, mesh=mesh, mp_policy=policy)
+        net.to_empty(device="cuda")
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
+
+        def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss = net(ids, labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        ids = torch.zeros(1, 1024, dtype=torch.long, device="cuda")
+        graph = wire_dtype(run_passes(retarget(weft.capture(step, ids, ids)), EVERY_PASS))
+        yield kernel_graph(graph, Clock())
+
+
+def carried(found: Schedule) -> StepGraph:
+    """The step as it runs where ranks reach each other."""
+    step = found.step.copy()
+    chosen = {node: node.meta["transport"] for node in step.collectives()}
+    carry(step, chosen, LIBRARY, unreachable=lambda step, node: None)
+    return step
+
+
+def names(found: Schedule) -> set[str]:
+    return {report.transport for report in found.buckets}
+
+
+def recounted(step: StepGraph) -> tuple[int, int]:
+    """The most bytes held, and those set aside: every storage looked at while every node runs."""
+    nodes = list(step.graph.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    ranges = liveness(step).of  # which values lie in one storage
+    sizes: dict[Any, int] = {}
+    born: dict[Any, int] = {}
+    dies: dict[Any, int] = {}
+    for at, node in enumerate(nodes):
+        if node.op == "output":
+            for used in node.all_input_nodes:
+                dies |= dict.fromkeys(ranges[used], at)
+            break
+        vals = node.meta["val"] if isinstance(node.meta.get("val"), (list, tuple)) else [node.meta.get("val")]
+        while any(isinstance(val, (list, tuple)) for val in vals):
+            vals = [item for val in vals for item in val]
+        here = [slot is not None for slot in node.meta.get("place", ())] or [
+            getattr(node.target, "in_arena", False)
+        ] * len(vals)
+        for found in ranges[node]:
+            if found not in born:
+                born[found], dies[found] = at, len(nodes) if node.op == "placeholder" else at
+        for val, in_arena in zip(vals, here, strict=True):
+            if isinstance(val, torch.Tensor) and len(ranges[node]) == len(vals):
+                found = ranges[node][vals.index(val) if len(vals) == 1 else [v is val for v in vals].index(True)]
+                size = -(-val.untyped_storage().nbytes() // 512) * 512
+                sizes.setdefault(found, 0 if in_arena else size)
+        read = [] if "getitem" in str(node.target) else [*node.all_input_nodes]
+        if is_wait(node):
+            read += start_of(node).all_input_nodes
+        for used in [*read, node]:
+            for found in ranges[used]:
+                dies[found] = max(dies[found], at)
+    alive = [sum(size for found, size in sizes.items() if born[found] <= at <= dies[found]) for at in place.values()]
+    layouts = lay_out(step)
+    aside = sum(-(-(LANES * PROGRAMS * 2 * 4 + layout.size) // 2**21) * 2**21 for layout in layouts.values())
+    landings = [0]
+    for node in nodes:
+        if isinstance(node.target, CopySumReduceScatter):
+            wire = node.args[0][0].meta["val"].dtype
+            parts = [val.numel() * wire.itemsize for val in node.meta["val"]]
+            landings.append(sum(-(-part // ALIGNMENT) * ALIGNMENT for part in parts))  # those of one peer
+    return max(alive) + aside + max(landings), aside + max(landings)
+
+
+@pytest.mark.parametrize("transports", TRANSPORTS)
+def test_the_peak_is_that_of_everything_else_and_what_is_set_aside(llama: StepGraph, transports: str) -> None:
+    with knobs.override(transports=transports):
+        found = schedule(llama, SLOW_LIBRARY)
+    assert set(transports.split(",")) <= names(found)
+    step = carried(found)
+    with torch_adapter.only_mode():
+        peak, aside = recounted(step)
+    assert found.simulation.problem.set_aside == aside > 2**30 / 2
+    assert found.simulation.peak == peak
+    assert liveness(step).peak + aside == peak
+
+
+def test_a_limit_holds_with_all_that_peers_set_aside(
+    llama: StepGraph, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From what NCCL alone can do to what peers want: it is always reached, and followers find the same."""
+    monkeypatch.setattr("weft.inductor.comm.schedule._NODES", 0)
+    with pytest.raises(errors.MemoryLimitUnreachable) as caught:
+        schedule(llama, SLOW_LIBRARY, 2**30)
+    least = caught.value.peak
+    for transports in TRANSPORTS:
+        with knobs.override(transports=transports):
+            most = schedule(llama, SLOW_LIBRARY).simulation.peak
+            used = []
+            for limit in (least + (most - least) * part // 4 for part in range(5)):
+                caplog.clear()
+                found = schedule(llama, SLOW_LIBRARY, limit)
+                assert found.simulation.peak <= limit
+                assert liveness(carried(found)).peak + found.simulation.problem.set_aside <= limit
+                told = Decisions.read(found.decisions.text())
+                same = follow(llama.copy(), SLOW_LIBRARY, told, limit)
+                assert (same.simulation.peak, same.buckets) == (found.simulation.peak, found.buckets)
+                gone = set(transports.split(",")) - names(found)
+                assert all(name in caplog.text for name in gone)
+                used.append(len(names(found) - {LIBRARY}))
+            assert used[0] == 0
+            assert used[-1] == 2
+            assert used == sorted(used)
+        with knobs.override(transports=transports), pytest.raises(errors.MemoryLimitUnreachable) as caught:
+            schedule(llama, SLOW_LIBRARY, least // 2)
+        assert caught.value.peak <= least
+
+
+def test_results_in_the_arena_give_way_first(llama: StepGraph, caplog: pytest.LogCaptureFixture) -> None:
+    """Gathers by copies take the place of those that peers write into the arena, sums in the arena stay."""
+    planner = _Planner(llama, SLOW_LIBRARY, None, keep_bits=False)
+    with knobs.override(transports="push,copy_engine,pull"), torch_adapter.only_mode():
+        tried: list[list[str]] = []
+
+        def nothing_fits() -> None:
+            planner.draft(Plan((), 1.0))
+            tried.append(planner.by_peers)
+
+        with mock.patch.object(planner, "keeping_most", nothing_fits), pytest.raises(AssertionError):
+            planner.fitting()
+    assert tried[-1] == []
+    assert not any(map(lies_in_arena, tried[-2]))
+    assert any(name.startswith("pull") for name in tried[-2])
+    assert len(tried) == 2 + any(map(lies_in_arena, tried[0]))
+    assert "others carry" in caplog.text
+
+
+def test_without_peers_nothing_is_set_aside(llama: StepGraph) -> None:
+    with knobs.override(transports="nccl"):
+        found = schedule(llama, H200)
+    assert found.simulation.problem.set_aside == shared_bytes(carried(found)) == 0
+    assert not any(isinstance(node.target, PeerCall) for node in carried(found).graph.nodes if is_collective(node))
