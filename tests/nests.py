@@ -62,6 +62,31 @@ def layer_norm_backward(parts: int, rows: int, width: int) -> Nest:
     )
 
 
+def layer_norm_backward_past_a_residual(parts: int, rows: int, width: int) -> Nest:
+    """As :func:`layer_norm_backward`, but mean and deviation are computed of the row, and what comes past the norm is
+    added."""
+    where = [rows * width, width, 1]
+    x, dy, past, w = load("x", *where), load("dy", *where), load("past", *where), load("w", 0, 0, 1)
+    share = Const(1.0 / width, f32)
+    apart = op("sub", x, op("mul", Reduce("sum", (x,), [2], f32), share))
+    variance = op("mul", Reduce("sum", (op("mul", apart, apart),), [2], f32), share)
+    rstd = op("rsqrt", op("add", variance, Const(1e-5, f32)))
+    normal, scaled = op("mul", apart, rstd), op("mul", dy, w)
+    along = op("mul", Reduce("sum", (op("mul", scaled, normal),), [2], f32), share)
+    level = op("mul", Reduce("sum", (scaled,), [2], f32), share)
+    dx = op("add", op("mul", rstd, op("sub", op("sub", scaled, level), op("mul", normal, along))), past)
+    sums = [Reduce("sum", (value,), [1], f32) for value in (op("mul", dy, normal), dy)]
+    return Nest(
+        (parts, rows, width),
+        (
+            store("dx", dx, *where),
+            store("dw", sums[0], width, 0, 1),
+            store("db", sums[1], width, 0, 1),
+            store("rstd", rstd, rows, 1),
+        ),
+    )
+
+
 def cross_entropy(rows: int, width: int) -> Nest:
     """Each row's loss for its label, and the gradient of the sum of losses."""
     x, label = load("x", width, 1), load("label", 1, 0, dtype=torch.int64)

@@ -56,7 +56,7 @@ class Canonical:
 
 def canonical(nest: Nest) -> Canonical:
     """The canonical form of a nest."""
-    nest = axes.merge(axes.squeeze(_without_idle_axes(_simplified(axes.squeeze(nest)))))
+    nest = axes.merge(axes.squeeze(_without_idle_axes(simplified(axes.squeeze(nest)))))
     buffers = list(dict.fromkeys([load.buffer for load in nest.reads if not is_position(load)] + nest.writes))
     scalars = _scalars(nest)
     names = {POSITIONS: POSITIONS} | {buffer: f"b{k}" for k, buffer in enumerate(buffers)}
@@ -74,7 +74,8 @@ def is_position(value: Value) -> bool:
     return isinstance(value, Load) and value.buffer == POSITIONS
 
 
-def _simplified(nest: Nest) -> Nest:
+def simplified(nest: Nest) -> Nest:
+    """The nest with positions as elements of :data:`POSITIONS`, and without what is known now."""
     roots = [root for store in nest.stores for root in store.values()]
     new = rewrite(roots, lambda value: _simpler(value, nest.sizes))
     stores = [map_values(store, new) for store in nest.stores]

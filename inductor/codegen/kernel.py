@@ -18,6 +18,7 @@ from weft.inductor.codegen import canonical
 from weft.inductor.codegen.expressions import TRITON_DTYPES
 from weft.inductor.codegen.passes import for_plan
 from weft.inductor.codegen.plan import Plan, plan
+from weft.inductor.codegen.seams import cut_at_seams
 from weft.inductor.codegen.triton import Body
 from weft.inductor.ir import Call, Int, Nest, Reduce, Scalar
 from weft.inductor.ops import OPS
@@ -82,6 +83,7 @@ def _printed(
 ) -> tuple[KernelSource, tuple[int, ...], tuple[tuple[Int, int], ...]]:
     """The kernel of a canonical nest, the order of its buffers, and its grid."""
     types = {f"b{k}": dtype for k, dtype in enumerate(dtypes)}
+    nest = cut_at_seams(nest)
     layout = plan(nest, types)
     nest = for_plan(nest, layout)
     pointers = _pointers(nest, types)
@@ -97,7 +99,7 @@ def _printed(
     text = f"@triton.jit\ndef {name}({arguments}):\n{code}\n"
     text = "\n\n".join(["import triton\nimport triton.language as tl\n", *(f"{h}\n" for h in _helpers(text)), text])
     divisible = frozenset(pointers.values())
-    source = KernelSource(name, text, signature, constants, divisible, layout.num_warps, 1)
+    source = KernelSource(name, text, signature, constants, divisible, layout.num_warps, 1, layout.registers)
     return source, order, tuple((dim.size, dim.block) for dim in layout.grid)
 
 

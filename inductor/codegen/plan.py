@@ -37,6 +37,7 @@ from weft.inductor.ir import Index, Int, Load, Nest, Reduce, Value, ordered
 MULTIPROCESSORS = 132
 LONGEST_ROW = 16384  # elements of a row that one program keeps in registers
 LOOP_TILE = 4096  # elements of a tile that is walked along in a loop
+_FILE = 65536  # registers of a multiprocessor
 _REGISTERS = 49152  # elements that a program can keep at once, over all its values
 _AHEAD = 72 * 1024  # bytes of shared memory for loads in flight: two or three programs share a multiprocessor
 _INT32 = 2**31
@@ -82,6 +83,8 @@ class Plan:
         stages: how many iterations of its loop have loads in flight; these wait in shared memory.
         rereads: whether tiles that are the same in every iteration are loaded in each, from a cache, as registers
             cannot hold them as well.
+        segmented: whether rows are loaded again behind each of their reductions (:mod:`.segments`), as registers hold
+            little more than the sums of columns.
     """
 
     shape: str
@@ -89,6 +92,13 @@ class Plan:
     num_warps: int
     stages: int = 1
     rereads: bool = False
+    segmented: bool = False
+
+    @property
+    def registers(self) -> int | None:
+        """How many a thread may have, where a program fills a multiprocessor: by itself the assembler would spill to
+        make room for a second one."""
+        return _FILE // (self.num_warps * _THREADS) if self.segmented else None
 
     @property
     def tile(self) -> tuple[Dim, ...]:
@@ -364,9 +374,10 @@ def _mixed(nest: Nest, accesses: list[_Access], overs: set[frozenset[int]]) -> P
     if not isinstance(length, int):
         raise UnsupportedNest("rows of a length that is not known when the step is compiled, reduced along both ways")
     c = _whole(length)
-    resident, shared = _resident(nest, along, across)
-    rereads = c * (resident + shared) > _REGISTERS
-    if length > LONGEST_ROW or c * resident > _REGISTERS:
+    sums, kept, shared = _resident(nest, along, across)
+    resident = max(2, kept + sums)
+    segmented = c * resident > _REGISTERS
+    if length > LONGEST_ROW or (segmented and c * (sums + 1) > _REGISTERS):
         raise UnsupportedNest(f"rows of {length} elements, reduced along both ways, do not fit into registers")
     rows = product(nest.sizes[axis] for axis in across)
     n = _fitting(max(1, LOOP_TILE // c), rows)
@@ -378,15 +389,17 @@ def _mixed(nest: Nest, accesses: list[_Access], overs: set[frozenset[int]]) -> P
     # Its sums of columns fill the registers of a thread sooner than a row alone does: 256 are all there are.
     held = n * c * (resident + shared + 2) // _THREADS
     warps = 16 if n * c > LOOP_TILE else next((few for few in (4, 8) if held <= 240 * few), 16)
-    return Plan("mixed", _present(dims), warps, _stages(accesses, along, across, n * c), rereads)
+    # Loads in flight go past the first-level cache, where the row is to be found again.
+    stages = 1 if segmented else _stages(accesses, along, across, n * c)
+    return Plan("mixed", _present(dims), warps, stages, c * (resident + shared) > _REGISTERS, segmented)
 
 
-def _resident(nest: Nest, along: frozenset[int], across: frozenset[int]) -> tuple[int, int]:
-    """How many elements of every position of a row a program holds while it walks over rows: what a row needs twice
-    and the sums of columns; and what all rows share."""
+def _resident(nest: Nest, along: frozenset[int], across: frozenset[int]) -> tuple[int, int, int]:
+    """How many elements of every position of a row a program holds while it walks over rows: the sums of columns, what
+    a row needs twice, and what all rows share."""
     shared = frozenset(v for v in nest.reads if v.axes >= along and v.axes.isdisjoint(across) and not is_position(v))
     sums = {v for v in nest.reduces if not across.isdisjoint(v.over) and not v.axes.isdisjoint(along)}
-    return max(2, _kept(nest, along, shared) + len(sums)), len(shared)
+    return len(sums), _kept(nest, along, shared), len(shared)
 
 
 def _stages(accesses: list[_Access], along: frozenset[int], across: frozenset[int], tile: int) -> int:

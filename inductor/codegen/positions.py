@@ -13,13 +13,18 @@ from weft.inductor.ir import Index, Int, Value
 
 
 class Scope:
-    """A block of statements: the function's body, or that of a loop."""
+    """A block of statements: the function's body, or that of a loop.
 
-    def __init__(self, outer: Scope | None = None) -> None:
+    Args:
+        goes_on: the block whose statements these are too; only their values have names of their own.
+    """
+
+    def __init__(self, outer: Scope | None = None, goes_on: Scope | None = None) -> None:
         self.outer = outer
-        self.head: dict[str, str] = {}  # index variables and masks: name -> expression
+        # Index variables and masks: name -> expression.
+        self.head: dict[str, str] = {} if goes_on is None else goes_on.head
+        self.lines: list[str] = [] if goes_on is None else goes_on.lines
         self.names: dict[Value, Text] = {}
-        self.lines: list[str] = []
 
     def text(self, value: Value) -> Text:
         """How a value that was computed is written."""

@@ -2,7 +2,8 @@
 
 Every value is one statement, in the outermost block where it can be computed; short ones that are used once are
 written where they are used. A loop is walked once for each reduction along it that another waits for; what its later
-walks need of the tensors, they load again.
+walks need of the tensors, they load again. So do the segments of a loop's body (:mod:`.segments`), which have names of
+their own for what they compute again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weft.inductor.codegen.plan import Dim, Plan, depths
 from weft.inductor.codegen.positions import Positions, Scope, size_text
 from weft.inductor.codegen.ranges import Ranges
 from weft.inductor.codegen.reductions import Across
+from weft.inductor.codegen.segments import Segment, segments
 from weft.inductor.ir import Call, Const, Index, Load, Nest, Part, Reduce, Scalar, Store, Value
 
 _LONGEST = 56  # characters of an expression that is written inside another
@@ -46,6 +48,8 @@ class Body:
         self.reread = self._reread() if plan.rereads else frozenset[Value]()
         self.walks = {phase: self._walk(phase) for phase in range(self.last + 1)} if plan.loop else {}
         self.phase = 0
+        self.later: list[Sequence[Value]] = []  # what later segments and walks of the loop compute
+        self.asked: dict[Load, str] = {}  # loads that were written ahead, in the type that is in memory
         self.numbers: Counter[str] = Counter()
 
     def statements(self) -> list[str]:
@@ -130,21 +134,43 @@ class Body:
         return self._along_loop(value) or (isinstance(value, Part) and self._along_loop(value.reduce))
 
     def _loop(self, dim: Dim, phase: int) -> None:
-        scope = Scope(self.body)
+        scope = inner = Scope(self.body)
         gathered = {reduce: self._accumulator(reduce) for reduce in self._gathered(phase)}
         for accumulator in gathered.values():
             self.body.lines += accumulator.before()
-        self._compute(self.walks[phase], self._stores(phase, inside=True), list(gathered), set(), scope)
-        for reduce, accumulator in gathered.items():
-            mask = self._mask_of_reduction(reduce, scope)
-            scope.lines += accumulator.step(self._arguments(reduce, scope), mask)
-        for store in self._stores(phase, inside=True):
-            self._store(store, scope)
+        parts = self._segments(phase)
+        for at, part in enumerate(parts):
+            self.later = [*(later.values for later in parts[at + 1 :]), *self._later_walks()]
+            if at > 0:
+                inner = Scope(inner, scope)
+                # Without it compilers take the second load of a row for the first.
+                inner.lines.append("tl.debug_barrier()")
+            self._segment(part, gathered, inner)
         self._write_loop(dim, scope)
         for reduce, accumulator in gathered.items():
             statements, results = accumulator.after()
             self.body.lines += statements
             self._name_results(reduce, results)
+
+    def _segments(self, phase: int) -> list[Segment]:
+        whole = Segment(self.walks[phase], self._gathered(phase), self._stores(phase, inside=True))
+        if not self.plan.segmented:
+            return [whole]
+        along = frozenset(axis for dim in self.plan.dims if dim.walk == "whole" for axis in dim.axes)
+        return segments(whole, along, self.looped, depths(self.nest, along))
+
+    def _segment(self, part: Segment, gathered: Mapping[Reduce, reductions.Accumulator], scope: Scope) -> None:
+        for load in part.ahead:
+            name = self.asked[load] = self._fresh("v")
+            scope.lines.append(f"{name} = {self._asked(load, scope)}")
+        ends = [part.end] if part.end is not None else []
+        self._compute(part.values, part.stores, [*part.gathered, *ends], set(part.kept), scope)
+        for reduce in part.gathered:
+            mask = self._mask_of_reduction(reduce, scope)
+            scope.lines += gathered[reduce].step(self._arguments(reduce, scope), mask)
+        for store in part.stores:
+            self._store(store, scope)
+        self._compute(ends, [], [], set(part.kept), scope)
 
     def _write_loop(self, dim: Dim, scope: Scope) -> None:
         size = size_text(dim.size)
@@ -389,6 +415,12 @@ class Body:
         return masks if mask is None else [*masks, scope.text(mask).at(AND + 1)]
 
     def _load(self, load: Load, scope: Scope) -> Text:
+        code = self.asked.pop(load, None) or self._asked(load, scope)
+        stored = self.dtypes[load.buffer]
+        return Text(code if stored == load.dtype else f"{code}.to({dtype_name(load.dtype)})")
+
+    def _asked(self, load: Load, scope: Scope) -> str:
+        """A load, with the type that is in memory."""
         dims = self.at.tile(load.axes)
         masks = self._masks(load.axes, load.mask, scope)
         args = [self._pointer(load.buffer, load.index, load.axes, dims, scope)]
@@ -399,9 +431,7 @@ class Body:
             args.append(f"other={literal(load.other, self.dtypes[load.buffer])}")
         if (hint := self._eviction(load)) is not None:
             args.append(f'eviction_policy="{hint}"')
-        code = f"tl.load({', '.join(args)})"
-        stored = self.dtypes[load.buffer]
-        return Text(code if stored == load.dtype else f"{code}.to({dtype_name(load.dtype)})")
+        return f"tl.load({', '.join(args)})"
 
     def _eviction(self, load: Load) -> str | None:
         """What the cache should do with the lines: keep what is loaded again, let go what is not."""
@@ -409,10 +439,11 @@ class Body:
             return "evict_last" if self.plan.grid and load.axes else None
         if not self._inside(load.axes):
             return None
-        return "evict_last" if any(load in self.walks[later] for later in self._later()) else "evict_first"
+        again = sum(load in values for values in self.later)
+        return "evict_last" if again > (load in self.asked) else "evict_first"
 
-    def _later(self) -> range:
-        return range(self.phase + 1, self.last + 1)
+    def _later_walks(self) -> list[Sequence[Value]]:
+        return [self.walks[later] for later in range(self.phase + 1, self.last + 1)]
 
     def _store(self, store: Store, scope: Scope) -> None:
         conditions, axes = self._once(store, scope)

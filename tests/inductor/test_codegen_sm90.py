@@ -13,6 +13,7 @@ from nests import (
     cross_entropy,
     dropout_add,
     layer_norm_backward,
+    layer_norm_backward_past_a_residual,
     rms_norm,
     softmax,
     swiglu,
@@ -21,7 +22,7 @@ from nests import (
 
 from weft import knobs
 from weft.inductor.codegen.kernel import generate, supports
-from weft.inductor.ir import Call, Load, Nest
+from weft.inductor.ir import Call, Load, Nest, Reduce
 from weft.inductor.runtime import compile_pool
 
 bf16, f32, i64 = torch.bfloat16, torch.float32, torch.int64
@@ -82,8 +83,29 @@ def test_kernels_fit_and_load_16_bytes_at_once(name: str) -> None:
 
 
 def test_rows_that_do_not_fit_into_registers_are_refused() -> None:
-    assert supports(layer_norm_backward(264, 16, 8192)) is None
-    assert "fit into registers" in (supports(layer_norm_backward(264, 16, 16384)) or "")
+    nest = layer_norm_backward(264, 16, 16384)
+    assert supports(nest) is None
+    third = Reduce("sum", (Load("x", nest.stores[0].index, f32),), [1], f32)
+    nest = Nest(nest.sizes, (*nest.stores, replace(nest.stores[2], buffer="third", value=third)))
+    assert "fit into registers" in (supports(nest) or "")
+
+
+@pytest.mark.parametrize(
+    ("nest", "other", "loads"),
+    [
+        (layer_norm_backward(128, 32, 16384), ["mean", "rstd", "dw", "db"], 8),
+        (layer_norm_backward_past_a_residual(128, 32, 16384), ["rstd", "dw", "db"], 11),
+    ],
+    ids=["layer_norm", "all_of_layer_norm"],
+)
+def test_rows_of_16384_are_loaded_again_and_hardly_spilled(nest: Nest, other: list[str], loads: int) -> None:
+    """The sums of two columns take half of all registers; what is spilled stays in the first-level cache."""
+    binary, threads = compiled(nest, dict.fromkeys(other, f32))
+    needs = binary.resources
+    assert needs.registers * threads <= REGISTERS
+    assert needs.spills <= 96
+    assert needs.shared <= 32 * 1024, "the rest of the memory is the cache that holds the row"
+    assert needs.vector_loads == loads * 16384 // (8 * threads)
 
 
 def test_four_random_numbers_come_from_one_counter() -> None:

@@ -1,0 +1,46 @@
+"""Generated kernels, in Triton's interpreter, against what their nests mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from nest_eval import evaluate
+
+from weft.inductor.codegen.kernel import GeneratedKernel, generate
+from weft.inductor.ir import Nest
+from weft.inductor.runtime.kernels import compile_kernels
+
+
+def check(
+    nest: Nest, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, int] | None = None, tolerance: float = 2e-5
+) -> GeneratedKernel:
+    """Run a nest's kernel in the interpreter and compare every buffer with the oracle's."""
+    nest.check()
+    generated = generate(nest, {name: buffer.dtype for name, buffer in buffers.items()})
+    compiled = compile_kernels([generated.source], torch.device("cpu"))[0]
+    given_ = [scalar.expression.subs(numbers or {}) for scalar in generated.scalars]
+    values = [float(v) if s.dtype.is_floating_point else int(v) for s, v in zip(generated.scalars, given_, strict=True)]
+    got = {name: buffer.clone() for name, buffer in buffers.items()}
+    want = {name: buffer.clone() for name, buffer in buffers.items()}
+    try:
+        compiled.launch(generated.grid(values), 0, *(got[name] for name in generated.buffers), *values)
+    except Exception as error:
+        error.add_note(f"{nest}\n{generated.source.text}")
+        raise
+    evaluate(nest, want, numbers)
+    for name in buffers:
+        torch.testing.assert_close(
+            got[name],
+            want[name],
+            rtol=tolerance,
+            atol=tolerance,
+            equal_nan=True,
+            msg=lambda m, name=name: f"{name}: {m}\n{nest}\n{generated.source.text}",
+        )
+    return generated
+
+
+def tensors(seed: int = 0, **sizes: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
