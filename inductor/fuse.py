@@ -15,7 +15,7 @@ import heapq
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -193,7 +193,7 @@ class _Fuser:
         one, two = self.groups[a], self.groups[b]
         if len(one.members) + len(two.members) > _MOST_MEMBERS or len(one.buffers | two.buffers) > _MOST_BUFFERS:
             return "too large"
-        if not self._linked(a, b) and self._again(one) != self._again(two):
+        if not self._linked(a, b) and any(self._forward(x) and self._again(y) for x, y in ((one, two), (two, one))):
             return "computed again so that it is not kept"
         if self._detour(a, b) or self._detour(b, a):
             return "something runs between"
@@ -205,8 +205,14 @@ class _Fuser:
 
     def _again(self, group: _Group) -> bool:
         """Whether a group computes again what forward computed."""
-        operations = (self.lowered.operations[at] for at, _ in group.members)
-        return any(node.meta.get("recomputed") for operation in operations for node in _nodes(operation))
+        return any(node.meta.get("recomputed") for node in self._computed(group))
+
+    def _forward(self, group: _Group) -> bool:
+        """Whether a group computes something for the first time that forward needs."""
+        return any(node.meta.get("stage") == "forward" for node in self._computed(group))
+
+    def _computed(self, group: _Group) -> Iterator[Node]:
+        return (node for at, _ in group.members for node in _nodes(self.lowered.operations[at]))
 
     def _detour(self, a: int, b: int) -> bool:
         """Whether something else must run after ``a`` and before ``b``."""

@@ -14,6 +14,7 @@ from weft.inductor.codegen.kernel import supports
 from weft.inductor.fuse import Kernel, fuse
 from weft.inductor.inline import inline
 from weft.inductor.lower import Loop, lower
+from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
 
 
 def randn(*sizes: int, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -112,6 +113,27 @@ def test_swiglu_and_its_backward() -> None:
         return grads((F.silu(gate) * up * dy).sum(), gate, up)
 
     assert len(kernels(step, *(randn(64, 256) for _ in range(3)))) == 1
+
+
+@pytest.mark.parametrize(("stage", "count"), [("forward", 2), ("backward", 1)])
+def test_what_is_computed_again_joins_what_else_backward_computes_and_not_forward(stage: str, count: int) -> None:
+    step = weft.capture(lambda x: (x.sin(), x.cos()), randn(128, 128))
+    first, again = (node for node in step.graph.nodes if node.op == "call_function")
+    first.meta["stage"] = stage
+    again.meta |= {"stage": "backward", "recomputed": True}
+    assert len(fuse(inline(lower(step, list(step.graph.nodes))), supports)) == count
+
+
+def test_both_gradients_of_swiglu_are_one_kernel_where_silu_is_computed_again() -> None:
+    def step(gate, up, w):
+        gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
+        return torch.autograd.grad(((F.silu(gate) * up) @ w).square().sum(), [gate, up])
+
+    graph = run_passes(weft.capture(step, randn(64, 256), randn(64, 256), randn(256, 32)), EVERY_PASS)
+    assert any(node.meta.get("recomputed") for node in graph.graph.nodes)
+    found = fuse(inline(lower(graph, list(graph.graph.nodes))), supports)
+    of_gate = [item for item in found if isinstance(item, Kernel) and "args_0" in item.reads]
+    assert [len(kernel.nest.stores) for kernel in of_gate] == [1, 2], "forward's product, and both gradients"
 
 
 def test_rope_is_one_kernel_each_way() -> None:
