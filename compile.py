@@ -18,6 +18,7 @@ from weft import knobs, torch_adapter
 from weft.capture.agreement import agree
 from weft.capture.dynamic import MARKS
 from weft.capture.fake_world import current_fake_world
+from weft.capture.garbage import no_collections
 from weft.capture.graph import Role, StepGraph
 from weft.capture.guards import Guards
 from weft.capture.reading import Places
@@ -138,6 +139,7 @@ class CompiledStep(Generic[P, R]):
             return verify_first_call(self.step, entry.captured, args, kwargs, functools.partial(entry.run, leaves))
         return entry.run(leaves)
 
+    @no_collections()
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _Entry:
         """Capture one call, agree with the other ranks, and keep the result at the front of ``entries``."""
         self._say_why(reasons)

@@ -113,6 +113,14 @@ def sequence_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+def new_node(graph: torch.fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> torch.fx.Node:
+    """``graph.create_node``, three times as fast from torch 2.13 on, which looks through all arguments for raw symbolic
+    numbers to warn of; weft's graphs have none."""
+    node = graph.create_node(op, target, name=name)
+    node._update_args_kwargs(args, kwargs)
+    return node
+
+
 # ---- fake world: a process group of any size in one process
 
 
@@ -303,7 +311,13 @@ def lr_symbol(shape_env: ShapeEnv, value: float, name: str) -> torch.SymFloat:
     from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
 
     source = ConstantSource(name)
-    symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    # Torch notes which line of the user's asked for a symbol; to know its own lines it imports all of torch.export.
+    # Nobody's line asked for this one.
+    shape_env._get_user_frame = lambda: None  # type: ignore[method-assign]
+    try:
+        symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    finally:
+        del shape_env._get_user_frame
     return cast(torch.SymFloat, shape_env.create_symfloatnode(symbol, hint=value, source=source))
 
 
@@ -381,7 +395,23 @@ def new_fake(
             meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
         else:
             meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, sizes, strides)
-    return FakeTensor(mode, meta, device)
+        return FakeTensor(mode, meta, device)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
+    """A fake tensor with the layout of a plain one, from the start of memory of its own."""
+    return new_fake(mode, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), 0, None)
+
+
+def detached_fake(fake: torch.Tensor) -> torch.Tensor:
+    """``fake.detach()``; for all but symbolic sizes and unusual tensors without an operation, in a third of its time.
+    Its mode must be active."""
+    if type(fake) is not FakeTensor or fake._has_symbolic_sizes_strides or fake.constant is not None:
+        return fake.detach()
+    if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg():
+        return fake.detach()
+    layout = fake.dtype, fake.shape, fake.stride(), fake.storage_offset()
+    return new_fake(fake.fake_mode, fake.fake_device, *layout, fake.untyped_storage())
 
 
 def replaced(shape_env: ShapeEnv, symbol: Any) -> Any:
@@ -409,6 +439,10 @@ def registered_hooks(tensor: torch.Tensor) -> list[dict[int, Any]]:
 leaf_flags = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 # Attributes of tensor subclasses are read as they are, and several times faster.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
+# As above, and no function mode sees what is read or called either.
+no_torch_function_modes = torch._C.DisableTorchFunction
+# Takes both back.
+torch_functions = torch._C._EnableTorchFunction
 
 
 def like(tensors: Iterable[torch.Tensor]) -> Callable[..., bool]:
@@ -548,9 +582,10 @@ def force_eager() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def dtensors_take_symbols() -> Iterator[None]:
+def dtensors_in_captures() -> Iterator[None]:
     """DTensors take numbers that have no value (a count of steps, in a capture). To place the result of an operation,
-    torch looks at all arguments, and would ask for the values: it gets 1.0, since no number decides on a placement."""
+    torch looks at all arguments, and would ask for the values: it gets 1.0, since no number decides on a placement.
+    Operations on lists are placed in time that does not grow with the square of the lists."""
     if "torch.distributed.tensor" not in sys.modules:
         yield
         return
@@ -573,7 +608,7 @@ def dtensors_take_symbols() -> Iterator[None]:
     names = "propagate_op_sharding", "propagate_op_sharding_non_cached"
     before = {name: propagator.__dict__.get(name) for name in names}
     for name in names:
-        setattr(propagator, name, placed(getattr(propagator, name)))
+        setattr(propagator, name, placed(_placed_once_a_column(getattr(propagator, name))))
     try:
         yield
     finally:
@@ -582,6 +617,53 @@ def dtensors_take_symbols() -> Iterator[None]:
                 delattr(propagator, name)
             else:
                 setattr(propagator, name, value)
+
+
+def _placed_once_a_column(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``place`` for operations on lists (``_foreach_*``, fused optimizers). What torch does with one element depends on
+    that element of each list, a column, alone; but it looks at all lists again for each. Of columns that are alike one
+    is placed: a model has few kinds of parameters."""
+
+    def run(schema: Any) -> Any:
+        columns = _columns(schema)
+        try:
+            known: dict[Any, int] = {}
+            numbers = [known.setdefault(column, len(known)) for column in columns]
+        except TypeError:  # symbolic sizes
+            return place(schema)
+        if len(known) == len(columns):
+            return place(schema)
+        firsts = [numbers.index(number) for number in range(len(known))]
+        args = tuple(type(arg)(arg[at] for at in firsts) if _is_list(arg) else arg for arg in schema.args_schema)
+        found = place(dataclasses.replace(schema, args_schema=args))
+        specs = found.output_spec
+        if found.needs_redistribute:  # the plan for that is one of all elements
+            return place(schema)
+        if specs is None:
+            return found
+        return dataclasses.replace(found, output_spec=type(specs)(specs[number] for number in numbers))
+
+    return run
+
+
+def _columns(schema: Any) -> list[tuple[Any, ...]]:
+    """The columns of the lists that an operation is given; none for operations that do not work column by column."""
+    operation, args, named = schema.op, schema.args_schema, schema.kwargs_schema.values()
+    lists = [arg for arg in args if _is_list(arg)]
+    if not operation.name().startswith(("aten::_foreach_", "aten::_fused_")) or len(operation._schema.returns) > 1:
+        return []
+    if not args or not _is_list(args[0]):  # such as _fused_rms_norm
+        return []
+    of_all = any(getattr(arg, "ndim", 0) for arg in (*args, *named))  # a tensor with a number for each column
+    if of_all or any(map(_is_list, named)) or len({len(each) for each in lists}) != 1:
+        return []
+    if any(isinstance(entry, (torch.SymInt, torch.SymFloat)) for each in lists for entry in each):
+        return []  # two of them cannot be compared
+    return list(zip(*([(type(entry), entry) for entry in each] for each in lists), strict=True))
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple) and len(value) > 0
 
 
 @contextlib.contextmanager
@@ -818,6 +900,11 @@ def map_leaves(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 # ---- symmetric memory
+
+
+def world_group_name() -> str:
+    """The name under which torch registered the default process group."""
+    return str(distributed_c10d._get_default_group().group_name)
 
 
 def process_group(group_name: str) -> dist.ProcessGroup:

@@ -57,7 +57,7 @@ class ExactRun(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(not torch_adapter.is_plain_tensor_type(kind) for kind in types):
             return NotImplemented
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         written = list(_written(op, args, kwargs))
         if op.namespace not in _RUN_AGAIN or op._schema.name in _MEMORY or draws(op, args, kwargs):
             out = op(*args, **kwargs)

@@ -17,6 +17,8 @@ from weft.capture.fake_rules import fake_rule
 from weft.torch_adapter import OpOverload
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+# Collectives, and operations on shards, look at layouts and at the group they name, which stays what it is.
+_NAMESPACES = frozenset({"aten", "_c10d_functional", "weft"})
 # Results that depend on more than layouts.
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
@@ -38,7 +40,8 @@ class _Unknown(Exception):
 
 
 class FakeResults:
-    """Runs operations on the fakes of one mode. Results are new tensors each time."""
+    """Runs operations on the fakes of one mode, for as long as process groups do not change. Results are new tensors
+    each time."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -75,7 +78,7 @@ class FakeResults:
 
 @functools.cache
 def _depends_on_layouts(op: OpOverload) -> bool:
-    return op.namespace == "aten" and not op._schema.is_mutable and op not in _LIFTS and _DATA.isdisjoint(op.tags)
+    return op.namespace in _NAMESPACES and not op._schema.is_mutable and op not in _LIFTS and _DATA.isdisjoint(op.tags)
 
 
 def _described(value: Any, tensors: list[torch.Tensor]) -> Any:

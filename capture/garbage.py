@@ -10,11 +10,15 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """No automatic collections inside."""
+    """No automatic collections inside. What was made inside counts as old afterwards: a full collection finds it, and
+    those of young objects, one of which would else come at once, do not walk it."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():  # what the user froze stays frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

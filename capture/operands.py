@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from weft.torch_adapter import OpOverload
 
+_CONTAINERS = (list, tuple, dict)
+
 
 def map_operands(tree: Any, fn: Callable[[Any], Any]) -> Any:
     """``tree`` with ``fn`` applied to everything that is no list, tuple or dict; named tuples become tuples."""
-    if isinstance(tree, list):
-        return [map_operands(item, fn) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple([map_operands(item, fn) for item in tree])
+    if not isinstance(tree, _CONTAINERS):
+        return fn(tree)
     if isinstance(tree, dict):
         return {key: map_operands(item, fn) for key, item in tree.items()}
-    return fn(tree)
+    mapped = [map_operands(item, fn) if isinstance(item, _CONTAINERS) else fn(item) for item in tree]
+    return mapped if isinstance(tree, list) else tuple(mapped)
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from tensors_in(item)
+        found.append(tree)
+    elif isinstance(tree, _CONTAINERS):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            _collect(item, found)
 
 
 def argument_of(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:

@@ -140,10 +140,13 @@ class Recorder(TorchDispatchMode):
         return False  # torch would wrap every dispatch to keep its own compiler out; none runs here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        op: OpOverload = func
+        # In a backward the modes of a fake world are on here, and would see each look at a tensor.
+        with torch_adapter.no_torch_function_modes():
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, op: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        kwargs = kwargs or {}
         if any(not torch_adapter.is_plain_tensor_type(t) for t in types):
             return NotImplemented
         if self._paused_in is not None or op.namespace == "profiler":
@@ -217,7 +220,7 @@ class Recorder(TorchDispatchMode):
         """A wait hands back the storage it was given, now holding the result: the value after it is the wait's."""
         alias = self.alias(given)
         node = self.emit(_WAIT, self.read(alias), val=alias.val)
-        if self._storage_key(out) != self._storage_key(alias.val):
+        if torch_adapter.storage_key(out) != torch_adapter.storage_key(alias.val):
             self._bind_fresh(out, node)
             return out
         alias.buffer.version += 1
@@ -271,7 +274,7 @@ class Recorder(TorchDispatchMode):
     ) -> torch.Tensor | None:
         """What the functional form returns where that has another dtype than the tensor it replaces (bfloat16 +=
         float32)."""
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         if len(tensors) < 2 or op in (aten.copy_.default,) or all(t.dtype == tensors[0].dtype for t in tensors):
             return None
         first = argument_of(args, kwargs, *what.writes[0])
@@ -410,8 +413,7 @@ class Recorder(TorchDispatchMode):
     def new_input(self, tensor: torch.Tensor, val: torch.Tensor | None = None) -> Alias:
         """A placeholder for ``tensor``, standing before all operations; ``val`` overrides its fake (dynamic sizes)."""
         if val is None:
-            with torch_adapter.only_mode(self.fake_mode):
-                val = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            val = torch_adapter.fake_like(self.fake_mode, tensor)
         alias = self.stand_in(val, self.input_name(tensor))
         self._inputs[identity(tensor)] = alias
         self._input_storages.setdefault(identity(tensor)[0], []).append((alias, tensor))
@@ -447,7 +449,7 @@ class Recorder(TorchDispatchMode):
 
     def emit(self, target: Callable[..., Any], *args: Any, val: Any, **kwargs: Any) -> torch.fx.Node:
         """Append a call to the graph."""
-        node = self.graph.create_node("call_function", target, args, kwargs, name=_name(target))
+        node = torch_adapter.new_node(self.graph, "call_function", target, args, kwargs, _name(target))
         node.meta["val"] = val
         self._stamp(node)
         return node
@@ -532,7 +534,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         index: int | None,
     ) -> None:
-        buffer = self._buffers.get(self._storage_key(val))
+        buffer = self._buffers.get(torch_adapter.storage_key(val))
         if buffer is None:
             self._bind_fresh(val, node)
             return
@@ -570,9 +572,6 @@ class Recorder(TorchDispatchMode):
     def forget(self, val: torch.Tensor) -> None:
         """Take from a fake what is known of it: nothing more will be recorded of it."""
         val.__dict__.pop("_weft_alias", None)
-
-    def _storage_key(self, val: torch.Tensor) -> int:
-        return val.untyped_storage()._cdata
 
     def take_pending_symbols(self) -> None:
         """Fresh data-dependent symbols are ours now; torch would complain about ones nobody claimed."""

@@ -20,6 +20,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from weft import torch_adapter
+
 log = logging.getLogger(__name__)
 
 Number = torch.SymInt | torch.SymFloat | torch.SymBool
@@ -127,7 +129,8 @@ class Symbols:
                 self._nodes[symbol] = self._origins[symbol]()
         if expr not in self._nodes:
             env = {symbol: torch.fx.Proxy(self._nodes[symbol], self._tracer) for symbol in expr.free_symbols}
-            self._nodes[expr] = sympy_interp(_Arithmetic, env, expr).node
+            with torch_adapter.torch_functions():  # by which proxies see calls
+                self._nodes[expr] = sympy_interp(_Arithmetic, env, expr).node
         return self._nodes[expr]
 
     def shown(self, expr: Any) -> str:

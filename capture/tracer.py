@@ -92,6 +92,7 @@ class CapturedStep:
     seconds: float = 0.0
 
 
+@no_collections()
 def capture_step(
     step: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -200,10 +201,9 @@ class _Capture:
         torch.clear_autocast_cache()
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(no_collections())
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(torch_adapter.force_eager())
-                stack.enter_context(torch_adapter.dtensors_take_symbols())
+                stack.enter_context(torch_adapter.dtensors_in_captures())
                 stack.enter_context(script_functions_as_written())
                 stack.enter_context(functional_collectives())
                 stack.enter_context(record_random_state(self.recorder))
@@ -303,7 +303,7 @@ class _Capture:
             if not isinstance(val, torch.Tensor):
                 return val
             self.recorder.forget(val)
-            return val.detach() if val.requires_grad else val
+            return torch_adapter.detached_fake(val) if val.requires_grad else val
 
         with torch_adapter.only_mode(self.fake_mode):
             for node in self.recorder.graph.nodes:

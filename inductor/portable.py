@@ -37,6 +37,7 @@ Node = torch.fx.Node
 _MODULES = {"builtins": builtins, "_operator": operator, "operator": operator, "math": math, "torch": torch}
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 _WORDS = {str(word): word for word in vars(torch).values() if isinstance(word, _NAMED)}
+_BY_VALUE = (torch.dtype, torch.device, OpOverload, Frame)
 _PLAIN = frozenset({int, bool, float, str, type(None)})
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _META = ("frames", "module", "stage", "effect", "operations", "stream", "inplace", "place", "number")
@@ -134,7 +135,7 @@ class _Writer:
         return self.known[key]
 
     def _entry(self, value: Any) -> int:
-        by_value = isinstance(value, (torch.dtype, torch.device, OpOverload))
+        by_value = isinstance(value, _BY_VALUE)
         key = value if by_value else id(value)
         found = self.known.get(key)
         if found is None:
@@ -234,9 +235,8 @@ class _Reader:
         graph = torch.fx.Graph()
         for op, name, target, args, kwargs, meta, val in self.tables["nodes"]:
             target = target if isinstance(target, str) else self._entry(target)
-            node = graph.create_node(
-                op, target, tuple(self._word(arg) for arg in args), self._word(kwargs) if kwargs else {}, name
-            )
+            words = tuple([self._word(arg) for arg in args]), self._word(kwargs) if kwargs else {}
+            node = torch_adapter.new_node(graph, op, target, *words, name)
             if node.name != name:
                 raise ValueError(f"two nodes are called {name}")
             node.meta = dict(self._entry(meta))

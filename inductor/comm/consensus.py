@@ -100,7 +100,7 @@ def _found_apart(step: StepGraph) -> list[str]:
     found = {group: why for group, node in wanted.items() if (why := unreachable(step, node)) is not None}
     for group, why in found.items():
         log.warning("%s carries all collectives over %s: %s", LIBRARY, group, why)
-    world = Meeting("the world", dist.group.WORLD.group_name, "schedule")
+    world = Meeting("the world", torch_adapter.world_group_name(), "schedule")
     every = [json.loads(text) for text in world.exchange(json.dumps([*found]))]
     return [group for group in wanted if any(group in one for one in every)]
 

@@ -320,6 +320,17 @@ def test_math_on_sizes() -> None:
     equal_to_eager(square_root, batches(4, 5, 6, 7), captures=2)
 
 
+def test_math_on_sizes_as_a_result() -> None:
+    module = model()
+
+    def step(x: Tensor) -> Any:
+        module(x).sum().backward()
+        return torch.sym_sqrt(x.shape[0])
+
+    compiled = weft.compile(step, dynamic=True)
+    assert [compiled(torch.ones(size, FEATURES)) for size in (4, 5, 6)] == [math.sqrt(size) for size in (4, 5, 6)]
+
+
 def scaled_by_numbers(module: nn.Module) -> Callable[[Tensor], Tensor]:
     def step(x: Tensor) -> Tensor:
         n = x.shape[0]

@@ -17,6 +17,7 @@ from weft import torch_adapter
 from weft.capture import fake_results
 from weft.capture.fake_results import FakeResults
 from weft.capture.tracer import capture_step
+from weft.distributed import ops  # noqa: F401, which registers them
 from weft.inductor import portable
 
 aten = torch.ops.aten
@@ -33,6 +34,13 @@ CASES: dict[str, tuple[Any, Callable[[torch.Tensor], tuple[Any, ...]]]] = {
     "several results": (aten.native_layer_norm.default, lambda x: (x, [8], None, None, 1e-5)),
     "joined": (aten.cat.default, lambda x: ([x, x, x[:1]], 0)),
     "gathered": (aten.embedding.default, lambda x: (x, torch.zeros(2, 3, dtype=torch.int64))),
+    "gathered from ranks": (torch.ops._c10d_functional.all_gather_into_tensor.default, lambda x: (x, 4, "group")),
+    "scattered to ranks": (
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        lambda x: (x.t(), "sum", 4, "group"),
+    ),
+    "waited for": (torch.ops._c10d_functional.wait_tensor.default, lambda x: (x.t(),)),
+    "a shard": (torch.ops.weft.pad_shard.default, lambda x: (x[:3], 10, 3, torch.bfloat16)),
     "no operands": (aten.full.default, lambda x: ([2, 3], 7)),
     "no elements": (aten.slice.Tensor, lambda x: (x, 0, 2, 2)),
 }
@@ -133,3 +141,31 @@ def test_a_capture_is_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(fake_results, "_depends_on_layouts", lambda op: False)
         texts.append(portable.dump(capture_step(step, (torch.zeros(2, 3, 9, 9),), {}).graph))
     assert texts[0] == texts[1]
+
+
+FAKES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a whole": lambda x: x,
+    "a view of a part": lambda x: x[1:, ::2].t(),
+    "another type in the same memory": lambda x: x.view(torch.int32),
+    "conjugated": lambda x: torch.view_as_complex(x.unflatten(1, (4, 2))).conj(),
+    "no elements": lambda x: x[2:2],
+}
+
+
+@pytest.mark.parametrize("case", FAKES)
+def test_a_detached_fake_is_what_detach_gives(case: str) -> None:
+    with FakeTensorMode():
+        fake = FAKES[case](torch.empty(4, 8, requires_grad=case != "another type in the same memory"))
+        wanted, found = fake.detach(), torch_adapter.detached_fake(fake)
+    assert not found.requires_grad
+    assert found.is_conj() == wanted.is_conj()
+    assert _described(found, [fake]) == _described(wanted, [fake])
+
+
+def test_a_detached_fake_keeps_symbolic_sizes() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.empty(3, 4), static_shapes=False)
+    with mode:
+        found = torch_adapter.detached_fake(fake)
+    assert [str(size) for size in found.shape] == [str(size) for size in fake.shape]
+    assert torch_adapter.storage_key(found) == torch_adapter.storage_key(fake)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -185,3 +187,11 @@ def test_training_goes_on_from_a_loaded_optimizer() -> None:
         return [detached(step(batches()[2][0])), snapshot(model), snapshot(optimizer)]
 
     assert_equal(run(weft.compile), run(lambda step: step))
+
+
+def test_a_learning_rate_does_not_import_the_exporter() -> None:
+    """Which takes longer than the capture of a small step."""
+    module = "torch.export._trace"
+    source = f"import sys; from weft.capture.toy import capture_toy; capture_toy(); print('{module}' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.split() == ["False"]
