@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from weft.inductor.axes import integer
-from weft.inductor.ir import Position, Store, Value, register_dtype
+from weft.inductor.ir import Int, Position, Store, Value, register_dtype
 from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.expressions import Expression, call, where
-from weft.inductor.lowering.registry import Lowering, Node, lowers
+from weft.inductor.lowering.registry import Lowering, Node, Operand, lowers
 from weft.inductor.lowering.split import Stages
 
 aten = torch.ops.aten
@@ -24,22 +25,31 @@ Finish = Callable[[list[Value]], Expression]
 
 
 class Reduced:
-    """A reduction of one tensor: the whole space, its stages, and where results go."""
+    """A reduction of one tensor: the whole space, its stages, and where results go.
 
-    def __init__(self, out: Lowering, source: Any, dims: Any) -> None:
+    Args:
+        apart: whether a reduced dimension that a view made of several is several axes, as it is to what makes them: so
+            the loops of both can be split alike. Not for what counts positions along a dimension.
+    """
+
+    def __init__(self, out: Lowering, source: Any, dims: Any, *, apart: bool = False) -> None:
         self.out, self.operand = out, out.operand(source)
         rank = len(self.operand.sizes)
         listed = [dims] if isinstance(dims, int) else dims
-        self.over = tuple(sorted({dim % rank for dim in listed or range(rank)})) if rank else ()
-        self.x = Expression(out.value(source, self.operand.sizes))
+        over = {dim % rank for dim in listed or range(rank)} if rank else set()
+        axes = [[dim] for dim in range(rank)]
+        if apart:
+            self.operand, axes = _taken_apart(self.operand, _base(out, source), over)
+        self.kept = [None if dim in over else axes[dim][0] for dim in range(rank)]
+        self.over = tuple(axis for dim in sorted(over) for axis in axes[dim])
+        self.x = Expression(self.operand.load(self.operand.index()))
         self.stages = Stages(out, self.operand.sizes, self.over, self.operand.index())
 
     def axes(self, result: int = 0) -> list[int | None]:
         """Which axis each dimension of a result is; results keep reduced dimensions or not."""
-        rank = len(self.operand.sizes)
-        if len(self.out.fake(result).shape) == rank:
-            return [None if axis in self.over else axis for axis in range(rank)]
-        return [axis for axis in range(rank) if axis not in self.over]
+        if len(self.out.fake(result).shape) == len(self.kept):
+            return self.kept
+        return [axis for axis in self.kept if axis is not None]
 
     def target(self, value: Expression, result: int = 0) -> Store:
         """The store of a result, in its type."""
@@ -55,6 +65,37 @@ class Reduced:
         return Expression(integer(self.stages.count)).to(dtype)
 
 
+def _base(out: Lowering, source: Node) -> Operand:
+    """The tensor that ``source`` is a view of, by however many views."""
+    operand = out.operand(source)
+    while source.all_input_nodes and (before := out.operands.get(source.all_input_nodes[0])) is not None:
+        if before.buffer != operand.buffer:
+            break
+        source, operand = source.all_input_nodes[0], before
+    return operand
+
+
+def _taken_apart(operand: Operand, base: Operand, dims: set[int]) -> tuple[Operand, list[list[int]]]:
+    """``operand`` with each of ``dims`` as the dimensions of ``base`` that it is made of, and the axes of every
+    dimension. What has symbolic sizes stays together."""
+    pairs = zip(base.sizes, base.strides, strict=True)
+    whole = {stride: size for size, stride in pairs if isinstance(size, int) and isinstance(stride, int) and size != 1}
+    sizes: list[Int] = []
+    strides: list[Int] = []
+    axes: list[list[int]] = []
+    for dim, (size, stride) in enumerate(zip(operand.sizes, operand.strides, strict=True)):
+        parts: list[Int] = []
+        step = stride
+        while dim in dims and isinstance(size, int) and step in whole and math.prod(parts) < size:
+            parts.insert(0, whole[step])
+            step *= whole[step]
+        parts = parts if parts and math.prod(parts) == size else [size]
+        axes.append(list(range(len(sizes), len(sizes) + len(parts))))
+        sizes += parts
+        strides += [stride * math.prod(parts[at + 1 :]) for at in range(len(parts))]
+    return replace(operand, sizes=tuple(sizes), strides=tuple(strides)), axes
+
+
 def _accumulated(out: Lowering, dtype: torch.dtype) -> torch.dtype:
     """The type to add up in: that of the result, halves in float32."""
     wanted = register_dtype(dtype)
@@ -63,7 +104,7 @@ def _accumulated(out: Lowering, dtype: torch.dtype) -> torch.dtype:
 
 @lowers(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 def _sum(out: Lowering, node: Node) -> None:
-    r = Reduced(out, node.args[0], arguments(node).get("dim"))
+    r = Reduced(out, node.args[0], arguments(node).get("dim"), apart=True)
     (total,) = r.reduce("sum", r.x.to(_accumulated(out, out.fake().dtype)))
     if "mean" in str(node.target):
         total = total / r.count(total.dtype)

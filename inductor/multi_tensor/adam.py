@@ -40,7 +40,8 @@ _BLOCK = 128
 class Adam(MultiTensor):
     """``adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, coefficient, grad_scale, found_inf)``.
 
-    Updates all lists but the gradients, and the steps if it counts them. ``lr`` is a number or a 0-dim tensor;
+    Updates all lists but the gradients, and the steps if it counts them. Gradients may be of a narrower dtype than
+    their parameters, which they are cast to first. ``lr`` is a number or a 0-dim tensor;
     ``coefficient`` (which gradients are multiplied by first), ``grad_scale`` (which they are divided by) and
     ``found_inf`` (1.0: change nothing) are 0-dim tensors or None.
 
@@ -64,6 +65,7 @@ class Adam(MultiTensor):
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, coefficient, grad_scale, found_inf = arguments
+        grads = [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
         if coefficient is not None:
             grads = aten._foreach_mul.Tensor(grads, coefficient)
         if self.advance:
@@ -144,14 +146,14 @@ class Adam(MultiTensor):
             given,
             [Further("rates", "*fp32", Scratch("rates"))],
             setup=_LOAD_RATES,
-            body=self._body([n.name for n in given], fakes[GRADS].dtype),
+            body=self._body([n.name for n in given], fakes[PARAMS].dtype),
             skip="found_inf == 1.0" if arguments[FOUND_INF] is not None else "",
         )
 
-    def _body(self, scalars: list[str], grad: torch.dtype) -> list[str]:
+    def _body(self, scalars: list[str], dtype: torch.dtype) -> list[str]:
         body = []
         if "coefficient" in scalars:
-            body.append(f"grad = {rounded('(grad * coefficient)', grad)}")
+            body.append(f"grad = {rounded('(grad * coefficient)', dtype)}")
         if "grad_scale" in scalars:
             body.append("grad = tl.div_rn(grad, grad_scale + tl.zeros_like(grad))")
         if self.maximize:

@@ -31,7 +31,7 @@ class Sgd(MultiTensor):
 
     Updates the parameters and the momenta.
 
-    ``momenta`` is empty without momentum. For the scalars see :class:`weft.inductor.multi_tensor.adam.Adam`.
+    ``momenta`` is empty without momentum. For gradients and scalars see :class:`weft.inductor.multi_tensor.adam.Adam`.
 
     Attributes:
         first: whether ``momenta`` hold nothing yet.
@@ -50,6 +50,7 @@ class Sgd(MultiTensor):
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         params, grads, momenta, lr, coefficient, grad_scale, found_inf = arguments
+        grads = [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
         if coefficient is not None:
             grads = aten._foreach_mul.Tensor(grads, coefficient)
         update = aten._fused_sgd.tensor_lr if isinstance(lr, torch.Tensor) else aten._fused_sgd.default
@@ -85,7 +86,7 @@ class Sgd(MultiTensor):
                 [arguments[PARAMS][at].numel() for at in tensors],
                 tensors,
                 given,
-                body=self._body([n.name for n in given], dtypes[GRADS], MOMENTA in walked),
+                body=self._body([n.name for n in given], dtypes[PARAMS], MOMENTA in walked),
                 skip="found_inf == 1.0" if arguments[FOUND_INF] is not None else "",
             )
         return plan
@@ -94,10 +95,10 @@ class Sgd(MultiTensor):
         name = _NAMES[which]
         return Column(name, dtype, not (which == MOMENTA and self.first), "" if which == GRADS else name)
 
-    def _body(self, scalars: list[str], grad: torch.dtype, has_momentum: bool) -> list[str]:
+    def _body(self, scalars: list[str], dtype: torch.dtype, has_momentum: bool) -> list[str]:
         body = []
         if "coefficient" in scalars:
-            body.append(f"grad = {rounded('(grad * coefficient)', grad)}")
+            body.append(f"grad = {rounded('(grad * coefficient)', dtype)}")
         if "grad_scale" in scalars:
             body.append("grad = tl.div_rn(grad, grad_scale + tl.zeros_like(grad))")
         if self.maximize:

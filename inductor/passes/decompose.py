@@ -113,11 +113,14 @@ def _decomposition(node: Node) -> Callable[..., Any] | None:
 
 
 def _results(node: Node) -> dict[int, Node] | None:
-    """The nodes that hold the results that are used, by number; None where a user takes the whole list."""
+    """The nodes that hold the results that are used, by number; None where a user takes the whole list.
+
+    A result that only a backward read which is decomposed already (cuDNN's scratch space) is picked, and not used.
+    """
     if not isinstance(node.meta["val"], (list, tuple)):
         return {0: node}
     picked = all(user.target is operator.getitem and type(user.args[1]) is int for user in node.users)
-    return {user.args[1]: user for user in node.users} if picked else None  # type: ignore[misc]
+    return {user.args[1]: user for user in node.users if user.users} if picked else None  # type: ignore[misc]
 
 
 def _fits(fragment: Fragment, node: Node) -> bool:

@@ -1,7 +1,8 @@
 """Which ATen operations are written in simpler ones, and how: data for :mod:`weft.inductor.passes.decompose`.
 
 Most come from torch's own table. What the loop lowering knows by itself (norms, softmax, losses of classes, gelu, silu,
-sums), library calls (products of matrices, convolution, attention), random numbers, sorting and indexing stay whole.
+sums), library calls (products of matrices, convolution but for that of :mod:`weft.inductor.passes.patches`, attention),
+random numbers, sorting and indexing stay whole.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
+from weft.inductor.passes import patches
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -123,6 +125,8 @@ def _convert_element_type(x: Any, dtype: torch.dtype) -> Any:
 
 
 _OWN: dict[OpOverload, Decomposition] = {
+    aten.convolution.default: patches.convolution,
+    aten.convolution_backward.default: patches.convolution_backward,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,

@@ -1,8 +1,8 @@
 """The tail of a step, many operations on lists of tensors, as a few passes over them.
 
-Fused Adam, AdamW and SGD take in the clipping of their gradients (no clipped gradient is ever written) and the counting
-of their steps. Norms of many tensors become one tensor of norms. What remains of ``_foreach`` operations becomes one
-operation for each chain on lists of equal sizes.
+Fused Adam, AdamW and SGD take in the casts and the clipping of their gradients (no cast or clipped gradient is ever
+written) and the counting of their steps. Norms of many tensors become one tensor of norms. What remains of ``_foreach``
+operations becomes one operation for each chain on lists of equal sizes.
 
 The operations are :class:`weft.inductor.multi_tensor.operation.MultiTensor`; as ATen runs them, every bit is kept.
 """
@@ -20,6 +20,7 @@ from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.norm import ORDERS, Norm
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.sgd import Sgd
+from weft.inductor.passes.fold_casts import holds_exactly
 from weft.inductor.passes.foreach_chains import fuse_foreach_chains
 from weft.inductor.passes.lists import alike, elements_of, list_call, readable, same_scalar, walkable
 
@@ -66,7 +67,7 @@ def _fuse_adam(graph: torch.fx.Graph, node: Node, decoupled: bool) -> None:
     amsgrad, maximize = bound["amsgrad"], bound["maximize"]
     call = Adam(decoupled, beta1, beta2, weight_decay, eps, amsgrad, maximize, before is not None)
     params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs = states
-    lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, before or steps)
+    lists = (params, _before_casts(node, grads), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, before or steps)
     arguments = (*lists, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
     _replace(graph, node, call, arguments, bound["grads"], counted=steps if before else [])
 
@@ -81,6 +82,7 @@ def _fuse_sgd(graph: torch.fx.Graph, node: Node) -> None:
     momentum, weight_decay, dampening = numbers
     first = bound["is_first_step"]
     call = Sgd(momentum, weight_decay, dampening, bound["nesterov"], bound["maximize"], first)
+    grads = _before_casts(node, grads)
     arguments = (params, grads, momenta, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
     _replace(graph, node, call, arguments, bound["grads"])
 
@@ -158,6 +160,21 @@ def _unclipped(node: Node, grads: Sequence[Node]) -> tuple[Sequence[Node], Node 
     same = all(o.meta["val"].dtype == g.meta["val"].dtype for o, g in zip(originals, grads, strict=True))
     same = same and alike([originals, grads]) and same_scalar(factors) and readable(factors, grads[0])
     return (list(originals), factors[0]) if same else (grads, None)
+
+
+def _before_casts(node: Node, grads: Sequence[Node]) -> list[Node]:
+    """What the gradients were before casts that lose nothing and that only ``node`` reads: those of weights which
+    autocast has in half precision."""
+    return [grad.args[0] if _is_only_cast(node, grad) else grad for grad in grads]  # type: ignore[misc]
+
+
+def _is_only_cast(node: Node, grad: Node) -> bool:
+    if grad.target is not aten._to_copy.default or "inplace" in grad.meta or set(grad.users) != {node}:
+        return False
+    source = grad.args[0]
+    assert isinstance(source, Node)
+    given, made = source.meta["val"].dtype, grad.meta["val"].dtype
+    return alike([[source], [grad]]) and walkable([[source]]) and holds_exactly(made, given)
 
 
 def _product(value: Node) -> tuple[Node, Node] | None:

@@ -15,11 +15,17 @@ Node = torch.fx.Node
 
 
 def alike(lists: Sequence[Sequence[Node]]) -> bool:
-    """Whether the lists are equally long, and tensors of one position have the same sizes, strides and device."""
+    """Whether the lists are equally long, and tensors of one position have the same sizes, places and device."""
     if len({len(nodes) for nodes in lists}) > 1:
         return False
     rows = ([node.meta["val"] for node in row] for row in zip(*lists, strict=True))
-    return all(len({(val.shape, val.stride(), val.device) for val in row}) == 1 for row in rows if static(row))
+    return all(len({(val.shape, _steps(val), val.device) for val in row}) == 1 for row in rows if static(row))
+
+
+def _steps(val: torch.Tensor) -> tuple[int, ...]:
+    """The strides that decide where an element lies: gradients of depthwise convolutions have another one along their
+    only channel than weights have."""
+    return tuple([stride for size, stride in zip(val.shape, val.stride(), strict=True) if size != 1])
 
 
 def static(vals: Sequence[torch.Tensor]) -> bool:

@@ -6,7 +6,9 @@ Two degrees:
   kept by elementwise operations, which fuse into the kernel that reads it. Which to keep is a minimum cut through the
   elementwise operations between what must be kept and what backward reads: a vertex for each storage, whose capacity
   counts its bytes once for reading, once for being held, and once for writing where nothing but backward needs it in
-  memory. So a float32 copy of a bfloat16 value, a normalised value or an activation is not kept beside its source.
+  memory. So a float32 copy of a bfloat16 value, a normalised value or an activation is not kept beside its source. What
+  would be computed again for one reader and read by another, library calls later, has to be written in between: the
+  sums of a residual stream are kept, not the layers' results that they are made of.
 - With a budget, more is computed again until the predicted peak fits: values that library calls read (the activation in
   front of a matrix product), through norms too, those first that save most bytes for a microsecond of recomputing.
 
@@ -214,6 +216,7 @@ def _free(values: _Values) -> set[LiveRange]:
     """Storages to compute again in kernels that read them, by a minimum cut."""
     relevant = _relevant(values)
     number = {found: 2 + 2 * at for at, found in enumerate(relevant)}
+    wanted = _first_wanted(values, relevant)
     graph, source, sink = FlowGraph(2 + 2 * len(relevant)), 0, 1
     for found, enters in number.items():
         uses = values.uses[found]
@@ -223,6 +226,8 @@ def _free(values: _Values) -> set[LiveRange]:
         if uses.by_library or not values.can_recompute(found):
             graph.add(source, enters, UNBOUNDED)
         else:
+            if uses.late < UNBOUNDED and values.libraries[uses.late] > values.libraries[wanted[found]]:
+                graph.add(source, enters, 3 * found.size)  # written, held and read once more
             for used in values.inputs(found.maker):
                 graph.add(number[used] + 1, enters, UNBOUNDED)
     _, on_sink_side = graph.minimum_cut(source, sink)
@@ -241,6 +246,16 @@ def _relevant(values: _Values) -> list[LiveRange]:
                     seen[used] = None
                     todo.append(used)
     return list(seen)
+
+
+def _first_wanted(values: _Values, relevant: list[LiveRange]) -> dict[LiveRange, int]:
+    """Where after forward each storage, or one that could be computed from it, is read first."""
+    wanted = {found: values.uses[found].late for found in relevant}
+    for found in sorted(relevant, key=lambda found: values.position[found.maker], reverse=True):
+        if values.can_recompute(found) and not values.uses[found].by_library:
+            for used in values.inputs(found.maker):
+                wanted[used] = min(wanted[used], wanted[found])
+    return wanted
 
 
 def _price(values: _Values, found: LiveRange) -> int:

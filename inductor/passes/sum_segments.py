@@ -1,16 +1,20 @@
-"""Sums of rows by index become one sort of the indices and sums of segments.
+"""Sums of rows by index become one sort of the indices and sums of segments, or a product.
 
 The gradient of an embedding, ``index_add`` of what experts computed, the gradient of picked rows: ATen sorts whole
 rows' indices in ways of its own for some of these, and adds with atomics, in any order, for others. Here they are one
-call, :class:`weft.inductor.multi_tensor.segments.SegmentSum`: work linear in the rows and in the table, and the same
-bits at every run.
+call, with the same bits at every run:
 
-Left to ATen, whose work is linear too: tables and rows of sizes that are not known, narrow rows (a sort costs more than
-adding them), indices along other dimensions, counts (``scale_grad_by_freq``), whole numbers. Its ``index_add`` and
-``scatter_add`` use atomics on a GPU, as the uncompiled step does. Where there are few places to add to,
+- :class:`weft.inductor.multi_tensor.segments.SegmentSum` for wide rows: work linear in the rows and in the table;
+- :class:`weft.inductor.multi_tensor.one_hot.OneHotSum` for narrow rows, where comparing every index with every place is
+  less work than a sort: a bias for each pair of positions, looked up by their distance.
+
+Left to ATen, whose work is linear too: tables and rows of sizes that are not known, many narrow rows for many places,
+indices along other dimensions, counts (``scale_grad_by_freq``), whole numbers. Its ``index_add`` and ``scatter_add``
+use atomics on a GPU, as the uncompiled step does. Where there are few places to add to,
 :mod:`weft.inductor.lowering.gather` lets every place look at every row.
 
-Changes numerics: sums are made in float32 in the order of the rows, and rounded once.
+Changes numerics: sums are made in float32 in an order that sizes alone decide, and rounded once; values of narrow rows
+count with 22 bits.
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ import torch
 from weft.capture.graph import StepGraph, drop_dead
 from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.gather import few_places
+from weft.inductor.multi_tensor.one_hot import WIDEST, OneHotSum
+from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.segments import SegmentSum
 from weft.inductor.multi_tensor.text import TRITON_DTYPES
 from weft.inductor.passes.emitter import Emit, emitter
@@ -34,7 +40,7 @@ Node = torch.fx.Node
 
 aten = torch.ops.aten
 
-_NARROWEST = 32  # elements of a row
+_MOST_COMPARED = 2**27  # pairs of an index and a place: the time of a sort and its launches
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 _FILLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
 
@@ -85,15 +91,19 @@ class _Sum:
         indexed = index.shape[:1] if self.repeats else index.shape
         if not all(_is_static(val) for val in (rows, index, table, base)) or isinstance(self.scale, Node):
             return False
-        if not all(val.is_contiguous() for val in (rows, table, base)) or not (self.repeats or index.is_contiguous()):
+        if not all(val.is_contiguous() for val in (table, base)) or not (self.repeats or index.is_contiguous()):
             return False
         plain = rows.dtype == table.dtype == base.dtype and rows.dtype in TRITON_DTYPES
         whole = index.dtype in (torch.int32, torch.int64)
         alike = rows.shape == (*indexed, *table.shape[1:]) and table.shape[0] == self.size and base.shape == table.shape
         if not (plain and whole and alike and indexed) or rows.numel() == 0 or table.device != rows.device:
             return False
-        wide = math.prod(table.shape[1:]) >= _NARROWEST
-        return wide and not few_places(self.size, rows.numel())
+        if few_places(self.size, rows.numel()):
+            return False
+        if math.prod(table.shape[1:]) > WIDEST:
+            return rows.is_contiguous()
+        flat = rows.is_contiguous() or (rows.dim() == 2 and len(indexed) == 1)
+        return flat and math.prod(indexed) * self.size <= _MOST_COMPARED
 
     def replace(self, graph: torch.fx.Graph, node: Node) -> None:
         """Let the users of ``node`` have the table that a segment sum makes."""
@@ -101,23 +111,33 @@ class _Sum:
         width = math.prod(val.shape[1:])
         with graph.inserting_before(node):
             emit = emitter(graph, node)
-            keys, order = self._sorted(emit)
+            index = self._flat_index(emit)
+            if width > WIDEST:
+                keys = self._sorted(emit, index)
+                call: MultiTensor = SegmentSum(self.size, self.skipped, float(self.scale))
+            else:
+                keys = (index,)
+                call = OneHotSum(self.size, self.skipped, float(self.scale), self.wraps)
             rows = emit(aten.view.default, self.rows, [-1, width])
             base = [] if self._is_zero() else [emit(aten.view.default, self.base, [-1, width])]
             flat = val.new_empty(self.size, width)
-            call = SegmentSum(self.size, self.skipped, float(self.scale))
-            ((table,),) = list_call(graph, node, call, ([rows], keys, order, base), [[flat]])
+            ((table,),) = list_call(graph, node, call, ([rows], *keys, base), [[flat]])
             node.replace_all_uses_with(emit(aten.view.default, table, list(val.shape)))
         graph.erase_node(node)
 
-    def _sorted(self, emit: Emit) -> tuple[Node, Node]:
-        """The indices in order, as int32, and where each came from."""
+    def _flat_index(self, emit: Emit) -> Node:
+        """One index a row, contiguous."""
         index = self.index
         while self.repeats and index.meta["val"].dim() > 1:
             index = emit(aten.select.int, index, 1, 0)
+        if not index.meta["val"].is_contiguous():
+            index = emit(aten.clone.default, index, memory_format=torch.contiguous_format)
+        return emit(aten.view.default, index, [-1])
+
+    def _sorted(self, emit: Emit, index: Node) -> tuple[Node, Node]:
+        """The indices in order, as int32, and where each came from."""
         if self.wraps:
             index = emit(aten.remainder.Scalar, index, self.size)
-        index = emit(aten.reshape.default, index, [-1])
         if index.meta["val"].dtype != torch.int32:
             index = emit(aten._to_copy.default, index, dtype=torch.int32)
         both = emit(aten.sort.stable, index, stable=True)

@@ -153,6 +153,20 @@ def test_bias_gradient_rides_with_gelu_backward() -> None:
     assert sum("args_0" in k.reads for k in found) == 1
 
 
+def test_a_bias_gradient_rides_with_the_backward_of_a_norm_in_front() -> None:
+    """A view counts its rows as one dimension; of an odd number of tokens, they are still split as the norm's are."""
+    sizes = 64, 197, 64
+
+    def step(x, w, b, dy):
+        x, w, b = (t.detach().requires_grad_() for t in (x, w, b))
+        dx, dw, db = grads((F.layer_norm(x, (64,), w, b) * dy).sum(), x, w, b)
+        return dx, dw, db, dx.view(-1, 64).sum(0)
+
+    found = kernels(step, randn(*sizes), randn(64), randn(64), randn(*sizes))
+    largest = max(found, key=lambda kernel: len(kernel.nodes))
+    assert {"native_layer_norm_backward", "sum_2"} <= {node.name for node in largest.nodes}
+
+
 def test_a_matmul_between_keeps_the_order() -> None:
     def step(x, w):
         h = torch.relu(x)

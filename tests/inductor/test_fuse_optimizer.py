@@ -24,6 +24,7 @@ from weft.inductor.multi_tensor.norm import Norm
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.sgd import Sgd
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
+from weft.inductor.passes.lists import alike
 from weft.inductor.runtime.aten import compile_aten
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in divide:RuntimeWarning")
@@ -34,14 +35,17 @@ Tensor = torch.Tensor
 Make = Callable[[Any], optim.Optimizer]
 
 
-def captured(make: Make, clip: bool | None = None, keep: bool = False) -> tuple[StepGraph, list[Any]]:
+def captured(
+    make: Make, clip: bool | None = None, keep: bool = False, autocast: bool = False
+) -> tuple[StepGraph, list[Any]]:
     """The second step of a small model, and real inputs for it. `clip` is clip_grad_norm_'s foreach."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 30))
     optimizer = make(model.parameters())
 
     def step(x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(x).square().mean()
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=clip)
@@ -166,6 +170,35 @@ def test_a_gradient_that_is_kept_is_clipped_in_memory() -> None:
     assert adam.args[7] is None
     assert Foreach in calls(tail)
     assert_equal(run_aten(tail, inputs), run_aten(graph, inputs))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("kept", [False, True])
+def test_gradients_are_read_as_autocast_made_them(name: str, kept: bool) -> None:
+    """In half precision; those that are kept, or whose norm is taken, are read as the parameter has them."""
+    make, clip, _ = CASES[name]
+    graph, inputs = captured(make, clip, kept, autocast=True)
+    tail = fused(graph)
+    (update,) = [node for node in tail.graph.nodes if isinstance(node.target, (Adam, Sgd))]
+    wanted = torch.float32 if kept or clip else torch.bfloat16
+    assert {grad.meta["val"].dtype for grad in update.args[1]} == {wanted}
+    assert_equal(run_aten(tail, inputs), run_aten(graph, inputs))
+    plain = torch.fx.Interpreter(torch.fx.GraphModule({}, graph.graph)).run(*inputs)
+    ours = WithKernels(torch.fx.GraphModule({}, tail.graph)).run(*inputs)
+    assert_close(ours, plain, 32.0)
+
+
+def test_a_dimension_of_one_has_any_stride() -> None:
+    """Weights of depthwise convolutions and their gradients differ in nothing else."""
+
+    def node(stride: tuple[int, ...]) -> torch.fx.Node:
+        made = torch.fx.Graph().placeholder("x")
+        made.meta["val"] = torch.empty_strided((8, 1, 3, 3), stride)
+        return made
+
+    contiguous, last, other = node((9, 9, 3, 1)), node((9, 1, 3, 1)), node((9, 1, 1, 3))
+    assert alike([[contiguous], [last]])
+    assert not alike([[contiguous], [other]])
 
 
 def test_two_groups_share_the_clipping() -> None:

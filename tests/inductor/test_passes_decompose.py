@@ -171,6 +171,26 @@ def test_running_statistics_are_updated() -> None:
     assert not any("batch_norm" in name for name in targets(run.graph))
 
 
+def test_batch_norm_of_cudnn_keeps_no_scratch_space() -> None:
+    """Its backward alone reads what forward keeps for it: once that is decomposed, forward is too."""
+
+    def step(norm: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        module = nn.BatchNorm2d(4)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            out = norm(x, module.weight, module.bias, module.running_mean, module.running_var)
+            (out * x).sum().backward()
+            return out.detach()
+
+        return run
+
+    x = doubles(3, 4, 2, 2).float()
+    run = Run(step(lambda *given: aten.cudnn_batch_norm(*given, True, 0.1, 1e-5)[0]), [x], [decompose])
+    plain = Run(step(lambda x, w, b, *stats: F.batch_norm(x, *stats, w, b, training=True)), [x], [])
+    close(run, plain, rtol=1e-5, atol=1e-5)
+    assert not any("batch_norm" in name for name in targets(run.graph))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_of_cudnn_is_the_same_function(training: bool) -> None:
     """Its arguments in other order, forward with scratch space, against the CPU's own batch norm."""

@@ -93,6 +93,22 @@ class Gpt(nn.Module):
         return F.cross_entropy(F.linear(x, self.table.weight).flatten(0, 1), ids.flatten())
 
 
+class Stream(nn.Module):
+    """A residual stream in float32, of what layers compute in bfloat16, as autocast has it."""
+
+    def __init__(self, width: int = 16, layers: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x).bfloat16()).float()
+        return F.cross_entropy(F.linear(x, self.table.weight).flatten(0, 1), ids.flatten())
+
+
 class Convolutions(nn.Module):
     """Batch norm, which writes its statistics, and activations in place."""
 
@@ -161,7 +177,7 @@ def peak(step: StepGraph) -> int:
     return liveness(step, issue_order(step), rounded=False).peak
 
 
-@pytest.mark.parametrize("make", [Llama, Gpt, Convolutions])
+@pytest.mark.parametrize("make", [Llama, Gpt, Stream, Convolutions])
 @pytest.mark.parametrize("pass_", [FREE, ALL])
 def test_bits_are_kept(make: Callable[[], nn.Module], pass_: Rematerialise) -> None:
     eager, plain, again = (outcome(make, passes) for passes in (None, [], [pass_]))
@@ -169,7 +185,7 @@ def test_bits_are_kept(make: Callable[[], nn.Module], pass_: Rematerialise) -> N
     assert all(torch.equal(a, b) for a, b in zip(eager, again, strict=True))
 
 
-@pytest.mark.parametrize("make", [Llama, Gpt, Convolutions])
+@pytest.mark.parametrize("make", [Llama, Gpt, Stream, Convolutions])
 def test_peaks_fall_and_nothing_expensive_runs_twice(make: Callable[[], nn.Module]) -> None:
     graph = weft.capture(training(make)[0], batch())
     free, everything = run_passes(graph, [FREE]), run_passes(graph, [ALL])
@@ -205,6 +221,17 @@ def test_a_llama_keeps_what_matrix_products_read_and_no_float32() -> None:
 
     assert float32s(graph) >= 5
     assert float32s(run_passes(graph, [FREE])) == 0
+
+
+def test_sums_of_a_residual_stream_are_kept() -> None:
+    """Backward reads them one after another: made again from the layers' results, all would be written a second time,
+    for the first reader. The last in front of the head's is made again where it is read, and for no other."""
+    graph = run_passes(weft.capture(training(Stream)[0], batch()), [FREE])
+    sums = [node for node in graph.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    first = [node for node in sums if node.meta["stage"] == "forward"]
+    (again,) = [node for node in sums if node.meta.get("recomputed")]
+    assert len(first) == 4
+    assert again.args[0] is first[1]
 
 
 def test_a_budget_is_reached_with_no_more_than_it_takes(caplog: pytest.LogCaptureFixture) -> None:
