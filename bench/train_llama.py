@@ -125,7 +125,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
     synchronize(device)
     losses = [one()]
     synchronize(device)
-    first = time.perf_counter() - started
+    first, since_start = time.perf_counter() - started, process_seconds()
     losses += [one() for _ in range(WARM_UP - 1)]
     synchronize(device)
     if device.type == "cuda":
@@ -169,9 +169,16 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         "peak_gib": peak,
         "reserved_gib": reserved,
         "first_step_s": first,
+        "since_start_s": since_start,
         "torch": torch.__version__,
         "losses": (mean / dist.get_world_size()).tolist(),
     }
+
+
+def process_seconds() -> float:
+    """How long this process has been running."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def profiled(step: Callable[[], Any], device: torch.device) -> list[MeasuredSpan]:
@@ -354,11 +361,12 @@ def report(rows: list[dict[str, Any]], out: Path) -> None:
     if row["predicted_ms"] is not None:
         figures = f"{row['predicted_ms']:.1f} ms, exposed {row['predicted_exposed_ms']:.1f} ms"
         predicted = f"  (predicted {figures}, {row['predicted_gib']:.1f} GiB)"
+    started = f", {row['since_start_s']:.1f} s after the process started" if row is base else ""
     apart = max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
     print(
         f"  {row['impl']:24} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.3f} of {base['impl']})"
         f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
-        f" (reserved {row['reserved_gib']:.1f}){exposed}{predicted}  first step {row['first_step_s']:.1f} s"
+        f" (reserved {row['reserved_gib']:.1f}){exposed}{predicted}  first step {row['first_step_s']:.1f} s{started}"
         f"  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f}, at most {apart:.2e} apart",
         flush=True,
     )

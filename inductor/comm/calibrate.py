@@ -52,7 +52,7 @@ class Scale:
 FULL = Scale(LARGE, (1 << 16, 1 << 20, 1 << 23, 1 << 26, 1 << 29))
 """For GPUs: well under a minute."""
 
-TINY = Scale(Work(1 << 20, ((64, 64, 64),), 64, 2), (1 << 12, 1 << 14, 1 << 16))
+TINY = Scale(Work(1 << 20, ((64, 64, 64),), ((64, 64, 64),), 64, 2), (1 << 12, 1 << 14, 1 << 16))
 """For CPUs, and for tests."""
 
 
@@ -203,18 +203,23 @@ def _per_member(way: Way, peers: Peers, size: int) -> float:
 
 def _interference(way: Way, peers: Peers, scale: Scale, seconds: float) -> float:
     """Seconds of matrix products that are lost in a second of the collective, which takes ``seconds`` by itself."""
-    m, k, n = scale.work.products[0]
-    a, b = (torch.randn(shape, device=peers.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n)))
-    one = seconds_of(lambda: a @ b, peers.device)
+    pairs = [
+        [torch.randn(shape, device=peers.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n))]
+        for m, k, n in scale.work.beside
+    ]
+
+    def compute(rounds: int = 1) -> None:
+        for a, b in pairs * rounds:
+            a @ b
+
+    one = seconds_of(compute, peers.device)
     lead, count = (math.ceil(times * _BESIDE * seconds / one) for times in (_LEAD, _COVER))
     start, waits = way.prepare(peers, scale.sizes[-1], 1), list[Wait]()
 
     def products(collectives: int) -> None:
-        for _ in range(lead):  # until the host has given all the rest, and all ranks are there
-            a @ b
+        compute(lead)  # until the host has given all the rest, and all ranks are there
         waits.extend(start() for _ in range(collectives))
-        for _ in range(count):
-            a @ b
+        compute(count)
 
     def measured(collectives: int) -> float:
         dist.barrier(peers.group)

@@ -5,7 +5,7 @@ What a collective costs is its time, which a schedule can hide, and what computa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 

@@ -31,17 +31,23 @@ class Work:
     Attributes:
         copy: bytes of a tensor that is copied.
         products: (m, k, n) of matrix products [m, k] x [k, n], whose rates are averaged by their operations.
+        beside: those that collectives run beside, which together are a round.
         tokens, heads: of an attention of heads of 128.
     """
 
     copy: int
     products: tuple[tuple[int, int, int], ...]
+    beside: tuple[tuple[int, int, int], ...]
     tokens: int
     heads: int
 
 
 # A layer of Llama 8B at 8192 tokens: into and out of its feed-forward, the gradient of its weight, a narrow product.
-LARGE = Work(1 << 30, ((8192, 4096, 14336), (8192, 14336, 4096), (4096, 8192, 14336), (8192, 4096, 1024)), 8192, 32)
+_PRODUCTS = ((8192, 4096, 14336), (8192, 14336, 4096), (4096, 8192, 14336), (8192, 4096, 1024))
+# The same at 2048 tokens. These take few waves of programs, so that multiprocessors which a collective holds cost them
+# whole waves, as in a step; and a GPU that computes them is not held by its power alone.
+_BESIDE = ((2048, 4096, 14336), (2048, 14336, 4096), (4096, 2048, 14336), (2048, 4096, 4096))
+LARGE = Work(1 << 30, _PRODUCTS, _BESIDE, 8192, 32)
 
 
 def measure_gpu(device: torch.device, work: Work = LARGE) -> Gpu:

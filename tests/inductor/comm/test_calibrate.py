@@ -27,7 +27,7 @@ KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"
 
 
 def test_the_rates_of_a_cpu() -> None:
-    gpu = measure_gpu(CPU, Work(1 << 22, ((128, 128, 128), (64, 128, 64)), 128, 2))
+    gpu = measure_gpu(CPU, Work(1 << 22, ((128, 128, 128), (64, 128, 64)), ((64, 64, 64),), 128, 2))
     assert gpu.name.startswith("CPU")
     assert gpu.multiprocessors == os.cpu_count()
     assert 1e8 < gpu.copy_bandwidth < 1e13
