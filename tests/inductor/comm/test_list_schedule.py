@@ -92,7 +92,7 @@ def test_a_longer_task_fills_a_gap_that_it_outlasts_by_less() -> None:
 
 
 def test_what_ended_a_while_ago_is_let_go_of() -> None:
-    """A reduction of 1 second is waited for once it has been over for two more and a millisecond, which ranks are apart."""
+    """A reduction of 1 second is waited for once it has been over for two more, and for what ranks are apart."""
     steps = Steps()
     gradient = steps.compute("gradient", 1.0, (), 8)
     part = steps.collective("reduce", 1.0, (gradient,), 1, "lane")
