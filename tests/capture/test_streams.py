@@ -285,7 +285,7 @@ def test_on_a_gpu_the_compiled_step_equals_the_eager_one() -> None:
         return [*losses, *(value.cpu() for value in sums)]
 
     def compiled(step: Any) -> Any:
-        return weft.compile(step)
+        return weft.compile(step, mode="bitwise")  # the loss is a sum, which kernels add up in another order
 
     for ours, theirs in zip(run(compiled), run(lambda step: step), strict=True):
         assert torch.equal(ours, theirs)
