@@ -39,7 +39,7 @@ def test_rows_that_registers_cannot_hold_are_loaded_again_behind_each_reduction(
     assert [part.count("tl.sum(") for part in parts] == [1, 1, 1, 1, 0]
     assert [part.count("tl.load(") for part in parts] == [3, 1, 1, 3, 3], "what waits for memory is asked for first"
     assert [part.count("acc") for part in parts[1:]] == [1, 0, 1, 0], "sums of columns are made where rows are loaded"
-    assert made.source.registers == 65536 // (32 * made.source.num_warps)
+    assert made.source.registers == min(255, 65536 // (32 * made.source.num_warps))
 
 
 @pytest.mark.usefixtures("few_registers")

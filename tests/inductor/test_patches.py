@@ -39,11 +39,13 @@ def forward(stride: list[int], **options: Any) -> Callable[..., Any]:
     return function
 
 
-def backward(stride: list[int], mask: tuple[bool, bool, bool] = (True, True, True)) -> Callable[..., Any]:
-    zeros, ones = [0] * len(stride), [1] * len(stride)
+def backward(
+    stride: list[int], mask: tuple[bool, bool, bool] = (True, True, True), dilation: int = 1
+) -> Callable[..., Any]:
+    zeros = [0] * len(stride)
 
     def function(image: Tensor, weight: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        middle = stride, zeros, ones, False, zeros, 1
+        middle = stride, zeros, [dilation] * len(stride), False, zeros, 1
         made = aten.convolution_backward(grad, image, weight, [bias.shape[0]], *middle, list(mask))
         return tuple(result for result, wanted in zip(made, mask, strict=True) if wanted)
 
@@ -107,6 +109,7 @@ def test_signals_of_one_dimension() -> None:
         ((3, 3), [2, 2], {}, torch.bfloat16),  # windows overlap
         ((2, 2), [3, 3], {}, torch.bfloat16),  # and have gaps between them
         ((2, 2), [2, 2], {"padding": 1}, torch.bfloat16),
+        ((2, 2), [2, 2], {"dilation": 2}, torch.bfloat16),  # they reach into each other
         ((2, 2), [2, 2], {"groups": 2}, torch.bfloat16),
         ((5, 5), [5, 5], {}, torch.bfloat16),  # a rest of the image is in none
         ((1, 1), [1, 1], {}, torch.bfloat16),
@@ -122,3 +125,9 @@ def test_other_convolutions_stay(
         torch.randn(6, dtype=dtype),
     )
     assert is_whole(decompose(graph_of(forward(stride, **options), *given)).check())
+
+
+def test_so_do_gradients_of_dilated_ones() -> None:
+    given = [torch.randn(2, 4, 12, 12), torch.randn(6, 4, 2, 2), torch.randn(6), torch.randn(2, 6, 5, 5)]
+    halves = [tensor.bfloat16() for tensor in given]
+    assert is_whole(decompose(graph_of(backward([2, 2], dilation=2), *halves)).check())

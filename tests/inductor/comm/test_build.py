@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 import weft
 from step_builder import StepBuilder
-from weft import torch_adapter
+from weft import knobs, torch_adapter
 from weft.capture.graph import WAIT, Input, Return, Role, StepGraph, is_collective
 from weft.capture.streams import StreamCall
 from weft.inductor.clock import Clock
@@ -33,6 +33,7 @@ from weft.inductor.compiler import kernel_graph
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.liveness import liveness
 from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.passes.wire_dtype import WIDENING
 from weft.inductor.retarget import retarget
 
 Node = torch.fx.Node
@@ -340,7 +341,23 @@ def test_a_sharded_step_holds_what_liveness_says() -> None:
     with weft.fake_world(WORLD):
         step = sharded_step()
         hold_the_same(step)
-        hold_the_same(kernels_of(step))
+        # Else the casts that a library is handed are memory of their own, in no graph.
+        with knobs.override(disable_passes="wire_casts"):
+            hold_the_same(kernels_of(step))
+
+
+def test_what_a_library_is_handed_is_held_while_it_starts() -> None:
+    """A gradient in bfloat16 that is reduced in float32 is cast for a library, not for peers."""
+    with weft.fake_world(WORLD):
+        step = kernels_of(sharded_step())
+        reductions = [node for node in step.collectives() if node.target is WIDENING]
+        problem, nodes = build(step, CLUSTER)
+        casts = [storage for storage in problem.storages if nodes[storage.maker] in reductions and not storage.readers]
+        wanted = [node.args[0].meta["val"].numel() * (4 - 2) for node in reductions]  # type: ignore[union-attr]
+        assert sorted(each.size for each in casts) == sorted(wanted) == 3 * [512] + 3 * [131072]
+        for node in reductions:
+            node.meta["transport"] = "copy_sum"
+        assert len(build(step, CLUSTER)[0].storages) == len(problem.storages) - len(casts)
 
 
 def test_an_input_that_is_updated_in_place_counts_once() -> None:

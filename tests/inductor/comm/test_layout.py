@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -275,6 +276,34 @@ def test_nothing_is_written_on_the_compute_stream_before_this_steps_first_barrie
     assert ["place" in node.meta for node in products] == [False, True]
     assert layout.opens == (True, False)
     assert not can_write([], 5)
+
+
+@pytest.mark.parametrize("part", ["whole", "half", "turned"])
+def test_what_is_added_to_in_place_lies_in_the_arena_only_if_it_is_all_of_its_memory(part: str) -> None:
+    """Half of a product would take bytes behind its member, and one that is turned is copied over itself."""
+    with weft.fake_world(WORLD):
+
+        def scatter(value: torch.Tensor) -> torch.Tensor:
+            out = value.new_empty(len(value) // WORLD, value.shape[1])
+            dist.reduce_scatter_tensor(out, value)
+            return out
+
+        def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            first = scatter(a @ b).sum()
+            made = a @ (b + first)
+            value = {"whole": made, "half": made[:8], "turned": made.t()}[part]
+            value.add_(1.0)
+            return first + scatter(value).sum()
+
+        graph = run_passes(weft.capture(step, torch.randn(16, 4), torch.randn(4, 8)), PLAIN)
+        for node in graph.collectives():
+            use_transport(graph, node, "pull")
+    layouts = lay_out(graph)
+    assert any("inplace" in node.meta for node in graph.graph.nodes)
+    slots = [slot for node in graph.graph.nodes for slot in node.meta.get("place", ())]
+    assert len(slots) == (part == "whole")
+    for slot in slots:
+        assert slot.offset + 4 * math.prod(slot.sizes) <= layouts["world"].size
 
 
 # ---- what cannot be carried
