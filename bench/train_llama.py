@@ -170,6 +170,8 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         "reserved_gib": reserved,
         "first_step_s": first,
         "since_start_s": since_start,
+        "capture_s": None if explained is None else explained.seconds,
+        "compile_s": None if explained is None or explained.kernels is None else explained.kernels.seconds,
         "torch": torch.__version__,
         "losses": (mean / dist.get_world_size()).tolist(),
     }

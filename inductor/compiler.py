@@ -102,7 +102,8 @@ def compile_graph(step: StepGraph, mode: str = "default", memory_limit: int | No
     cluster = _cluster(memory_limit) if on_gpu and (step.collectives() or memory_limit is not None) else None
     made, schedule = planned(step, cluster, memory_limit, generates, clock)
     if generates:
-        made = bind(use_kernels(with_compiled_kernels(made, clock)))
+        ready = with_compiled_kernels(made, clock)
+        made = clock("bind", lambda: bind(use_kernels(ready)))
     recorded = generates and knobs.cuda_graphs and (knobs.record_collectives or not made.collectives())
     program: Program = clock("program", lambda: compile_recorded(made) if recorded else compile_aten(made))
     if generates:

@@ -38,6 +38,7 @@ MULTIPROCESSORS = 132
 LONGEST_ROW = 16384  # elements of a row that one program keeps in registers
 LOOP_TILE = 4096  # elements of a tile that is walked along in a loop
 _FILE = 65536  # registers of a multiprocessor
+_MOST_OF_A_THREAD = 255  # registers that an instruction can name
 _REGISTERS = 49152  # elements that a program can keep at once, over all its values
 _AHEAD = 72 * 1024  # bytes of shared memory for loads in flight: two or three programs share a multiprocessor
 _INT32 = 2**31
@@ -96,9 +97,13 @@ class Plan:
 
     @property
     def registers(self) -> int | None:
-        """How many a thread may have, where a program fills a multiprocessor: by itself the assembler would spill to
-        make room for a second one."""
-        return _FILE // (self.num_warps * _THREADS) if self.segmented else None
+        """How many a thread may have, where a program has a multiprocessor for itself, as it fills it or as there are no
+        more programs than multiprocessors: by itself the assembler would spill to make room for others."""
+        programs = product(-(-dim.size // dim.block) for dim in self.grid)
+        alone = isinstance(programs, int) and programs <= MULTIPROCESSORS
+        if not (self.segmented or (self.shape == "mixed" and alone)):
+            return None
+        return min(_MOST_OF_A_THREAD, _FILE // (self.num_warps * _THREADS))
 
     @property
     def tile(self) -> tuple[Dim, ...]:

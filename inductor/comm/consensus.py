@@ -99,7 +99,9 @@ def _found_apart(step: StepGraph) -> list[str]:
         return []
     found = {group: why for group, node in wanted.items() if (why := unreachable(step, node)) is not None}
     for group, why in found.items():
-        log.warning("%s carries all collectives over %s: %s", LIBRARY, group, why)
+        first = torch_adapter.group_ranks(step.groups[group])[0] == dist.get_rank()  # all of them have found the same
+        level = logging.WARNING if first else logging.DEBUG
+        log.log(level, "%s carries all collectives over %s, as with WEFT_TRANSPORTS=%s: %s", LIBRARY, group, LIBRARY, why)
     world = Meeting("the world", torch_adapter.world_group_name(), "schedule")
     every = [json.loads(text) for text in world.exchange(json.dumps([*found]))]
     return [group for group in wanted if any(group in one for one in every)]

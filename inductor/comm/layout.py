@@ -157,6 +157,7 @@ class _Places:
         if (
             given.meta["val"].dtype != dtype
             or not _writes_anywhere(node)
+            or not _is_all_of(given, node)
             or node in self.held
             or not can_write(exchanges, self.written(node))
         ):
@@ -180,6 +181,13 @@ def _whole(node: Node) -> Node:
             break
         node = source
     return node
+
+
+def _is_all_of(given: Node, maker: Node) -> bool:
+    """Whether a value in the memory that ``maker`` makes is that memory, whole and in order: what was written in place
+    may be a part of it, or turned."""
+    val, made = given.meta["val"], maker.meta["val"]
+    return val.is_contiguous() and val.dtype == made.dtype and val.numel() == made.numel()
 
 
 def _writes_anywhere(node: Node) -> bool:

@@ -175,6 +175,9 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
     if device.type not in known:
         meeting = Meeting(axis, group, f"reachable/{device.type}")
         why = meeting.verdict(_why_not(meeting.lead(_host()), device))
+        if why is None:
+            meeting = Meeting(axis, group, f"watched/{device.type}")
+            why = meeting.verdict(_why_not_watched(meeting))
         if why is None and device.type == "cuda":
             why = Meeting(axis, group, "mapped").verdict(_why_not_mapped(group, device))
         known[device.type] = why
@@ -200,6 +203,15 @@ def _why_not(host: str, device: torch.device) -> str | None:
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
     blind = next((other for other in others if not torch.cuda.can_device_access_peer(device, other)), None)
     return None if blind is None else f"GPU {device.index} has no access to the memory of GPU {blind}"
+
+
+def _why_not_watched(meeting: Meeting) -> str | None:
+    """Why this process cannot be told of the end of another: some containers refuse the call, or hide processes."""
+    try:
+        _close(_processes(meeting))
+    except OSError as error:
+        return f"rank {dist.get_rank()} cannot watch the processes of the others ({error})"
+    return None
 
 
 def _why_not_mapped(group: str, device: torch.device) -> str | None:

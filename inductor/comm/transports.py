@@ -274,8 +274,10 @@ def why_not(step: StepGraph, node: Node, transport: str) -> str | None:
 
 
 def lies_in_arena(transport: str) -> bool:
-    """Whether the results of what a transport over peers carries lie in the arena."""
-    return _TRANSPORTS[_parsed(transport)[0]][2]("", 1, 0, "sum").in_arena
+    """Whether the results of what a transport over peers carries lie in the arena; one that is not known carries none.
+    """
+    name, _ = _parsed(transport)
+    return name in _TRANSPORTS and _TRANSPORTS[name][2]("", 1, 0, "sum").in_arena
 
 
 def use_transport(step: StepGraph, node: Node, transport: str) -> Node:

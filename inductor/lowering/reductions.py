@@ -79,7 +79,7 @@ def _taken_apart(operand: Operand, base: Operand, dims: set[int]) -> tuple[Opera
     """``operand`` with each of ``dims`` as the dimensions of ``base`` that it is made of, and the axes of every
     dimension. What has symbolic sizes stays together."""
     pairs = zip(base.sizes, base.strides, strict=True)
-    whole = {stride: size for size, stride in pairs if isinstance(size, int) and isinstance(stride, int) and size != 1}
+    whole = {stride: size for size, stride in pairs if isinstance(size, int) and isinstance(stride, int) and size > 1}
     sizes: list[Int] = []
     strides: list[Int] = []
     axes: list[list[int]] = []

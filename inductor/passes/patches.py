@@ -33,7 +33,7 @@ def convolution(
     groups: int,
 ) -> Any:
     """``aten.convolution``: ``image`` [N, C, *sizes], ``weight`` [O, C, *window]; NotImplemented for other windows."""
-    if not _side_by_side(image, weight, stride, padding, transposed, groups):
+    if not _side_by_side(image, weight, stride, padding, dilation, transposed, groups):
         return NotImplemented
     patches = _patches(image, weight)
     flat = _rows(weight).t()
@@ -59,7 +59,7 @@ def convolution_backward(
 ) -> Any:
     """``aten.convolution_backward``: gradients of image, weight and bias, None for those not asked for;
     NotImplemented for other windows."""
-    if not _side_by_side(image, weight, stride, padding, transposed, groups):
+    if not _side_by_side(image, weight, stride, padding, dilation, transposed, groups):
         return NotImplemented
     rows = _channels_behind(grad).reshape(-1, weight.shape[0])
     to_image, to_weight, to_bias = output_mask
@@ -71,12 +71,20 @@ def convolution_backward(
 
 
 def _side_by_side(
-    image: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], transposed: bool, groups: int
+    image: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    groups: int,
 ) -> bool:
     """Whether every element of the image is in one window."""
     window, sizes = weight.shape[2:], image.shape[2:]
     half = image.dtype == weight.dtype and image.dtype in (torch.bfloat16, torch.float16)
-    if not half or transposed or groups != 1 or any(padding) or not all(type(n) is int for n in (*window, *sizes)):
+    if not half or transposed or groups != 1 or any(padding) or any(step != 1 for step in dilation):
+        return False
+    if not all(type(n) is int for n in (*window, *sizes)):
         return False
     strides = [*stride] * (len(window) // len(stride))
     filled = all(size % n == 0 for size, n in zip(sizes, window, strict=True))
