@@ -97,12 +97,14 @@ class Bound(ABC):
             self._held = None
 
     def check(self) -> None:
-        """Return where no rank was missing so far: to be asked where calls are replayed from a CUDA graph.
+        """See whether a rank was missing so far, and let what the lane carries end first: before each replay of a CUDA
+        graph that has recorded a call.
 
         Raises:
             PeerLost, PeerTimeout: a rank was.
         """
         self.buffer.check()
+        self._lane.settle()
 
     def _results(self) -> list[torch.Tensor]:
         """What the results will be in."""

@@ -30,10 +30,19 @@ def read(path: Path, kind: type[T]) -> T:
         InvalidCluster: the file cannot be read, or a key is unknown, missing, or has a value that it cannot have.
     """
     try:
-        table = tomllib.loads(path.read_text())
+        content = path.read_text()
     except (OSError, ValueError) as error:
         raise InvalidCluster(str(path), f"it cannot be read: {error}") from error
-    return _Reader(str(path)).record(kind, table, "")
+    return parse(content, kind, str(path))
+
+
+def parse(content: str, kind: type[T], file: str) -> T:
+    """The text of a file as a ``kind``; ``file`` is what errors call it. Raises InvalidCluster, as :func:`read`."""
+    try:
+        table = tomllib.loads(content)
+    except ValueError as error:
+        raise InvalidCluster(file, f"it cannot be read: {error}") from error
+    return _Reader(file).record(kind, table, "")
 
 
 @dataclasses.dataclass(frozen=True)

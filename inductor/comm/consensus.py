@@ -26,6 +26,7 @@ from weft import errors, knobs, torch_adapter
 from weft.capture.agreement import listed
 from weft.capture.fake_world import current_fake_world
 from weft.capture.graph import StepGraph, group_of, is_collective
+from weft.inductor.comm import cluster_file
 from weft.inductor.comm.carry import carry, unreachable
 from weft.inductor.comm.choose import LIBRARY
 from weft.inductor.comm.cluster import Cluster
@@ -76,9 +77,19 @@ def _agreed(
         return made[0].decisions
 
     decisions = decided(structure(step), decide)
-    if decisions is None or made:
-        return made[0] if made else None
-    return follow(step, cluster, decisions, memory_limit)
+    if decisions is None:
+        return None
+    cluster = _of_rank_0(cluster)
+    return made[0] if made else follow(step, cluster, decisions, memory_limit)
+
+
+def _of_rank_0(cluster: Cluster) -> Cluster:
+    """The description that the decisions were made by: machines may have calibrated by themselves."""
+    if not _has_peers():
+        return cluster
+    own = cluster_file.text(cluster)
+    text = Meeting("the world", torch_adapter.world_group_name(), "cluster").lead(own)
+    return cluster if text == own else cluster_file.parse(text, Cluster, "the description of rank 0")
 
 
 # Groups of which some rank's cannot share memory, as all ranks have found out.
@@ -99,9 +110,9 @@ def _found_apart(step: StepGraph) -> list[str]:
         return []
     found = {group: why for group, node in wanted.items() if (why := unreachable(step, node)) is not None}
     for group, why in found.items():
-        first = torch_adapter.group_ranks(step.groups[group])[0] == dist.get_rank()  # all of them have found the same
-        level = logging.WARNING if first else logging.DEBUG
-        log.log(level, "%s carries all collectives over %s, as with WEFT_TRANSPORTS=%s: %s", LIBRARY, group, LIBRARY, why)
+        first = torch_adapter.group_ranks(step.groups[group])[0]
+        level = logging.WARNING if dist.get_rank() == first else logging.DEBUG  # all of them have found the same
+        log.log(level, "%s carries all collectives over %s, as with WEFT_TRANSPORTS=nccl: %s", LIBRARY, group, why)
     world = Meeting("the world", torch_adapter.world_group_name(), "schedule")
     every = [json.loads(text) for text in world.exchange(json.dumps([*found]))]
     return [group for group in wanted if any(group in one for one in every)]

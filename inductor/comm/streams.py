@@ -15,6 +15,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream: torch.cuda.Stream | None = None
+        self._open: torch.cuda.Event | None = None  # the end of what was started last, until somebody waits for it
         if device.type == "cuda":
             # Before computation that is waiting too: peers wait for what is carried here.
             self._stream = torch.cuda.Stream(device, priority=-1)
@@ -39,11 +40,19 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield self._stream.cuda_stream
         done.record(self._stream)
+        if not torch.cuda.is_current_stream_capturing():
+            self._open = done
 
     def wait(self, done: torch.cuda.Event | None) -> None:
         """Hold the compute stream until what tells its end by ``done`` has ended."""
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
+            self._open = None if done is self._open else self._open
+
+    def settle(self) -> None:
+        """Hold the compute stream until all that is carried has ended. A CUDA graph needs that before its replay: what
+        it carries on this lane was recorded to follow the compute stream, and would run beside the rest."""
+        self.wait(self._open)
 
 
 @functools.cache

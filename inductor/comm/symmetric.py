@@ -11,6 +11,7 @@ there is gets a new buffer, and those made before keep theirs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -185,14 +186,22 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
 
 
 def _host() -> str:
-    """What two processes have in common that run on one machine."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    """What two processes have in common that run on one machine and see each other, as far as a container tells."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(found)
 
 
 def _why_not(host: str, device: torch.device) -> str | None:
     here = _host()
     if here != host:
-        return f"they are on different hosts, {host.split()[0]} and {here.split()[0]}"
+        names = host.split()[0], here.split()[0]
+        if names[0] == names[1]:
+            return f"they are on different hosts or in different containers, all called {names[0]}"
+        return f"they are on different hosts, {names[0]} and {names[1]}"
     if device.type == "cpu":
         return None
     if device.type != "cuda" or not torch_adapter.can_share_gpu_memory():

@@ -274,8 +274,7 @@ def why_not(step: StepGraph, node: Node, transport: str) -> str | None:
 
 
 def lies_in_arena(transport: str) -> bool:
-    """Whether the results of what a transport over peers carries lie in the arena; one that is not known carries none.
-    """
+    """Whether the results of what a transport over peers carries lie in the arena; what is not known carries none."""
     name, _ = _parsed(transport)
     return name in _TRANSPORTS and _TRANSPORTS[name][2]("", 1, 0, "sum").in_arena
 

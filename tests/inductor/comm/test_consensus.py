@@ -65,8 +65,8 @@ def hybrid(rank: int, world: int) -> tuple[list[dict[tuple[str, bool], int]], li
         number(graph)
         step, found = scheduled(graph, SLOW_LIBRARY)
         assert found is not None
-        names = Counter((group_of(node).partition("/")[0], isinstance(node.target, PeerCall)) for node in step.collectives())
-        carried.append(dict(names))
+        kinds = ((group_of(node).partition("/")[0], isinstance(node.target, PeerCall)) for node in step.collectives())
+        carried.append(dict(Counter(kinds)))
         rounds.append(asked)
         return compile_aten(bind(step))
 

@@ -26,6 +26,7 @@ from weft.inductor.comm.transports import (
     PeerWait,
     cast_list,
     inputs_of,
+    lies_in_arena,
     members_of,
     use_transport,
     why_not,
@@ -338,6 +339,7 @@ def test_what_transports_do(transport: str) -> None:
     assert reason(transport, name="nccl") is None
     assert reason(transport, dtype=torch.bfloat16) is None
     assert reason(transport, name="warp") == "there is no transport warp"
+    assert not lies_in_arena("warp_4")
     other = "pull" if transport != "pull" else "push"
     assert "does not do _c10d_functional" in str(reason(transport, name=other))
     assert reason(transport, size=0) == "a result is empty or has gaps"

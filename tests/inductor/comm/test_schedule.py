@@ -409,6 +409,24 @@ def test_ranks_that_cannot_share_memory_schedule_again_and_remember() -> None:
         assert count == 3
 
 
+def calibrated_apart(rank: int, world: int) -> tuple[list[str], float]:
+    """What carries, and how long a step takes, where only rank 0 has calibrated."""
+    own = replace(H200, transports=tuple(replace(each, latency=1e-2) for each in H200.transports if each.crosses))
+    step, _ = training(world, True)
+    graph = run_passes(weft.capture(step, torch.randn(3, 6)))
+    number(graph)
+    mine = tuple(replace(each, name="pull_7") if each.name == "pull" else each for each in H200.transports)
+    _, found = scheduled(graph, own if rank else replace(H200, transports=mine))
+    assert found is not None
+    return [bucket.transport for bucket in found.buckets], found.simulation.seconds
+
+
+@pytest.mark.gloo
+def test_ranks_go_by_the_description_of_rank_0() -> None:
+    first, other = run_ranks(calibrated_apart, 2, timeout=120)
+    assert first == other
+
+
 @pytest.mark.gloo
 def test_a_limit_that_cannot_be_met_is_an_error_on_every_rank() -> None:
     with pytest.raises(RanksFailed) as caught:

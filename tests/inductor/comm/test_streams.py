@@ -48,6 +48,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return FakeStream.said
 
 
@@ -66,6 +67,36 @@ def test_a_lane_goes_between_the_compute_stream_and_its_wait(said: list[str]) ->
         "lane records lane 5",
         "compute waits for lane 5",
     ]
+
+
+def test_a_replay_follows_what_a_lane_still_carries(said: list[str]) -> None:
+    carried = Lane(torch.device("cuda", 0))
+    ends = [carried.event() for _ in range(2)]
+    for done in ends:
+        with carried.carry(done):
+            pass
+    carried.wait(ends[0])
+    del said[:]
+    carried.settle()
+    assert said == [f"compute waits for {ends[1].at}"]  # type: ignore[union-attr]
+    carried.settle()
+    carried.wait(ends[1])
+    with carried.carry(ends[0]):
+        pass
+    carried.wait(ends[0])
+    del said[:]
+    carried.settle()
+    assert said == []
+
+
+def test_what_is_recorded_is_nothing_to_wait_for_outside(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    carried = Lane(torch.device("cuda", 0))
+    with carried.carry(carried.event()):
+        pass
+    del said[:]
+    carried.settle()
+    assert said == []
 
 
 def test_what_waits_first_is_what_peers_wait_for(said: list[str]) -> None:

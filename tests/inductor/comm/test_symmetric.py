@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from typing import Any
 
@@ -261,6 +262,42 @@ def test_ranks_of_different_hosts_agree_that_they_cannot() -> None:
         assert why == again == "they are on different hosts, host0 and host1"
         assert "different hosts" in text
         assert "NCCL" in text
+
+
+def in_containers(rank: int, world: int) -> str | None:
+    symmetric._host = lambda: f"host boot pid:[{rank}]"  # type: ignore[assignment]
+    return reachable("world", world_group(), CPU)
+
+
+def test_containers_that_do_not_see_each_other_are_no_peers() -> None:
+    assert (
+        run_ranks(in_containers, 2) == ["they are on different hosts or in different containers, all called host"] * 2
+    )
+
+
+def test_a_sandbox_may_hide_what_tells_hosts_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hidden(*_: object) -> str:
+        raise FileNotFoundError
+
+    assert len(symmetric._host().split()) == 3
+    monkeypatch.setattr(symmetric.Path, "read_text", hidden)
+    monkeypatch.setattr(os, "readlink", hidden)
+    assert symmetric._host() == socket.gethostname()
+
+
+def not_watched(rank: int, world: int) -> tuple[str | None, int]:
+    def refused(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    held = descriptors()
+    if rank == 1:
+        os.pidfd_open = refused  # type: ignore[assignment]
+    return reachable("world", world_group(), CPU), descriptors() - held
+
+
+def test_where_processes_cannot_be_watched_nobody_shares_memory() -> None:
+    why = "rank 1 cannot watch the processes of the others ([Errno 1] Operation not permitted)"
+    assert run_ranks(not_watched, 2) == [(why, 0)] * 2
 
 
 def on_gpus_that_are_not_there(rank: int, world: int) -> list[str | None]:
