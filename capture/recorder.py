@@ -553,8 +553,7 @@ class Recorder(TorchDispatchMode):
         self._mark(val, Alias(buffer, node, val, parent, (op, tuple(map_operands(args, self.value)))))
 
     def _bind_fresh(self, val: torch.Tensor, node: torch.fx.Node) -> Alias:
-        storage = val.untyped_storage()
-        buffer = self._buffers[storage._cdata] = Buffer(node, storage)
+        buffer = self._buffers[torch_adapter.storage_key(val)] = Buffer(node, val.untyped_storage())
         self.symbols.define_sizes(val, node, self.emit_sizes)
         buffer.whole = self._mark(val, Alias(buffer, node, val))
         return buffer.whole

@@ -97,8 +97,8 @@ class Plan:
 
     @property
     def registers(self) -> int | None:
-        """How many a thread may have, where a program has a multiprocessor for itself, as it fills it or as there are no
-        more programs than multiprocessors: by itself the assembler would spill to make room for others."""
+        """How many a thread may have, where a program has a multiprocessor for itself: it fills it, or there are no
+        more programs than multiprocessors. By itself the assembler would spill to make room for others."""
         programs = product(-(-dim.size // dim.block) for dim in self.grid)
         alone = isinstance(programs, int) and programs <= MULTIPROCESSORS
         if not (self.segmented or (self.shape == "mixed" and alone)):

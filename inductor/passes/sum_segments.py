@@ -40,6 +40,7 @@ Node = torch.fx.Node
 
 aten = torch.ops.aten
 
+_NARROWEST = 32  # elements of a row that is worth a sort
 _MOST_COMPARED = 2**27  # pairs of an index and a place: the time of a sort and its launches
 _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 _FILLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
@@ -100,10 +101,15 @@ class _Sum:
             return False
         if few_places(self.size, rows.numel()):
             return False
-        if math.prod(table.shape[1:]) > WIDEST:
-            return rows.is_contiguous()
-        flat = rows.is_contiguous() or (rows.dim() == 2 and len(indexed) == 1)
-        return flat and math.prod(indexed) * self.size <= _MOST_COMPARED
+        if not self._compares():
+            return math.prod(table.shape[1:]) >= _NARROWEST and rows.is_contiguous()
+        return rows.is_contiguous() or (rows.dim() == 2 and len(indexed) == 1)
+
+    def _compares(self) -> bool:
+        """Whether comparing every index with every place is less work than a sort."""
+        index = self.index.meta["val"]
+        count = index.shape[0] if self.repeats else index.numel()
+        return self.rows.meta["val"].numel() <= count * WIDEST and count * self.size <= _MOST_COMPARED
 
     def replace(self, graph: torch.fx.Graph, node: Node) -> None:
         """Let the users of ``node`` have the table that a segment sum makes."""
@@ -112,7 +118,7 @@ class _Sum:
         with graph.inserting_before(node):
             emit = emitter(graph, node)
             index = self._flat_index(emit)
-            if width > WIDEST:
+            if not self._compares():
                 keys = self._sorted(emit, index)
                 call: MultiTensor = SegmentSum(self.size, self.skipped, float(self.scale))
             else:

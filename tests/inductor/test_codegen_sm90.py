@@ -128,3 +128,12 @@ def test_what_is_loaded_behind_the_reductions_does_not_count_as_kept() -> None:
     binary, threads = compiled(nest, dict.fromkeys(["mean", "rstd", "dw", "db"], f32))
     assert binary.resources.spills == 0
     assert binary.resources.registers * threads <= REGISTERS
+
+
+def test_a_program_with_a_multiprocessor_for_itself_has_all_the_registers() -> None:
+    names = ["x", "dy", "w", "dx", "mean", "rstd", "dw", "db"]
+    registers = lambda parts: (
+        generate(layer_norm_backward(parts, 32, 2048), dict.fromkeys(names, bf16)).source.registers
+    )
+    assert registers(132) == 255
+    assert registers(133) is None

@@ -141,3 +141,15 @@ def test_few_places_and_very_many_are_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(passes, "few_places", lambda places, elements: False)
     monkeypatch.setattr(passes, "_MOST_COMPARED", 25 * 81 - 1)
     assert not calls(Run(biased, GIVEN, [sum_segments]))
+
+
+def test_rows_worth_a_sort_are_sorted_where_there_are_many_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.randn(25, 32), GIVEN[1], torch.randn(2, 32, 9, 9)
+    add = lambda table, index, scores: table.index_put(
+        (index.view(-1),), scores[0].permute(1, 2, 0).reshape(81, 32).contiguous(), accumulate=True
+    )
+    monkeypatch.setattr(passes, "few_places", lambda places, elements: False)
+    targets = lambda: [type(node.target).__name__ for node in Run(add, given, [sum_segments]).graph.graph.nodes]
+    assert "OneHotSum" in targets()
+    monkeypatch.setattr(passes, "_MOST_COMPARED", 25 * 81 - 1)
+    assert "SegmentSum" in targets()
