@@ -399,7 +399,7 @@ def new_fake(
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
-    """A fake tensor with the layout of a plain one, from the start of memory of its own."""
+    """A fake tensor with the layout of a plain or a fake one, from the start of memory of its own."""
     return new_fake(mode, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), 0, None)
 
 

@@ -15,13 +15,13 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from llama import SHAPES, Llama
+from train_llama import BLOCK, train_step
 
 import weft
 from weft import knobs
@@ -29,10 +29,8 @@ from weft.inductor.comm.measure_gpu import seconds_of
 from weft.inductor.comm.measured import MeasuredSpan, measured_spans
 from weft.inductor.runtime.graph_memory import peak_memory
 
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Parts of the names of kernels of products and of attention: cuBLAS's, cuDNN's, flash attention's.
 LIBRARIES = ("nvjet", "gemm", "cutlass", "cudnn", "flash", "fmha")
-BLOCK = 5  # steps that the host does not wait in, as a user trains
 SKIPPED = {"weft": ("", "chunk_loss")}  # passes to leave out, one after the other
 ADAMW = 7  # a gradient read; a weight and two states read and written
 DEVICE = torch.device("cuda")
@@ -79,9 +77,12 @@ def measured(shape: str, impl: str, steps: int, bandwidth: float) -> dict[str, A
     with DEVICE:
         model = Llama(sizes).bfloat16()
         ids = torch.randint(0, sizes.vocabulary, (int(batch), int(length) + 1))
-    step = {"eager": lambda s: s, "compile": lambda s: s, "weft": weft.compile}[impl](
-        train_step(model, impl == "compile")
-    )
+    if impl == "compile":
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    step = train_step(model, clip=False)
+    if impl == "weft":
+        step = weft.compile(step)
     given = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     began = time.perf_counter()
     step(*given).item()
@@ -134,22 +135,6 @@ def longest(spans: list[MeasuredSpan], most: int = 30) -> list[tuple[str, int, f
         times.setdefault(span.name, []).append((span.end - span.start) * 1e3)
     found = [(name, len(each) // BLOCK, sum(each) / BLOCK) for name, each in times.items()]
     return sorted(found, key=lambda row: -row[2])[:most]
-
-
-def train_step(model: Llama, compiled: bool) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    if compiled:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
-
-    def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = model(ids, labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 if __name__ == "__main__":

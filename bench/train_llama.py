@@ -43,7 +43,7 @@ from weft.inductor.runtime.graph_memory import peak_memory
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PEAK_BF16 = 989e12
 WARM_UP = 5
-BLOCK = 5  # steps
+BLOCK = 5  # steps that the host does not wait in
 
 
 def main() -> None:

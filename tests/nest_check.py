@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from nest_eval import evaluate
 
 from weft.inductor.codegen.kernel import GeneratedKernel, generate
 from weft.inductor.ir import Nest
 from weft.inductor.runtime.kernels import compile_kernels
+
+# A counter-example prints its nest and its kernel: making it smaller would take minutes in the interpreter.
+SEARCH = settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
 
 
 def check(

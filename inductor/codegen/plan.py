@@ -33,12 +33,11 @@ from weft.errors import UnsupportedNest
 from weft.inductor.axes import magnitude
 from weft.inductor.codegen.canonical import is_position
 from weft.inductor.ir import Index, Int, Load, Nest, Reduce, Value, ordered
+from weft.inductor.runtime.kernel_source import registers_alone
 
 MULTIPROCESSORS = 132
 LONGEST_ROW = 16384  # elements of a row that one program keeps in registers
 LOOP_TILE = 4096  # elements of a tile that is walked along in a loop
-_FILE = 65536  # registers of a multiprocessor
-_MOST_OF_A_THREAD = 255  # registers that an instruction can name
 _REGISTERS = 49152  # elements that a program can keep at once, over all its values
 _AHEAD = 72 * 1024  # bytes of shared memory for loads in flight: two or three programs share a multiprocessor
 _INT32 = 2**31
@@ -103,7 +102,7 @@ class Plan:
         alone = isinstance(programs, int) and programs <= MULTIPROCESSORS
         if not (self.segmented or (self.shape == "mixed" and alone)):
             return None
-        return min(_MOST_OF_A_THREAD, _FILE // (self.num_warps * _THREADS))
+        return registers_alone(self.num_warps)
 
     @property
     def tile(self) -> tuple[Dim, ...]:

@@ -286,7 +286,7 @@ class _CopySum(_Pull):
         self._staging.want(call.landed_bytes(members))
 
     def attach(self, kernels: Sequence[Kernel]) -> None:
-        peers = _in_turn(self.buffer)[1:]
+        peers = _peers_in_turn(self.buffer)
         self._landing = self._staging.take(len(peers) * self._slot)
         slots = [self._landing.data_ptr() + at * self._slot for at in range(len(peers))]
         arenas = _arenas(self.buffer)
@@ -359,7 +359,7 @@ class _CopyEngine(Bound):
                 Copy(arenas[rank] + offset, at, rank * size, size)
                 for at, (offset, size) in enumerate(zip(call.offsets, self._sizes, strict=True))
             ]
-            for rank in _in_turn(buffer)[1:]
+            for rank in _peers_in_turn(buffer)
         ]
         self._copies = copies_on(self.device, turns, told)
 
@@ -418,11 +418,11 @@ _KINDS: dict[type[PeerCall], type[Bound]] = {
 }
 
 
-def _in_turn(buffer: SymmetricBuffer) -> list[int]:
-    """The ranks in the order in which this one copies from them: itself first, so that they do not all read from the
-    same peer at a time."""
+def _peers_in_turn(buffer: SymmetricBuffer) -> list[int]:
+    """The other ranks in the order in which this one copies from them: from those behind it, so that they do not all
+    read from the same peer at a time."""
     world = buffer.peers.world
-    return [(buffer.rank + step) % world for step in range(world)]
+    return [(buffer.rank + step) % world for step in range(1, world)]
 
 
 def _current_stream(device: torch.device) -> int:

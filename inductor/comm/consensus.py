@@ -88,7 +88,7 @@ def _of_rank_0(cluster: Cluster) -> Cluster:
     if not _has_peers():
         return cluster
     own = cluster_file.text(cluster)
-    text = Meeting("the world", torch_adapter.world_group_name(), "cluster").lead(own)
+    text = _meeting("cluster").lead(own)
     return cluster if text == own else cluster_file.parse(text, Cluster, "the description of rank 0")
 
 
@@ -98,6 +98,11 @@ _apart: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 
 def _has_peers() -> bool:
     return torch_adapter.world_size() > 1 and current_fake_world() is None
+
+
+def _meeting(about: str) -> Meeting:
+    """Of all ranks."""
+    return Meeting("the world", torch_adapter.world_group_name(), about)
 
 
 def _found_apart(step: StepGraph) -> list[str]:
@@ -113,8 +118,7 @@ def _found_apart(step: StepGraph) -> list[str]:
         first = torch_adapter.group_ranks(step.groups[group])[0]
         level = logging.WARNING if dist.get_rank() == first else logging.DEBUG  # all of them have found the same
         log.log(level, "%s carries all collectives over %s, as with WEFT_TRANSPORTS=nccl: %s", LIBRARY, group, why)
-    world = Meeting("the world", torch_adapter.world_group_name(), "schedule")
-    every = [json.loads(text) for text in world.exchange(json.dumps([*found]))]
+    every = [json.loads(text) for text in _meeting("schedule").exchange(json.dumps([*found]))]
     return [group for group in wanted if any(group in one for one in every)]
 
 

@@ -174,18 +174,18 @@ class _Places:
 def _whole(node: Node) -> Node:
     """What ``node`` is a view of that shows it whole and in order."""
     while looks_into(node) and node.target is not operator.getitem:
-        source, val = node.all_input_nodes[0], node.meta["val"]
+        source = node.all_input_nodes[0]
         given = source.meta["val"]
-        same = isinstance(given, torch.Tensor) and given.dtype == val.dtype and given.numel() == val.numel()
-        if not (same and given.is_contiguous() and val.is_contiguous() and not is_wait(node)):
+        ordered = isinstance(given, torch.Tensor) and given.is_contiguous()
+        if not (ordered and _is_all_of(node, source)) or is_wait(node):
             break
         node = source
     return node
 
 
 def _is_all_of(given: Node, maker: Node) -> bool:
-    """Whether a value in the memory that ``maker`` makes is that memory, whole and in order: what was written in place
-    may be a part of it, or turned."""
+    """Whether a value in the memory that ``maker`` makes, or shows, is that memory, whole and in order: a view, and
+    what was written in place, may be a part of it, or turned."""
     val, made = given.meta["val"], maker.meta["val"]
     return val.is_contiguous() and val.dtype == made.dtype and val.numel() == made.numel()
 

@@ -119,8 +119,7 @@ def _like(val: Any, mode: FakeTensorMode) -> Any:
     """A fake of the same sizes, strides and dtype in memory of its own."""
     if not isinstance(val, FakeTensor):
         return val
-    inner = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
-    return FakeTensor(mode, inner, val.device)
+    return torch_adapter.fake_like(mode, val)
 
 
 def base_of(node: Any) -> Any:

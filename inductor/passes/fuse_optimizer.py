@@ -1,8 +1,8 @@
 """The tail of a step, many operations on lists of tensors, as a few passes over them.
 
-Fused Adam, AdamW and SGD take in the casts and the clipping of their gradients (no cast or clipped gradient is ever
-written) and the counting of their steps. Norms of many tensors become one tensor of norms. What remains of ``_foreach``
-operations becomes one operation for each chain on lists of equal sizes.
+Fused Adam, AdamW and SGD take in the clipping of their gradients (no clipped gradient is ever written), or casts that
+nobody but they reads, and the counting of their steps. Norms of many tensors become one tensor of norms. What remains
+of ``_foreach`` operations becomes one operation for each chain on lists of equal sizes.
 
 The operations are :class:`weft.inductor.multi_tensor.operation.MultiTensor`; as ATen runs them, every bit is kept.
 """

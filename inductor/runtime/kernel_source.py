@@ -9,6 +9,14 @@ import linecache
 from dataclasses import asdict, dataclass
 from typing import Any
 
+_REGISTERS = 65536  # of a multiprocessor
+_MOST_REGISTERS = 255  # of a thread: what an instruction can name
+
+
+def registers_alone(num_warps: int) -> int:
+    """How many registers a thread may have where a program of so many warps has a multiprocessor for itself."""
+    return min(_REGISTERS // (32 * num_warps), _MOST_REGISTERS)
+
 
 @dataclass(frozen=True, eq=False)
 class KernelSource:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from nest_check import check, tensors
+from nest_check import SEARCH, check, tensors
 from nests import layer_norm_backward, load, op, rms_norm, softmax, store
 
 from weft.errors import UnsupportedNest
@@ -500,14 +500,7 @@ def any_nest(draw: st.DrawFn) -> tuple[Nest, dict[str, int]]:
     return Nest(tuple(sizes), tuple(stores)), buffers
 
 
-# A counter-example prints its nest and its kernel: making it smaller would take minutes in the interpreter.
-SETTINGS = settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
+SETTINGS = settings(SEARCH, max_examples=60)
 
 
 def run(nest: Nest, lengths: dict[str, int]) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from nest_check import check, tensors
+from nest_check import SEARCH, check, tensors
 from nests import load, op, store
 
 from weft import knobs
@@ -148,12 +148,6 @@ def any_pieces(draw: st.DrawFn) -> Nest:
 
 
 @given(any_pieces())
-@settings(
-    max_examples=80,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
+@settings(SEARCH, max_examples=80)
 def test_any_pieces_give_what_they_mean(nest: Nest) -> None:
     run(nest)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from nest_check import check, tensors
+from nest_check import SEARCH, check, tensors
 from nests import layer_norm_backward_past_a_residual, load, op, store
 
 from weft.inductor.codegen import kernel, plan
@@ -101,15 +101,8 @@ def any_rows(draw: st.DrawFn) -> tuple[Nest, dict[str, int]]:
     return Nest((parts, rows, width), tuple(stores)), buffers
 
 
-# A counter-example prints its nest and its kernel: making it smaller would take minutes in the interpreter.
 @given(any_rows())
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)
+@settings(SEARCH, max_examples=60)
 def test_any_rows_loaded_again_give_what_they_mean(case: tuple[Nest, dict[str, int]]) -> None:
     nest, lengths = case
     with pytest.MonkeyPatch.context() as patch:

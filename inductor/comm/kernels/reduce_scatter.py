@@ -102,7 +102,7 @@ class LandedSum(PullReduceScatter):
     def slots(self) -> int:
         return 0
 
-    def rows(self, results: Sequence[int], landed: Sequence[int], own: Sequence[int] = ()) -> list[list[int]]:  # type: ignore[override]
+    def rows(self, results: Sequence[int], landed: Sequence[int], own: Sequence[int]) -> list[list[int]]:  # type: ignore[override]
         """The rows of members, without the last word.
 
         Args:
@@ -113,8 +113,6 @@ class LandedSum(PullReduceScatter):
         return [list(row) for row in zip(results, landed, own, strict=True)]
 
     def _find(self) -> list[str]:
-        found = (f"tl.load(bases + {k}) + tl.where(rank == {k}, own, landed)" for k in range(self.world))
-        starts = [
-            f"{place} = {pointer(address, self.wire)}" for place, address in zip(places(self.world), found, strict=True)
-        ]
-        return ["landed = tl.load(member + 1)", "own = tl.load(member + 2)", *starts]
+        shift = "tl.where(rank == {rank}, own, landed)"
+        loads = ["landed = tl.load(member + 1)", "own = tl.load(member + 2)"]
+        return [*loads, *find_places(self.world, shift, self.wire)]

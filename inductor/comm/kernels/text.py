@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from weft.inductor.comm.kernels.failure import What
-from weft.inductor.runtime.kernel_source import KernelSource
+from weft.inductor.runtime.kernel_source import KernelSource, registers_alone
 
 # How a type is called in kernels, and in which type its values are computed.
 _TYPES = {
@@ -20,9 +20,6 @@ _TYPES = {
     torch.int32: ("tl.int32", "tl.int32"),
     torch.int64: ("tl.int64", "tl.int64"),
 }
-
-_REGISTERS = 65536  # of a multiprocessor
-_MOST_REGISTERS = 255  # of a thread
 
 
 def kernel(
@@ -35,8 +32,7 @@ def kernel(
     text = f"{_device()}\n\n@triton.jit\ndef {name}({', '.join(parameters)}):\n{body}\n"
     aligned = frozenset({"chunks", "members", "bases", "pads"} & set(signature))
     # There are fewer programs than multiprocessors.
-    registers = min(_REGISTERS // (32 * warps), _MOST_REGISTERS)
-    return KernelSource(name, text, signature, constants, aligned, warps, 1, registers)
+    return KernelSource(name, text, signature, constants, aligned, warps, 1, registers_alone(warps))
 
 
 @functools.cache
@@ -71,9 +67,12 @@ def places(world: int) -> list[str]:
 
 
 def find_places(world: int, shift: str, dtype: torch.dtype, first: str = "") -> list[str]:
-    """Lines that give these pointers, ``shift`` bytes into the buffers, ``first`` being the rank of the first."""
+    """Lines that give these pointers, ``shift`` bytes into the buffers, ``first`` being the rank of the first.
+
+    Where ranks differ in it, ``{rank}`` in ``shift`` stands for the rank.
+    """
     ranks = [f"({first} + {k}) % WORLD" if first else str(k) for k in range(world)]
-    addresses = [f"tl.load(bases + {rank}) + {shift}" for rank in ranks]
+    addresses = [f"tl.load(bases + {rank}) + {shift.format(rank=rank)}" for rank in ranks]
     return [f"{place} = {pointer(address, dtype)}" for place, address in zip(places(world), addresses, strict=True)]
 
 

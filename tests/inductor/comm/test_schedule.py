@@ -6,19 +6,18 @@ import copy
 import itertools
 import logging
 import operator
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from llama_steps import sharded_llama
 from sharded_steps import GROUPS, outcome, the_steps
 from torch import nn
 
@@ -42,11 +41,7 @@ from weft.inductor.compiler import kernel_graph, schedule_of
 from weft.inductor.liveness import liveness
 from weft.inductor.passes.order import waits_of
 from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
-from weft.inductor.retarget import retarget
 from weft.inductor.runtime.aten import compile_aten
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-from llama import SHAPES, Llama
 
 H200 = load_cluster("h200x8")
 c10d = torch.ops._c10d_functional
@@ -72,28 +67,7 @@ def no_peers() -> Iterator[None]:
 def llama() -> Iterator[StepGraph]:
     """Its step as a graph of kernels."""
     with weft.fake_world(8), no_collections():
-        shape = type(SHAPES["8b"])(**{**vars(SHAPES["8b"]), "layers": 4})
-        with torch.device("meta"):
-            model = Llama(shape)
-        mesh = dist.init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
-        policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in model.blocks:
-            weft.fully_shard(block, mesh=mesh, mp_policy=policy)
-        weft.fully_shard(model, mesh=mesh, mp_policy=policy)
-        model.to_empty(device="cuda")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-        def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            loss = model(ids, labels)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        ids = torch.zeros(1, 4096, dtype=torch.long, device="cuda")
-        graph = retarget(weft.capture(step, ids, ids))
-        yield kernel_graph(run_passes(graph, EVERY_PASS), Clock())
+        yield kernel_graph(run_passes(sharded_llama(4, 4096, clip=True), EVERY_PASS), Clock())
 
 
 @pytest.fixture(scope="module")

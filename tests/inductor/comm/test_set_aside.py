@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from llama_steps import sharded_llama
 from peer_steps import PASSES, model, sharded, step_of, train
 
 import weft
@@ -37,11 +36,7 @@ from weft.inductor.liveness import liveness
 from weft.inductor.passes.order import start_of
 from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
 from weft.inductor.passes.wire_dtype import wire_dtype
-from weft.inductor.retarget import retarget
 from weft.inductor.runtime.aten import compile_aten
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-from llama import SHAPES, Llama
 
 H200 = load_cluster("h200x8")
 # Where the library is slow, whatever can be carried by others is.
@@ -101,26 +96,7 @@ def test_what_is_predicted_is_what_is_made(transports: str) -> None:
 @pytest.fixture(scope="module")
 def llama() -> Iterator[StepGraph]:
     with weft.fake_world(2), no_collections():
-        shape = type(SHAPES["8b"])(**{**vars(SHAPES["8b"]), "layers": 2})
-        with torch.device("meta"):
-            net = Llama(shape)
-        mesh = dist.init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
-        policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in net.blocks:
-            weft.fully_shard(block, mesh=mesh, mp_policy=policy)
-        weft.fully_shard(net, mesh=mesh, mp_policy=policy)
-        net.to_empty(device="cuda")
-        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
-
-        def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            loss = net(ids, labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        ids = torch.zeros(1, 1024, dtype=torch.long, device="cuda")
-        graph = wire_dtype(run_passes(retarget(weft.capture(step, ids, ids)), EVERY_PASS))
+        graph = wire_dtype(run_passes(sharded_llama(2, 1024, clip=False), EVERY_PASS))
         yield kernel_graph(graph, Clock())
 
 
