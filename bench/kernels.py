@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
 import itertools
 import json
@@ -35,6 +34,7 @@ from kernel_cases import Case, Make, Tensors, cases
 
 import weft
 from weft import knobs
+from weft.inductor.comm.measure_gpu import seconds_of
 from weft.inductor.compiler import make_kernels
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.multi_tensor.launcher import use_kernels
@@ -262,11 +262,12 @@ def seconds(run: Callable[[], Any], device: torch.device, stream: Any) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes a second that a copy of 2 GiB reads and writes (16 MiB on a CPU)."""
+    """Bytes a second that a copy of 2 GiB reads and writes (16 MiB on a CPU).
+
+    Outside a CUDA graph, where copies of a GPU's memory are left to engines that are a third slower than its kernels.
+    """
     source = torch.zeros(1 << (29 if device.type == "cuda" else 22), device=device)
-    copy = functools.partial(torch.empty_like(source).copy_, source)
-    stream = torch.cuda.Stream() if device.type == "cuda" else None
-    return 2 * _bytes(source) / seconds(copy, device, stream)
+    return 2 * _bytes(source) / seconds_of(source.clone, device)
 
 
 def _wait(device: torch.device) -> None:
