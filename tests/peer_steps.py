@@ -37,9 +37,11 @@ KERNELS = ["push", "pull", "two_shot"]
 COPIES = ["copy_engine", "copy_sum_3", "one_shot"]
 
 
-def transported(step: StepGraph, transports: Sequence[str], kernels: bool = False) -> StepGraph:
+def transported(
+    step: StepGraph, transports: Sequence[str], kernels: bool = False, passes: Sequence[Any] = PASSES
+) -> StepGraph:
     """``step`` with neighbouring collectives merged, each carried by the first of ``transports`` that can, laid out."""
-    made = run_passes(step, PASSES)
+    made = run_passes(step, passes)
     if kernels:
         made = make_kernels(made)
     for members in sequences(made):
@@ -65,13 +67,17 @@ def in_fours(members: Sequence[Member]) -> list[list[Member]]:
 
 
 def over_peers(
-    step: Callable[..., Any], transports: Sequence[str], kernels: bool = False, recorded: bool = False
+    step: Callable[..., Any],
+    transports: Sequence[str],
+    kernels: bool = False,
+    recorded: bool = False,
+    passes: Sequence[Any] = PASSES,
 ) -> Any:
     """``weft.compile`` of a step, as CUDA graphs where ``recorded``; its programs are in ``programs``."""
 
     def compile_graph(graph: StepGraph, *how: Any) -> Program:
         make = compile_recorded if recorded else compile_aten
-        wrapped.programs.append(make(bind(transported(graph, transports, kernels))))
+        wrapped.programs.append(make(bind(transported(graph, transports, kernels, passes))))
         return wrapped.programs[-1]
 
     sys.modules["weft.compile"].compile_graph = compile_graph  # type: ignore[attr-defined]
@@ -111,14 +117,14 @@ def sharded(net: nn.Sequential, bf16: bool = False) -> nn.Module:
     return weft.fully_shard(net, mesh=mesh, mp_policy=policy)
 
 
-def step_of(net: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+def step_of(net: nn.Module, clip: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
     # Not Adam: it divides by the size of the gradient, and makes a last bit of a tiny one a large step.
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = nn.functional.cross_entropy(net(ids).flatten(0, 1).float(), ids.roll(1, 1).flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss

@@ -9,10 +9,10 @@ import torch
 from weft.capture.graph import StepGraph, group_of, is_wait
 from weft.capture.printer import operation
 from weft.capture.user_code import format_frame
-from weft.inductor.comm.bound import Bound, BoundWait, bound
+from weft.inductor.comm.bound import Bound, BoundSquares, BoundWait, bound
 from weft.inductor.comm.layout import Slot, arena_sizes
 from weft.inductor.comm.symmetric import SymmetricBuffer, symmetric_buffer
-from weft.inductor.comm.transports import PeerCall, call_of, inputs_of, members_of
+from weft.inductor.comm.transports import PeerCall, PeerSquares, call_of, inputs_of, members_of
 from weft.inductor.passes.order import start_of
 from weft.inductor.runtime.kernels import compile_kernels
 
@@ -40,6 +40,8 @@ def bind(step: StepGraph) -> StepGraph:
     for node in step.graph.nodes:
         if is_wait(node) and start_of(node) in made:
             node.target = BoundWait(made[start_of(node)])
+        if isinstance(node.target, PeerSquares):
+            node.target = BoundSquares(made[start_of(node.all_input_nodes[0])])
         if "place" in node.meta:
             node.meta["place"] = tuple(_tensor(buffers, slot) for slot in node.meta["place"])
     return step

@@ -10,7 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from weft.inductor.comm.kernels.barrier import Barrier
 from weft.inductor.comm.kernels.deposit import Deposit
 from weft.inductor.comm.kernels.failure import What
 from weft.inductor.comm.kernels.gather import PushGather
-from weft.inductor.comm.kernels.reduce_scatter import LandedSum, PullReduceScatter
 from weft.inductor.comm.kernels.reduction import Reduction
 from weft.inductor.comm.kernels.transport import Peers, Transport
 from weft.inductor.comm.symmetric import PROGRAMS, SymmetricBuffer
@@ -165,7 +164,8 @@ class _ByKernel(Bound):
     def attach(self, kernels: Sequence[Kernel]) -> None:
         kernel, *barriers = kernels
         peers = self._peers()
-        arguments = self.transport.arguments(peers, self._words, self._number, self._chunks, self._table.start)
+        tables = self._chunks, self._table.start
+        arguments = self.transport.arguments(peers, self._words, self._number, *tables, *self._others())
         self._launch = kernel.prepare(self.transport.grid, *arguments)
         self._meet, self._part = (
             compiled.prepare(barrier.grid, *barrier.arguments(peers, self._words, self._number))
@@ -175,6 +175,10 @@ class _ByKernel(Bound):
     def _peers(self) -> Peers:
         """Where the kernel finds what it reads of each rank."""
         return self.buffer.peers
+
+    def _others(self) -> list[torch.Tensor]:
+        """What the kernel is given that not all are, see :attr:`Transport.others`."""
+        return []
 
     def _barriers(self) -> list[Barrier]:
         """Those before and after."""
@@ -211,10 +215,25 @@ class _Push(_ByKernel):
 
 
 class _Pull(_ByKernel):
-    sum: ClassVar[type[PullReduceScatter]] = PullReduceScatter
+    """
+    Attributes:
+        squares: where sums of squares lie, see :class:`PeerSquares`; empty where nobody wants them.
+    """
+
+    def __init__(self, call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> None:
+        super().__init__(call, given, made, buffer, told)
+        self.squares = torch.zeros(self._reduces.sums if self._reduces.squares else 0, device=self.device)
+
+    @property
+    def _reduces(self) -> PeerReduceScatter:
+        assert isinstance(self.call, PeerReduceScatter)
+        return self.call
+
+    def _others(self) -> list[torch.Tensor]:
+        return [self.squares] if self._reduces.squares else []
 
     def _transport(self, given: Tensors, made: Tensors) -> Transport:
-        return self.sum(
+        return self._reduces.kernel(
             world=self.call.world,
             sizes=tuple(val.numel() for val in made),
             before=False,
@@ -222,6 +241,7 @@ class _Pull(_ByKernel):
             wire=given[0].dtype,
             result=made[0].dtype,
             reduction=_reduction(self.call),
+            squares=self._reduces.squares,
             **_programs(self.call),
         )
 
@@ -270,8 +290,6 @@ class _CopySum(_Pull):
     Peers' arenas are read before the kernel runs, all of it on the lane: as in :class:`_Pull`, they have been read when
     this rank comes to the lane's next barrier. The next collective of the lane overwrites the slots behind the kernel.
     """
-
-    sum = LandedSum
 
     def __init__(
         self, call: CopySumReduceScatter, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str
@@ -401,6 +419,21 @@ class BoundWait:
     def __call__(self, result: torch.Tensor) -> torch.Tensor:
         self.start.wait()
         return result
+
+
+class BoundSquares:
+    """The sums of squares of a bound reduce-scatter: memory that stays where it is, and holds the last call's."""
+
+    shares_as_fakes = True
+    free = True
+
+    def __init__(self, start: Bound) -> None:
+        assert isinstance(start, _Pull)
+        self.__name__ = self.__qualname__ = "peer_squares"
+        self.start = start
+
+    def __call__(self, result: torch.Tensor) -> torch.Tensor:
+        return self.start.squares
 
 
 def bound(call: PeerCall, given: Tensors, made: Tensors, buffer: SymmetricBuffer, told: str) -> Bound:

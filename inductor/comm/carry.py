@@ -10,6 +10,7 @@ import torch
 
 from weft.capture.graph import StepGraph, drop_dead, group_of
 from weft.inductor.comm.layout import lay_out
+from weft.inductor.comm.squares import use_squares
 from weft.inductor.comm.symmetric import reachable
 from weft.inductor.comm.transports import LIBRARIES, use_transport, why_not
 from weft.inductor.multi_tensor.cast import Cast
@@ -72,6 +73,7 @@ def carry(
     for line in told:
         log.warning("%s; %s does", line, library)
     drop_unread_casts(step)
+    use_squares(step)
     lay_out(step)
     return carried
 

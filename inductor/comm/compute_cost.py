@@ -134,8 +134,8 @@ class ComputeCosts:
 
 def is_free(node: Node) -> bool:
     """Whether a node takes nothing of the compute stream: inputs and outputs, views, elements of lists, collectives and
-    their waits, memory that nothing is written to, and calls that make no tensors."""
-    if node.op != "call_function" or not tensors_of(node) or is_collective(node):
+    their waits, memory that nothing is written to, calls that make no tensors, and those that say so (``free``)."""
+    if node.op != "call_function" or not tensors_of(node) or is_collective(node) or getattr(node.target, "free", False):
         return True
     if looks_into(node):
         return not _copies(node)

@@ -151,7 +151,7 @@ class _Places:
         if not call_of(start).reads_arena:
             return None
         given, (_, dtype) = inputs_of(start)[at], members_of(start)[at]
-        node = _whole(given)
+        node = whole(given)
         if "inplace" in node.meta:  # it lies where the first value of its memory does
             node = self.range(node).maker
         if (
@@ -171,7 +171,7 @@ class _Places:
         return "inplace" in value.meta and self.at[value] < before
 
 
-def _whole(node: Node) -> Node:
+def whole(node: Node) -> Node:
     """What ``node`` is a view of that shows it whole and in order."""
     while looks_into(node) and node.target is not operator.getitem:
         source = node.all_input_nodes[0]

@@ -30,6 +30,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph, group_of
 from weft.inductor.comm.arena import ALIGNMENT
 from weft.inductor.comm.kernels.deposit import TYPES as DEPOSITED
+from weft.inductor.comm.kernels.reduce_scatter import LandedSum, PullReduceScatter
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.passes.escapes import escaping
 from weft.inductor.passes.order import waits_of
@@ -114,18 +115,28 @@ class PeerReduceScatter(PeerCall):
 
     Attributes:
         op: "sum" or "avg".
+        squares: whether somebody wants the sums of the squares of its results, see :class:`PeerSquares`.
     """
 
     op: str = "sum"
+    squares: bool = False
 
     kind: ClassVar[str] = "reduce_scatter"
     lane: ClassVar[str] = "reduce"
     reads_arena: ClassVar[bool] = True
+    kernel: ClassVar[type[PullReduceScatter]] = PullReduceScatter
+
+    @property
+    def sums(self) -> int:
+        """How many sums of squares there are, one a program, zeros among them where fewer programs run."""
+        return self.programs or self.kernel.programs
 
 
 @dataclass(frozen=True)
 class CopySumReduceScatter(PeerReduceScatter):
     """The same, with the same bits, of parts that are copied to this rank before they are summed."""
+
+    kernel: ClassVar[type[PullReduceScatter]] = LandedSum
 
     def landing(self, members: Sequence[Kind]) -> list[int]:
         """Where this rank's parts of ``members`` land in what is copied from one rank, and then how much that is, in
@@ -169,6 +180,21 @@ class PeerWait:
     def __call__(self, result: torch.Tensor) -> torch.Tensor:
         raise AssertionError(
             "a wait for a collective that has no memory yet: weft.inductor.comm.bound.bind was not called"
+        )
+
+
+@dataclass(frozen=True)
+class PeerSquares:
+    """Called with a result of a reduce-scatter, after its wait: the sums of the squares of all its results, as they are
+    rounded, float32[:attr:`PeerReduceScatter.sums`]."""
+
+    shares_as_fakes: ClassVar[bool] = True
+    free: ClassVar[bool] = True  # it reads nothing
+    __name__: ClassVar[str] = "peer_squares"
+
+    def __call__(self, result: torch.Tensor) -> torch.Tensor:
+        raise AssertionError(
+            "squares of a collective that has no memory yet: weft.inductor.comm.bind.bind was not called"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.graph import StepGraph, drop_dead, is_wait
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.norm import ORDERS, Norm
 from weft.inductor.multi_tensor.operation import MultiTensor
@@ -100,9 +100,30 @@ def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
     dtypes = {tensor.meta["val"].dtype for tensor in tensors} | {node.meta["val"].dtype}
     if len(orders) > 1 or not orders <= set(ORDERS) or len(dtypes) > 1 or not walkable([tensors]):
         return
-    call = Norm(orders.pop())
+    order = orders.pop()
+    call = Norm(order, together=order == 2.0 and _read_together(node))
     ((norms,),) = list_call(graph, node, call, (tensors,), [[node.meta["val"]]])
     node.replace_all_uses_with(norms)
+
+
+def _read_together(norms: Node) -> bool:
+    """Whether all that is read of ``norms`` is their own norm, on this rank or, where their squares are added up, over
+    several: then only the sum of their squares matters."""
+    squared = False
+    while len(norms.users) == 1:
+        (norms,) = norms.users
+        exponent = norms.args[1] if norms.target is aten.pow.Tensor_Scalar else None
+        if exponent == (0.5 if squared else 2.0):
+            squared = not squared
+        elif norms.target is aten.linalg_vector_norm.default:
+            return not squared and norms.args[1:] in ((), (2.0,), (2,)) and not norms.kwargs
+        elif not (is_wait(norms) or (squared and _adds_up(norms))):
+            return False
+    return False
+
+
+def _adds_up(node: Node) -> bool:
+    return node.target is torch.ops._c10d_functional.all_reduce.default and node.args[1] == "sum"
 
 
 def _stacked(node: Node) -> list[Node]:

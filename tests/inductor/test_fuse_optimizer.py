@@ -323,6 +323,31 @@ def test_norms_side_by_side_are_one_call_however_they_got_there() -> None:
     assert calls(fused(build.build())) == [Norm]
 
 
+@pytest.mark.parametrize(
+    ("reads", "together"),
+    [
+        ([(aten.linalg_vector_norm.default,)], True),
+        ([(aten.linalg_vector_norm.default, 1.0)], False),
+        ([(aten.pow.Tensor_Scalar, 2.0), (aten.pow.Tensor_Scalar, 0.5), (aten.linalg_vector_norm.default, 2.0)], True),
+        ([(aten.pow.Tensor_Scalar, 2.0), (aten.linalg_vector_norm.default, 2.0)], False),
+        ([(aten.pow.Tensor_Scalar, 0.5), (aten.linalg_vector_norm.default, 2.0)], False),
+        ([(aten.mul.Tensor, 2.0), (aten.linalg_vector_norm.default, 2.0)], False),
+    ],
+)
+def test_norms_are_read_together_where_only_the_sum_of_their_squares_matters(
+    reads: list[tuple[Any, ...]], together: bool
+) -> None:
+    build = StepBuilder()
+    (a,) = lists(build, 1)
+    found = build.call(aten.stack.default, build.pick(build.call(aten._foreach_norm.Scalar, a, 2.0)))
+    for target, *arguments in reads:
+        found = build.call(target, found, *arguments)
+    build.returns(found)
+    step = fused(build.build())
+    (norm,) = (node.target for node in step.graph.nodes if isinstance(node.target, Norm))
+    assert norm.together is together
+
+
 def test_rows_side_by_side_are_no_norms() -> None:
     build = StepBuilder()
     (a,) = lists(build, 1)

@@ -15,7 +15,7 @@ from weft.inductor.multi_tensor import plan as planning
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.multi_tensor.foreach import EXPRESSIONS, UNREAD, Foreach, Lists, Scalars, Step
-from weft.inductor.multi_tensor.norm import Norm
+from weft.inductor.multi_tensor.norm import Norm, NormOfSquares
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.sgd import Sgd
 from weft.inductor.runtime.kernels import inspect_kernel
@@ -191,6 +191,20 @@ def test_norms(order: float, dtype: torch.dtype) -> None:
     tensors = randoms([*SIZES, 40_000], 0, dtype)
     expected = [torch.stack([t.double().norm(order) for t in tensors])]
     assert_close(interpret(Norm(order), [tensors]), expected)
+
+
+@pytest.mark.parametrize("known", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_of_tensors_and_of_squares_that_somebody_knows(known: int, dtype: torch.dtype) -> None:
+    tensors = randoms(SIZES, 0, dtype)
+    squares = randoms([1056, 3, 1500][:known], 1, low=0.1)
+    (norms,) = interpret(call := NormOfSquares(len(SIZES) + 5, torch.float32), [squares, tensors])
+    exact = torch.cat([torch.cat([t.flatten().double() for t in tensors]).square(), *(s.double() for s in squares)])
+    assert norms.shape == (len(SIZES) + 5,)
+    torch.testing.assert_close(norms.norm().double(), exact.sum().sqrt(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(norms, call(squares, tensors)[0][0], rtol=1e-6, atol=0)
+    (norms,) = interpret(NormOfSquares(known, torch.float32), [squares, []])
+    torch.testing.assert_close(norms, torch.stack([s.sum().sqrt() for s in squares]))
 
 
 def test_norms_are_the_same_each_time() -> None:

@@ -25,6 +25,7 @@ from weft import errors, knobs
 from weft.inductor.comm import layout, symmetric
 from weft.inductor.comm.bound import Bound
 from weft.inductor.comm.carry import Carried
+from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 
 pytestmark = pytest.mark.gloo
 
@@ -68,6 +69,25 @@ def test_what_is_reduced_is_made_where_peers_read_it(kernels: bool) -> None:
     source, _ = run_ranks(both, 2, True, KERNELS, (8, 16), kernels, timeout=120)
     assert calls(source)["aten_mm_out"] == 4
     assert bool(re.search(r"out=\[None, \w+\]", source)) is kernels
+
+
+def clipped(rank: int, world: int, transports: list[str]) -> str:
+    """Train with gradients that are clipped, over gloo and over peers; the text of the program over peers."""
+    nets = [sharded(model(8, 16), True) for _ in range(2)]
+    expected = train(step_of(nets[0], clip=0.05), nets[0], rank)
+    compiled = over_peers(step_of(nets[1], clip=0.05), transports, passes=[*peer_steps.PASSES, fuse_optimizer])
+    torch.testing.assert_close(train(compiled, nets[1], rank), expected, rtol=1e-5, atol=1e-6)
+    return compiled.programs[0].source
+
+
+@pytest.mark.parametrize("transports", [KERNELS, COPIES], ids=["kernels", "copies"])
+def test_the_norm_of_gradients_takes_squares_from_their_sums(transports: list[str]) -> None:
+    """But for those that are reduced together with the head's and the embedding's, of rows that two ranks do not
+    divide: they are read."""
+    for source in run_ranks(clipped, 2, transports, timeout=120):
+        (squares, read) = re.findall(r"= normofsquares(?:_\d+)?\([^\[]*\[([^\]]*)\],\s*\[([^\]]*)\]", source)[0]
+        assert 0 < squares.count("peer_squares") == source.count("= peer_squares")
+        assert 0 < len(read.split(",")) <= 8, read
 
 
 # ---- ranks that are not equally fast
