@@ -51,8 +51,11 @@ def _use_squares(graph: torch.fx.Graph, node: Node) -> None:
         squares[-1].meta["val"] = first.meta["val"].new_empty(call.sums, dtype=torch.float32)
     others = [tensor for tensor in tensors if tensor not in results or start_of(results[tensor]) not in of_all]
     ((norms,),) = node.meta["val"]
-    node.target = NormOfSquares(len(norms), norms.dtype)
-    node.args = (squares, others)
+    with graph.inserting_before(node):
+        new = graph.call_function(NormOfSquares(len(norms), norms.dtype), (squares, others))
+    new.meta = {**node.meta, "val": [[norms]]}
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
 
 
 def _result(tensor: Node) -> Node | None:
