@@ -14,7 +14,8 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,41 @@ def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str
     except NotPortable as reason:
         log.info("compiled in this process only: the graph holds %s", reason)
         return make(step)
-    found = _read(path, step)
-    if found is not None:
+    made = _read(path, step)
+    if made is not None:
         log.info("compiled before: read in %.2f s (CPU) from %s", time.process_time() - started, path)
-        return found
-    made = make(step)
-    try:
-        kernel_cache.write_checked(path, portable.dump(made, step).encode())
-    except NotPortable as reason:
-        log.info("compiled in this process only: the graph of kernels holds %s", reason)
+    else:
+        made = make(step)
+        try:
+            kernel_cache.write_checked(path, portable.dump(made, step).encode())
+        except NotPortable as reason:
+            log.info("compiled in this process only: the graph of kernels holds %s", reason)
+    _names[made.graph] = path.name
     return made
+
+
+# Of graphs that :func:`cached` returned.
+_names: weakref.WeakKeyDictionary[torch.fx.Graph, str] = weakref.WeakKeyDictionary()
+
+
+def remembered(made: StepGraph, about: Sequence[str], make: Callable[[], str]) -> str:
+    """``make()``, which says something of a graph that :func:`cached` returned, or what an earlier call said.
+
+    Args:
+        about: all that it depends on beside the graph and the knobs.
+
+    Raises errors.CacheUnusable.
+    """
+    if made.graph not in _names:
+        return make()
+    name = hashlib.sha256(json.dumps([_names[made.graph], *about]).encode()).hexdigest()
+    path = kernel_cache.directory() / "schedules" / name[:2] / name
+    known = kernel_cache.read_checked(path)
+    if known is not None:
+        return known.decode()
+    said = make()
+    kernel_cache.write_checked(path, said.encode())
+    return said
 
 
 def _read(path: Path, step: StepGraph) -> StepGraph | None:

@@ -33,7 +33,8 @@ from weft.inductor.comm.cluster import Cluster
 from weft.inductor.comm.decisions import Decisions, structure
 from weft.inductor.comm.lanes import give_lanes
 from weft.inductor.comm.meeting import Meeting
-from weft.inductor.comm.schedule import Schedule, follow, schedule
+from weft.inductor.comm.schedule import Schedule, follow, schedule, tell
+from weft.inductor.graph_cache import remembered
 from weft.inductor.passes.order import put, reorder, together
 
 log = logging.getLogger(__name__)
@@ -69,12 +70,25 @@ def scheduled(
 def _agreed(
     step: StepGraph, cluster: Cluster, memory_limit: int | None, keep_bits: bool, apart: list[str]
 ) -> Schedule | None:
-    """The schedule that rank 0 makes; None where ranks run other kernels than each other."""
+    """The schedule that rank 0 makes, or has made before; None where ranks run other kernels than each other."""
     made: list[Schedule] = []
 
+    def make() -> str:
+        try:
+            made.append(schedule(step, cluster, memory_limit, keep_bits=keep_bits, apart=apart))
+        except errors.MemoryLimitUnreachable as error:
+            return json.dumps(_unreachable(error))
+        return json.dumps({"decisions": made[0].decisions.text(), "warnings": made[0].warnings})
+
     def decide() -> Decisions:
-        made.append(schedule(step, cluster, memory_limit, keep_bits=keep_bits, apart=apart))
-        return made[0].decisions
+        about = [cluster_file.text(cluster), str(memory_limit), str(keep_bits), *apart]
+        said = json.loads(remembered(step, about, make))
+        decisions = _follow(said)
+        assert decisions is not None
+        if not made:
+            tell(said["warnings"])
+            made.append(follow(step, cluster, decisions, memory_limit))
+        return decisions
 
     decisions = decided(structure(step), decide)
     if decisions is None:
@@ -203,13 +217,17 @@ def _lead(store: dist.Store, world: int, decide: Callable[[], Decisions]) -> Dec
         said = {"decisions": found.text()}
         return found
     except errors.MemoryLimitUnreachable as error:
-        said = {"unreachable": [error.limit, error.peak, error.task, error.inputs, error.held]}
+        said = _unreachable(error)
         raise
     except Exception as error:
         said = {"failed": f"{type(error).__name__}: {error}"}
         raise
     finally:
         store.set("decisions", json.dumps(said))
+
+
+def _unreachable(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
+    return {"unreachable": [error.limit, error.peak, error.task, error.inputs, error.held]}
 
 
 def _follow(said: dict[str, Any]) -> Decisions | None:

@@ -100,6 +100,7 @@ class Schedule:
         buckets: its collectives, with the numbers that decided about them.
         limit: bytes that it had to stay within, where that is known.
         trials: the plans that were tried.
+        warnings: what users have to know of it.
     """
 
     step: StepGraph
@@ -108,6 +109,7 @@ class Schedule:
     buckets: list[BucketReport]
     limit: int | None
     trials: list[Trial] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def schedule(
@@ -134,8 +136,15 @@ def schedule(
     with torch_adapter.only_mode():  # in a fake world too, numbers are numbers
         found = _Planner(step, cluster, memory_limit, keep_bits, apart).best()
     log.debug("scheduled %d nodes in %.2f s, by %d plans", len(step), time.perf_counter() - started, len(found.trials))
+    tell(found.warnings)
     tables.log_schedule(found)
     return found
+
+
+def tell(warnings: Sequence[str]) -> None:
+    """Warn of what users have to know of a schedule."""
+    for line in warnings:
+        log.warning("%s", line)
 
 
 def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit: int | None = None) -> Schedule:
@@ -189,6 +198,7 @@ class _Planner:
         self.limit = int(cluster.gpu.memory * _USABLE) if limit is None else limit
         self.costs = _Remembered(cluster.gpu)
         self.trials: list[Trial] = []
+        self.warnings: list[str] = []
         self.excess = 0  # bytes that the last plan needed more than there are
         self.uncounted = 0  # bytes that the last order held more than were counted when it was found
         self.least: _Attempt | None = None  # that of the lowest peak, whatever time it takes
@@ -215,7 +225,7 @@ class _Planner:
         decisions = Decisions(draft.plan.again, draft.buckets, tuple(found.order), carriers)
         reorder(draft.step, [draft.nodes[at] for at in found.order])
         reports = _reports(draft.step, self.cluster, found.simulation, found.nodes)
-        return Schedule(draft.step, decisions, found.simulation, reports, self.limit, self.trials)
+        return Schedule(draft.step, decisions, found.simulation, reports, self.limit, self.trials, self.warnings)
 
     def fitting(self) -> _Attempt:
         """The plan that keeps most of those that fit; where none fits that nobody asked for, the one that needs least.
@@ -228,7 +238,7 @@ class _Planner:
             longest = any(map(lies_in_arena, self.by_peers))
             self.refused = [name for name in allowed_transports(self.cluster) if lies_in_arena(name) or not longest]
             names = ", ".join(name for name in self.by_peers if name in self.refused)
-            log.warning("no schedule with %s fits %s bytes: others carry collectives", names, f"{self.limit:,}")
+            self.warnings.append(f"no schedule with {names} fits {self.limit:,} bytes: others carry collectives")
         found = found or self.least
         assert found is not None
         if found.simulation.peak <= self.limit:
@@ -236,7 +246,7 @@ class _Planner:
         error = unreachable(found.simulation, self.limit)
         if self.asked is not None:
             raise error
-        log.warning("the step may need more memory than the GPU has: %s", error)
+        self.warnings.append(f"the step may need more memory than the GPU has: {error}")
         self.limit = error.peak
         return self.attempt(found.draft.plan) or found
 

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from weft import knobs, torch_adapter
 from weft.capture.fake_world import fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.tracer import capture_step
-from weft.errors import CacheUnusable
+from weft.errors import CacheUnusable, MemoryLimitUnreachable
 from weft.inductor import graph_cache, portable
 from weft.inductor.clock import Clock
+from weft.inductor.comm import consensus
+from weft.inductor.comm.cluster import load_cluster
 from weft.inductor.compiler import kernel_graph
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
@@ -60,16 +63,20 @@ def training_step(width: int = 16, rows: int = 4, lr: float = 1e-2) -> StepGraph
 
 def sharded_step() -> StepGraph:
     with fake_world(4):
-        mesh = torch.distributed.init_device_mesh("cuda", (4,), mesh_dim_names=("dp",))
-        model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).to("cuda")
-        weft.fully_shard(model, mesh=mesh)
+        return sharded_in_a_world()
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            loss = model(x).sum()
-            loss.backward()
-            return loss.detach()
 
-        return capture_step(step, (torch.zeros(4, 16, device="cuda"),), {}).graph
+def sharded_in_a_world() -> StepGraph:
+    mesh = torch.distributed.init_device_mesh("cuda", (4,), mesh_dim_names=("dp",))
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)).to("cuda")
+    weft.fully_shard(model, mesh=mesh)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).sum()
+        loss.backward()
+        return loss.detach()
+
+    return capture_step(step, (torch.zeros(4, 16, device="cuda"),), {}).graph
 
 
 def dynamic_step() -> StepGraph:
@@ -129,6 +136,28 @@ def test_a_graph_from_the_cache_computes_what_eager_does(rows: int) -> None:
     (result,) = compile_aten(found)(*(by_path[entry.path] for entry in found.inputs))
     wanted = torch.cat([torch.nn.functional.linear(x, weight, bias).softmax(-1), x[1:] * 2]).sum(0)
     torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_a_schedule_is_made_once(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is the finding that none fits; another limit is another schedule."""
+    cluster, made = load_cluster("h200x8"), []
+    with fake_world(4):
+        for step in twice(sharded_in_a_world):
+            graph = graph_cache.cached(step, with_kernels)
+            with nullcontext() if limit is None else pytest.raises(MemoryLimitUnreachable, match="1 bytes"):
+                made.append(consensus.scheduled(graph, cluster, limit))
+            monkeypatch.setattr(consensus, "schedule", unexpected_schedule)
+        with pytest.raises(AssertionError, match="should have been"):
+            consensus.scheduled(graph, cluster, 1 << 40)
+    if limit is None:
+        (first, once), (second, again) = made
+        assert str(second) == str(first)
+        assert (again.decisions, again.simulation.peak) == (once.decisions, once.simulation.peak)
+
+
+def unexpected_schedule(*given: Any, **how: Any) -> None:
+    raise AssertionError("the schedule should have been in the cache")
 
 
 def test_values_that_both_graphs_have_are_the_same_objects() -> None:
