@@ -151,6 +151,9 @@ class Adam(MultiTensor):
         )
 
     def _body(self, scalars: list[str], dtype: torch.dtype) -> list[str]:
+        # Exact roots and quotients of zero take a slow path, and rows of an embedding that no batch has had are zeros:
+        # AdamW over bfloat16 with a fifth of zeros ran at 0.90 of the rate without, measured on an H200. So others are
+        # taken in their place, and the same zeros, signs too, put back.
         body = []
         if "coefficient" in scalars:
             body.append(f"grad = {rounded('(grad * coefficient)', dtype)}")
@@ -172,8 +175,14 @@ class Adam(MultiTensor):
             body.append(f"{second} = tl.where({second} < exp_avg_sq, exp_avg_sq, {second})")
         return [
             *body,
-            f"denominator = tl.div_rn(tl.sqrt_rn({second}), correction + tl.zeros_like(grad)) + {number(self.eps)}",
-            "param = param - tl.div_rn(step_size * exp_avg, denominator)",
+            f"no_second = ({second} == 0.0) & (correction > 0.0)",
+            f"root = tl.sqrt_rn(tl.where(no_second, 1.0, {second}))",
+            "ratio = tl.div_rn(root, correction + tl.zeros_like(grad))",
+            f"denominator = tl.where(no_second, 0.0, ratio) + {number(self.eps)}",
+            "change = step_size * exp_avg",
+            "no_change = (change == 0.0) & (denominator > 0.0)",
+            "quotient = tl.div_rn(tl.where(no_change, 1.0, change), denominator)",
+            "param = param - tl.where(no_change, change, quotient)",
         ]
 
 

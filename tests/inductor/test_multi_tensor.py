@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,6 +89,25 @@ def test_adam_is_torchs(decoupled: bool, amsgrad: bool, maximize: bool, weight_d
     interpret(call, arguments)
     arguments[1] = grads[1]
     assert_close(interpret(call, arguments), expected, 8.0)
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+@pytest.mark.parametrize("beta2", [0.999, 1.0])
+def test_adam_of_zeros_and_of_what_is_no_number(eps: float, beta2: float) -> None:
+    """To the bit: a state without a gradient so far, infinities, NaNs, in all combinations."""
+    odd = [0.0, -0.0, 1.0, -2.5, 1e-30, 1e-44, float("inf"), -float("inf"), float("nan")]
+    average, square = (t.flatten() for t in torch.meshgrid(torch.tensor(odd), torch.tensor(odd).abs(), indexing="ij"))
+    param, zero = torch.linspace(-1, 1, len(square)), torch.zeros_like(square)
+    states = [[state.clone()] for state in (param, zero, average, square)]
+    arguments = [*states, [], [torch.tensor(2.0)], 0.01, None, None, None]
+    (new, *_) = interpret(Adam(True, 0.9, beta2, 0.0, eps), arguments)
+    with np.errstate(all="ignore"):
+        first, second = (np.float32(beta) for beta in (0.9, beta2))
+        correction = np.sqrt(np.float32(1) - np.float32(np.float64(second) ** 3))
+        size = np.float32(0.01) / (np.float32(1) - np.float32(np.float64(first) ** 3))
+        denominator = np.sqrt(square.numpy() * second) / correction + np.float32(eps)
+        expected = param.numpy() - size * (average.numpy() * first) / denominator
+    torch.testing.assert_close(new, torch.from_numpy(expected), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("number_type", ["fp32", "*fp32", "*fp64"])
