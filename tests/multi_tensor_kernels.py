@@ -21,7 +21,7 @@ def interpret(call: MultiTensor, arguments: Sequence[Any], number_type: str = "f
     """Run the kernels of `call` on CPU tensors, in place; returns the results, flat."""
     plan = call.plan(arguments, number_type)
     new = call(*arguments)
-    fresh = [[torch.full_like(t, torch.nan) for t in list_] for list_ in new[: len(new) - len(call.updated)]]
+    fresh = [[_unwritten(t) for t in list_] for list_ in new[: len(new) - len(call.updated)]]
     kinds = {"*fp32": torch.float32, "*fp64": torch.float64}
 
     def passed(argument: Any) -> Any:
@@ -34,6 +34,11 @@ def interpret(call: MultiTensor, arguments: Sequence[Any], number_type: str = "f
     bound.bind(held, fresh)
     bound.launch()
     return [tensor for list_ in (*fresh, *(arguments[at] for at in call.updated)) for tensor in list_]
+
+
+def _unwritten(like: Tensor) -> Tensor:
+    """Holds what no kernel writes."""
+    return torch.full_like(like, torch.nan if like.is_floating_point() else -1)
 
 
 def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], ulps: float = 4.0) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.plan import Given, Made, Plan, Scratch, add_launch
-from weft.inductor.multi_tensor.text import POINTERS, TRITON_DTYPES, function, number
+from weft.inductor.multi_tensor.text import INDICES, POINTERS, TRITON_DTYPES, function, number
 
 # Positions of the arguments of a call.
 ROWS, INDEX, BASE = range(3)
@@ -35,7 +35,6 @@ _NARROWEST = 16  # columns of the smallest product of tensor cores
 _PROGRAMS = 132 * 4
 _ADDED = 8  # stretches whose sums are loaded at a time
 _BLOCK = 128  # elements of the table a program of the second kernel adds up
-_INDICES = {torch.int32: "*i32", torch.int64: "*i64"}
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class OneHotSum(MultiTensor):
             "STRETCH": stretch,
             "AT_ONCE": _AT_ONCE,
         }
-        signature = {"rows": POINTERS[rows.dtype], "index": _INDICES[index.dtype], "partials": "*fp32"}
+        signature = {"rows": POINTERS[rows.dtype], "index": INDICES[index.dtype], "partials": "*fp32"}
         places = (Given(ROWS, 0), Given(INDEX), Scratch("partials"))
         text = function("one_hot_products", [*signature, *(f"{name}: tl.constexpr" for name in constants)], lines)
         add_launch(plan, "one_hot_products", text, signature, places, grid, constants)

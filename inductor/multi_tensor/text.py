@@ -30,6 +30,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
 }
+INDICES = {torch.int32: "*i32", torch.int64: "*i64"}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from weft.capture.aot import Source, step_graph
 from weft.capture.graph import Role, StepGraph
 from weft.inductor.lower import lower
 from weft.inductor.multi_tensor.launcher import use_kernels
-from weft.inductor.multi_tensor.segments import SegmentSum, _Layout
+from weft.inductor.multi_tensor.packed_sort import PackedSort
+from weft.inductor.multi_tensor.segments import _CHUNK, SegmentSum, _Layout
 from weft.inductor.passes import sum_segments as passes
 from weft.inductor.passes.sum_segments import sum_segments
 from weft.inductor.runtime.aten import compile_aten
@@ -28,6 +29,8 @@ aten = torch.ops.aten
 
 def by_kernels(call: SegmentSum, rows: Tensor, index: Tensor, base: Tensor | None = None) -> Tensor:
     keys, order = torch.sort(index.int(), stable=True)
+    if len(index) % 2:
+        order = order.int()
     return interpret(call, [[rows], keys, order, [] if base is None else [base]])[0]
 
 
@@ -75,26 +78,62 @@ def test_sums_of_any_rows(seed: int, size: int, count: int, columns: int, dtype:
 
 
 def test_a_short_segment_is_summed_in_the_order_of_its_rows() -> None:
+    """But where a chunk ends: what is before and what is after are summed apart."""
     rows = torch.randn(300, 48) * torch.logspace(-4, 4, 300)[:, None]
     index = torch.arange(300) % 20
     found = by_kernels(SegmentSum(20), rows, index)
     for key in range(20):
-        total = torch.zeros(48)
-        for row in rows[key::20]:
+        total, parts = torch.zeros(48), []
+        for at, row in enumerate(rows[key::20], start=15 * key):
+            if at % _CHUNK == 0:
+                parts, total = [total], torch.zeros(48)
             total = total + row
-        assert torch.equal(found[key], total)
+        assert torch.equal(found[key], sum(parts, torch.zeros(48)) + total)
 
 
 def test_long_segments_begin_and_end_anywhere() -> None:
-    """Segments of all lengths round those of a chunk, so that heads, chunks and tails of all sizes come."""
-    chunk = _Layout(4000, 32, 1, torch.float32).chunk
-    assert chunk == 64
-    lengths = [0, 1, chunk - 1, chunk, chunk + 1, 3, 2 * chunk, 5 * chunk + 7, 1200, 0, 2]
+    """Segments of all lengths round those of a chunk and of a group: heads, groups and tails of all sizes come."""
+    group = _Layout(4200, 32, 1, torch.float32, False).group * _CHUNK
+    assert group == 16 * _CHUNK
+    lengths = [0, 1, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3, 2 * _CHUNK, 5 * _CHUNK + 7, 1200, 0, 2]
+    lengths += [9, group - 1, group, group + 1, 0, 2 * group + 3]
     index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    index = torch.cat([index, torch.full((4000 - len(index),), len(lengths))])
-    rows = torch.randn(4000, 32)
-    call = SegmentSum(len(lengths) + 2)
+    index = torch.cat([index, torch.full((4200 - len(index),), len(lengths))])
+    rows = torch.randn(4200, 32)
+    for first in (0, 5):  # where segments of the same lengths lie otherwise
+        call = SegmentSum(len(lengths) + 2)
+        near(by_kernels(call, rows[first:], index[first:]), in_float64(call, rows[first:], index[first:]), index)
+
+
+@pytest.mark.parametrize("count", [1023, 1024, 1025])
+def test_one_index_has_all_rows(count: int) -> None:
+    rows, index = torch.randn(count, 40), torch.full((count,), 3)
+    for call in (SegmentSum(5), SegmentSum(4), SegmentSum(5, skipped=3), SegmentSum(3)):
+        near(by_kernels(call, rows, index), in_float64(call, rows, index), index)
+
+
+def test_rows_wider_than_a_program_sums() -> None:
+    rows, index, base = torch.randn(75, 2100), torch.tensor([0, 2, 2] * 25), torch.randn(4, 2100)
+    near(by_kernels(SegmentSum(4), rows, index, base), in_float64(SegmentSum(4), rows, index, base), index)
+
+
+def test_rows_of_no_place_do_not_matter() -> None:
+    """Two in three lie outside the table, whole chunks of them and parts of one."""
+    rows, index = torch.randn(150, 32), torch.tensor([2, 5, 5] * 50)
+    rows[index == 5] = torch.nan
+    call = SegmentSum(4)
     near(by_kernels(call, rows, index), in_float64(call, rows, index), index)
+    index[index == 5] = 1
+    call = SegmentSum(4, skipped=1)
+    near(by_kernels(call, rows, index), in_float64(call, rows, index), index)
+
+
+def test_few_programs_add_up_the_sums_of_one_index() -> None:
+    """Of all lengths: no program adds more than a few square roots of the chunks."""
+    for count in (100, 32768, 2**20, 2**24):
+        layout = _Layout(count, 64, 10, torch.float32, False)
+        most = 2 * (layout.group - 1) + layout.groups
+        assert most <= max(4 * layout.chunks**0.5, 2 * 16)
 
 
 def test_the_same_bits_each_time_wherever_rows_lie() -> None:
@@ -120,14 +159,25 @@ def test_kernels_for_hopper_spill_nothing_and_load_16_bytes(dtype: torch.dtype, 
     count, size = 16384, 128256
     keys, order = empty(count, dtype=torch.int32), empty(count, dtype=torch.int64)
     plan = SegmentSum(size, 0).plan([[empty(count, columns)], keys, order, [empty(size, columns)]])
-    assert [launch.kernel.name for launch in plan.launches] == ["segment_starts", "chunk_sums", "segment_sums"]
+    names = ["segment_starts", "segment_sums", "group_sums", "joined_sums"]
+    assert [launch.kernel.name for launch in plan.launches] == names
     for launch in plan.launches:
         resources = inspect_kernel(launch.kernel)
         assert resources.spills == 0
-        assert resources.registers <= 80
+        assert resources.registers <= 128  # four programs a multiprocessor
         if columns >= 1000 and launch.kernel.name != "segment_starts":
             assert resources.vector_loads >= 8
-    assert sum(scratch * 4 for scratch, _ in plan.scratch.values()) < 0.02 * size * columns * 4
+    assert sum(scratch * 4 for scratch, _ in plan.scratch.values()) < 0.07 * count * columns * 4 + 4 * (size + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_not_aligned_are_not_loaded_16_bytes_at_a_time(dtype: torch.dtype) -> None:
+    rows = torch.empty(4096, 2048, dtype=dtype, device="meta")
+    keys = torch.empty(4096, dtype=torch.int32, device="meta")
+    launches = SegmentSum(9999).plan([[rows], keys, keys, []]).launches
+    (walks,) = [launch.kernel for launch in launches if launch.kernel.name == "segment_sums"]
+    # Of the 256 bytes that a thread has in flight; where segments begin is aligned in both branches.
+    assert 16 <= inspect_kernel(walks).vector_loads <= 16 + 2 * 4
 
 
 # ---- the pass
@@ -176,6 +226,7 @@ def test_operations_that_become_segment_sums(name: str) -> None:
     inputs = ROWS, IDS, TABLE
     step = sum_segments(graph_of(SUMS[name], *inputs)).check()
     (call,) = [node for node in step.graph.nodes if isinstance(node.target, SegmentSum)]
+    assert any(isinstance(node.target, PackedSort) for node in step.graph.nodes)
     # Zeros are not read.
     assert bool(call.args[3]) == (name in ("index_add", "index_put", "scatter_add"))
     wanted = SUMS[name](*(t.double() if t.is_floating_point() else t for t in inputs))
@@ -184,6 +235,18 @@ def test_operations_that_become_segment_sums(name: str) -> None:
         torch.testing.assert_close(found.double(), wanted.double(), rtol=1e-5, atol=1e-5)
         assert found.shape == wanted.shape
         assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["an embedding", "index_put"])
+def test_many_indices_are_sorted_by_aten(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "packs", lambda count, size: False)
+    step = sum_segments(graph_of(SUMS[name], ROWS, IDS, TABLE)).check()
+    targets = [node.target for node in step.graph.nodes]
+    assert aten.sort.stable in targets
+    assert not any(isinstance(target, PackedSort) for target in targets)
+    for program in (compile_aten(step), compile_aten(use_kernels(step))):
+        (found,) = program(ROWS, IDS, TABLE)
+        torch.testing.assert_close(found, SUMS[name](ROWS, IDS, TABLE), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OTHERS)
