@@ -73,19 +73,20 @@ def compile_function(
     The stages are run here and not by `triton.compile`, which first reads all of triton to make a cache key (0.3 s
     a process) and then writes every stage to a cache that weft does not use. Raises whatever triton raises, and
     ValueError where the parameters of the function are not `signature` (in order) and `constants`, or where the
-    kernel needs scratch memory, which the launcher does not provide.
+    kernel needs scratch memory, which the launcher does not provide. A constant `ARCH` is given as `arch`.
     """
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import ASTSource, make_backend
 
     names = list(function.arg_names)
+    constants = {n: arch if n == "ARCH" else value for n, value in constants.items()}
     if [n for n in names if n not in constants] != list(signature) or not set(constants) <= set(names):
         raise ValueError(f"parameters {names} are not arguments {list(signature)} and constants {list(constants)}")
     source = ASTSource(
         fn=function,
         signature={n: signature.get(n, "constexpr") for n in names},
-        constexprs=dict(constants),
+        constexprs=constants,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in sorted(divisible)},
     )
     target = GPUTarget("cuda", arch, 32)

@@ -16,8 +16,8 @@ def load(buffer: str, *strides: int, offset: int = 0, dtype: torch.dtype = f32) 
     return Load(buffer, Index(list(enumerate(strides)), offset), dtype)
 
 
-def store(buffer: str, value: Value, *strides: int, **kwargs: Any) -> Store:
-    return Store(buffer, Index(list(enumerate(strides))), value, **kwargs)
+def store(buffer: str, value: Value, *strides: int, offset: int = 0, **kwargs: Any) -> Store:
+    return Store(buffer, Index(list(enumerate(strides)), offset), value, **kwargs)
 
 
 def op(name: str, *args: Value, dtype: torch.dtype = f32) -> Call:
@@ -87,6 +87,20 @@ def layer_norm_backward_past_a_residual(parts: int, rows: int, width: int) -> Ne
     )
 
 
+def rms_norm_backward_past_a_residual(parts: int, rows: int, width: int) -> Nest:
+    """As :func:`layer_norm_backward_past_a_residual`."""
+    where = [rows * width, width, 1]
+    x, dy, past, w = load("x", *where), load("dy", *where), load("past", *where), load("w", 0, 0, 1)
+    share = Const(1.0 / width, f32)
+    mean = op("mul", Reduce("sum", (op("mul", x, x),), [2], f32), share)
+    rstd = op("rsqrt", op("add", mean, Const(1e-5, f32)))
+    scaled, normal = op("mul", dy, w), op("mul", x, rstd)
+    along = op("mul", Reduce("sum", (op("mul", scaled, normal),), [2], f32), share)
+    dx = op("add", op("mul", rstd, op("sub", scaled, op("mul", normal, along))), past)
+    weight = Reduce("sum", (op("mul", dy, normal),), [1], f32)
+    return Nest((parts, rows, width), (store("dx", dx, *where), store("dw", weight, width, 0, 1)))
+
+
 def cross_entropy(rows: int, width: int) -> Nest:
     """Each row's loss for its label, and the gradient of the sum of losses."""
     x, label = load("x", width, 1), load("label", 1, 0, dtype=torch.int64)
@@ -104,6 +118,30 @@ def swiglu(rows: int, width: int) -> Nest:
     gate, up = load("gate", width, 1), load("up", width, 1)
     silu = op("mul", gate, op("sigmoid", gate))
     return Nest((rows, width), (store("y", op("mul", silu, up), width, 1),))
+
+
+def rope(positions: int, heads: int, size: int) -> Nest:
+    """Both halves of each head, rotated by tables that have a row for each position."""
+    half, where, table = size // 2, [heads * size, size, 1], [size, 0, 1]
+    stores = []
+    for at, sign in ((0, "sub"), (half, "add")):
+        cos, sin = load("cos", *table, offset=at), load("sin", *table, offset=at)
+        rotated = op("mul", load("x", *where, offset=half - at), sin)
+        stores.append(store("y", op(sign, op("mul", load("x", *where, offset=at), cos), rotated), *where, offset=at))
+    return Nest((positions, heads, half), tuple(stores))
+
+
+def gelu_backward_and_sum(parts: int, rows: int, width: int) -> Nest:
+    """The gradient of a sum with a bias, one exponential an element, and its columns' sums over parts of the rows."""
+    where = [rows * width, width, 1]
+    x = op("add", load("x", *where), load("bias", 0, 0, 1))
+    square = op("mul", x, x)
+    share = op("sigmoid", op("mul", x, op("add", op("mul", square, Const(0.0714, f32)), Const(1.596, f32))))
+    inner = op("add", op("mul", square, Const(0.2141, f32)), Const(1.596, f32))
+    slope = op("mul", op("mul", x, op("sub", share, op("mul", share, share))), inner)
+    dx = op("mul", load("dy", *where), op("add", share, slope))
+    total = Reduce("sum", (dx,), [1], f32)
+    return Nest((parts, rows, width), (store("dx", dx, *where), store("db", total, width, 0, 1)))
 
 
 def transpose(batch: int, rows: int, width: int) -> Nest:

@@ -46,8 +46,38 @@ def tanh(x):
     q = q * u - 0.05373971536755562
     q = q * u + 0.13331441581249237
     q = q * u - 0.3333328068256378
-    size = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    size = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * 2.8853900817779268) + 1.0)
     return tl.where(u < 0.390625, x + x * u * q, tl.where(x < 0, -size, size))
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    if x.dtype == tl.float64:
+        return 1.0 / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+@triton.jit
+def normal_cdf(x):
+    """The share of the standard normal distribution below x."""
+    if x.dtype == tl.float64:
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    # q: log2 of the share below -|x|, fitted for the least greatest absolute error of exp2(q), 3.3e-8.
+    size = tl.abs(x)
+    q = -2.727174575056779e-08
+    q = q * size + 8.150452117661189e-07
+    q = q * size - 1.0462299542268738e-05
+    q = q * size + 7.333631219808012e-05
+    q = q * size - 0.00026840483769774437
+    q = q * size - 2.4207289243349805e-05
+    q = q * size + 0.00697727408260107
+    q = q * size - 0.05246219411492348
+    q = q * size - 0.45921385288238525
+    q = q * size - 1.1511050462722778
+    q = q * size - 1.0
+    below = tl.exp2(q)
+    return tl.where(x < 0, below, 1.0 - below)
 
 
 @triton.jit
@@ -179,6 +209,22 @@ def floor_quotient(a, b):
     quotient = (a - remains) / b
     quotient = tl.where((remains != 0) & ((remains < 0) != (b < 0)), quotient - 1.0, quotient)
     return tl.where(b == 0, a / b, nearest_even(quotient))
+
+
+@triton.jit
+def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr):
+    """Ask the second-level cache for ``BYTES``, a multiple of 16, with one instruction of one thread; nothing below
+    sm_90 and in an interpreter."""
+    if ARCH >= 90:
+        tl.inline_asm_elementwise(
+            f"{{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
+            f" @p cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0; }}",
+            "=r,l",
+            [pointer],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

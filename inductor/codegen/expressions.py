@@ -167,6 +167,14 @@ def _reciprocal(value: Call, a: Text) -> Text:
     return call("tl.div_rn", "1.0", a) if value.dtype == torch.float32 else infix("/", PRODUCT, Text("1.0"), a)
 
 
+def exponential(a: Text, dtype: torch.dtype) -> Text:
+    """e**a. In float32, as 2**(x * log2(e)): as exact as ``tl.exp``, which scales its argument where the result has no
+    exponent left (three instructions more); here such results are 0."""
+    if dtype != torch.float32:
+        return call("tl.exp", a)
+    return call("tl.exp2", infix("*", PRODUCT, a, Text(repr(math.log2(math.e)))))
+
+
 def _extremum(name: str, boolean: str, level: int) -> Write:
     def write(value: Call, a: Text, b: Text) -> Text:
         if value.dtype == torch.bool:
@@ -226,7 +234,7 @@ _WRITE: dict[str, Write] = {
     "sqrt": _square_root,
     "rsqrt": _function("tl.rsqrt"),
     "reciprocal": _reciprocal,
-    "exp": _function("tl.exp"),
+    "exp": lambda value, a: exponential(a, value.dtype),
     "exp2": _function("tl.exp2"),
     "expm1": _helper("expm1"),
     "log": _function("tl.log"),
@@ -235,8 +243,9 @@ _WRITE: dict[str, Write] = {
     "sin": _function("tl.sin"),
     "cos": _function("tl.cos"),
     "tanh": _helper("tanh"),
-    "sigmoid": _function("tl.sigmoid"),
+    "sigmoid": _helper("sigmoid"),
     "erf": _function("tl.erf"),
+    "normal_cdf": _helper("normal_cdf"),
     "pow": _by_kind(_helper("power"), _helper("integer_power")),
     "floor": _by_kind(_function("tl.floor"), lambda value, a: a),
     "ceil": _by_kind(_function("tl.ceil"), lambda value, a: a),

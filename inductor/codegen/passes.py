@@ -3,23 +3,29 @@
 In a loop, a reduction that needs another's result costs a second pass over memory, so two that can run together become
 one: the greatest value with the sum of exponentials below it (Milakov and Gimelshein, 2018), the mean with the squared
 deviations from it (Welford, 1962). In registers the second pass is free and the plain form is shorter and more exact,
-so there they are taken apart.
+so there they are taken apart. Where each reduction costs a pass over the first-level cache (:mod:`.segments`), factors
+that all terms of a sum share are multiplied with the sum: it then need not wait for the reductions that they come from.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from weft.inductor.codegen.plan import Plan
-from weft.inductor.ir import Call, Const, Nest, Part, Reduce, Value, map_values, rewrite
+from weft.inductor.codegen.ranges import Ranges, with_narrow_numbers
+from weft.inductor.ir import Call, Const, Nest, Part, Reduce, Value, map_values, ordered, rewrite
 
 
 def for_plan(nest: Nest, plan: Plan) -> Nest:
-    """The nest with each reduction in the form for its walk."""
+    """The nest with each reduction, and each comparison with a number of the row, in the form for its walk."""
     looped = frozenset(plan.loop.axes) if plan.loop else frozenset()
-    nest = _changed(nest, lambda value: _taken_apart(value, nest, looped))
+    ranges = Ranges(nest.sizes)
+    nest = _changed(nest, lambda value: with_narrow_numbers(_taken_apart(value, nest, looped), plan, ranges))
+    if plan.segmented:
+        nest = _changed(nest, lambda value: _factored(value, looped))
     while looped:
         pair = next(_pairs(nest, looped), None)
         if pair is None:
@@ -47,6 +53,30 @@ def _taken_apart(value: Value, nest: Nest, looped: frozenset[int]) -> Value:
         mean = Call("div", (Reduce("sum", (x,), over, dtype), count), dtype)
         return mean if value.at == 0 else _sum_squares(x, mean, over)
     return value
+
+
+def _factored(value: Value, looped: frozenset[int]) -> Value:
+    """A sum along a row as a sum of less, times what its terms have in common."""
+    if not isinstance(value, Reduce) or value.kind != "sum" or not looped.isdisjoint(value.over):
+        return value
+    factors = _factors(value.args[0], value.dtype)
+    common = [factor for factor in factors if factor.axes.isdisjoint(value.over) and _reduced(factor)]
+    own = [factor for factor in factors if factor not in common]
+    if not common or not own or not value.dtype.is_floating_point:
+        return value
+    product = lambda a, b: Call("mul", (a, b), value.dtype)
+    total = Reduce("sum", (functools.reduce(product, own),), value.over, value.dtype)
+    return functools.reduce(product, common, total)
+
+
+def _reduced(value: Value) -> bool:
+    return any(isinstance(part, Reduce) for part in ordered([value]))
+
+
+def _factors(value: Value, dtype: torch.dtype) -> list[Value]:
+    if isinstance(value, Call) and value.op == "mul" and value.dtype == dtype:
+        return [factor for arg in value.args for factor in _factors(arg, dtype)]
+    return [value]
 
 
 def _count(nest: Nest, over: tuple[int, ...]) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from weft.inductor.codegen.canonical import is_position
+from weft.inductor.codegen.plan import Plan
 from weft.inductor.ir import Call, Const, Index, Int, Load, Value
 
 Range = tuple[int, int]
@@ -81,3 +84,36 @@ _RULES: dict[str, Callable[..., Range | None]] = {
     "mod": _remainder,
     "fmod": _remainder,
 }
+
+
+def with_narrow_numbers(value: Value, plan: Plan, ranges: Ranges) -> Value:
+    """``position == number``, where the number is one of a row such as its label, with a number of 32 bits: one that is
+    no position of the row is replaced, once a row, by one that no position is. So is every number where a condition of
+    the row that the comparison is joined with does not hold."""
+    if not isinstance(value, Call) or value.op not in ("eq", "and"):
+        return value
+    for one, other in (value.args, value.args[::-1]):
+        if value.op == "eq" and is_position(one) and other.dtype == torch.int64 and _steadier(other, one, plan):
+            found = ranges.of(one)
+            if found is not None and found[0] > -(2**31) and found[1] < 2**31 and not isinstance(other, Const):
+                least, most, none = (Const(bound, torch.int64) for bound in (*found, found[0] - 1))
+                inside = Call("ge", (other, least), torch.bool), Call("le", (other, most), torch.bool)
+                return _narrow(one, Call("and", inside, torch.bool), other, none)
+        if value.op == "and" and isinstance(one, Call) and one.op == "eq" and one.args[1].dtype == torch.int32:
+            place, narrow = one.args
+            # Positions have 64 bits, and only what is written above compares them with 32.
+            if is_position(place) and other.dtype == torch.bool and _steadier(other, place, plan):
+                inside, number, none = narrow.operands()[0].operands()
+                return _narrow(place, Call("and", (other, inside), torch.bool), number, none)
+    return value
+
+
+def _steadier(value: Value, place: Value, plan: Plan) -> bool:
+    """Whether a value is the same for elements of a tile that are at different places."""
+    tile = frozenset(plan.tile)
+    return not plan.dims_of(place.axes) & tile <= plan.dims_of(value.axes)
+
+
+def _narrow(place: Value, inside: Value, number: Value, none: Value) -> Value:
+    narrow = Call("to", (Call("where", (inside, number, none), torch.int64),), torch.int32)
+    return Call("eq", (place, narrow), torch.bool)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.inductor.codegen.expressions import dtype_name, extreme, literal
+from weft.inductor.codegen.expressions import SUM, Text, dtype_name, exponential, extreme, literal
+from weft.inductor.codegen.spread import Spread
 from weft.inductor.ops import REDUCTIONS
 
 
@@ -80,8 +81,11 @@ def arg_across(
 class Accumulator:
     """A reduction over a loop: variables before it, statements in it, results behind it."""
 
-    def __init__(self, kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across) -> None:
+    def __init__(
+        self, kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across, spread: Spread | None = None
+    ) -> None:
         self.kind, self.name, self.dtypes, self.shape, self.how = kind, name, tuple(dtypes), shape, how
+        self.spread = spread
 
     def _full(self, value: str, dtype: torch.dtype) -> str:
         return f"tl.full({self.shape}, {value}, {dtype_name(dtype)})"
@@ -139,19 +143,13 @@ class ArgAccumulator(Accumulator):
 class OnlineSoftmax(Accumulator):
     """The greatest value and the sum of exponentials below it, in one pass (Milakov and Gimelshein, 2018).
 
-    Four neighbours, which a thread has in its registers, share one result: so the sum is rescaled once for four
-    elements, and an element costs 1.25 exponentials instead of two.
+    Where it is known which elements of a tile a thread has, these share one result: so the sum is rescaled once for all
+    of them, and 16 elements cost 17 exponentials instead of 32.
     """
 
-    def __init__(self, kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across) -> None:
-        super().__init__(kind, name, dtypes, shape, how)
-        self.rank = shape.count(",") + 1
-        self.fours = how.positions == (self.rank - 1,)
-        if self.fours:
-            self.shape = f"{shape[:-1]} // 4]"
-            self.reshaped = f"{shape[:-1]} // 4, 4]"
-
     def before(self) -> list[str]:
+        if self.spread is not None:
+            self.shape = f"[{self.spread.threads}]"
         dtype = self.dtypes[0]
         lowest = self._full('float("-inf")', dtype)
         return [f"{self.name}_max = {lowest}", f"{self.name}_sum = {self._full('0.0', dtype)}"]
@@ -160,24 +158,27 @@ class OnlineSoftmax(Accumulator):
         x, top, total, base = (f"{self.name}_{part}" for part in ("x", "max", "sum", "base"))
         new = f"{self.name}_new"
         arg = args[0] if mask is None else f'tl.where({mask}, {args[0]}, float("-inf"))'
-        here, terms = x, f"tl.exp({x} - {base})"
-        if self.fours:
-            arg = f"tl.reshape({arg}, {self.reshaped})"
-            here = f"tl.reduce({x}, {self.rank}, greatest)"
-            terms = f"tl.sum(tl.exp({x} - {base}[{':, ' * self.rank}None]), {self.rank})"
+        here, terms = x, self._power(f"{x} - {base}")
+        if self.spread is not None:
+            arg = f"tl.reshape({arg}, [{', '.join(map(str, self.spread))}])"
+            here = f"tl.reduce(tl.reduce({x}, 2, greatest), 0, greatest)"
+            terms = f"tl.sum(tl.sum({self._power(f'{x} - {base}[None, :, None]')}, 2), 0)"
         return [
             f"{x} = {arg}",
             f"{new} = greatest({top}, {here})",
             # Nothing but -inf so far: 0 is subtracted, or -inf - -inf would be NaN.
             f'{base} = tl.where({new} == float("-inf"), 0.0, {new})',
-            f"{total} = {total} * tl.exp({top} - {base}) + {terms}",
+            f"{total} = {total} * {self._power(f'{top} - {base}')} + {terms}",
             f"{top} = {new}",
         ]
 
     def after(self) -> tuple[list[str], list[str]]:
         best = self.how.reduce(_extremum("max", self.dtypes[0]), f"{self.name}_max")
-        scaled = f"{self.name}_sum * tl.exp({self.name}_max - {self.name}_best)"
+        scaled = f"{self.name}_sum * {self._power(f'{self.name}_max - {self.name}_best')}"
         return [f"{self.name}_best = {best}"], [f"{self.name}_best", self.how.reduce("tl.sum({}, {})", scaled)]
+
+    def _power(self, difference: str) -> str:
+        return str(exponential(Text(difference, SUM), self.dtypes[0]))
 
 
 class Welford(Accumulator):
@@ -220,6 +221,8 @@ ACCUMULATORS = {
 }
 
 
-def accumulator(kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across) -> Accumulator:
+def accumulator(
+    kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across, spread: Spread | None
+) -> Accumulator:
     """The accumulator of a reduction of ``kind``."""
-    return ACCUMULATORS.get(kind, Accumulator)(kind, name, dtypes, shape, how)
+    return ACCUMULATORS.get(kind, Accumulator)(kind, name, dtypes, shape, how, spread)

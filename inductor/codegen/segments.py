@@ -1,12 +1,14 @@
-"""The body of a loop over rows, cut behind each reduction of a row.
+"""The body of a loop over rows, cut behind the reductions of a row.
 
-Rows that registers cannot hold from one reduction to the next are loaded again behind each, from the first-level cache:
-nothing but numbers of the row as a whole, and the sums of columns, lives on. What is first used behind a reduction is
-asked for in front of all of them, so that a row waits for memory once.
+Rows that registers cannot hold from one reduction to the next are loaded again behind it, from the first-level cache:
+nothing but numbers of the row as a whole, and the sums of columns, lives on. Reductions that do not wait for each other
+share a pass over the row. What is first used behind a reduction is asked for in front of all of them, so that a row
+waits for memory once.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,13 +18,13 @@ from weft.inductor.ir import Load, Part, Reduce, Store, Value
 
 @dataclass(frozen=True)
 class Segment:
-    """What is done up to a reduction of a row, or behind the last one.
+    """What is done up to reductions of a row, or behind the last ones.
 
     Attributes:
         values: what is computed, operands first.
         gathered: the sums of columns that take the row in.
         stores: what is stored.
-        end: the reduction behind all that.
+        ends: the reductions behind all that, none of which waits for another.
         ahead: loads that a later segment is the first to use.
         kept: values of the row as a whole that a later segment uses.
     """
@@ -30,7 +32,7 @@ class Segment:
     values: Sequence[Value]
     gathered: Sequence[Reduce]
     stores: Sequence[Store]
-    end: Reduce | None = None
+    ends: Sequence[Reduce] = ()
     ahead: Sequence[Load] = ()
     kept: frozenset[Value] = frozenset()
 
@@ -47,10 +49,12 @@ def segments(
     """
     inside = frozenset(whole.values)
     reductions = [v for v in whole.values if isinstance(v, Reduce) and not along.isdisjoint(v.over)]
-    reductions.sort(key=lambda reduce: depth[reduce])
-    first = _first_segments(whole.values, reductions)
-    last = len(reductions)
-    roots: list[list[Value]] = [*([reduce] for reduce in reductions), []]
+    # Those of fewer values first: what others need besides is not yet in registers.
+    reductions.sort(key=lambda reduce: (depth[reduce], len(_needed([reduce], set(), inside))))
+    ends = [list(group) for _, group in itertools.groupby(reductions, lambda reduce: depth[reduce])]
+    first = _first_segments(whole.values, ends)
+    last = len(ends)
+    roots: list[list[Value]] = [*(list[Value](group) for group in ends), []]
     stores: list[list[Store]] = [[] for _ in roots]
     gathered: list[list[Reduce]] = [[] for _ in roots]
     read = {value.buffer for value in whole.values if isinstance(value, Load)}
@@ -60,31 +64,31 @@ def segments(
         stores[at].append(store)
         roots[at] += store.values()
     rows = [v for v in whole.values if isinstance(v, Load) and _of_rows(v, along, across)]
-    loaded = [_needed(here, set(reductions[:at]), inside) for at, here in enumerate(roots)]
+    loaded = [_needed(here, set(itertools.chain(*ends[:at])), inside) for at, here in enumerate(roots)]
     for reduce in whole.gathered:
         earliest = max(first.get(arg, 0) for arg in reduce.args)
         wanted = _needed(reduce.args, set(reductions), inside).intersection(rows)
-        # Where its rows are loaded anyway.
-        gathered[next((at for at in range(earliest, last + 1) if wanted <= loaded[at]), earliest)].append(reduce)
+        # Where its rows are loaded anyway, the last time: a pass with sums along the row needs more registers.
+        gathered[next((at for at in range(last, earliest, -1) if wanted <= loaded[at]), earliest)].append(reduce)
     found: list[list[Value]] = []
     done: set[Value] = set()
     kept: set[Value] = set()
-    for end, sums, here in zip([*reductions, None], gathered, roots, strict=True):
+    for group, sums, here in zip([*ends, []], gathered, roots, strict=True):
         needed = _needed([*here, *(arg for reduce in sums for arg in reduce.args)], done, inside)
         kept |= needed & done
         computed = [value for value in whole.values if value in needed and value not in done]
         done |= {value for value in computed if along.isdisjoint(value.axes)}
-        done |= {value for value in whole.values if isinstance(value, Part) and value.reduce is end}
-        found.append([value for value in computed if value is not end])
+        done |= {value for value in whole.values if isinstance(value, Part) and value.reduce in group}
+        found.append([value for value in computed if value not in group])
     later = {value for values in found[1:] for value in values}
     ahead = [v for v in rows if v in later and v not in found[0] and not v.operands()]
-    parts = zip(found, gathered, stores, [*reductions, None], strict=True)
+    parts = zip(found, gathered, stores, [*ends, []], strict=True)
     return [Segment(*part, [] if at else ahead, frozenset(kept)) for at, part in enumerate(parts) if any(part)]
 
 
-def _first_segments(values: Sequence[Value], reductions: Sequence[Reduce]) -> dict[Value, int]:
+def _first_segments(values: Sequence[Value], ends: Sequence[Sequence[Reduce]]) -> dict[Value, int]:
     """The first segment in which each value can be used."""
-    behind: dict[Value, int] = {reduce: at + 1 for at, reduce in enumerate(reductions)}
+    behind: dict[Value, int] = {reduce: at + 1 for at, group in enumerate(ends) for reduce in group}
     first: dict[Value, int] = {}
     for value in values:
         first[value] = behind.get(value, max((first.get(operand, 0) for operand in value.operands()), default=0))

@@ -8,19 +8,23 @@ their own for what they compute again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
+from weft.inductor.axes import magnitude
 from weft.inductor.codegen import expressions, reductions
 from weft.inductor.codegen.canonical import is_position
 from weft.inductor.codegen.expressions import AND, ATOM, COMPARE, PRODUCT, SUM, Text, dtype_name, literal, typed
-from weft.inductor.codegen.plan import Dim, Plan, depths
+from weft.inductor.codegen.plan import CACHE, Dim, Plan, depths
 from weft.inductor.codegen.positions import Positions, Scope, size_text
 from weft.inductor.codegen.ranges import Ranges
 from weft.inductor.codegen.reductions import Across
 from weft.inductor.codegen.segments import Segment, segments
+from weft.inductor.codegen.spread import spread
 from weft.inductor.ir import Call, Const, Index, Load, Nest, Part, Reduce, Scalar, Store, Value
 
 _LONGEST = 56  # characters of an expression that is written inside another
@@ -134,11 +138,35 @@ class Body:
         return self._along_loop(value) or (isinstance(value, Part) and self._along_loop(value.reduce))
 
     def _loop(self, dim: Dim, phase: int) -> None:
-        scope = inner = Scope(self.body)
         gathered = {reduce: self._accumulator(reduce) for reduce in self._gathered(phase)}
         for accumulator in gathered.values():
             self.body.lines += accumulator.before()
+        if self._ends_in_a_part(dim):
+            # The mask of the last block would cost a comparison and a selection for every element of all blocks.
+            plan, at = self.plan, self.at
+            full = replace(dim, size=dim.size // dim.block * dim.block)
+            self.plan = replace(plan, dims=tuple(full if one is dim else one for one in plan.dims))
+            self.at = Positions(self.plan, self.nest.sizes, self.body)
+            self._write_loop(full, self._iteration(phase, gathered))
+            self.plan, self.at = plan, at
+            self.body.lines += [f"{dim.name}_start = {full.size}", *self._iteration(phase, gathered).statements()]
+        else:
+            self._write_loop(dim, self._iteration(phase, gathered))
+        for reduce, accumulator in gathered.items():
+            statements, results = accumulator.after()
+            self.body.lines += statements
+            self._name_results(reduce, results)
+
+    def _ends_in_a_part(self, dim: Dim) -> bool:
+        """Whether full blocks and then a part of one make up a loop over rows."""
+        return self.plan.tile == (dim,) and dim.masked and isinstance(dim.size, int) and dim.size > dim.block
+
+    def _iteration(self, phase: int, gathered: Mapping[Reduce, reductions.Accumulator]) -> Scope:
+        """What walk number ``phase`` does with one block."""
+        scope = inner = Scope(self.body)
         parts = self._segments(phase)
+        if self.plan.segmented:
+            scope.lines += self._prefetches(self.walks[phase], scope)
         for at, part in enumerate(parts):
             self.later = [*(later.values for later in parts[at + 1 :]), *self._later_walks()]
             if at > 0:
@@ -146,11 +174,27 @@ class Body:
                 # Without it compilers take the second load of a row for the first.
                 inner.lines.append("tl.debug_barrier()")
             self._segment(part, gathered, inner)
-        self._write_loop(dim, scope)
-        for reduce, accumulator in gathered.items():
-            statements, results = accumulator.after()
-            self.body.lines += statements
-            self._name_results(reduce, results)
+        return scope
+
+    def _prefetches(self, values: Sequence[Value], scope: Scope) -> list[str]:
+        """Ask for the next row while this one is computed: loads in flight would need the memory of the first-level
+        cache. Measured on an H200 in LayerNorm's backward of 16384 columns: 188 us without, 173 with."""
+        loop, row = self.plan.loop, next(dim for dim in self.plan.dims if dim.walk == "whole")
+        if loop is None or loop.block > 1 or len(loop.axes) > 1 or len(row.axes) > 1:
+            return []
+        lines = []
+        for load in values:
+            if not isinstance(load, Load) or is_position(load) or load.operands() or not self._inside(load.axes):
+                continue
+            index, itemsize = load.index, self.dtypes[load.buffer].itemsize
+            outside = Index([pair for pair in index.strides if pair[0] not in row.axes], index.offset)
+            steps = [row.size, outside.offset, *(stride for _, stride in outside.strides)]
+            if index.stride(row.axes[0]) == 1 and all(isinstance(n, int) and n * itemsize % 16 == 0 for n in steps):
+                start = self._pointer(load.buffer, outside, outside.axes, frozenset(), scope)
+                n, last = loop.name, size_text(loop.size - 1)
+                step = f"(tl.minimum({n} + 1, {last}) - {n}) * {outside.stride(loop.axes[0])}"
+                lines.append(f"prefetch({start} + {step}, {row.size * itemsize}, ARCH)")
+        return lines
 
     def _segments(self, phase: int) -> list[Segment]:
         whole = Segment(self.walks[phase], self._gathered(phase), self._stores(phase, inside=True))
@@ -163,14 +207,13 @@ class Body:
         for load in part.ahead:
             name = self.asked[load] = self._fresh("v")
             scope.lines.append(f"{name} = {self._asked(load, scope)}")
-        ends = [part.end] if part.end is not None else []
-        self._compute(part.values, part.stores, [*part.gathered, *ends], set(part.kept), scope)
+        self._compute(part.values, part.stores, [*part.gathered, *part.ends], set(part.kept), scope)
         for reduce in part.gathered:
             mask = self._mask_of_reduction(reduce, scope)
             scope.lines += gathered[reduce].step(self._arguments(reduce, scope), mask)
         for store in part.stores:
             self._store(store, scope)
-        self._compute(ends, [], [], set(part.kept), scope)
+        self._compute(part.ends, [], [], set(part.kept), scope)
 
     def _write_loop(self, dim: Dim, scope: Scope) -> None:
         size = size_text(dim.size)
@@ -282,6 +325,8 @@ class Body:
         if value.op == "rand" and (quads := self._quads(value.args[1], scope)) is not None:
             code = f"uniform_quads({scope.text(value.args[0])}, {quads})"
             return expressions.call("tl.reshape", code, self.at.shape(self.at.tile(value.axes)))
+        if value.op == "eq" and (found := self._found_in_block(value, scope)) is not None:
+            return found
         fits = value.dtype == torch.int64 and self.ranges.fits(value)
         operands = []
         for arg in value.args:
@@ -297,6 +342,19 @@ class Body:
             text = expressions.write(value, operands)
         whole = [text.narrow for text, arg in zip(operands, value.args, strict=True) if arg.dtype == torch.int64]
         return Text(text.code, text.level, narrow=fits and all(whole))
+
+    def _found_in_block(self, value: Call, scope: Scope) -> Text | None:
+        """``position == number`` of 32 bits as a comparison of places in the loop's block: these are in registers,
+        while compilers compute a position, which goes into addresses too, with 64 bits (an addition and two comparisons
+        for every element instead of one)."""
+        place, number = value.args
+        dim = self.plan.loop
+        if dim is None or self.plan.tile != (dim,) or dim.wide or number.dtype != torch.int32 or self._within(number):
+            return None
+        if not (isinstance(place, Load) and is_position(place) and self._position(place, scope).code == dim.name):
+            return None
+        here = Text(f"tl.arange(0, {dim.block_name})")
+        return expressions.infix("==", COMPARE, here, Text(f"{scope.text(number).at(SUM)} - {dim.name}_start", SUM))
 
     # ---- reductions
 
@@ -332,7 +390,9 @@ class Body:
 
     def _accumulator(self, reduce: Reduce) -> reductions.Accumulator:
         across, dims = self._across(reduce)
-        return reductions.accumulator(reduce.kind, self._fresh("acc"), [reduce.dtype], self.at.shape(dims), across)
+        name, shape = self._fresh("acc"), self.at.shape(dims)
+        lies = spread(self.plan, self.walks[self.phase], self.dtypes)
+        return reductions.accumulator(reduce.kind, name, [reduce.dtype], shape, across, lies)
 
     def _mask_of_reduction(self, reduce: Reduce, scope: Scope) -> str | None:
         """Where the argument's tile has elements, None where all of it has or the rest does not count."""
@@ -455,8 +515,17 @@ class Body:
             args.append(" & ".join(masks))
         if store.mode == "add":
             scope.lines.append(f'tl.atomic_add({", ".join(args)}, sem="relaxed")')
-        else:
-            scope.lines.append(f"tl.store({', '.join(args)})")
+            return
+        if self._passes_by(store):
+            args.append('eviction_policy="evict_first"')
+        scope.lines.append(f"tl.store({', '.join(args)})")
+
+    def _passes_by(self, store: Store) -> bool:
+        """Whether a store goes past rows that wait in the second-level cache to be read again, and is too much for the
+        next kernel to find there (5% of a cross-entropy of 8192 rows of 128256, on an H200)."""
+        elements = math.prod(magnitude(self.nest.sizes[axis]) for axis in store.axes)
+        again = self.plan.shape == "row" and self.phase > 0 and self._inside(store.axes)
+        return again and elements * self.dtypes[store.buffer].itemsize > CACHE
 
     def _once(self, store: Store, scope: Scope) -> tuple[list[str], frozenset[int]]:
         """Conditions under which one of the many points that would store the same does, and the axes of store and

@@ -1,7 +1,8 @@
 """Elementwise operations from formulas: arguments by name, torch's type promotion, broadcasting, the store.
 
 :func:`elementwise` turns a formula over expressions into a lowering. Positional parameters of the formula are the first
-arguments of the operation's schema (tensors or numbers), its keyword parameters the other arguments that it looks at.
+arguments of the operation's schema (tensors or numbers), its keyword parameters the other arguments that it looks at,
+and ``promoted``, the type that eager computes in, which registers may be wider than.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from weft.inductor.lowering.registry import Lower, Lowering, Node, lowers
 
 Formula = Callable[..., "Expression | None"]
 
-_HALVES = (torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def elementwise(
@@ -60,10 +61,11 @@ def _lowering(formula: Formula, floats: bool, truths: bool, exact: bool, masks: 
         values: list[Expression | None] = []
         for name in operands:
             arg, wanted = tensors[name], torch.bool if name in masks else dtype
-            if exact and dtype in _HALVES and isinstance(arg, (int, float)):
+            if exact and dtype in HALVES and isinstance(arg, (int, float)):
                 values.append(constant(arg, dtype))
             else:
                 values.append(None if arg is None else Expression(out.value(arg, sizes, dtype=None)).to(wanted))
+        given["promoted"] = dtype
         result = formula(*values, **{name: given[name] for name in options})
         if result is None:
             return False

@@ -26,8 +26,9 @@ class KernelSource:
     It imports from triton alone: what is elsewhere is not part of the content. Its parameters are those of `signature`
     (argument -> "*bf16", "i32", "fp32", ..., as triton writes types) in the same order, and those of `constants` (bool,
     int, float, str or None), which are `tl.constexpr`. `divisible` are arguments known to be multiples of 16 (pointers:
-    of 16 bytes); without them there are no vector loads. `registers` is how many a thread may have: by itself the
-    assembler may have fewer, and spill, so that a multiprocessor could hold more programs than will ever be launched.
+    of 16 bytes); without them there are no vector loads. A constant `ARCH` becomes the architecture (90 for sm_90) when
+    the kernel is compiled; it is 0 here, and in the interpreter. `registers` is how many a thread may have: by itself
+    the assembler may have fewer, and spill, so that a multiprocessor could hold more programs than will be launched.
     """
 
     name: str

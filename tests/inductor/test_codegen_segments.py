@@ -29,17 +29,32 @@ def few_registers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_registers")
 @pytest.mark.parametrize("width", [40, 64])
-def test_rows_that_registers_cannot_hold_are_loaded_again_behind_each_reduction(width: int) -> None:
+def test_rows_that_registers_cannot_hold_are_loaded_again_behind_their_reductions(width: int) -> None:
+    """Mean and sum of gradients share a pass; so do variance and correlation, without the deviation, their factor."""
     nest = layer_norm_backward_past_a_residual(2, 5, width)
     whole = 10 * width
     sizes = {"x": whole, "dy": whole, "past": whole, "w": width, "dx": whole}
     made = check(nest, tensors(**sizes, dw=2 * width, db=2 * width, rstd=10), tolerance=2e-4)
     parts = made.source.text.split("tl.debug_barrier()")
     parts[-1] = parts[-1].partition("\n    sum")[0]  # behind the loop, columns are summed over its tile
-    assert [part.count("tl.sum(") for part in parts] == [1, 1, 1, 1, 0]
-    assert [part.count("tl.load(") for part in parts] == [3, 1, 1, 3, 3], "what waits for memory is asked for first"
-    assert [part.count("acc") for part in parts[1:]] == [1, 0, 1, 0], "sums of columns are made where rows are loaded"
+    assert [part.count("tl.sum(") for part in parts] == [2, 2, 0]
+    assert [part.count("tl.load(") for part in parts] == [4, 3, 3], "what waits for memory is asked for first"
+    assert [part.count("acc") for part in parts[1:]] == [0, 2], "sums of columns are made where rows are loaded"
     assert made.source.registers == min(255, 65536 // (32 * made.source.num_warps))
+
+
+@pytest.mark.usefixtures("few_registers")
+@pytest.mark.parametrize(("width", "asked"), [(40, 3), (64, 3), (33, 0)])
+def test_the_next_row_is_asked_for_where_it_is_whole_sixteens_of_bytes(
+    width: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "LOOP_TILE", 64)
+    whole = 10 * width
+    sizes = {"x": whole, "dy": whole, "past": whole, "w": width, "dx": whole, "dw": 2 * width, "db": 2 * width}
+    made = check(layer_norm_backward_past_a_residual(2, 5, width), tensors(**sizes, rstd=10), tolerance=2e-4)
+    _, _, kernel_text = made.source.text.rpartition("@triton.jit")
+    assert kernel_text.count("prefetch(") == asked
+    assert kernel_text.count(f"(tl.minimum(n + 1, 4) - n) * {width}") == asked, "but for the last row"
 
 
 @pytest.mark.usefixtures("few_registers")
