@@ -124,7 +124,7 @@ def test_threads_of_kernels_with_many_tensors_have_fewer_elements() -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-@pytest.mark.parametrize("width", [1024, 8192])
+@pytest.mark.parametrize("width", [1000, 1024, 8192])
 def test_what_is_stored_and_summed_is_computed_once(rows: int, width: int) -> None:
     nest = gelu_backward_and_sum(256, rows, width)
     source = generate(nest, {**dict.fromkeys(["x", "bias", "dy", "dx"], bf16), "db": f32}).source
@@ -140,6 +140,7 @@ def test_what_is_stored_and_summed_is_computed_once(rows: int, width: int) -> No
         ).ptx
     elements = source.constants["RBLOCK"] * source.constants["XBLOCK"] // (32 * source.num_warps)
     assert text.count("ex2.approx") == elements
+    assert (source.constants["XBLOCK"] == 512) is (width % 512 == 0)
 
 
 @pytest.mark.parametrize(("arch", "tensors"), [(90, 3), (80, 0)])
