@@ -15,7 +15,7 @@ import logging
 import platform
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,17 @@ def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str
 _names: weakref.WeakKeyDictionary[torch.fx.Graph, str] = weakref.WeakKeyDictionary()
 
 
-def remembered(made: StepGraph, about: Sequence[str], make: Callable[[], str]) -> str:
+def remembered(made: StepGraph, about: str, make: Callable[[], str]) -> str:
     """``make()``, which says something of a graph that :func:`cached` returned, or what an earlier call said.
 
     Args:
-        about: all that it depends on beside the graph and the knobs.
+        about: all that it depends on beside the captured graph and the knobs.
 
     Raises errors.CacheUnusable.
     """
     if made.graph not in _names:
         return make()
-    name = hashlib.sha256(json.dumps([_names[made.graph], *about]).encode()).hexdigest()
+    name = hashlib.sha256(json.dumps([_names[made.graph], about]).encode()).hexdigest()
     path = kernel_cache.directory() / "schedules" / name[:2] / name
     known = kernel_cache.read_checked(path)
     if known is not None:

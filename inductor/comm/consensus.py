@@ -81,8 +81,9 @@ def _agreed(
         return json.dumps({"decisions": made[0].decisions.text(), "warnings": made[0].warnings})
 
     def decide() -> Decisions:
-        about = [cluster_file.text(cluster), str(memory_limit), str(keep_bits), *apart]
-        said = json.loads(remembered(step, about, make))
+        ranks = {name: torch_adapter.group_ranks(group) for name, group in sorted(step.groups.items())}
+        asked = [cluster_file.text(cluster), memory_limit, keep_bits, ranks, apart]
+        said = json.loads(remembered(step, structure(step) + json.dumps(asked), make))
         decisions = _follow(said)
         assert decisions is not None
         if not made:

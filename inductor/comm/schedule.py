@@ -134,9 +134,12 @@ def schedule(
     """
     started = time.perf_counter()
     with torch_adapter.only_mode():  # in a fake world too, numbers are numbers
-        found = _Planner(step, cluster, memory_limit, keep_bits, apart).best()
+        planner = _Planner(step, cluster, memory_limit, keep_bits, apart)
+        try:
+            found = planner.best()
+        finally:
+            tell(planner.warnings)
     log.debug("scheduled %d nodes in %.2f s, by %d plans", len(step), time.perf_counter() - started, len(found.trials))
-    tell(found.warnings)
     tables.log_schedule(found)
     return found
 

@@ -36,7 +36,9 @@ def _use_squares(graph: torch.fx.Graph, node: Node) -> None:
     waits: dict[Node, set[Node]] = {}
     for wait in results.values():
         waits.setdefault(start_of(wait), set()).add(wait)
-    of_all = [start for start, found in waits.items() if len(found) == len(start.meta["val"])]
+    of_all = [
+        start for start, found in waits.items() if len({wait.args[0] for wait in found}) == len(start.meta["val"])
+    ]
     if len(set(results.values())) < len(results) or len(set(tensors)) < len(tensors) or not of_all:
         return
     squares = []

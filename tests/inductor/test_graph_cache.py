@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,30 @@ def test_a_schedule_is_made_once(limit: int | None, monkeypatch: pytest.MonkeyPa
         (first, once), (second, again) = made
         assert str(second) == str(first)
         assert (again.decisions, again.simulation.peak) == (once.decisions, once.simulation.peak)
+
+
+def carried(ranks: Sequence[int], cache: Path) -> list[str]:
+    """What carries the all-reduce over some of 16 ranks."""
+    with fake_world(16), knobs.override(transports="all", cache_dir=str(cache)):
+        group = torch.distributed.new_group(list(ranks))
+        weight = torch.zeros(64, 64, requires_grad=True)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            (gradient,) = torch.autograd.grad((x @ weight).sum(), weight)
+            torch.distributed.all_reduce(gradient, group=group)
+            return gradient.sum()
+
+        graph = capture_step(step, (torch.zeros(4, 64),), {}).graph
+        consensus.number(graph)
+        made, _ = consensus.scheduled(graph_cache.cached(graph, run_passes), load_cluster("h200x8"))
+        return [node.meta["transport"] for node in made.collectives()]
+
+
+def test_a_schedule_is_of_the_ranks_behind_a_name(tmp_path: Path) -> None:
+    """Graphs that say the same of groups of other ranks: within a node, over two."""
+    near, far = range(8), range(0, 16, 2)
+    assert carried(near, tmp_path / "both") == carried(near, tmp_path / "near")
+    assert carried(far, tmp_path / "both") == carried(far, tmp_path / "far") != carried(near, tmp_path / "both")
 
 
 def unexpected_schedule(*given: Any, **how: Any) -> None:
