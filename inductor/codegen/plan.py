@@ -85,6 +85,7 @@ class Plan:
 
     Attributes:
         stages: how many iterations of its loop have loads in flight; these wait in shared memory.
+        ahead: bytes of shared memory for them.
         rereads: whether tiles that are the same in every iteration are loaded in each, from a cache, as registers
             cannot hold them as well.
         segmented: whether rows are loaded again behind each of their reductions (:mod:`.segments`), as registers hold
@@ -95,6 +96,7 @@ class Plan:
     dims: tuple[Dim, ...]
     num_warps: int
     stages: int = 1
+    ahead: int = 0
     rereads: bool = False
     segmented: bool = False
 
@@ -137,7 +139,7 @@ class _Access(NamedTuple):
     index: Index
     bytes: float
     itemsize: int
-    stored: bool
+    loaded: bool
 
 
 def plan(nest: Nest, dtypes: Mapping[str, torch.dtype]) -> Plan:
@@ -170,14 +172,11 @@ def _shape(nest: Nest, accesses: list[_Access]) -> Plan:
 
 def _accesses(nest: Nest, dtypes: Mapping[str, torch.dtype]) -> list[_Access]:
     """Each access once, the one that moves most bytes first; of equals a store first."""
-    found = {(store.buffer, store.index): True for store in nest.stores}
-    for load in nest.reads:
-        if not is_position(load):
-            found.setdefault((load.buffer, load.index), False)
+    loads = [(load.buffer, load.index) for load in nest.reads if not is_position(load)]
     accesses = []
-    for (buffer, index), stored in found.items():
+    for buffer, index in dict.fromkeys([*((store.buffer, store.index) for store in nest.stores), *loads]):
         itemsize = dtypes[buffer].itemsize
-        accesses.append(_Access(index, itemsize * _count(nest, index.axes), itemsize, stored))
+        accesses.append(_Access(index, itemsize * _count(nest, index.axes), itemsize, (buffer, index) in loads))
     return sorted(accesses, key=lambda access: -access.bytes)
 
 
@@ -309,7 +308,7 @@ def _walk_of_long_row(nest: Nest, accesses: list[_Access], over: frozenset[int],
     depth = depths(nest, over)
     if not any(depth[store.value] and not store.axes.isdisjoint(over) for store in nest.stores):
         return 8, LOOP_TILE
-    loads = [access for access in accesses if not access.stored and not access.index.axes.isdisjoint(over)]
+    loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(over)]
     waiting = sum(access.bytes for access in loads if access.index.axes - over) / max(1.0, rows)
     crowd = 4 * MULTIPROCESSORS
     alone = rows <= MULTIPROCESSORS or (rows >= crowd and crowd * waiting > CACHE)
@@ -438,13 +437,13 @@ def _mixed(nest: Nest, accesses: list[_Access], overs: set[frozenset[int]]) -> P
     held = n * c * (resident + shared + 2) // _THREADS
     warps = 16 if n * c > LOOP_TILE else next((few for few in (4, 8) if held <= 240 * few), 16)
     rereads = c * (resident + shared) > _REGISTERS
-    loads = [access for access in accesses if not access.stored and access.index.axes >= along]
+    loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(along)]
     tile = sum(c * load.itemsize * (rereads if load.index.axes.isdisjoint(across) else n) for load in loads)
     fitting = _REGISTERS // (n * c * (resident + shared))
     beside = max(1, min(fitting, math.ceil(_count(nest, rest) / MULTIPROCESSORS)))
     # Loads in flight go past the first-level cache, where the row is to be found again.
     stages = 1 if segmented else _stages(tile, _AHEAD // beside)
-    return Plan("mixed", _present(dims), warps, stages, rereads, segmented)
+    return Plan("mixed", _present(dims), warps, stages, (stages - 1) * tile, rereads, segmented)
 
 
 def _resident(nest: Nest, along: frozenset[int], across: frozenset[int]) -> tuple[int, int, int]:

@@ -30,9 +30,9 @@ def spread(plan: Plan, values: Iterable[Value], dtypes: Mapping[str, torch.dtype
     Args:
         dtypes: of the buffers.
     """
-    if len(plan.tile) != 1:
+    dim = plan.loop
+    if dim is None or plan.tile != (dim,):
         return None
-    (dim,) = plan.tile
     loads = [value for value in values if isinstance(value, Load) and not is_position(value)]
     neighbours = max((_neighbours(load, dim, dtypes[load.buffer].itemsize) for load in loads), default=1)
     threads = 32 * plan.num_warps

@@ -27,6 +27,7 @@ from weft.inductor.codegen.segments import Segment, segments
 from weft.inductor.codegen.spread import spread
 from weft.inductor.ir import Call, Const, Index, Load, Nest, Part, Reduce, Scalar, Store, Value
 
+_SHARED_BEFORE_HOPPER = 72 * 1024  # bytes for loads in flight: an L40S has 99 KiB for a program, an A100 163
 _LONGEST = 56  # characters of an expression that is written inside another
 
 
@@ -221,8 +222,11 @@ class Body:
         step = "1" if dim.block == 1 else dim.block_name
         lines = [f"    {line}" for line in scope.statements()]
         if isinstance(dim.size, int):
-            ahead = f", num_stages={self.plan.stages}" if self.plan.stages > 1 else ""
-            walk = f"tl.range(0, {size}, {step}{ahead})" if ahead else f"range(0, {size}, {step})"
+            stages = str(self.plan.stages)
+            if self.plan.ahead > _SHARED_BEFORE_HOPPER:
+                stages += " if ARCH >= 90 else 1"
+            loads_ahead = self.plan.stages > 1
+            walk = f"tl.range(0, {size}, {step}, num_stages={stages})" if loads_ahead else f"range(0, {size}, {step})"
             self.body.lines += [f"for {start} in {walk}:", *lines]
             return
         # A range with bounds that are not constants fails in Triton's interpreter.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from weft import knobs, triton_adapter
 from weft.inductor.codegen.kernel import generate, supports
 from weft.inductor.ir import Call, Load, Nest, Reduce
 from weft.inductor.runtime import compile_pool
+from weft.inductor.runtime.kernel_source import KernelSource
 
 bf16, f32, i64 = torch.bfloat16, torch.float32, torch.int64
 
@@ -128,19 +130,28 @@ def test_threads_of_kernels_with_many_tensors_have_fewer_elements() -> None:
 def test_what_is_stored_and_summed_is_computed_once(rows: int, width: int) -> None:
     nest = gelu_backward_and_sum(256, rows, width)
     source = generate(nest, {**dict.fromkeys(["x", "bias", "dy", "dx"], bf16), "db": f32}).source
-    with triton_adapter.compiling():
-        text = triton_adapter.compile_function(
-            source.function(),
-            source.signature,
-            source.constants,
-            source.divisible,
-            source.num_warps,
-            source.num_stages,
-            90,
-        ).ptx
+    text = compiled_for(90, source).ptx
     elements = source.constants["RBLOCK"] * source.constants["XBLOCK"] // (32 * source.num_warps)
     assert text.count("ex2.approx") == elements
     assert (source.constants["XBLOCK"] == 512) is (width % 512 == 0)
+
+
+@pytest.mark.parametrize(("arch", "most"), [(90, SHARED), (80, 99 * 1024)])
+@pytest.mark.parametrize("width", [8192, 16384])
+@pytest.mark.parametrize("into", ["dx", "past"])
+def test_loads_in_flight_fit_into_what_a_program_may_have(arch: int, most: int, width: int, into: str) -> None:
+    """Where a result goes into the place of a gradient that is read, too. The least that there is before sm_90."""
+    nest = rms_norm_backward_past_a_residual(264, 32, width)
+    nest = replace(nest, stores=(replace(nest.stores[0], buffer=into), *nest.stores[1:]))
+    made = compiled_for(arch, generate(nest, dict.fromkeys(["x", "dy", "past", "w", "dw", into], f32)).source)
+    assert made.shared <= most
+
+
+def compiled_for(arch: int, source: KernelSource) -> Any:
+    """As triton compiles a kernel for sm_<arch>."""
+    how = source.divisible, source.num_warps, source.num_stages, arch, source.registers
+    with triton_adapter.compiling():
+        return triton_adapter.compile_function(source.function(), source.signature, source.constants, *how)
 
 
 @pytest.mark.parametrize(("arch", "tensors"), [(90, 3), (80, 0)])
@@ -148,11 +159,7 @@ def test_the_next_row_of_16384_is_asked_for_where_one_instruction_can(arch: int,
     nest = layer_norm_backward_past_a_residual(128, 32, 16384)
     names = {load.buffer for load in nest.reads} | set(nest.writes)
     source = generate(nest, {name: f32 if name in ("rstd", "dw", "db") else bf16 for name in names}).source
-    function, warps = source.function(), source.num_warps
-    with triton_adapter.compiling():
-        made = triton_adapter.compile_function(
-            function, source.signature, source.constants, source.divisible, warps, 1, arch, source.registers
-        )
+    made = compiled_for(arch, source)
     assert made.ptx.count("cp.async.bulk.prefetch.L2.global") == tensors
 
 
