@@ -579,10 +579,14 @@ class Recorder(TorchDispatchMode):
             del pending[:]
 
 
-@functools.cache
 def _name(target: Callable[..., Any]) -> str | None:
     """``mm`` for ``aten.mm.default``; other functions keep the name that fx gives them."""
-    return target._schema.name.split("::")[1] if isinstance(target, OpOverload) else None
+    return _name_of(target) if isinstance(target, OpOverload) else None
+
+
+@functools.cache
+def _name_of(op: OpOverload) -> str:
+    return op._schema.name.split("::")[1]
 
 
 def _check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:

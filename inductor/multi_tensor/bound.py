@@ -60,6 +60,10 @@ class Bound:
             [self._value(place, arguments, results) for place in launch.arguments] for launch in self._plan.launches
         ]
 
+    def release(self) -> None:
+        """Hold no tensor of the call any more: what was launched needs none, a next call binds its own."""
+        self._values = []
+
     def launch(self, stream: int = 0) -> None:
         """Run all kernels on the CUDA stream of that address."""
         for launch, kernel, values in zip(self._plan.launches, self._kernels, self._values, strict=True):

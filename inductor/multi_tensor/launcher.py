@@ -52,6 +52,7 @@ class Launcher:
         ]
         self._bound.bind(arguments, results, stream)
         self._bound.launch(stream)
+        self._bound.release()
         return results
 
 

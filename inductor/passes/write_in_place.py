@@ -83,11 +83,13 @@ def _over_an_operand(node: Node, lives: _Lives) -> None:
             return
 
 
-@functools.cache
 def in_place_form(target: Any) -> OpOverload | None:
     """The operation that computes what ``target`` does and writes it over operands, None where there is none."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
-        return None
+    return _in_place_form(target) if isinstance(target, OpOverload) and target.namespace == "aten" else None
+
+
+@functools.cache
+def _in_place_form(target: OpOverload) -> OpOverload | None:
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, f"{name}_", None)
     form = _OTHERWISE_NAMED.get(target) or getattr(packet, target._overloadname, None)
@@ -97,12 +99,16 @@ def in_place_form(target: Any) -> OpOverload | None:
     return form if found is not None and found.functional is target else None
 
 
-@functools.cache
 def out_form(target: Any) -> OpOverload | None:
     """The operation that computes what ``target`` does, element by element, into a tensor that it is given, None where
     there is none. Since each element is read before it is written, that tensor may be an operand."""
-    pointwise = isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _POINTWISE)
-    if not pointwise or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+    return _out_form(target) if isinstance(target, OpOverload) and target.namespace == "aten" else None
+
+
+@functools.cache
+def _out_form(target: OpOverload) -> OpOverload | None:
+    pointwise = torch.Tag.pointwise in target.tags or target in _POINTWISE
+    if not pointwise or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     packet = target.overloadpacket
     forms = (getattr(packet, name) for name in packet.overloads())

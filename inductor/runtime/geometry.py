@@ -73,14 +73,16 @@ def looks_into(node: torch.fx.Node) -> bool:
     return _makes_views(node.target)
 
 
-@functools.cache
 def _makes_views(target: Any) -> bool:
     if target is operator.getitem or getattr(target, "waits", False):
         return True
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
-        return False
-    marked = any(result.alias_info is not None for result in target._schema.returns)
-    return marked or target._schema.name in _UNMARKED_VIEWS
+    return isinstance(target, OpOverload) and _is_view(target)
+
+
+@functools.cache
+def _is_view(op: OpOverload) -> bool:
+    marked = any(result.alias_info is not None for result in op._schema.returns)
+    return not op._schema.is_mutable and (marked or op._schema.name in _UNMARKED_VIEWS)
 
 
 def is_inverse_view(node: torch.fx.Node) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multi_tensor_kernels import Symbol, assert_close, interpret
+from step_builder import StepBuilder
 from weft.inductor.multi_tensor import plan as planning
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.multi_tensor.foreach import EXPRESSIONS, UNREAD, Foreach, Lists, Scalars, Step
+from weft.inductor.multi_tensor.launcher import Launcher
 from weft.inductor.multi_tensor.norm import Norm, NormOfSquares
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.sgd import Sgd
@@ -338,6 +342,19 @@ def test_a_row_of_addresses_says_whether_all_are_aligned() -> None:
     table = planning.addresses([[t.data_ptr() for t in row] for row in ([a, b], [a, b[1:]], [a[4:], b[8:]])])
     assert table[2::3].tolist() == [1, 0, 1]
     assert table[3:5].tolist() == [a.data_ptr(), b.data_ptr() + 4]
+
+
+def test_a_call_holds_nothing_of_what_it_was_tensors_or_made() -> None:
+    build = StepBuilder()
+    tensors = [torch.randn(40), torch.randn(3, 5)]
+    node = build.call(Norm(2.0), [build.input(value) for value in tensors], val=[[torch.empty(2)]])
+    launcher = Launcher(node)
+    ((norms,),) = launcher(tensors)
+    torch.testing.assert_close(norms, torch.stack([value.norm() for value in tensors]))
+    alive = [weakref.ref(tensor) for tensor in (*tensors, norms)]
+    del build, node, tensors, norms
+    gc.collect()
+    assert not any(reference() is not None for reference in alive)
 
 
 # ---- on a GPU

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -88,6 +90,26 @@ def test_the_norm_of_gradients_takes_squares_from_their_sums(transports: list[st
         (squares, read) = re.findall(r"= normofsquares(?:_\d+)?\([^\[]*\[([^\]]*)\],\s*\[([^\]]*)\]", source)[0]
         assert 0 < squares.count("peer_squares") == source.count("= peer_squares")
         assert 0 < len(read.split(",")) <= 8, read
+
+
+def dropped(rank: int, world: int) -> tuple[int, int]:
+    """How many collectives with memory of their own there are while a step that has them is, and afterwards."""
+    net = sharded(model(8, 16))
+    compiled = over_peers(step_of(net), COPIES, kernels=True)
+    train(compiled, net, rank)
+    bound = lambda: sum(isinstance(found, Bound) for found in gc.get_objects())
+    before = bound()
+    sys.modules["weft.compile"].compile_graph = None  # type: ignore[attr-defined] - it knows the step
+    del compiled, net
+    for _ in range(3):
+        gc.collect()
+    return before, bound()
+
+
+def test_a_step_that_is_dropped_leaves_no_collective_with_its_memory_behind() -> None:
+    for before, after in run_ranks(dropped, 2, timeout=120):
+        assert before > 0
+        assert after == 0
 
 
 # ---- ranks that are not equally fast
