@@ -449,7 +449,8 @@ class Recorder(TorchDispatchMode):
 
     def emit(self, target: Callable[..., Any], *args: Any, val: Any, **kwargs: Any) -> torch.fx.Node:
         """Append a call to the graph."""
-        node = torch_adapter.new_node(self.graph, "call_function", target, args, kwargs, _name(target))
+        name = _name(target) if isinstance(target, OpOverload) else None  # other functions keep the name that fx gives
+        node = torch_adapter.new_node(self.graph, "call_function", target, args, kwargs, name)
         node.meta["val"] = val
         self._stamp(node)
         return node
@@ -579,13 +580,9 @@ class Recorder(TorchDispatchMode):
             del pending[:]
 
 
-def _name(target: Callable[..., Any]) -> str | None:
-    """``mm`` for ``aten.mm.default``; other functions keep the name that fx gives them."""
-    return _name_of(target) if isinstance(target, OpOverload) else None
-
-
 @functools.cache
-def _name_of(op: OpOverload) -> str:
+def _name(op: OpOverload) -> str:
+    """``mm`` for ``aten.mm.default``."""
     return op._schema.name.split("::")[1]
 
 
