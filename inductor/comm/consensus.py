@@ -72,6 +72,7 @@ def _agreed(
 ) -> Schedule | None:
     """The schedule that rank 0 makes, or has made before; None where ranks run other kernels than each other."""
     made: list[Schedule] = []
+    own = structure(step)
 
     def make() -> str:
         try:
@@ -83,7 +84,7 @@ def _agreed(
     def decide() -> Decisions:
         ranks = {name: torch_adapter.group_ranks(group) for name, group in sorted(step.groups.items())}
         asked = [cluster_file.text(cluster), memory_limit, keep_bits, ranks, apart]
-        said = json.loads(remembered(step, structure(step) + json.dumps(asked), make))
+        said = json.loads(remembered(step, own + json.dumps(asked), make))
         decisions = _follow(said)
         assert decisions is not None
         if not made:
@@ -91,7 +92,7 @@ def _agreed(
             made.append(follow(step, cluster, decisions, memory_limit))
         return decisions
 
-    decisions = decided(structure(step), decide)
+    decisions = decided(own, decide)
     if decisions is None:
         return None
     cluster = _of_rank_0(cluster)
