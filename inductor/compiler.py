@@ -112,7 +112,7 @@ def compile_graph(step: StepGraph, mode: str = "default", memory_limit: int | No
         _schedules[program] = schedule
     log.debug("%s", program.source)
     if place is not None:
-        Path(f"{place}_program.py").write_text(program_file(made))
+        Path(f"{place}_program.py").write_text(program_file(made, planned=recorded))
     return program
 
 

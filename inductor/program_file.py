@@ -1,11 +1,13 @@
 """A compiled step as one Python file that needs torch and triton alone: kernels, what launches them, what calls them.
 
-The file is what runs, said plainly: each kernel with the user's lines it came from, a function that makes its results
-and launches it, and the calls in order. Run as a script it runs once on tensors of zeros, for a profiler or an editor.
+The file is what runs, said plainly: each kernel with the user's lines it came from, a function that makes its results,
+or takes where they are to lie, and launches it, and the calls in order. Run as a script it runs once on tensors of
+zeros, for a profiler or an editor.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import re
@@ -20,14 +22,18 @@ from weft.inductor.codegen.canonical import symbol
 from weft.inductor.kernel_call import KernelCall, expression_text
 from weft.inductor.multi_tensor.launcher import Launcher
 from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.runtime.memory_plan import new_arena, part, plan_memory
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.writer import write_program
 from weft.inductor.saved import known
 from weft.torch_adapter import OpOverload
 
 _MODULES = {"operator": operator, "math": math}
+_OF_ARENAS = (new_arena, part)
 
 _HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs with torch and triton{also}."""
+
+from __future__ import annotations
 
 import math
 import operator
@@ -64,15 +70,34 @@ def in_place(operation, updated):
     return call
 '''
 
+_INTO = '''
 
-def program_file(step: StepGraph) -> str:
-    """The text of the file for ``step``, a graph whose operations are calls of kernels where they can be."""
-    source, names, _ = write_program(step, place(step), None)
+def into(operation):
+    """The operation, its results put where they are to lie."""
+
+    def call(*args, out=None):
+        made = operation(*args)
+        for places, values in zip(out or [], made):
+            values[:] = [value if at is None else at.copy_(value) for at, value in zip(places, values)]
+        return made
+
+    return call
+'''
+
+
+def program_file(step: StepGraph, planned: bool = False) -> str:
+    """The text of the file for ``step``, a graph whose operations are calls of kernels where they can be; with its
+    memory ``planned`` as :func:`weft.inductor.runtime.aten.compile_aten` plans it."""
+    placement = place(step)
+    plan = plan_memory(step, placement) if planned else None
+    source, names, _ = write_program(step, placement, None, plan)
     kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
     bound = list(_bound(names))
     also = ", and weft for what works on lists of tensors" if _lists(names) else ""
     parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also)]
-    parts += [text for text in (_IN_PLACE, _ELSEWHERE) if any(re.search(rf"\b{_name(text)}\(", line) for line in bound)]
+    helpers = (_IN_PLACE, _INTO, _ELSEWHERE)
+    parts += [text for text in helpers if any(re.search(rf"\b{_name(text)}\(", line) for line in bound)]
+    parts += [f"\n\n{inspect.getsource(value)}" for value in names.values() if value in _OF_ARENAS]
     parts += [f"\n\n{function}\n" for function in _functions(kernels.values())]
     parts += [f"\n\n{_launch(name, call)}" for name, call in kernels.items()]
     parts += ["\n\n", *(f"{line}\n" for line in bound), f"\n\n{source}", f"\n\n{_script(step)}"]
@@ -100,12 +125,14 @@ def _launch(name: str, call: KernelCall) -> str:
     kernel, source = call.generated, call.generated.source
     words = {buffer: _word(buffer) for buffer in kernel.buffers}
     given = [words[buffer] for buffer in (*(b.name for b in call.inputs), *call.continued)]
-    lines = [f"def {name}({', '.join([*given, *map(str, call.symbols)])}):"]
+    lines = [f"def {name}({', '.join([*given, *map(str, call.symbols), 'out=None'])}):"]
     lines += ['    """', *(f"    {origin}" for origin in call.origins), '    """']
-    for buffer in call.outputs:
+    for at, buffer in enumerate(call.outputs):
         if buffer.name not in call.continued:
             layout = f"{expression_text(buffer.sizes)}, {expression_text(buffer.strides)}, dtype={buffer.dtype}"
-            lines.append(f'    {words[buffer.name]} = torch.empty_strided({layout}, device="{buffer.device}")')
+            lines.append(f"    {words[buffer.name]} = out[{at}] if out else None")
+            lines.append(f"    if {words[buffer.name]} is None:")
+            lines.append(f'        {words[buffer.name]} = torch.empty_strided({layout}, device="{buffer.device}")')
     symbols = {symbol(at): scalar.expression for at, scalar in enumerate(kernel.scalars)}
     sizes = [(size.xreplace(symbols) if isinstance(size, sympy.Expr) else size, block) for size, block in kernel.blocks]
     programs = [f"triton.cdiv({expression_text(size)}, {block})" for size, block in sizes]
@@ -129,7 +156,7 @@ def _bound(names: dict[str, Any]) -> Iterator[str]:
     for kind in sorted({type(call) for call in _lists(names)}, key=str):
         yield f"from {kind.__module__} import {kind.__name__}"
     for name, value in names.items():
-        if value is not torch and not isinstance(value, KernelCall):
+        if value is not torch and value not in _OF_ARENAS and not isinstance(value, KernelCall):
             yield f"{name} = {_expression(value)}"
 
 
@@ -142,7 +169,9 @@ def _expression(value: Any) -> str:
         return repr(value)
     if isinstance(value, Launcher):
         updated = [at for at, _ in value.effects.writes]
-        return f"in_place({value.effects.functional!r}, {updated})" if updated else repr(value.effects.functional)
+        return (
+            f"in_place({value.effects.functional!r}, {updated})" if updated else f"into({value.effects.functional!r})"
+        )
     name = getattr(value, "__name__", "")
     module = next((word for word, module in _MODULES.items() if getattr(module, name, None) is value), None)
     return f"{module}.{name}" if module else f"elsewhere({name or type(value).__name__!r})"

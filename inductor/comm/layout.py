@@ -22,12 +22,9 @@ from weft.inductor.liveness import LiveRange, liveness
 from weft.inductor.passes.escapes import escaping
 from weft.inductor.passes.order import waits_of
 from weft.inductor.runtime.geometry import looks_into
+from weft.inductor.runtime.memory_plan import PRODUCTS
 
 Node = torch.fx.Node
-
-aten = torch.ops.aten
-# They write a result where they are told to at no cost: libraries do.
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 @dataclass(frozen=True)
@@ -195,7 +192,7 @@ def _writes_anywhere(node: Node) -> bool:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or not val.is_contiguous() or "inplace" in node.meta:
         return False
-    if node.target in _PRODUCTS:
+    if node.target in PRODUCTS:
         return True
     kernel, at = node.args if node.target is operator.getitem else (None, 0)
     call = kernel.target if isinstance(kernel, Node) else None

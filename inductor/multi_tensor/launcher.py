@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ class Launcher:
     """The in-place form of one multi-tensor call of a graph, for the device its tensors are on.
 
     Called with the arguments of the call it writes the new values over the lists that the call updates, and returns the
-    lists that are new. It remembers the addresses of the tensors, so it belongs to one node.
+    lists that are new, in ``out`` where that has tensors for them. It remembers the addresses of the tensors, so it
+    belongs to one node.
 
     Attributes:
         effects: which arguments it writes.
@@ -42,13 +44,19 @@ class Launcher:
         self.device = fakes[0][0].device
         self._bound: Bound | None = None
 
-    def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
+    def __call__(
+        self, *arguments: Any, out: Sequence[Sequence[torch.Tensor | None]] | None = None
+    ) -> list[list[torch.Tensor]]:
         if self._bound is None:
             self._bound = Bound(self.plan, self.device)
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        places = out or [[None] * len(list_) for list_ in self._fresh]
         results = [
-            [torch.empty_strided(size, stride, dtype=dtype, device=self.device) for size, stride, dtype in list_]
-            for list_ in self._fresh
+            [
+                torch.empty_strided(size, stride, dtype=dtype, device=self.device) if place is None else place
+                for place, (size, stride, dtype) in zip(places_, list_, strict=True)
+            ]
+            for places_, list_ in zip(places, self._fresh, strict=True)
         ]
         self._bound.bind(arguments, results, stream)
         self._bound.launch(stream)

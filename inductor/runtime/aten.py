@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import logging
 import re
 import weakref
 from collections import Counter
@@ -20,14 +21,18 @@ import torch
 
 import weft.gloo  # noqa: F401 - all-gathers on the CPU that may be in flight together
 from weft import torch_adapter
+from weft.capture.costs import format_bytes
 from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame
 from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
 from weft.inductor.runtime.bindings import callable_of
 from weft.inductor.runtime.geometry import looks_into
+from weft.inductor.runtime.memory_plan import plan_memory
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.writer import write_program
 from weft.torch_adapter import OpOverload
+
+log = logging.getLogger(__name__)
 
 Node = torch.fx.Node
 
@@ -115,13 +120,19 @@ class AtenProgram:
         return None
 
 
-def compile_aten(step: StepGraph, *, device: torch.device | None = None) -> AtenProgram:
+def compile_aten(step: StepGraph, *, device: torch.device | None = None, planned: bool = False) -> AtenProgram:
     """Make a program that runs the nodes of ``step`` as they stand, with eager kernels.
 
     Args:
         device: where tensors made by the step go; None leaves them where the capture had them.
+        planned: whether what can lies in one block of memory, held from the beginning of a call to its end, where each
+            value's place is planned; otherwise all memory comes from torch's allocator, and goes back at a last use.
 
     Raises:
         MalformedGraph: the graph has a node or an update that no executor can run.
     """
-    return AtenProgram(*write_program(step, place(step), device))
+    placement = place(step)
+    plan = plan_memory(step, placement) if planned else None
+    if plan is not None:
+        log.info("%s in %s of memory, %s at once", *map(format_bytes, (plan.made, plan.size, plan.held)))
+    return AtenProgram(*write_program(step, placement, device, plan))

@@ -41,7 +41,7 @@ def compile_recorded(step: StepGraph, recorder: Recorder | None = None, device: 
     if all(piece.why_not for piece in pieces):
         return compile_aten(step, device=device)
     if len(pieces) == 1:
-        return GraphedProgram(compile_aten(step, device=device), step, recorder)
+        return GraphedProgram(compile_aten(step, device=device, planned=True), step, recorder)
     return PiecewiseProgram(step, pieces, recorder, device)
 
 
@@ -88,7 +88,8 @@ def _program(piece: Piece, recorder: Recorder, device: torch.device | None) -> A
     if piece.why_not is not None:
         _stage_copies(piece.step)
         return compile_aten(piece.step, device=device)
-    return GraphedProgram(compile_aten(piece.step, device=device), piece.step, recorder, piece.internal)
+    program = compile_aten(piece.step, device=device, planned=True)
+    return GraphedProgram(program, piece.step, recorder, piece.internal)
 
 
 def _stage_copies(step: StepGraph) -> None:

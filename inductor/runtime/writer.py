@@ -16,6 +16,7 @@ from weft.capture.functional import Functionalized
 from weft.capture.graph import StepGraph, neighbourhood
 from weft.errors import MalformedGraph
 from weft.inductor.runtime.geometry import looks_into, returns_its_input
+from weft.inductor.runtime.memory_plan import MemoryPlan, Span, new_arena, part
 from weft.inductor.runtime.placement import UNUSED, Leaf, Placement, Tree, Write, leaves, writing_form
 from weft.torch_adapter import OpOverload
 
@@ -47,24 +48,29 @@ class _Statement:
 
 
 def write_program(
-    step: StepGraph, placement: Placement, device: torch.device | None
+    step: StepGraph, placement: Placement, device: torch.device | None, plan: MemoryPlan | None = None
 ) -> tuple[str, dict[str, Any], list[Node | None]]:
     """The source of a function ``run`` over the inputs, the names it needs, and the node of each line.
+
+    With a ``plan`` of its memory each call makes one block, in which values lie as planned.
 
     Raises:
         MalformedGraph: a node that is no call of a function, or a symbol that no node defines.
     """
-    writer = _Writer(step, placement, device)
+    writer = _Writer(step, placement, device, plan)
     writer.write()
     return writer.text()
 
 
 class _Writer:
-    def __init__(self, step: StepGraph, placement: Placement, device: torch.device | None) -> None:
+    def __init__(
+        self, step: StepGraph, placement: Placement, device: torch.device | None, plan: MemoryPlan | None
+    ) -> None:
         self.step = step
         self.order = list(step.graph.nodes)
         self.placement = placement
         self.device = device
+        self.spans = {} if plan is None else plan.spans
         self.node = self.order[-1]
         self.statements: list[_Statement] = []
         self.reads: set[str] = set()
@@ -74,6 +80,17 @@ class _Writer:
         self.taken = (
             variables | {node.name for node in self.order} | {"run", "inputs", "torch", "float", "slice", UNUSED}
         )
+        self.arena = self._arena(plan)
+
+    def _arena(self, plan: MemoryPlan | None) -> str:
+        """Make the block of memory that the plan is for; returns its variable."""
+        name = "arena"
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        if plan is not None and plan.device is not None:
+            self._add(new_arena, [plan.size, plan.device], [name])
+        return name
 
     # ---- statements
 
@@ -105,12 +122,20 @@ class _Writer:
         args, kwargs = self._arguments(node, {})
         pure = bool(makes) and looks_into(node)
         target = node.target
-        if place := node.meta.get("place"):
-            # A product's result, or those of a kernel's that lie in an arena.
-            single = isinstance(target, OpOverload)
-            target = target.overloadpacket.out if single else target
-            kwargs = {**kwargs, "out": place[0] if single else list(place)}
+        out = self._out(node)
+        if out is not None:
+            target = target.overloadpacket.out if isinstance(target, OpOverload) else target
+            kwargs = {**kwargs, "out": out}
         self._add(target, args, makes, kwargs, many=isinstance(tree, list), pure=pure)
+
+    def _out(self, node: Node) -> Any:
+        """Where a node is told to put its results: in memory that ranks share, in the arena, None where it pleases."""
+        shared, own = node.meta.get("place"), self.spans.get(node)
+        if isinstance(node.target, OpOverload):
+            return shared[0] if shared else own
+        if not shared or not own:
+            return [*shared] if shared else own
+        return [here if there is None else there for there, here in zip(shared, own, strict=True)]
 
     def _call_write(self, node: Node, write: Write) -> None:
         self._clone(write.clones)
@@ -168,6 +193,10 @@ class _Writer:
         if isinstance(value, Leaf):
             self.reads.add(value.name)
             return value.name
+        if isinstance(value, Span):
+            self.reads.add(self.arena)
+            words = ", ".join(self._word(word) for word in value)
+            return f"{self._function(part)}({self.arena}, {words})"
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(self._word(item) for item in value)}]"
         if isinstance(value, slice):

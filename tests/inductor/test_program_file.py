@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,12 +45,13 @@ def trained() -> StepGraph:
     return capture_step(step, (torch.randn(7, 6),)).graph
 
 
-def test_the_file_computes_what_the_program_computes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_file_computes_what_the_program_computes(planned: bool, tmp_path: Path) -> None:
     step = use_kernels(make_kernels(run_passes(trained(), EVERY_PASS)))
     assert any(isinstance(node.meta.get("inplace"), Launcher) for node in step.graph.nodes)
     values = random_inputs(step)
     program, inputs, found = (tmp_path / name for name in ("program.py", "inputs", "found"))
-    program.write_text(program_file(step))
+    program.write_text(program_file(step, planned))
     torch.save(values, inputs)
     environment = {"PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", _RUN, program, inputs, found]
