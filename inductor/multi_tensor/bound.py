@@ -55,7 +55,8 @@ class Bound:
             for table in self._plan.pointers.values()
             for row in table
         ]
-        self._addresses.fill(rows, stream)
+        if rows:
+            self._addresses.fill(rows, stream)
         self._values = [
             [self._value(place, arguments, results) for place in launch.arguments] for launch in self._plan.launches
         ]
@@ -99,7 +100,7 @@ class AddressTable:
         self._rows: list[list[int]] | None = None
         self._locked: list[torch.Tensor] = []
         self._recorded: list[torch.Tensor] = []
-        if device.type == "cuda":
+        if device.type == "cuda" and words:
             self._locked = [*torch.empty(RECORDINGS, words, dtype=torch.int64, pin_memory=True)]
             self._fetch = compile_kernels([_fetch_source(words)], device)[0]
 
