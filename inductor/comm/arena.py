@@ -203,6 +203,18 @@ class _Block:
         return not (self.life.is_parted_from(other.life) or other.life.is_parted_from(self.life))
 
 
+# For each block, by number, those that it has to lie apart from.
+_Apart = Sequence[bytearray]
+
+
+def _apart(blocks: Sequence[_Block], unless: Callable[[_Block, _Block], bool]) -> _Apart:
+    found = [bytearray(len(blocks)) for _ in blocks]
+    for one in blocks:
+        for other in blocks[: one.number]:
+            found[one.number][other.number] = found[other.number][one.number] = unless(one, other)
+    return found
+
+
 def _blocks(lives: Sequence[_Life], regions: Sequence[Region]) -> list[_Block]:
     alike: dict[_Life, list[int]] = {}
     for number, life in enumerate(lives):
@@ -230,20 +242,21 @@ _REPAIRS = 16
 
 def _best(clock: _Clock, blocks: Sequence[_Block], bound: int) -> list[int]:
     """The offsets of the smallest arena found, and of those that fit into it the ones that open least often."""
-    smallest = _smallest(blocks, bound)
+    meets, needs_barrier = _apart(blocks, _Block.meets), _apart(blocks, _Block.needs_barrier)
+    smallest = _smallest(blocks, meets, bound)
     size = _end(blocks, smallest)
-    tried = (_place(sorted(blocks, key=key), size) for key in _ORDERS)
+    tried = (_place(sorted(blocks, key=key), meets, needs_barrier, size) for key in _ORDERS)
     fitting = [places for places in tried if _end(blocks, places) <= size]
     return min([smallest, *fitting], key=lambda places: len(_opening(clock, blocks, places)))
 
 
-def _smallest(blocks: Sequence[_Block], bound: int) -> list[int]:
+def _smallest(blocks: Sequence[_Block], meets: _Apart, bound: int) -> list[int]:
     """Offsets in the smallest arena found; no search goes on once it is as small as ``bound``."""
     best: list[int] = []
     for key in _ORDERS:
         order = sorted(blocks, key=key)
         for _ in range(_REPAIRS):
-            places = _place(order)
+            places = _place(order, meets)
             if not best or _end(blocks, places) < _end(blocks, best):
                 best = places
             end = _end(blocks, places)
@@ -253,28 +266,29 @@ def _smallest(blocks: Sequence[_Block], bound: int) -> list[int]:
     return best
 
 
-def _place(order: Sequence[_Block], size: int = 0) -> list[int]:
+def _place(order: Sequence[_Block], meets: _Apart, needs_barrier: _Apart | None = None, size: int = 0) -> list[int]:
     """Offsets of the blocks by number, each at the lowest one that is free of those that come before it in ``order``.
 
-    Where it fits into ``size`` bytes, a block lies where that takes no further barrier.
+    Where it fits into ``size`` bytes, a block lies where that takes no further barrier, if ``needs_barrier`` is given.
     """
     places = [0] * len(order)
-    placed: list[_Block] = []  # by offset
+    placed: list[tuple[int, int, int]] = []  # offset, end and number
 
-    def lowest(block: _Block, apart: Callable[[_Block, _Block], bool]) -> int:
+    def lowest(size: int, apart: bytearray) -> int:
         offset = 0
-        for other in placed:
-            start = places[other.number]
-            if start < offset + block.size and offset < start + other.size and apart(block, other):
-                offset = start + other.size
+        for start, end, other in placed:
+            if start >= offset + size:
+                break
+            if end > offset and apart[other]:
+                offset = end
         return offset
 
     for block in order:
-        offset = lowest(block, _Block.needs_barrier) if size else 0
-        if not size or offset + block.size > size:
-            offset = lowest(block, _Block.meets)
+        offset = lowest(block.size, needs_barrier[block.number]) if needs_barrier is not None else size
+        if offset + block.size > size:
+            offset = lowest(block.size, meets[block.number])
         places[block.number] = offset
-        insort(placed, block, key=lambda other: places[other.number])
+        insort(placed, (offset, offset + block.size, block.number))
     return places
 
 

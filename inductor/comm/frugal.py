@@ -64,6 +64,27 @@ def tightened(problem: Problem, before: Precedence) -> list[int]:
     return list(found)
 
 
+def unavoidable(problem: Problem, before: Precedence, task: int) -> int:
+    """Bytes that every order holds while ``task`` runs: what has to be made by then and is needed then, or later."""
+    earlier, later = _reached(before.needs, task), _reached(before.users, task)
+    waits = problem.waits_of()
+    held = problem.base
+    for storage in problem.storages:
+        users = users_of(storage, waits)
+        if storage.maker in earlier and not (users and later.isdisjoint(users)):
+            held += storage.size
+    return held
+
+
+def _reached(ways: Sequence[Sequence[int]], start: int) -> set[int]:
+    found, todo = {start}, [start]
+    while todo:
+        new = [task for task in ways[todo.pop()] if task not in found]
+        found.update(new)
+        todo += new
+    return found
+
+
 def fitting(problem: Problem, before: Precedence, order: Sequence[int], limit: int) -> list[int] | None:
     """An order of a peak within ``limit``, close to ``order``; None where there is none, or none was found in time.
 

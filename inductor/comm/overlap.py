@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor.comm.frugal import fitting, tightened
+from weft.inductor.comm.frugal import fitting, tightened, unavoidable
 from weft.inductor.comm.list_schedule import ListSchedule, Pace, list_schedule
 from weft.inductor.comm.precedence import Precedence, precedence, reverse, reversed_order
 from weft.inductor.comm.problem import Kind, Problem, Storage
@@ -128,7 +128,8 @@ def _order_within(problem: Problem, before: Precedence, given: Simulation, limit
     for known in (tight, given):
         if known.peak <= limit:
             return known.order
-    found = fitting(problem, before, tight.order, limit)
+    hopeless = unavoidable(problem, before, tight.order[tight.peak_at]) > limit
+    found = None if hopeless else fitting(problem, before, tight.order, limit)
     if found is None:
         raise unreachable(min(tight, given, key=lambda known: known.peak), limit)
     return found

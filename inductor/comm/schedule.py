@@ -135,10 +135,8 @@ def schedule(
     started = time.perf_counter()
     with torch_adapter.only_mode():  # in a fake world too, numbers are numbers
         planner = _Planner(step, cluster, memory_limit, keep_bits, apart)
-        try:
-            found = planner.best()
-        finally:
-            tell(planner.warnings)
+        found = planner.best()
+    tell(found.warnings)
     log.debug("scheduled %d nodes in %.2f s, by %d plans", len(step), time.perf_counter() - started, len(found.trials))
     tables.log_schedule(found)
     return found

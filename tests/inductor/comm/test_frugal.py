@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_steps import Steps, fsdp
 
-from weft.inductor.comm.frugal import fitting, tightened
+from weft.inductor.comm.frugal import fitting, tightened, unavoidable
 from weft.inductor.comm.precedence import precedence
 from weft.inductor.comm.problem import Kind, Problem
 from weft.inductor.comm.simulate import simulate
@@ -31,6 +31,34 @@ def test_the_search_finds_what_there_is(seed: int) -> None:
     assert problem.is_order(found)
     assert simulate(problem, found).peak == least
     assert fitting(problem, before, order, least - 1) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 32), st.randoms(use_true_random=False))
+def test_what_is_unavoidable_is_held_in_every_order(seed: int, draw: random.Random) -> None:
+    problem = random_problem(random.Random(seed), most_tasks=11)
+    before = precedence(problem)
+    order: list[int] = []
+    while len(order) < len(problem.tasks):
+        ready = [at for at, needs in enumerate(before.needs) if at not in order and set(needs) <= {*order}]
+        order.append(draw.choice(ready))
+    memory = simulate(problem, order).memory
+    for place, task in enumerate(order):
+        assert unavoidable(problem, before, task) <= memory[place]
+    assert max(unavoidable(problem, before, task) for task in order) <= least_peak(problem)
+
+
+def test_what_is_kept_for_backward_is_unavoidable_where_backward_begins() -> None:
+    steps = Steps()
+    saved = [steps.compute("layer 0", 1.0, (), 4)]
+    for at in range(1, 4):
+        saved.append(steps.compute(f"layer {at}", 1.0, (saved[-1],), 4))
+    gradient = steps.compute("loss", 1.0, (saved[-1],), 1)
+    for at in reversed(range(4)):
+        gradient = steps.compute(f"backward {at}", 1.0, (saved[at], gradient), 1)
+    problem = steps.problem()
+    at = next(at for at, task in enumerate(problem.tasks) if task.name == "backward 3")
+    assert unavoidable(problem, precedence(problem), at) == simulate(problem).peak == 18
 
 
 def test_gathers_move_to_where_they_are_needed_with_their_casts() -> None:
