@@ -66,7 +66,7 @@ cache_dir: Annotated[str, "Directory of compiled kernels and measurements; all i
 even_batches: Annotated[
     bool,
     "Every rank's batches have the same sizes, which ranks check when they capture: embeddings may then be looked up in"
-    " their shards, and no whole table is gathered for a few rows.",
+    " their shards, and no whole table is gathered, and no whole gradient of one reduced, for a few rows.",
 ] = False
 
 peer_timeout_s: Annotated[

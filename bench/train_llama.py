@@ -67,9 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument(
-        "--profile", action="store_true", help="record two more steps, for what is exposed in the second"
-    )
+    parser.add_argument("--profile", action="store_true", help="record two more steps, what is exposed is the second's")
     parser.add_argument("--no-clip", action="store_true", help="leave out the clipping of gradients by their norm")
     parser.add_argument("--out", type=Path, default=Path("out/train_llama.jsonl"))
     return parser.parse_args()

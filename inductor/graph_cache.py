@@ -24,6 +24,7 @@ import torch
 from weft import knobs, torch_adapter, triton_adapter
 from weft.capture.graph import StepGraph
 from weft.inductor import portable
+from weft.inductor.passes.split_all_reduce import ranks_on_a_host
 from weft.inductor.portable import NotPortable
 from weft.inductor.runtime import kernel_cache
 
@@ -134,10 +135,15 @@ def _devices(step: StepGraph) -> list[str]:
     return [f"{device}: {torch.cuda.get_device_properties(device)}" for device in sorted(devices, key=str)]
 
 
-def _groups(step: StepGraph) -> list[tuple[str, str, int]]:
-    """The process groups of a graph, with this rank's place in each where a pass writes that into the graph."""
-    places = {name: torch_adapter.group_rank(group) for name, group in step.groups.items() if knobs.even_batches}
-    return [(name, group, places.get(name, -1)) for name, group in sorted(step.groups.items())]
+def _groups(step: StepGraph) -> list[tuple[Any, ...]]:
+    """The process groups of a graph, with what passes write into it: how many ranks are on one host, and where passes
+    go by batches of one size on all ranks, how many there are and this rank's place."""
+    written = {
+        name: (len(torch_adapter.group_ranks(group)), torch_adapter.group_rank(group))
+        for name, group in step.groups.items()
+        if knobs.even_batches
+    }
+    return [(name, group, ranks_on_a_host(group), written.get(name)) for name, group in sorted(step.groups.items())]
 
 
 def _symbols(step: StepGraph) -> list[str]:

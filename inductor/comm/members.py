@@ -55,9 +55,10 @@ class Names:
         """The parameter at the same place of the first list of a call."""
         first: Any = call.args[0]
         at = next((of.index(node) for of in call.args if isinstance(of, (list, tuple)) and node in of), None)
-        if at is None or not isinstance(first, (list, tuple)) or not isinstance(first[at], Node):
+        if at is None or not isinstance(first, (list, tuple)):
             return ""
-        return self._paths.get(first[at].name, "")
+        beside = next(iter(first[at : at + 1]), None)  # lists of sums have lengths of their own
+        return self._paths.get(beside.name, "") if isinstance(beside, Node) else ""
 
 
 def _sources(node: Node) -> list[Node]:

@@ -22,12 +22,14 @@ from weft.inductor.passes.fold_casts import fold_casts
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 from weft.inductor.passes.group_casts import group_casts
 from weft.inductor.passes.noops import drop_noops
+from weft.inductor.passes.norms_of_shards import norms_of_shards
 from weft.inductor.passes.numbers_to_memory import numbers_to_memory
 from weft.inductor.passes.pack import pack
 from weft.inductor.passes.pad_matmuls import pad_matmuls
 from weft.inductor.passes.rematerialise import Rematerialise
 from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.passes.shard_embedding import shard_embedding
+from weft.inductor.passes.split_all_reduce import split_all_reduces
 from weft.inductor.passes.sum_segments import sum_segments
 from weft.inductor.passes.unused_gathers import drop_unused_gathers
 from weft.inductor.passes.wire_dtype import wire_casts
@@ -53,6 +55,8 @@ NUMERICS: list[Pass] = [
     pad_matmuls,
     accumulate_matmuls,
     sum_segments,
+    split_all_reduces,
+    norms_of_shards,
     numbers_to_memory,
 ]
 
@@ -74,9 +78,11 @@ EVERY_PASS: list[Pass] = [
     pad_matmuls,
     accumulate_matmuls,
     sum_segments,
+    split_all_reduces,
     wire_casts,
     group_casts,
     fuse_optimizer,
+    norms_of_shards,
     rematerialise,
     numbers_to_memory,
 ]

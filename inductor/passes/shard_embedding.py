@@ -1,4 +1,4 @@
-"""Embeddings are looked up where their rows are.
+"""Embeddings are looked up where their rows are, and only rows of their gradients are sent.
 
 A sharded embedding table is gathered whole, for the few rows that a batch picks, and its gradient is reduced whole, of
 which almost all is zero. Where all ranks together pick fewer rows than the table has, it is cheaper to move ids and
@@ -6,6 +6,9 @@ rows: every rank learns all ids, looks up those that fall into its shard, and a 
 rank's is not zero, hands each rank those of its own batch. Backward gathers the gradients of the rows, and every rank
 sums those of its shard. No whole table exists on any rank. The vocabulary-parallel embedding of Megatron-LM (Shoeybi et
 al. 2019), for tables that FSDP shards.
+
+The gradient of a table that every rank has is mostly zero as well. Where it is summed over ranks, each of them is given
+the ids and the gradients of the rows of all, and makes the sum itself: the same one, for it is made in one order.
 
 Changes numerics: a gradient is summed once over the tokens of all ranks, in float32, where each rank's sum was rounded
 and then averaged; a looked-up -0 is a 0. Needs batches of one size on all ranks, which ``knobs.even_batches`` says.
@@ -27,6 +30,7 @@ Node = torch.fx.Node
 aten = torch.ops.aten
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 _CUTS = (aten.narrow.default, aten.slice.Tensor)
 _PADS = "weft::pad_shard"
@@ -42,6 +46,7 @@ def shard_embedding(step: StepGraph) -> StepGraph:
                 spread.look_up(node)
             elif node.target is aten.embedding_dense_backward.default:
                 spread.reduce(node)
+                spread.sum_rows(node)
         drop_dead(step.graph)
     return step
 
@@ -110,10 +115,33 @@ class _Spread:
             mine = emit(aten.slice.Tensor, summed, 0, 0, shard.shape[0])
             mine = emit(aten.div.Scalar, mine, world) if op == "avg" else emit(aten.clone.default, mine)
             mine = _as(emit, mine, shard.dtype)
-        for wait in list(reduction.users):
-            wait.replace_all_uses_with(mine)
-            self.graph.erase_node(wait)
-        self.graph.erase_node(reduction)
+        _replace(self.graph, reduction, mine)
+
+    def sum_rows(self, node: Node) -> None:
+        """Sum the gradient of a table that every rank has over the tokens of all ranks, on each of them."""
+        gradient, ids, rows, padding, by_frequency = node.args
+        found = _sum_of(node)
+        if found is None or by_frequency or not isinstance(gradient, Node) or not isinstance(ids, Node):
+            return
+        reduction, factor = found
+        group = reduction.args[2]
+        world = len(torch_adapter.group_ranks(self.step.groups[group]))  # type: ignore[index]
+        if not _pays(ids, rows, world):  # type: ignore[arg-type]
+            return
+        whole = reduction.meta["val"]
+        with self.graph.inserting_before(reduction):
+            emit = emitter(self.graph, node)
+            start = _starter(emit, reduction)
+            flat = emit(aten.reshape.default, gradient, [-1, whole.shape[1]])
+            every = emit(WAIT, start(_GATHER, _contiguous(emit, flat), world, group))
+            wide = _as(emit, every, torch.promote_types(whole.dtype, torch.float32))
+            factor = factor / world if reduction.args[1] == "avg" else factor
+            wide = wide if factor == 1 else emit(aten.mul.Tensor, wide, factor)
+            flat = emit(aten.reshape.default, ids, [-1])
+            everywhere = emit(WAIT, start(_GATHER, _contiguous(emit, flat), world, group))
+            summed = emit(aten.embedding_dense_backward.default, wide, everywhere, rows, padding, False)
+            summed = _as(emit, summed, whole.dtype)
+        _replace(self.graph, reduction, summed)
 
     def _ids(self, emit: Emit, start: Emit, ids: Node, size: int, rows: int, world: Any, group: Any) -> _Ids:
         """What ``ids`` picks on all ranks of ``group``; gathered once, by the first that asks.
@@ -182,6 +210,27 @@ def _reduction_of(gradient: Node) -> Node | None:
             return None
         node = user
     return node if node.target is _REDUCE and all(user.target is WAIT for user in node.users) else None
+
+
+def _sum_of(gradient: Node) -> tuple[Node, float] | None:
+    """The all-reduce that alone reads ``gradient``, cast and multiplied with numbers before, and their product."""
+    node, factor = gradient, 1.0
+    while len(node.users) == 1 and node.target is not _ALL_REDUCE:
+        (user,) = node.users
+        number: Any = user.args[1] if user.target is aten.mul.Tensor else 1.0
+        if user.target not in (aten.mul.Tensor, aten._to_copy.default, _ALL_REDUCE) or isinstance(number, Node):
+            return None
+        node, factor = user, factor * number
+    sums = node.target is _ALL_REDUCE and node.args[1] in ("sum", "avg")
+    return (node, factor) if sums and all(user.target is WAIT for user in node.users) else None
+
+
+def _replace(graph: torch.fx.Graph, reduction: Node, value: Node) -> None:
+    """Let ``value`` be what waits for ``reduction`` give."""
+    for wait in list(reduction.users):
+        wait.replace_all_uses_with(value)
+        graph.erase_node(wait)
+    graph.erase_node(reduction)
 
 
 def _contiguous(emit: Emit, node: Node) -> Node:

@@ -95,8 +95,13 @@ def wire_dtype(step: StepGraph) -> StepGraph:
 def wire_casts(step: StepGraph) -> StepGraph:
     """:func:`wire_dtype`, where ``knobs.transports`` allows one that sums in float32 by itself: a library would only
     have the casts made again. Changes ``step``."""
+    return wire_dtype(step) if may_carry(*SUM_BY_THEMSELVES) else step
+
+
+def may_carry(*transports: str) -> bool:
+    """Whether ``knobs.transports`` allows one of these, with any number of programs."""
     names = {re.sub(r"_\d+$", "", name.strip()) for name in knobs.transports.split(",")}
-    return wire_dtype(step) if names & {*SUM_BY_THEMSELVES, "all"} else step
+    return bool(names & {*transports, "all"})
 
 
 def _narrow(graph: torch.fx.Graph, wide: Node) -> Node | None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -149,6 +152,78 @@ def test_where_it_is_done(size: int, even: bool, tied: bool, rewritten: bool) ->
     assert (found.count("aten._assert_async.msg") == 1) is rewritten
     with contextlib.suppress(ValueError):
         assert (found.index("aten.embedding.default") > found.index("aten._assert_async.msg")) is rewritten
+
+
+def replicated(rank: int, world: int, size: int, padding: int | None) -> dict[str, Any]:
+    """The gradient of a table that every rank has, by rows and as a whole, and its sum in float64."""
+    ids = torch.randint(0, size, (2, 3), generator=torch.Generator().manual_seed(rank))
+    ids[0, 0] = 0 if padding is None else padding
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(size, 8, padding_idx=padding), nn.Linear(8, 4))
+    exact = copy.deepcopy(model).double()
+    weft.replicate(model)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss_of(model, ids).backward()
+        table = model[0].weight.grad
+        model.zero_grad()
+        return table
+
+    found: dict[str, Any] = {}
+    for even in (False, True):
+        with knobs.override(even_batches=even):
+            (table,), graph = program_of(step, ids)
+        found[f"{even}"], found[f"targets {even}"] = table.clone(), targets(graph)
+    gathered = [torch.empty_like(ids) for _ in range(world)]
+    torch.distributed.all_gather(gathered, ids)
+    torch.stack([loss_of(exact, other) for other in gathered]).mean().backward()
+    found["exact"] = exact[0].weight.grad
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("world", "size", "padding"), [(2, 64, None), (3, 101, 5)])
+def test_a_table_of_every_rank_has_its_gradient_summed_from_rows(world: int, size: int, padding: int | None) -> None:
+    each = run_ranks(replicated, world, size, padding)
+    for found in each:
+        assert torch.equal(found["True"], each[0]["True"])  # replicas stay replicas
+        reduced, rows = (
+            found[f"targets {even}"].count("_c10d_functional.all_reduce.default") for even in (False, True)
+        )
+        assert reduced == rows + 1
+        assert found["targets True"].count("_c10d_functional.all_gather_into_tensor.default") == 2
+        wrong = {even: (found[even].double() - found["exact"]).abs().max() for even in ("False", "True")}
+        assert wrong["True"] <= wrong["False"] + 1e-7
+        torch.testing.assert_close(found["True"].double(), found["exact"], rtol=1e-6, atol=1e-6)
+
+
+def captured_replica(size: int, even: bool, op: str, scaled: bool = False) -> list[str]:
+    with weft.fake_world(8), knobs.override(even_batches=even):
+        table = nn.Embedding(size, 8)
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            table(ids).sum().backward()
+            local = table.weight.grad
+            table.zero_grad()
+            return funcol.all_reduce(local.exp() if scaled else local * 0.125, op, dist.group.WORLD)
+
+        return targets(run_passes(weft.capture(step, torch.zeros(1, 4, dtype=torch.long)), PASSES))
+
+
+@pytest.mark.parametrize(
+    ("size", "even", "op", "scaled", "rewritten"),
+    [
+        (128, True, "sum", False, True),
+        (128, True, "avg", False, True),
+        (128, True, "max", False, False),
+        (128, True, "sum", True, False),
+        (128, False, "sum", False, False),
+        (56, True, "sum", False, False),
+    ],
+)
+def test_where_rows_are_summed(size: int, even: bool, op: str, scaled: bool, rewritten: bool) -> None:
+    found = captured_replica(size, even, op, scaled)
+    assert ("_c10d_functional.all_reduce.default" not in found) is rewritten
 
 
 def uneven_body(rank: int, world: int) -> str:
