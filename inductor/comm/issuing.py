@@ -66,6 +66,7 @@ class Issuing:
         lanes: likewise the STARTs.
         computed: by task, when a COMPUTE ended.
         ended: the collectives that have ended.
+        ends: when each of them did, by START.
     """
 
     def __init__(self, reference: Reference, due: Sequence[float]) -> None:
@@ -75,6 +76,7 @@ class Issuing:
         self.keys = list(zip(due, self.place, range(len(due)), strict=True))
         self.machine, self.holding = reference.machine.copy(), reference.holding.copy()
         self.machine.ended = self.ended = list[Span]()
+        self.ends: dict[int, float] = {}
         self.outlook = reference.outlook.copy() if reference.outlook is not None else None
         self.at = 0
         self.issued = bytearray(len(due))
@@ -239,7 +241,7 @@ class Issuing:
             span = self.ended[self._noticed]
             lane = self._lane_of[span.task]
             lane.ended += self.reference.problem.tasks[span.task].seconds
-            lane.begun = span.end
+            lane.begun = self.ends[span.task] = span.end
             self._noticed += 1
         if kind is Kind.COMPUTE:
             self.computed[task] = self.machine.now

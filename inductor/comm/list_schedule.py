@@ -28,8 +28,8 @@ _WINDOW = 16
 # The part of its time by which a collective may be late in fact, by which it is started before it has to be. Between
 # the median and the 95th percentile of the error that the cost model is held to.
 _DOUBT = 0.5
-# The same for what is waited for without need, to let go of memory: measured on H200s, where computation keeps the
-# kernels of collectives from running, they take up to three times as long as alone.
+# The same for what computation does not need yet, but memory or another collective does: measured on H200s, where
+# computation keeps the kernels of collectives from running, they take up to three times as long as alone.
 _PATIENCE = 2.0
 # Seconds that ranks come later than each other to a collective, for the same: measured on two H200, up to 0.7 ms.
 _APART = 1e-3
@@ -136,12 +136,16 @@ class _Scheduler:
         """Wait for what has ended a while ago, so that what it reads is let go of."""
         step = self.step
         while self.waited < len(step.ended):
-            span = step.ended[self.waited]
-            patience = _PATIENCE * self.reference.problem.tasks[span.task].seconds + _APART
-            if span.end + patience > step.machine.now:
+            start = step.ended[self.waited].task
+            if not self.has_ended(start):
                 break
             self.waited += 1
-            step.wait_for(span.task)
+            step.wait_for(start)
+
+    def has_ended(self, start: int) -> bool:
+        """Whether a collective has ended even if it takes a good deal longer than predicted."""
+        patience = _PATIENCE * self.reference.problem.tasks[start].seconds + _APART
+        return self.step.ends.get(start, math.inf) + patience <= self.step.machine.now
 
     def start_one(self, until: float, due: float, following: int | None) -> bool:
         """Start a collective due before ``due`` on a lane that runs dry before ``until``; whether there was one."""
@@ -165,12 +169,20 @@ class _Scheduler:
         return None if late is None else late[2]
 
     def can_start(self, start: int, following: int | None) -> bool:
-        """Whether a START can be issued at once, and ``following`` before it has to be waited for."""
+        """Whether a START can be issued at once, and ``following`` before it has to be waited for.
+
+        One that goes on with what another collective gives waits until that has surely ended, unless it is due: until
+        then the compute stream would stand, if prediction is wrong, for what nothing computed needs yet.
+        """
         step = self.step
         lacking = step.lacking(start)
         if step.ready(lacking) > step.machine.now or not step.may_issue(lacking):
             return False
-        return following is None or step.fits_beside(start, following)
+        if following is None:
+            return True
+        awaited = (self.reference.start_of[task] for task in lacking if step.kinds[task] is Kind.WAIT)
+        hurries = step.keys[start][0] <= step.machine.now
+        return (hurries or all(map(self.has_ended, awaited))) and step.fits_beside(start, following)
 
     # ---- computation, and collectives that lack a WAIT
 

@@ -103,3 +103,20 @@ def test_what_ended_a_while_ago_is_let_go_of() -> None:
     problem = steps.problem()
     found = names(problem, scheduled(problem, {}, PUNCTUAL))
     assert found[:7] == ["gradient", "reduce", "0", "1", "2", "reduce waited", "3"]
+
+
+def test_what_another_collective_gives_goes_on_when_that_has_surely_ended() -> None:
+    """A reduction of a second is trusted to be over after three; the gather of its result may go before it is due."""
+    steps = Steps()
+    x = steps.compute("0", 1.0, (), 1)
+    part = steps.collective("reduce", 1.0, (x,), 1, "reductions")
+    whole = steps.collective("gather", 1.0, (part,), 1, "gathers")
+    for at in range(1, 8):
+        x = steps.compute(str(at), 1.0, (x,), 1)
+    steps.compute("update", 1.0, (x, whole), 1)
+    problem = steps.problem()
+    for due, before in ((90.0, "5"), (3.5, "3")):  # half a second before it is due
+        found = scheduled(problem, {str(at): float(at) for at in range(8)} | {"gather": due, "reduce": 1.0}, AT_ONCE)
+        order = names(problem, found)
+        assert order[order.index("gather") + 1] == before
+        assert found.seconds == 9.0
