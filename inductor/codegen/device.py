@@ -228,6 +228,26 @@ def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr):
 
 
 @triton.jit
+def unpacked(words, pointer):
+    """The numbers of 16 or 32 bits that lie in words of 32, of the type that a pointer points to, in its order."""
+    if pointer.dtype.element_ty.primitive_bitwidth == 32:
+        return words.to(pointer.dtype.element_ty, bitcast=True)
+    else:  # Triton compiles what is behind a return too
+        low = words.to(tl.int16).to(pointer.dtype.element_ty, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(pointer.dtype.element_ty, bitcast=True)
+        return tl.reshape(tl.join(low, high), [2 * words.shape[0]])
+
+
+@triton.jit
+def again(words, ARCH: tl.constexpr):
+    """The same words, but compilers take them for others: they would keep what was computed of them before."""
+    if ARCH > 0:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return words
+
+
+@triton.jit
 def philox_words(seed, count):
     """Four words of 32 random bits for each number (Salmon and others, 2011): all bits of both arguments count."""
     low = count.to(tl.int64).to(tl.uint32)

@@ -16,6 +16,7 @@ import torch
 from weft.errors import UnsupportedNest
 from weft.inductor.codegen import canonical
 from weft.inductor.codegen.expressions import TRITON_DTYPES
+from weft.inductor.codegen.held import with_held
 from weft.inductor.codegen.passes import for_plan
 from weft.inductor.codegen.plan import Plan, plan
 from weft.inductor.codegen.seams import cut_at_seams
@@ -86,6 +87,7 @@ def _printed(
     nest = cut_at_seams(nest)
     layout = plan(nest, types)
     nest = for_plan(nest, layout)
+    layout = with_held(layout, nest, types)
     pointers = _pointers(nest, types)
     order = tuple(int(buffer[1:]) for buffer in pointers)
     signature = {pointers[buffer]: f"*{TRITON_DTYPES[types[buffer]]}" for buffer in pointers}

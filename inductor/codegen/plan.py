@@ -43,7 +43,7 @@ CACHE = 36 << 20  # bytes of the second-level cache that hold what is read again
 _REGISTERS = 49152  # elements that a program can keep at once, over all its values
 _AHEAD = 192 * 1024  # bytes of a multiprocessor's memory for loads in flight; the rest is its first-level cache
 _MOVED = 192  # bytes that a thread loads and stores, at most, where it has 16 elements
-_STREAMED = 512  # columns of a program that computes, stores and sums them
+_STREAMED = 1024, 512  # columns of a program that computes, stores and sums them, whichever divides a row
 _INT32 = 2**31
 _THREADS = 32  # of a warp
 
@@ -90,6 +90,7 @@ class Plan:
             cannot hold them as well.
         segmented: whether rows are loaded again behind each of their reductions (:mod:`.segments`), as registers hold
             little more than the sums of columns.
+        held: how many blocks of a loop stay in registers from its first walk to its last (:mod:`.held`).
     """
 
     shape: str
@@ -99,6 +100,7 @@ class Plan:
     ahead: int = 0
     rereads: bool = False
     segmented: bool = False
+    held: int = 0
 
     @property
     def registers(self) -> int | None:
@@ -376,9 +378,9 @@ def _column(nest: Nest, accesses: list[_Access], over: frozenset[int]) -> Plan:
     columns = _count(nest, outer)
     x = min(64, max(16, _power(columns / (2 * MULTIPROCESSORS)))) if outer else 1
     x = _fitting(x, product(nest.sizes[axis] for axis in outer))
-    if _streams(nest, over, outer):
-        dims = (_dim(nest, "r", inner, "loop", 2), _dim(nest, "x", outer, "grid", _STREAMED))
-        return Plan("column", _present(dims), 2)
+    if streamed := _streamed(nest, over, outer):
+        dims = (_dim(nest, "r", inner, "loop", 2), _dim(nest, "x", outer, "grid", streamed))
+        return Plan("column", _present(dims), streamed // 256)
     kept = max(1, _kept(nest, over))
     if isinstance(length, int) and _power(length) * x * kept <= 2 * LOOP_TILE:
         r = _whole(length)
@@ -391,14 +393,17 @@ def _column(nest: Nest, accesses: list[_Access], over: frozenset[int]) -> Plan:
     return Plan("column", _present(dims), 16 if welford else _warps(r * x))
 
 
-def _streams(nest: Nest, over: frozenset[int], outer: Sequence[int]) -> bool:
-    """Whether columns are summed as they go by, computed and stored, and their rows are long: then a program does two
-    rows at a time, long pieces of them, and a sum goes from thread to thread once. Measured on an H200 in the backward
-    of a bias and GELU, 256 parts of 32 rows of 8192: 109 us, and 123 with tiles of 32 x 64."""
+def _streamed(nest: Nest, over: frozenset[int], outer: Sequence[int]) -> int:
+    """How many columns a program has where they are summed as they go by, computed and stored, and their rows are long;
+    else 0. It does two rows at a time, long pieces of them, and a sum goes from thread to thread once. Measured on an
+    H200 in the backward of a bias and GELU, 256 parts of 32 rows of 8192: 110 us with 1024, 119 with 512, and 123 with
+    tiles of 32 x 64; with rows of 2048 to 16384 and less to compute it is as fast as any."""
     depth = depths(nest, over)
     stored = [depth[store.value] for store in nest.stores if not store.axes.isdisjoint(over)]
-    long = isinstance(width := nest.sizes[outer[-1]] if outer else 1, int) and width % _STREAMED == 0
-    return bool(stored) and not any(stored) and long
+    width = nest.sizes[outer[-1]] if outer else 1
+    if not stored or any(stored) or not isinstance(width, int):
+        return 0
+    return next((columns for columns in _STREAMED if width % columns == 0), 0)
 
 
 def _warps_of_columns(nest: Nest, over: frozenset[int], rows: int, columns: int) -> int:

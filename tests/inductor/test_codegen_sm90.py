@@ -126,14 +126,14 @@ def test_threads_of_kernels_with_many_tensors_have_fewer_elements() -> None:
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-@pytest.mark.parametrize("width", [1000, 1024, 8192])
-def test_what_is_stored_and_summed_is_computed_once(rows: int, width: int) -> None:
+@pytest.mark.parametrize(("width", "columns"), [(1000, 0), (1536, 512), (1024, 1024), (8192, 1024)])
+def test_what_is_stored_and_summed_is_computed_once(rows: int, width: int, columns: int) -> None:
     nest = gelu_backward_and_sum(256, rows, width)
     source = generate(nest, {**dict.fromkeys(["x", "bias", "dy", "dx"], bf16), "db": f32}).source
     text = compiled_for(90, source).ptx
     elements = source.constants["RBLOCK"] * source.constants["XBLOCK"] // (32 * source.num_warps)
     assert text.count("ex2.approx") == elements
-    assert (source.constants["XBLOCK"] == 512) is (width % 512 == 0)
+    assert (source.constants["XBLOCK"] == columns) is (columns > 0)
 
 
 @pytest.mark.parametrize(("arch", "most"), [(90, SHARED), (80, 99 * 1024)])
@@ -222,12 +222,12 @@ def test_a_program_with_a_multiprocessor_for_itself_has_all_the_registers() -> N
 @pytest.mark.parametrize(
     ("nest", "dtype", "warps", "tile"),
     [
-        (cross_entropy(8192, 128256), bf16, 32, 16384),
-        (cross_entropy(1024, 128256), bf16, 32, 16384),
+        (cross_entropy(8192, 128256), bf16, 32, 8192),  # seven of these blocks stay in registers
+        (cross_entropy(1024, 128256), bf16, 32, 8192),
         (cross_entropy(8192, 128256), f32, 32, 16384),
         (softmax(8192, 32768), bf16, 16, 4096),  # the rows of four programs a multiprocessor stay in the cache
         (softmax(300, 128256), bf16, 16, 4096),  # three rounds of large programs, the last of them for few
-        (softmax(16, 32768), bf16, 32, 16384),
+        (softmax(16, 32768), bf16, 32, 8192),
         (softmax(8192, 50257), bf16, 32, 16384),
         (rms_norm(1024, 131072), bf16, 32, 16384),
         (rms_norm(1024, 131072), f32, 32, 8192),
@@ -239,13 +239,13 @@ def test_programs_for_rows_that_are_read_again_are_large_where_the_cache_is_shor
 ) -> None:
     names = {load.buffer for load in nest.reads} | set(nest.writes)
     source = generate(nest, {name: i64 if name == "label" else dtype for name in names}).source
-    assert (source.num_warps, source.constants) == (warps, {"RBLOCK": tile})
+    assert (source.num_warps, source.constants["RBLOCK"]) == (warps, tile)
     (binary,) = compile_pool.build([source], 90, workers=0)
     assert binary.resources.spills == 0
     assert binary.resources.registers * 32 * warps <= REGISTERS
 
 
-@pytest.mark.parametrize(("width", "lies"), [(128256, (2, 1024, 8)), (50260, (4, 1024, 4)), (50257, (16, 1024, 1))])
+@pytest.mark.parametrize(("width", "lies"), [(128256, (1, 1024, 8)), (50260, (2, 1024, 4)), (50257, (16, 1024, 1))])
 def test_a_thread_keeps_one_result_of_a_softmax_whatever_the_alignment_of_rows(
     width: int, lies: tuple[int, int, int]
 ) -> None:
@@ -261,4 +261,5 @@ def test_a_thread_keeps_one_result_of_a_softmax_whatever_the_alignment_of_rows(
 def test_what_goes_past_rows_that_wait_in_the_cache_is_let_go_where_it_is_much(rows: int, past: bool) -> None:
     text = generate(softmax(rows, 128256), dict.fromkeys(["x", "y", "lse"], bf16)).source.text
     stores = [line for line in text.splitlines() if "tl.store(out0" in line]
-    assert [line.endswith('eviction_policy="evict_first")') for line in stores] == [past, past]
+    # Of seven blocks that are held, a loop, and a part behind it.
+    assert [line.endswith('eviction_policy="evict_first")') for line in stores] == [past] * 9
