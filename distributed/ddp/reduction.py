@@ -11,6 +11,7 @@ operations on every backend (gloo has no average), and no overflow in float16.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,10 +62,14 @@ class GradientReduction:
                 self._hooked[param] = param.register_post_accumulate_grad_hook(self._hook(path))
 
     def _hook(self, path: str):
+        # What a hook holds, its parameter holds, where Python's garbage collector cannot see it. The module holds this.
+        reference = weakref.ref(self)
+
         def reduce_gradient(param: torch.Tensor) -> None:
             assert isinstance(param, nn.Parameter)
-            if self.enabled:
-                self._issue(param, path)
+            reduction = reference()
+            if reduction is not None and reduction.enabled:
+                reduction._issue(param, path)
 
         return reduce_gradient
 

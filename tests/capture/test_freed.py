@@ -39,6 +39,7 @@ def left(rank: int, world: int, sharded: bool) -> list[str]:
             step(torch.randn(4, 8))
         entry = step.entries[0]
         kept = {"model": net, "step": step, "graph": entry.captured.graph, "program": entry.program}
+        kept |= {"optimizer": optimizer, **dict(net.named_parameters())}
         return {name: weakref.ref(thing) for name, thing in kept.items()}
 
     found = trained()
