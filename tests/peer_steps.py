@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,12 +72,14 @@ def over_peers(
     transports: Sequence[str],
     kernels: bool = False,
     recorded: bool = False,
+    planned: bool = False,
     passes: Sequence[Any] = PASSES,
 ) -> Any:
-    """``weft.compile`` of a step, as CUDA graphs where ``recorded``; its programs are in ``programs``."""
+    """``weft.compile`` of a step, as CUDA graphs where ``recorded``, or only with its memory ``planned`` as for those;
+    its programs are in ``programs``."""
 
     def compile_graph(graph: StepGraph, *how: Any) -> Program:
-        make = compile_recorded if recorded else compile_aten
+        make = compile_recorded if recorded else partial(compile_aten, planned=planned)
         wrapped.programs.append(make(bind(transported(graph, transports, kernels, passes))))
         return wrapped.programs[-1]
 

@@ -77,10 +77,15 @@ class Bound(ABC):
         self._done = self._lane.event()
         self._held: Tensors | None = None  # what is read until somebody has waited
 
-    def __call__(self, inputs: Tensors) -> list[torch.Tensor]:
+    @property
+    def takes_out(self) -> bool:
+        """Whether a call may be told where its results are to lie."""
+        return not self.in_arena
+
+    def __call__(self, inputs: Tensors, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
         self.buffer.check()
         inputs = [tensor.contiguous() for tensor in inputs]
-        results = self._results()
+        results = self._results(out or [None] * len(self._made))
         self._aim(inputs, results)
         with self._lane.carry(self._done) as stream:
             self._run(inputs, results, stream)
@@ -105,12 +110,13 @@ class Bound(ABC):
         self.buffer.check()
         self._lane.settle()
 
-    def _results(self) -> list[torch.Tensor]:
+    def _results(self, out: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """What the results will be in."""
         if self.in_arena:
             return [*self._slots]
         return [
-            torch.empty_strided(sizes, strides, dtype=dtype, device=self.device) for sizes, strides, dtype in self._made
+            torch.empty_strided(sizes, strides, dtype=dtype, device=self.device) if place is None else place
+            for place, (sizes, strides, dtype) in zip(out, self._made, strict=True)
         ]
 
     def _copy_in(self, inputs: Tensors) -> None:

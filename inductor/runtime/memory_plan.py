@@ -8,9 +8,9 @@ Finding offsets is dynamic storage allocation, which is NP-hard. Greedy by size 
 Management for Deep Neural Net Inference, 2020) places the largest value first, each into the smallest gap that it fits
 between those that are alive with it; on training steps that is within a percent or two of what is held at once.
 
-In the arena lies what a node makes that can be told where: the results of generated kernels, matrix products and
-multi-tensor kernels, of sizes known beforehand. What the step hands out, and what other kernels of ATen make, comes
-from torch's allocator.
+In the arena lies what a node makes that can be told where: the results of generated kernels, matrix products,
+multi-tensor kernels and collectives over peers, of sizes known beforehand. What the step hands out, and what other
+kernels of ATen make, comes from torch's allocator.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.multi_tensor.launcher import Launcher
+from weft.inductor.passes.order import waits_of
 from weft.inductor.runtime.geometry import sources, storages
 from weft.inductor.runtime.placement import Leaf, Memory, Placement, leaves
 from weft.torch_adapter import OpOverload
@@ -127,11 +128,12 @@ class _Lives:
         self._placement = placement
         order = list(step.graph.nodes)
         self._at = {node: position for position, node in enumerate(order)}
+        self._last = len(order) - 1
         self._read_late: dict[Memory, int] = {}
         for copy in placement.copies:
             self._read(copy.source, copy.after)
         for _, old in placement.kept:
-            self._read(old, len(order))
+            self._read(old, self._last)
         self._handed_out = {
             leaf.memory.root for leaf in placement.returned if isinstance(leaf, Leaf) and leaf.memory is not None
         }
@@ -146,6 +148,10 @@ class _Lives:
         if isinstance(node.target, Launcher) and not node.target.effects.writes:
             lists = zip(node.meta["val"], self._trees(node), strict=True)
             return [[self._span(val, tree, node) for val in vals] for vals, tree in lists]
+        if getattr(node.target, "takes_out", False):  # a collective over peers, which writes until it is waited for
+            until = max((self._at[wait] for wait in waits_of(node)), default=self._last)
+            made = zip(node.meta["val"], self._trees(node), strict=True)
+            return [self._span(val, tree, node, until) for val, tree in made]
         if not isinstance(node.target, KernelCall) or node.target.symbols:
             return None
         call, place = node.target, node.meta.get("place") or [None] * len(node.meta["val"])
@@ -162,7 +168,7 @@ class _Lives:
         tree = self._placement.trees[node]
         return tree if isinstance(tree, list) else [tree] * len(node.meta["val"])
 
-    def _span(self, val: torch.Tensor, tree: Any, node: Node) -> Span | None:
+    def _span(self, val: torch.Tensor, tree: Any, node: Node, until: int = 0) -> Span | None:
         memories = {leaf.memory.root for leaf in leaves(tree) if leaf.memory is not None}
         if len(memories) != 1 or not val.numel() or not _is_static(val) or self._shares(val, node):
             return None
@@ -170,7 +176,7 @@ class _Lives:
         if memory.inputs or memory in self._handed_out:
             return None
         span = Span(0, tuple(val.shape), tuple(val.stride()), val.dtype)
-        end = max(memory.busy_until, self._at[node], self._read_late.get(memory, 0))
+        end = max(memory.busy_until, self._at[node], self._read_late.get(memory, 0), until)
         self.found.append(Life(_aligned(_bytes(span)), self._at[node], end))
         return span
 

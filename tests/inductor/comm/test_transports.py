@@ -32,13 +32,21 @@ from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 pytestmark = pytest.mark.gloo
 
 
-def both(rank: int, world: int, bf16: bool, transports: list[str], sizes: tuple[int, int], kernels: bool) -> str:
+def both(
+    rank: int,
+    world: int,
+    bf16: bool,
+    transports: list[str],
+    sizes: tuple[int, int],
+    kernels: bool,
+    planned: bool = False,
+) -> str:
     """Train over gloo and over peers, compare bits; the text of the program over peers. Kernels make other bits than
     ATen, so they are compared with themselves."""
     nets = [sharded(model(*sizes), bf16) for _ in range(2)]
     plain = over_peers(step_of(nets[0]), ["gloo"], kernels) if kernels else step_of(nets[0])
     expected = train(plain, nets[0], rank)
-    compiled = over_peers(step_of(nets[1]), transports, kernels)
+    compiled = over_peers(step_of(nets[1]), transports, kernels, planned=planned)
     torch.testing.assert_close(train(compiled, nets[1], rank), expected, rtol=0, atol=0)
     return compiled.programs[0].source
 
@@ -63,6 +71,12 @@ def test_sharded_training_on_two_ranks_is_the_same_to_the_bit(
 ) -> None:
     source, _ = run_ranks(both, 2, bf16, transports, (7, 13), False, timeout=120)
     assert set(calls(source)) == names
+
+
+@pytest.mark.parametrize(("transports", "lies"), [(KERNELS, "peer_reduce_scatter"), (COPIES, "copy_engine_gather")])
+def test_with_its_memory_planned_a_step_is_the_same_to_the_bit(transports: list[str], lies: str) -> None:
+    source, _ = run_ranks(both, 2, True, transports, (8, 16), True, True, timeout=120)
+    assert re.search(rf"{lies}(_\d+)?\(\s*\[[^\]]*\],\s*out=\[part\(", source)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["aten", "generated"])
