@@ -21,7 +21,7 @@ from weft.inductor.kernel_call import KernelCall
 from weft.inductor.liveness import LiveRange, liveness
 from weft.inductor.passes.escapes import escaping
 from weft.inductor.passes.order import waits_of
-from weft.inductor.runtime.geometry import looks_into
+from weft.inductor.runtime.geometry import looks_into, read_by_storage
 from weft.inductor.runtime.memory_plan import PRODUCTS
 
 Node = torch.fx.Node
@@ -156,6 +156,7 @@ class _Places:
             or not _writes_anywhere(node)
             or not _is_all_of(given, node)
             or node in self.held
+            or read_by_storage(node)
             or not can_write(exchanges, self.written(node))
         ):
             return None

@@ -35,6 +35,7 @@ from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.passes.escapes import escaping
 from weft.inductor.passes.order import waits_of
 from weft.inductor.passes.wire_dtype import WIDENING, WIDENING_COALESCED, expand
+from weft.inductor.runtime.geometry import read_by_storage
 
 Node = torch.fx.Node
 Kind = tuple[tuple[int, ...], torch.dtype]  # of a contiguous tensor: its sizes, its dtype
@@ -296,6 +297,8 @@ def why_not(step: StepGraph, node: Node, transport: str) -> str | None:
         return "a result is empty or has gaps"
     if lies_in_arena(transport) and any(wait in escaping(step) for wait in waits_of(node)):
         return "a result is held after the step, and would lie in memory that the next step uses"
+    if lies_in_arena(transport) and any(map(read_by_storage, waits_of(node))):
+        return "a result is read by its storage, and would lie in that of the arena"
     return None
 
 

@@ -85,6 +85,22 @@ def _is_view(op: OpOverload) -> bool:
     return not op._schema.is_mutable and (marked or op._schema.name in _UNMARKED_VIEWS)
 
 
+def addresses_storage(node: torch.fx.Node) -> bool:
+    """Whether the node goes by the whole storage of its first input: to a place counted from the beginning of that, or
+    because it copies all of it. Such an input must not be a part of something larger."""
+    return node.target in SCATTERS or node.target is aten.as_strided.default
+
+
+def read_by_storage(node: torch.fx.Node) -> bool:
+    """Whether some node goes by the whole storage that ``node``, or a view of it, lies in."""
+    views = [node]
+    for view in views:
+        if any(map(addresses_storage, view.users)):
+            return True
+        views += [user for user in view.users if looks_into(user) and user not in views]
+    return False
+
+
 def is_inverse_view(node: torch.fx.Node) -> bool:
     """Whether the node may be a view made back into the tensor it was taken from."""
     return node.target in _INVERSES

@@ -9,8 +9,8 @@ Management for Deep Neural Net Inference, 2020) places the largest value first, 
 between those that are alive with it; on training steps that is within a percent or two of what is held at once.
 
 In the arena lies what a node makes that can be told where: the results of generated kernels, matrix products,
-multi-tensor kernels and collectives over peers, of sizes known beforehand. What the step hands out, and what other
-kernels of ATen make, comes from torch's allocator.
+multi-tensor kernels and collectives over peers, of sizes known beforehand. What the step hands out, what other
+kernels of ATen make, and what they read by its storage, comes from torch's allocator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.capture.graph import StepGraph
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.multi_tensor.launcher import Launcher
 from weft.inductor.passes.order import waits_of
-from weft.inductor.runtime.geometry import sources, storages
+from weft.inductor.runtime.geometry import addresses_storage, sources, storages
 from weft.inductor.runtime.placement import Leaf, Memory, Placement, leaves
 from weft.torch_adapter import OpOverload
 
@@ -134,9 +134,11 @@ class _Lives:
             self._read(copy.source, copy.after)
         for _, old in placement.kept:
             self._read(old, self._last)
-        self._handed_out = {
-            leaf.memory.root for leaf in placement.returned if isinstance(leaf, Leaf) and leaf.memory is not None
-        }
+        alone = [leaf for leaf in placement.returned if isinstance(leaf, Leaf)]
+        for node in order:
+            if addresses_storage(node):
+                alone += leaves(placement.trees[node.args[0]])  # type: ignore[index]
+        self._alone = {leaf.memory.root for leaf in alone if leaf.memory is not None}
 
     def results(self, node: Node) -> Spans:
         """The results of ``node`` that can lie in the arena, their offsets not known yet; None where none can."""
@@ -173,7 +175,7 @@ class _Lives:
         if len(memories) != 1 or not val.numel() or not _is_static(val) or self._shares(val, node):
             return None
         (memory,) = memories
-        if memory.inputs or memory in self._handed_out:
+        if memory.inputs or memory in self._alone:
             return None
         span = Span(0, tuple(val.shape), tuple(val.stride()), val.dtype)
         end = max(memory.busy_until, self._at[node], self._read_late.get(memory, 0), until)

@@ -129,7 +129,26 @@ def convolved() -> StepGraph:
     return capture_step(step, (torch.randn(2, 3, 8, 8),)).graph
 
 
+def strided() -> StepGraph:
+    """A value that is read by its storage, and the gradient of a view that is written back into a copy of a storage."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(12, 12), nn.Linear(12, 12)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        hidden = second(first(x).tanh())
+        windows = torch.as_strided(hidden, (9, 5), (12, 2), 24)
+        loss = (windows.square() @ windows.t()).sum() + hidden.sigmoid().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return capture_step(step, (torch.randn(16, 12),)).graph
+
+
 STEPS: dict[str, Callable[[], StepGraph]] = {
+    "read by storage": strided,
     "adamw": lambda: trained(False, False),
     "adamw, clipped, autocast": lambda: trained(True, True),
     "convolutions, gradients left": convolved,

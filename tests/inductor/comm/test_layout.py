@@ -279,6 +279,26 @@ def test_nothing_is_written_on_the_compute_stream_before_this_steps_first_barrie
     assert not can_write([], 5)
 
 
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_is_read_by_its_storage_does_not_lie_in_the_arena(strided: bool) -> None:
+    """A place in a storage is counted from its beginning, which for a part of the arena is that of the arena."""
+    with weft.fake_world(WORLD):
+
+        def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            outs = [torch.empty(a.shape[0] // WORLD, b.shape[1]) for _ in range(2)]
+            dist.reduce_scatter_tensor(outs[0], a @ b)
+            made = a @ (b + outs[0].sum())
+            dist.reduce_scatter_tensor(outs[1], made)
+            seen = torch.as_strided(made, (3, 8), (8, 1), 8) if strided else made[1:4]
+            return outs[1].sum() + seen.sum()
+
+        graph = run_passes(weft.capture(step, torch.randn(16, 4), torch.randn(4, 8)), PLAIN)
+        for node in graph.collectives():
+            use_transport(graph, node, "pull")
+    lay_out(graph)
+    assert sum("place" in node.meta for node in graph.graph.nodes) == (not strided)
+
+
 @pytest.mark.parametrize("part", ["whole", "half", "turned"])
 def test_what_is_added_to_in_place_lies_in_the_arena_only_if_it_is_all_of_its_memory(part: str) -> None:
     """Half of a product would take bytes behind its member, and one that is turned is copied over itself."""
@@ -323,6 +343,8 @@ def reason(transport: str, **changes: Any) -> str | None:
             else:
                 out = x + 1
                 dist.all_reduce(out, changes.get("op", dist.ReduceOp.SUM))
+            if changes.get("strided"):
+                return torch.as_strided(out, (2,), (1,), 0) + 1
             return out if changes.get("held") else out + 1
 
         x = torch.ones(changes.get("size", WORLD), dtype=changes.get("dtype", torch.float32))
@@ -356,6 +378,8 @@ def test_what_transports_do_not() -> None:
     assert "held after the step" in str(reason("two_shot", held=True))
     assert reason("one_shot", held=True) is None
     assert reason("copy_engine", held=True) is None
+    assert "read by its storage" in str(reason("push", strided=True))
+    assert reason("copy_engine", strided=True) is None
 
 
 # ---- CUDA graphs
