@@ -55,8 +55,7 @@ class Bound:
             for table in self._plan.pointers.values()
             for row in table
         ]
-        if rows:
-            self._addresses.fill(rows, stream)
+        self._addresses.fill(rows, stream)
         self._values = [
             [self._value(place, arguments, results) for place in launch.arguments] for launch in self._plan.launches
         ]
@@ -100,7 +99,7 @@ class AddressTable:
         self._rows: list[list[int]] | None = None
         self._locked: list[torch.Tensor] = []
         self._recorded: list[torch.Tensor] = []
-        if device.type == "cuda" and words:
+        if device.type == "cuda":
             self._locked = [*torch.empty(RECORDINGS, words, dtype=torch.int64, pin_memory=True)]
             self._fetch = compile_kernels([_fetch_source(words)], device)[0]
 
