@@ -11,8 +11,8 @@ import torch
 
 def graph_pool_bytes(device: torch.device | int | None = None) -> tuple[int, int]:
     """Bytes of the pools of CUDA graphs on a GPU: set aside, and counted as allocated among those."""
-    index = torch.cuda.current_device() if device is None else device
-    index = index.index if isinstance(index, torch.device) else index
+    index = device.index if isinstance(device, torch.device) else device
+    index = torch.cuda.current_device() if index is None else index  # "cuda" alone is the current one
     segments = [
         segment
         for segment in torch.cuda.memory_snapshot()

@@ -26,6 +26,7 @@ from weft.inductor.retarget import retarget
 from weft.inductor.runtime.aten import AtenProgram, compile_aten
 from weft.inductor.runtime.cuda_graph import GraphedProgram
 from weft.inductor.runtime.cut import cut
+from weft.inductor.runtime.graph_memory import graph_pool_bytes
 from weft.inductor.runtime.pieces import PiecewiseProgram, compile_recorded
 
 aten = torch.ops.aten
@@ -516,3 +517,17 @@ def test_generated_kernels_read_numbers_from_memory() -> None:
         (loss,) = program(*(values.get(entry.role.value, lr) for entry in made.inputs))
         torch.testing.assert_close(loss, (before * values["batch"]).sum() * lr)
         torch.testing.assert_close(values["parameter"], before - lr * lr * values["batch"])
+
+
+def test_memory_of_graphs_is_that_of_the_gpu_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without an index is the current one."""
+    segments = [
+        {"device": at, "segment_pool_id": pool, "total_size": 10**at * (1 + (pool != (0, 0))), "allocated_size": at}
+        for at in (0, 1)
+        for pool in ((0, 0), (0, 3))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    for device in (None, 1, torch.device("cuda"), torch.device("cuda", 1)):
+        assert graph_pool_bytes(device) == (20, 1)
+    assert graph_pool_bytes(0) == (2, 0)
