@@ -145,7 +145,9 @@ def _launch(name: str, call: KernelCall) -> str:
 
 
 def _word(buffer: str) -> str:
-    return re.sub(r"\W", "_", buffer)
+    """A variable for a buffer in the function that launches a kernel."""
+    word = re.sub(r"\W", "_", buffer)
+    return f"{word}_" if word in ("out", "torch", "triton") else word
 
 
 # ---- other names
@@ -156,7 +158,10 @@ def _bound(names: dict[str, Any]) -> Iterator[str]:
     for kind in sorted({type(call) for call in _lists(names)}, key=str):
         yield f"from {kind.__module__} import {kind.__name__}"
     for name, value in names.items():
-        if value is not torch and value not in _OF_ARENAS and not isinstance(value, KernelCall):
+        if value in _OF_ARENAS:
+            if name != value.__name__:  # an input has that name
+                yield f"{name} = {value.__name__}"
+        elif value is not torch and not isinstance(value, KernelCall):
             yield f"{name} = {_expression(value)}"
 
 

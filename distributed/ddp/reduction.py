@@ -11,13 +11,13 @@ operations on every backend (gloo has no average), and no overflow in float16.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft import errors, torch_adapter
 from weft.distributed.ddp.slots import Slot, parameters
@@ -34,42 +34,40 @@ class _Pending:
 
 
 class GradientReduction:
-    """Averages the gradients of the parameters in `slots` over the process group `group_name`.
+    """Averages the gradients of the parameters that it is attached to over the process group `group_name`.
 
     `dtype` is what gradients travel in (None: their own). A gradient that several backwards added up without
     synchronization is averaged as a whole. A parameter that took no part in a backward keeps its gradient,
     None included, and sends nothing: that set must be the same on all ranks.
+
+    It lives as long as one of the parameters, wherever that has gone since, and keeps none of them: what a hook holds,
+    its parameter holds, where Python's garbage collector cannot see it.
     """
 
-    def __init__(self, slots: Sequence[Slot], group_name: str, divide_factor: float, dtype: torch.dtype | None) -> None:
+    def __init__(self, group_name: str, divide_factor: float, dtype: torch.dtype | None) -> None:
         self.enabled = True
         self.divide_factor = divide_factor
-        self._slots = slots
         self._group_name = group_name
         self._dtype = dtype
-        self._hooked: dict[nn.Parameter, RemovableHandle] = {}
+        self._hooked: MutableMapping[nn.Parameter, RemovableHandle] = WeakTensorKeyDictionary()
         self._pending: dict[nn.Parameter, _Pending] = {}
 
-    def attach(self) -> None:
+    def attach(self, slots: Sequence[Slot]) -> None:
         """Put the hook on every trainable parameter that is in a slot now and has none.
 
         Raises UnsupportedParameter for a parameter that is a DTensor.
         """
-        for path, param in parameters(self._slots):
+        for path, param in parameters(slots):
             if param.requires_grad and param not in self._hooked:
                 if torch_adapter.is_dtensor(param):
                     raise errors.UnsupportedParameter(path, "is a DTensor")
                 self._hooked[param] = param.register_post_accumulate_grad_hook(self._hook(path))
 
     def _hook(self, path: str):
-        # What a hook holds, its parameter holds, where Python's garbage collector cannot see it. The module holds this.
-        reference = weakref.ref(self)
-
         def reduce_gradient(param: torch.Tensor) -> None:
             assert isinstance(param, nn.Parameter)
-            reduction = reference()
-            if reduction is not None and reduction.enabled:
-                reduction._issue(param, path)
+            if self.enabled:
+                self._issue(param, path)
 
         return reduce_gradient
 

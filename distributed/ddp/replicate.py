@@ -188,12 +188,10 @@ class _State:
         self._modules = managed_modules(roots, nested)  # type: ignore[arg-type]
         self._slots = parameter_slots(self._modules, ignored)
         self._broadcast_done = False
-        self.reduction = GradientReduction(
-            self._slots, self._group_name, mesh.size(), policy.reduce_dtype or policy.param_dtype
-        )
+        self.reduction = GradientReduction(self._group_name, mesh.size(), policy.reduce_dtype or policy.param_dtype)
 
     def install(self) -> None:
-        self.reduction.attach()
+        self.reduction.attach(self._slots)
         if self._on_meta() is None:
             self._move()
             self.broadcast()
@@ -211,13 +209,13 @@ class _State:
         for tensor in self._tensors():
             sent = torch.ops._c10d_functional.broadcast(tensor.detach().contiguous(), 0, self._group_name)
             tensor.copy_(torch.ops._c10d_functional.wait_tensor(sent))
-        self.reduction.attach()
+        self.reduction.attach(self._slots)
         self._broadcast_done = True
 
     def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._broadcast_done:
             raise errors.NotMaterialized(self._on_meta())
-        self.reduction.attach()
+        self.reduction.attach(self._slots)
         dtype = self._policy.param_dtype
         if dtype is None or not self._policy.cast_forward_inputs:
             return None

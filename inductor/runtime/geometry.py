@@ -92,13 +92,19 @@ def addresses_storage(node: torch.fx.Node) -> bool:
 
 
 def read_by_storage(node: torch.fx.Node) -> bool:
-    """Whether some node goes by the whole storage that ``node``, or a view of it, lies in."""
+    """Whether some node goes by the whole storage that ``node`` lies in, be it of a view, or after a write in place."""
     views = [node]
     for view in views:
         if any(map(addresses_storage, view.users)):
             return True
-        views += [user for user in view.users if looks_into(user) and user not in views]
+        there = (user for user in view.users if share_storage(user, node) or _is_another_view(user))
+        views += [user for user in there if user not in views]
     return False
+
+
+def _is_another_view(node: torch.fx.Node) -> bool:
+    """Whether the node makes a view, and does not pick from a list, in which other storages may be."""
+    return looks_into(node) and node.target is not operator.getitem
 
 
 def is_inverse_view(node: torch.fx.Node) -> bool:

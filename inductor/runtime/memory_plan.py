@@ -95,9 +95,8 @@ def plan_memory(step: StepGraph, placement: Placement) -> MemoryPlan:
     offsets = iter(pack(lives.found))
     spans: dict[Node, Spans] = {node: _spans(tree, offsets) for node, tree in found}
     ends = [span.offset + _bytes(span) for tree in spans.values() for span in _flat(tree)]
-    devices = (lives.device(node) for node in spans)
     size, made = _aligned(max(ends, default=0)), sum(life.size for life in lives.found)
-    return MemoryPlan(size, most_held(lives.found), made, spans, next(devices, None))
+    return MemoryPlan(size, most_held(lives.found), made, spans, lives.device)
 
 
 def new_arena(size: int, device: torch.device) -> torch.Tensor:
@@ -121,10 +120,12 @@ class _Lives:
 
     Attributes:
         found: the lives of the tensors that :meth:`results` has given so far, in its order.
+        device: where they are: that of the first one, what is elsewhere is left out. None before that.
     """
 
     def __init__(self, step: StepGraph, placement: Placement) -> None:
         self.found: list[Life] = []
+        self.device: torch.device | None = None
         self._placement = placement
         order = list(step.graph.nodes)
         self._at = {node: position for position, node in enumerate(order)}
@@ -145,8 +146,9 @@ class _Lives:
         if node in self._placement.writes or node in self._placement.free or node.op != "call_function":
             return None
         if node.target in PRODUCTS:
-            fits = "place" not in node.meta and node.meta["val"].is_contiguous()
-            return self._span(node.meta["val"], self._placement.trees[node], node) if fits else None
+            val = node.meta["val"]
+            fits = "place" not in node.meta and _is_static(val) and val.is_contiguous()
+            return self._span(val, self._placement.trees[node], node) if fits else None
         if isinstance(node.target, Launcher) and not node.target.effects.writes:
             lists = zip(node.meta["val"], self._trees(node), strict=True)
             return [[self._span(val, tree, node) for val in vals] for vals, tree in lists]
@@ -163,20 +165,18 @@ class _Lives:
             for val, tree, buffer, elsewhere in made
         ]
 
-    def device(self, node: Node) -> torch.device:
-        return next(val.device for val in _flat(node.meta["val"]))
-
     def _trees(self, node: Node) -> list[Any]:
         tree = self._placement.trees[node]
         return tree if isinstance(tree, list) else [tree] * len(node.meta["val"])
 
     def _span(self, val: torch.Tensor, tree: Any, node: Node, until: int = 0) -> Span | None:
         memories = {leaf.memory.root for leaf in leaves(tree) if leaf.memory is not None}
-        if len(memories) != 1 or not val.numel() or not _is_static(val) or self._shares(val, node):
+        if len(memories) != 1 or not _is_static(val) or not val.numel() or self._shares(val, node):
             return None
         (memory,) = memories
-        if memory.inputs or memory in self._alone:
+        if memory.inputs or memory in self._alone or val.device != (self.device or val.device):
             return None
+        self.device = val.device
         span = Span(0, tuple(val.shape), tuple(val.stride()), val.dtype)
         end = max(memory.busy_until, self._at[node], self._read_late.get(memory, 0), until)
         self.found.append(Life(_aligned(_bytes(span)), self._at[node], end))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -392,6 +393,21 @@ def nested_body(rank: int, world: int) -> list[tuple[str, bool]]:
 def test_a_module_replicated_before_keeps_its_own_settings() -> None:
     for same in run_ranks(nested_body, 2):
         assert dict(same) == {name: not name.startswith("body") for name, _ in same}
+
+
+def moved_body(rank: int, world: int) -> float:
+    wrapped = replicate(nn.Linear(4, 4, bias=False))
+    head = nn.Linear(4, 4, bias=False)
+    head.weight = wrapped.weight
+    del wrapped
+    gc.collect()
+    head(torch.full((1, 4), rank + 1.0)).sum().backward()
+    assert head.weight.grad is not None
+    return head.weight.grad[0, 0].item()
+
+
+def test_a_parameter_is_averaged_after_its_module_is_gone() -> None:
+    assert run_ranks(moved_body, 2) == [1.5, 1.5]
 
 
 def mistakes_body(rank: int, world: int) -> list[str]:

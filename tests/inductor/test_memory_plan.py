@@ -227,6 +227,35 @@ def test_what_is_handed_out_or_depends_on_sizes_is_left_to_the_allocator() -> No
     assert not lives_of(builder.build())
 
 
+def test_sizes_that_the_data_decides_are_left_to_the_allocator() -> None:
+    weight = nn.Parameter(torch.randn(8, 8))
+
+    def step(x: Tensor, chosen: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (x[chosen.nonzero().squeeze(1)] @ weight @ (weight @ weight)).sum()
+
+    graph = capture_step(step, (torch.randn(6, 8), torch.tensor([1, 0, 1, 1, 0, 0]))).graph
+    made = use_kernels(make_kernels(run_passes(graph, EVERY_PASS)))
+    assert [span.sizes for span in plan_memory(made, place(made)).spans.values() if isinstance(span, Span)] == [(8, 8)]
+    program = compile_aten(made, planned=True)
+    x, chosen = torch.randn(6, 8), torch.tensor([0, 1, 1, 1, 1, 0])
+    by_path = {"args[0]": x, "args[1]": chosen, "weight": weight.detach()}
+    (found,) = program(*(by_path[entry.path] for entry in made.inputs))
+    torch.testing.assert_close(found, step(x, chosen))
+
+
+def test_an_arena_holds_what_is_on_one_device() -> None:
+    builder = StepBuilder()
+    x, y = (builder.input(torch.zeros(16, 16, device=device)) for device in ("cpu", "meta"))
+    here, there = product(builder, x), product(builder, y)
+    builder.returns(builder.call(aten.sum.default, here))
+    builder.returns(builder.call(aten.sum.default, there))
+    step = builder.build()
+    plan = plan_memory(step, place(step))
+    assert plan.device == torch.device("cpu")
+    assert [node.name for node in plan.spans] == [here.name]
+
+
 def test_a_value_lives_until_it_is_copied_into_an_input() -> None:
     builder = StepBuilder()
     x, state = builder.input(torch.zeros(16, 16)), builder.input(torch.zeros(16, 16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,10 +46,23 @@ def trained() -> StepGraph:
     return capture_step(step, (torch.randn(7, 6),)).graph
 
 
+def named_like_the_file() -> StepGraph:
+    """Over parameters that are called what the file calls things of its own."""
+    out, part = (nn.Parameter(torch.ones(6, 6)) for _ in range(2))
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (out * x @ part).sum()
+
+    return capture_step(step, (torch.randn(6, 6),)).graph
+
+
 @pytest.mark.parametrize("planned", [False, True])
-def test_the_file_computes_what_the_program_computes(planned: bool, tmp_path: Path) -> None:
-    step = use_kernels(make_kernels(run_passes(trained(), EVERY_PASS)))
-    assert any(isinstance(node.meta.get("inplace"), Launcher) for node in step.graph.nodes)
+@pytest.mark.parametrize("captured", [trained, named_like_the_file])
+def test_the_file_computes_what_the_program_computes(
+    captured: Callable[[], StepGraph], planned: bool, tmp_path: Path
+) -> None:
+    step = use_kernels(make_kernels(run_passes(captured(), EVERY_PASS)))
     values = random_inputs(step)
     program, inputs, found = (tmp_path / name for name in ("program.py", "inputs", "found"))
     program.write_text(program_file(step, planned))
@@ -59,6 +73,12 @@ def test_the_file_computes_what_the_program_computes(planned: bool, tmp_path: Pa
     results, left = torch.load(found)
     torch.testing.assert_close(results, compile_aten(step)(*values))
     torch.testing.assert_close(left, values)
+
+
+def test_a_training_step_writes_its_lists_in_place() -> None:
+    step = use_kernels(make_kernels(run_passes(trained(), EVERY_PASS)))
+    assert any(isinstance(node.meta.get("inplace"), Launcher) for node in step.graph.nodes)
+    assert "in_place(" in program_file(step)
 
 
 def test_each_kernel_says_which_lines_it_came_from() -> None:

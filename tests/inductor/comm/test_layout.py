@@ -280,7 +280,8 @@ def test_nothing_is_written_on_the_compute_stream_before_this_steps_first_barrie
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_what_is_read_by_its_storage_does_not_lie_in_the_arena(strided: bool) -> None:
+@pytest.mark.parametrize("added", [False, True])
+def test_what_is_read_by_its_storage_does_not_lie_in_the_arena(added: bool, strided: bool) -> None:
     """A place in a storage is counted from its beginning, which for a part of the arena is that of the arena."""
     with weft.fake_world(WORLD):
 
@@ -288,6 +289,8 @@ def test_what_is_read_by_its_storage_does_not_lie_in_the_arena(strided: bool) ->
             outs = [torch.empty(a.shape[0] // WORLD, b.shape[1]) for _ in range(2)]
             dist.reduce_scatter_tensor(outs[0], a @ b)
             made = a @ (b + outs[0].sum())
+            if added:
+                made.add_(1.0)
             dist.reduce_scatter_tensor(outs[1], made)
             seen = torch.as_strided(made, (3, 8), (8, 1), 8) if strided else made[1:4]
             return outs[1].sum() + seen.sum()
