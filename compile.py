@@ -27,6 +27,7 @@ from weft.capture.signature import signature
 from weft.capture.tracer import CapturedStep, capture_step
 from weft.errors import AgreementTimeout, GraphMismatch, StoreLost, UnknownOption, WeftError
 from weft.inductor.compiler import MODES, compile_graph
+from weft.inductor.passes.split_all_reduce import ranks_on_a_host
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class CompiledStep(Generic[P, R]):
         self._agree(
             f"{signature(captured.graph)}\n"
             f"mode {self.mode}, memory limit {self.memory_limit}, transports {knobs.transports or 'nccl'}\n"
-            f"{_sizes(captured.graph)}"
+            f"{_sizes(captured.graph)}{_hosts(captured.graph)}"
             f"collectives on CPUs in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead"
         )
         self.entries.insert(0, _Entry(captured, self.mode, self.memory_limit))
@@ -206,6 +207,14 @@ class CompiledStep(Generic[P, R]):
             (at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"
         }
         return frozenset(dims - static)
+
+
+def _hosts(graph: StepGraph) -> str:
+    """Which groups are on one host, of a step on GPUs, as each rank makes it out: passes go by that."""
+    if not any(isinstance(val := node.meta["val"], torch.Tensor) and val.is_cuda for node in graph.placeholders):
+        return ""
+    here = (name for name, group in sorted(graph.groups.items()) if ranks_on_a_host(group))
+    return f"groups on one host: {', '.join(here) or 'none'}\n"
 
 
 def _sizes(graph: StepGraph) -> str:

@@ -101,8 +101,8 @@ def _is_large(node: Node, world: int) -> bool:
     size = node_bytes(node)
     if node.meta["val"].device.type != "cuda" or not LEAST_BYTES <= size < UNKNOWN:
         return False
-    sent = _uncast(_mean(node, world)[0])[0].meta["val"].dtype
-    return sent.itemsize == 2 or size >= LEAST_WIDE_BYTES
+    sent = node.meta["val"], _uncast(_mean(node, world)[0])[0].meta["val"]
+    return min(val.itemsize for val in sent) == 2 or size >= LEAST_WIDE_BYTES
 
 
 def _first_use(node: Node, place: dict[Node, int]) -> int:

@@ -19,6 +19,7 @@ from harness import run_ranks
 from step_builder import StepBuilder
 from weft import knobs
 from weft.capture.graph import WAIT, StepGraph
+from weft.compile import _hosts
 from weft.inductor.clock import Clock
 from weft.inductor.comm import symmetric
 from weft.inductor.comm.cluster import load_cluster
@@ -309,6 +310,19 @@ def test_large_ones_are_split(op: str, shape: tuple[int, ...], dtype: torch.dtyp
     assert step.results[0].args[0].meta["val"].shape == shape  # type: ignore[union-attr]
 
 
+def test_what_a_step_makes_narrow_itself_counts_as_narrow() -> None:
+    b = StepBuilder()
+    given = b.input(torch.zeros(2048, 1024))
+    start = b.call(ALL_REDUCE, b.call(aten._to_copy.default, given, dtype=torch.bfloat16), "sum", "dp")
+    other = b.call(aten.exp.default, given)
+    b.returns(b.call(aten.mul.Tensor, b.call(WAIT, start, val=start.meta["val"]), other))
+    step = retarget(b.build({"dp": "0"}), "cuda:0")
+    with weft.fake_world(4):
+        split_all_reduces(step).check()
+    assert collectives(step) == [REDUCE, GATHER]
+    assert step.collectives()[0].args[0].meta["val"].dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("value", "op", "between", "world", "transports"),
     [
@@ -343,3 +357,13 @@ def test_worlds_of_two_sizes_have_kernels_of_their_own() -> None:
         with weft.fake_world(world):
             found.add(_path(retarget(step, "cpu")))
     assert len(found) == 3
+
+
+def test_ranks_tell_each_other_which_groups_they_take_to_be_on_one_host(
+    captured: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts of several numbers of processes would make ranks split differently, and wait for each other for ever."""
+    for processes, told in (("4", "world"), ("2", "none"), ("0", "world")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert _hosts(captured) == f"groups on one host: {told}\n"
+    assert _hosts(retarget(captured.copy(), "cpu")) == ""
