@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import sympy
@@ -162,8 +161,7 @@ class KernelCall:
             return self.kernel
         if self._unaligned is None:
             assert self._compile is not None, f"{self.__name__} was not compiled"
-            anywhere = replace(self.generated.source, divisible=frozenset())
-            self._unaligned = self._compile([anywhere])[0]
+            self._unaligned = self._compile([self.generated.source.anywhere()])[0]
         return self._unaligned
 
 

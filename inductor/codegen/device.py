@@ -212,10 +212,10 @@ def floor_quotient(a, b):
 
 
 @triton.jit
-def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr):
+def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr, ALIGNED: tl.constexpr):
     """Ask the second-level cache for ``BYTES``, a multiple of 16, with one instruction of one thread; nothing below
-    sm_90 and in an interpreter."""
-    if ARCH >= 90:
+    sm_90, in an interpreter, and where arguments may start anywhere: the instruction wants multiples of 16 bytes."""
+    if ARCH >= 90 and ALIGNED:
         tl.inline_asm_elementwise(
             f"{{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
             f" @p cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0; }}",
@@ -225,6 +225,17 @@ def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@triton.jit
+def held_words(pointer, COUNT: tl.constexpr, ALIGNED: tl.constexpr):
+    """So many words of 32 bits from a pointer on, which may stand inside a word where arguments may start anywhere."""
+    if ALIGNED or pointer.dtype.element_ty.primitive_bitwidth == 32:
+        at = pointer.to(tl.pointer_type(tl.int32)) + tl.arange(0, COUNT)
+        return tl.load(at, eviction_policy="evict_first")
+    else:
+        low = pointer.to(tl.pointer_type(tl.int16)) + 2 * tl.arange(0, COUNT)
+        return (tl.load(low).to(tl.int32) & 0xFFFF) | (tl.load(low + 1).to(tl.int32) << 16)
 
 
 @triton.jit

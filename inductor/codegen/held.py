@@ -37,7 +37,7 @@ def neighbours(index: Index, axis: int, itemsize: int) -> int:
     """How many elements along an axis one load brings: they have to be side by side, and aligned in every row."""
     if index.stride(axis) != 1 or index.picks:
         return 1
-    steps = [index.offset, *(stride for _, stride in index.strides if stride != 1)]
+    steps = [index.offset, *(stride for other, stride in index.strides if other != axis)]
     return math.gcd(LOAD // itemsize, *(step if isinstance(step, int) else 1 for step in steps))
 
 
@@ -89,8 +89,7 @@ def block_start(load: Load, dim: Dim, block: int) -> Index:
 
 def words(start: str, dim: Dim, itemsize: int) -> str:
     """The load of a block as words, given the address of its first element."""
-    at = f"({start}).to(tl.pointer_type(tl.int32)) + tl.arange(0, {dim.block_name} // {WORD // itemsize})"
-    return f'tl.load({at}, eviction_policy="evict_first")'
+    return f"held_words({start}, {dim.block_name} // {WORD // itemsize}, ALIGNED)"
 
 
 def _in_words(load: Load, dim: Dim, itemsize: int) -> bool:

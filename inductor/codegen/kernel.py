@@ -94,7 +94,8 @@ def _printed(
     signature |= {f"s{k}": TRITON_DTYPES[kind] for k, kind in enumerate(kinds)}
     constants = {dim.block_name: dim.block for dim in layout.tile}
     body = Body(nest, layout, types, pointers).statements()
-    constants |= {"ARCH": 0} if any("ARCH" in line for line in body) else {}
+    for name, value in (("ARCH", 0), ("ALIGNED", True)):
+        constants |= {name: value} if any(name in line for line in body) else {}
     title = _title(nest, layout)
     arguments = ", ".join([*signature, *(f"{block}: tl.constexpr" for block in constants)])
     code = "\n".join(f"    {line}" for line in body)

@@ -231,7 +231,7 @@ class Body:
                 start = self._pointer(load.buffer, outside, outside.axes, frozenset(), scope)
                 n, last = rows.name, size_text(rows.size - 1)
                 step = f"(tl.minimum({n} + {ahead}, {last}) - {n}) * {outside.stride(rows.axes[0])}"
-                lines.append(f"prefetch({start} + {step}, {size * itemsize}, ARCH)")
+                lines.append(f"prefetch({start} + {step}, {size * itemsize}, ARCH, ALIGNED)")
         return lines
 
     def _segments(self, phase: int) -> list[Segment]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import linecache
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 _REGISTERS = 65536  # of a multiprocessor
@@ -27,8 +27,9 @@ class KernelSource:
     (argument -> "*bf16", "i32", "fp32", ..., as triton writes types) in the same order, and those of `constants` (bool,
     int, float, str or None), which are `tl.constexpr`. `divisible` are arguments known to be multiples of 16 (pointers:
     of 16 bytes); without them there are no vector loads. A constant `ARCH` becomes the architecture (90 for sm_90) when
-    the kernel is compiled; it is 0 here, and in the interpreter. `registers` is how many a thread may have: by itself
-    the assembler may have fewer, and spill, so that a multiprocessor could hold more programs than will be launched.
+    the kernel is compiled; it is 0 here, and in the interpreter. A constant `ALIGNED` says whether all pointers are
+    multiples of 16 bytes. `registers` is how many a thread may have: by itself the assembler may have fewer, and spill,
+    so that a multiprocessor could hold more programs than will be launched.
     """
 
     name: str
@@ -45,6 +46,11 @@ class KernelSource:
 
     def __hash__(self) -> int:
         return hash(self.content)
+
+    def anywhere(self) -> KernelSource:
+        """The kernel for pointers that are multiples of their elements' size only."""
+        constants = {name: value if name != "ALIGNED" else False for name, value in self.constants.items()}
+        return replace(self, divisible=frozenset(), constants=constants)
 
     @functools.cached_property
     def content(self) -> str:

@@ -13,10 +13,11 @@ import torch
 from nest_check import check
 from nests import cross_entropy, load, op, rms_norm, softmax, store
 
-from weft import knobs
+from weft import knobs, triton_adapter
 from weft.inductor.codegen.kernel import GeneratedKernel, generate
 from weft.inductor.ir import Const, Index, Nest, Reduce, Store
 from weft.inductor.runtime import compile_pool
+from weft.inductor.runtime.kernels import compile_kernels
 
 bf16, f16, f32, i64 = torch.bfloat16, torch.float16, torch.float32, torch.int64
 
@@ -59,7 +60,7 @@ def softmax_backward(rows: int, width: int) -> Nest:
 def test_as_many_blocks_are_held_as_registers_are_left_for(nest: Nest, dtype: torch.dtype, blocks: int) -> None:
     source, width = made(nest, dtype).source, nest.sizes[1]
     assert isinstance(width, int)
-    assert len(re.findall(r"held\d+ = tl.load", source.text)) == blocks
+    assert len(re.findall(r"held\d+ = held_words\(", source.text)) == blocks
     full = width // source.constants["RBLOCK"] * source.constants["RBLOCK"]
     loops = [f"for r_start in range({blocks * BLOCK}, {full}, RBLOCK):"]
     backwards = f"for r_start in range({full - BLOCK}, {(blocks - 1) * BLOCK}, -RBLOCK):"
@@ -91,7 +92,7 @@ def test_fewer_blocks_are_held_where_what_is_stored_changes_threads(stored: torc
     nest = Nest((2048, 50257), (y, *padded.stores[1:]))
     source = generate(nest, {"x": bf16, "lse": f32, "y": stored}).source
     (binary,) = compile_pool.build([source], 90, workers=0)
-    assert len(re.findall(r"held\d+ = tl.load", source.text)) == blocks
+    assert len(re.findall(r"held\d+ = held_words\(", source.text)) == blocks
     assert binary.resources.shared > 1024, "elements change threads"
     assert binary.resources.spills == 0
 
@@ -108,7 +109,7 @@ def test_fewer_blocks_are_held_where_what_is_stored_changes_threads(stored: torc
 )
 def test_the_cache_is_asked_for_what_the_next_program_will_hold(nest: Nest, dtype: torch.dtype, asked: int) -> None:
     source, (rows, width) = made(nest, dtype).source, nest.sizes
-    lines = re.findall(r"prefetch\(in0 \+ (.*), (\d+), ARCH\)", source.text)
+    lines = re.findall(r"prefetch\(in0 \+ (.*), (\d+), ARCH, ALIGNED\)", source.text)
     assert [int(size) for _, size in lines] == [asked * dtype.itemsize] * (asked > 0)
     for where, _ in lines:
         for x in (0, 1, rows - 133, rows - 132, rows - 1):
@@ -151,7 +152,42 @@ def test_rows_with_held_blocks_are_what_they_should_be(dtype: torch.dtype, width
     buffers = {"x": x, "label": torch.tensor([0, width - 1, 5000])}
     buffers |= {"dx": torch.zeros(rows * width), "loss": torch.zeros(rows)}
     kernel = check(cross_entropy(rows, width), buffers)
-    assert len(re.findall(r"held\d+ = tl.load", kernel.source.text)) == min(7 if dtype != f32 else 3, width // BLOCK)
+    held = re.findall(r"held\d+ = held_words", kernel.source.text)
+    assert len(held) == min(7 if dtype != f32 else 3, width // BLOCK)
+
+
+@pytest.mark.parametrize("dtype", [bf16, f32])
+def test_nothing_wider_than_an_element_is_loaded_where_arguments_start_anywhere(dtype: torch.dtype) -> None:
+    """A GPU traps at the address of a word that is no multiple of its size, and at a bulk prefetch off 16 bytes."""
+    source = made(softmax(528, 65536), dtype).source
+    for each, prefetches, bytes_ in ((source, 1, 16), (source.anywhere(), 0, dtype.itemsize)):
+        how = each.divisible, each.num_warps, each.num_stages, 90, each.registers
+        with triton_adapter.compiling():
+            text = triton_adapter.compile_function(each.function(), each.signature, each.constants, *how).ptx
+        loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", text)
+        assert text.count("cp.async.bulk.prefetch") == prefetches
+        assert max(int(vector or 1) * int(bits) // 8 for vector, bits in loads) == bytes_
+
+
+def test_a_row_that_starts_inside_a_word_is_what_it_should_be() -> None:
+    width = 20000
+    x = torch.randn(2 * width + 1, generator=torch.Generator().manual_seed(2)).to(bf16)[1:]
+    kernel = made(softmax(2, width), bf16)
+    (compiled,) = compile_kernels([kernel.source.anywhere()], torch.device("cpu"))
+    found = {"x": x, "y": torch.zeros(2 * width, dtype=bf16), "lse": torch.zeros(2, dtype=bf16)}
+    compiled.launch(kernel.grid(()), 0, *(found[name] for name in kernel.buffers))
+    exact = x.view(2, width).double().softmax(1).flatten()
+    assert "held_words" in kernel.source.text
+    torch.testing.assert_close(found["y"].double(), exact, rtol=1e-2, atol=0)
+
+
+def test_rows_that_overlap_are_not_held() -> None:
+    """A window of a series starts an element behind the one before: every other inside a word."""
+    window = load("x", 1, 1)
+    top = Reduce("max", (window,), [1], f32)
+    total = Reduce("sum", (op("exp", op("sub", window, top)),), [1], f32)
+    nest = Nest((8192, 65536), (store("y", op("div", op("exp", op("sub", window, top)), total), 65536, 1),))
+    assert "held" not in made(nest, bf16).source.text
 
 
 def test_a_row_that_is_overwritten_is_read_before() -> None:
@@ -160,7 +196,7 @@ def test_a_row_that_is_overwritten_is_read_before() -> None:
     over = Nest(nest.sizes, tuple(Store("x", s.index, s.value) if s.buffer == "y" else s for s in nest.stores))
     x = torch.randn(2 * width, generator=torch.Generator().manual_seed(0)).to(bf16)
     kernel = check(over, {"x": x, "lse": torch.zeros(2)}, tolerance=1e-2)
-    assert "held1 = tl.load((io0 + 8192 + x * 20000)" in kernel.source.text
+    assert "held1 = held_words(io0 + 8192 + x * 20000," in kernel.source.text
 
 
 def test_three_walks_use_what_is_held_in_each() -> None:
