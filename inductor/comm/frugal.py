@@ -9,6 +9,9 @@ from weft.inductor.comm.precedence import Precedence
 from weft.inductor.comm.problem import Kind, Problem
 from weft.inductor.comm.simulate import users_of
 
+# What makes less than this part of all that is made adds nothing to speak of. Ids that are gathered for an embedding's
+# gradient go at once: ranks have then met before the first gradient, which peers can read where it is made.
+_LITTLE = 4096
 # A search looks at so many of the tasks that could come next,
 _WIDTH = 64
 # and at so many of them altogether, for each task of the problem and as the least.
@@ -31,8 +34,9 @@ def tightened(problem: Problem, before: Precedence) -> list[int]:
                 read[user] += storage.size
     follows = [task.kind in (Kind.FREE, Kind.WAIT) and not made[at] for at, task in enumerate(tasks)]
     # A START may hold what it reads until then, if that is less than it makes; computation has to read inputs only.
+    little = sum(made) // _LITTLE
     sinks = [
-        made[at] > 0
+        made[at] > little
         and (made[at] > read[at] if task.kind is Kind.START else task.kind is Kind.COMPUTE and not read[at])
         for at, task in enumerate(tasks)
     ]

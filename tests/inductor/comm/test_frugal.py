@@ -78,6 +78,19 @@ def test_gathers_move_to_where_they_are_needed_with_their_casts() -> None:
     assert simulate(problem, order).peak == 10
 
 
+def test_what_is_hardly_any_memory_keeps_its_place() -> None:
+    """Ids that ranks gather for a gradient: where they were, while a gather of a weight comes when it is needed."""
+    steps = Steps()
+    ids = steps.collective("ids", 1.0, (), 1, "lane")
+    weight = steps.collective("weight", 1.0, (), 4000, "lane")
+    x = steps.compute("forward", 1.0, (), 5000)
+    x = steps.compute("backward", 1.0, (x, weight), 1)
+    steps.compute("sum", 1.0, (x, ids), 1)
+    problem = steps.problem()
+    order = names(problem, tightened(problem, precedence(problem)))
+    assert order == ["ids", "ids waited", "forward", "weight", "weight waited", "backward", "sum"]
+
+
 def test_computation_that_reads_what_is_let_go_of_keeps_its_order() -> None:
     problem = fsdp(layers=3)
     order = tightened(problem, precedence(problem))
