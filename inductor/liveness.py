@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -108,7 +108,7 @@ def liveness(step: StepGraph, order: Sequence[Node] | None = None, *, rounded: b
     for position, node in enumerate(order):
         walk.visit(position, node)
     ranges = list(walk.ranges.values())
-    return Liveness(order, ranges, walk.of, _over_time(ranges, len(order)), walk.unknown)
+    return Liveness(order, ranges, walk.of, bytes_over_time(ranges, len(order)), walk.unknown)
 
 
 class _Walk:
@@ -219,11 +219,23 @@ def _tensors(val: object) -> list[torch.Tensor]:
     return [tensor for item in val for tensor in _tensors(item)] if isinstance(val, (list, tuple)) else []
 
 
-def _over_time(ranges: list[LiveRange], length: int) -> list[int]:
+class _Life(Protocol):
+    """Bytes, and the positions of the first and the last node during which they are alive, both included."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+def bytes_over_time(lives: Sequence[_Life], length: int) -> list[int]:
+    """Bytes alive at each of so many positions."""
     change = [0] * (length + 1)
-    for found in ranges:
-        change[found.start] += found.size
-        change[found.end + 1] -= found.size
+    for life in lives:
+        change[life.start] += life.size
+        change[life.end + 1] -= life.size
     total, over_time = 0, []
     for delta in change[:length]:
         total += delta

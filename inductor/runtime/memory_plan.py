@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,9 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.inductor.kernel_call import KernelCall
+from weft.inductor.liveness import BLOCK, bytes_over_time
 from weft.inductor.multi_tensor.launcher import Launcher
+from weft.inductor.passes.lists import static
 from weft.inductor.passes.order import waits_of
 from weft.inductor.runtime.geometry import addresses_storage, sources, storages
 from weft.inductor.runtime.placement import Leaf, Memory, Placement, leaves
@@ -42,8 +43,6 @@ PRODUCTS: tuple[OpOverload, ...] = (
     aten.baddbmm.default,
 )
 
-# Bytes. What torch's allocator aligns to, and kernels were measured with.
-_ALIGNMENT = 512
 # Stretches of the program by which values are found that are alive together.
 _STRETCHES = 64
 
@@ -92,10 +91,11 @@ def plan_memory(step: StepGraph, placement: Placement) -> MemoryPlan:
     """Plan the arena of the program that runs ``step`` as it is placed."""
     lives = _Lives(step, placement)
     found = [(node, tree) for node in step.graph.nodes if (tree := lives.results(node)) is not None]
-    offsets = iter(pack(lives.found))
-    spans: dict[Node, Spans] = {node: _spans(tree, offsets) for node, tree in found}
-    ends = [span.offset + _bytes(span) for tree in spans.values() for span in _flat(tree)]
-    size, made = _aligned(max(ends, default=0)), sum(life.size for life in lives.found)
+    offsets = pack(lives.found)
+    left = iter(offsets)
+    spans: dict[Node, Spans] = {node: _spans(tree, left) for node, tree in found}
+    size = max((offset + life.size for offset, life in zip(offsets, lives.found, strict=True)), default=0)
+    made = sum(life.size for life in lives.found)
     return MemoryPlan(size, most_held(lives.found), made, spans, lives.device)
 
 
@@ -147,7 +147,7 @@ class _Lives:
             return None
         if node.target in PRODUCTS:
             val = node.meta["val"]
-            fits = "place" not in node.meta and _is_static(val) and val.is_contiguous()
+            fits = "place" not in node.meta and static([val]) and val.is_contiguous()
             return self._span(val, self._placement.trees[node], node) if fits else None
         if isinstance(node.target, Launcher) and not node.target.effects.writes:
             lists = zip(node.meta["val"], self._trees(node), strict=True)
@@ -171,7 +171,7 @@ class _Lives:
 
     def _span(self, val: torch.Tensor, tree: Any, node: Node, until: int = 0) -> Span | None:
         memories = {leaf.memory.root for leaf in leaves(tree) if leaf.memory is not None}
-        if len(memories) != 1 or not _is_static(val) or not val.numel() or self._shares(val, node):
+        if len(memories) != 1 or not static([val]) or not val.numel() or self._shares(val, node):
             return None
         (memory,) = memories
         if memory.inputs or memory in self._alone or val.device != (self.device or val.device):
@@ -179,7 +179,7 @@ class _Lives:
         self.device = val.device
         span = Span(0, tuple(val.shape), tuple(val.stride()), val.dtype)
         end = max(memory.busy_until, self._at[node], self._read_late.get(memory, 0), until)
-        self.found.append(Life(_aligned(_bytes(span)), self._at[node], end))
+        self.found.append(Life(-(-_bytes(span) // BLOCK) * BLOCK, self._at[node], end))
         return span
 
     def _shares(self, val: torch.Tensor, node: Node) -> bool:
@@ -193,33 +193,16 @@ class _Lives:
             self._read_late[memory] = max(position, self._read_late.get(memory, 0))
 
 
-def _is_static(val: torch.Tensor) -> bool:
-    return all(type(number) is int for number in (*val.shape, *val.stride()))
-
-
 def _bytes(span: Span) -> int:
     """From the first byte of a tensor to its last one."""
     steps = ((size - 1) * stride for size, stride in zip(span.sizes, span.strides, strict=True))
     return (sum(steps) + 1) * span.dtype.itemsize
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 def _spans(tree: Spans, offsets: Iterator[int]) -> Spans:
     if isinstance(tree, list):
         return [_spans(item, offsets) for item in tree]
     return None if tree is None else tree._replace(offset=next(offsets))
-
-
-def _flat(tree: Any) -> Iterator[Any]:
-    """The spans, or tensors, of a tree."""
-    if isinstance(tree, list | tuple) and not isinstance(tree, Span):
-        for item in tree:
-            yield from _flat(item)
-    elif isinstance(tree, Span | torch.Tensor):
-        yield tree
 
 
 # ---- offsets
@@ -259,8 +242,4 @@ def _smallest_gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
 
 def most_held(lives: Sequence[Life]) -> int:
     """The most bytes that are alive at once."""
-    change = [0] * (max((life.end for life in lives), default=0) + 2)
-    for life in lives:
-        change[life.start] += life.size
-        change[life.end + 1] -= life.size
-    return max(accumulate(change))
+    return max(bytes_over_time(lives, max((life.end for life in lives), default=0) + 1))
