@@ -7,7 +7,8 @@ Sharded implementations start from the same weights and all see the same batches
 ``compute`` is forward and backward of an unsharded model, with no communication and no optimizer: what communication
 has to hide behind. Knobs of weft may stand behind a name: ``weft:transports=all:even_batches=1``, and a limit of memory
 in GiB: ``weft:memory_limit=45``. Prints a table with ratios to the first implementation, beside weft's what it
-predicted, and writes one JSON line a run to ``--out``; with ``--profile``, a trace of one step too.
+predicted, and writes one JSON line a run to ``--out``. With ``--profile`` it says how much communication is exposed on
+the rank where least is, which is the slowest GPU's: others wait for it too; and it writes that rank's trace of a step.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--profile", action="store_true", help="record two more steps, what is exposed is the second's")
+    parser.add_argument("--profile", action="store_true", help="record two more steps: what is exposed of the second")
     parser.add_argument("--no-clip", action="store_true", help="leave out the clipping of gradients by their norm")
     parser.add_argument("--out", type=Path, default=Path("out/train_llama.jsonl"))
     return parser.parse_args()
@@ -139,11 +140,11 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
     explained = weft.explain(step) if isinstance(step, CompiledStep) else None
     schedule = None if explained is None else explained.schedule
     shared = 0 if explained is None or explained.kernels is None else shared_bytes(explained.kernels.graph)
-    exposed, longest = None, []
+    exposed, longest = list[float](), []
     if options.profile and device.type == "cuda":
         spans = profiled(one, device)
-        exposed, longest = exposed_seconds(spans) * 1e3, by_kernel(spans)
-        if dist.get_rank() == 0 and schedule is not None:
+        exposed, longest = by_rank(exposed_seconds(spans) * 1e3, device), by_kernel(spans)
+        if dist.get_rank() == exposed.index(min(exposed)) and schedule is not None:
             write_trace(options.out.with_suffix(".trace.json"), schedule.simulation, spans)
     mean = torch.stack(losses).float()
     dist.all_reduce(mean)
@@ -158,12 +159,14 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         "memory_limit": bench.memory_limit,
         "clip": not options.no_clip,
         "step_ms": median * 1e3,
-        "exposed_ms": exposed,
+        "exposed_ms": min(exposed, default=None),
+        "exposed_by_rank_ms": exposed,
         "predicted_ms": None if schedule is None else schedule.simulation.seconds * 1e3,
         "predicted_exposed_ms": None if schedule is None else schedule.simulation.exposed_seconds * 1e3,
         "predicted_gib": None if schedule is None else schedule.simulation.peak / 2**30,
         "longest": longest,
         "best_ms": min(times) * 1e3,
+        "blocks_ms": [each * 1e3 for each in times],
         "tokens_per_second": tokens,
         "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
         "peak_gib": peak,
@@ -197,6 +200,13 @@ def profiled(step: Callable[[], Any], device: torch.device) -> list[MeasuredSpan
     first = min((span.start for span in second), default=0.0)
     rebased = [span._replace(start=span.start - first, end=span.end - first) for span in second]
     return sorted(rebased, key=lambda span: span.start)
+
+
+def by_rank(number: float, device: torch.device) -> list[float]:
+    """That number of every rank."""
+    found = torch.empty(dist.get_world_size(), device=device)
+    dist.all_gather_into_tensor(found, torch.tensor([number], device=device))
+    return found.tolist()
 
 
 def by_kernel(spans: list[MeasuredSpan], most: int = 40) -> list[tuple[str, str, int, float]]:
@@ -365,7 +375,11 @@ def report(rows: list[dict[str, Any]], out: Path) -> None:
     if row is base:
         tokens = f"{base['batch']} x {base['length']} tokens a rank"
         print(f"{base['size']}: {tokens}, {base['world']} ranks, torch {base['torch']}")
-    exposed = "" if row["exposed_ms"] is None else f"  exposed {row['exposed_ms']:.1f} ms"
+    exposed = (
+        ""
+        if row["exposed_ms"] is None
+        else f"  exposed {row['exposed_ms']:.1f} to {max(row['exposed_by_rank_ms']):.1f} ms"
+    )
     predicted = ""
     if row["predicted_ms"] is not None:
         figures = f"{row['predicted_ms']:.1f} ms, exposed {row['predicted_exposed_ms']:.1f} ms"

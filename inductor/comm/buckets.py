@@ -58,6 +58,7 @@ class Member:
     Attributes:
         start: its node.
         at: where it stands in the order of the graph.
+        made: from which place on all that it takes is there; a wrapper may let what a block makes wait for its end.
         until: a call that it is part of must stand before this place: there stands the first thing that needs its
             result and cannot move.
         use: where its result is first computed with.
@@ -66,6 +67,7 @@ class Member:
 
     start: Node
     at: int
+    made: int
     until: int
     use: int
     early: bool
@@ -73,7 +75,7 @@ class Member:
 
 def sequences(step: StepGraph, *, keep_bits: bool = False) -> list[list[Member]]:
     """The collectives of ``step`` that calls may share: lists of one operation, group and dtype, those that may start
-    anywhere in the order of their first use, the others as they stand.
+    anywhere in the order of their first use, the others in that in which what they take is made.
 
     Args:
         keep_bits: leave out reductions over more than two ranks.
@@ -91,9 +93,9 @@ def sequences(step: StepGraph, *, keep_bits: bool = False) -> list[list[Member]]
             ):
                 continue
             is_early = node.all_input_nodes[0] in early
-            member = Member(node, at, until[node], _first_use(node, place), is_early)
+            member = Member(node, at, _made(node, place), until[node], _first_use(node, place), is_early)
             found.setdefault((_kind(node), is_early), []).append(member)
-    return [sorted(of, key=lambda m: (m.use, m.at)) if of[0].early else of for of in found.values()]
+    return [sorted(of, key=lambda m: (m.use if m.early else m.made, m.at)) for of in found.values()]
 
 
 def partition(
@@ -111,16 +113,16 @@ def partition(
     early = members[0].early
     if early:  # read backwards, a gather is ready where it is needed, and may end as late as the step begins
         members, sizes = members[::-1], sizes[::-1]
-    ready = [-clock[m.use] if early else clock[m.at] for m in members]
+    ready = [-clock[m.use] if early else clock[m.made] for m in members]
     due = [0.0 if early else clock[m.use] for m in members]
     found = [[_Cut(0.0, -math.inf, 0.0, 0, None)]]  # for the first so many members, ways to cut them
     for end in range(1, len(members) + 1):
         ways = []
         for begin in _begins(members, sizes, end, most):
             seconds = price(sum(sizes[begin:end]), end - begin)
-            soonest = min(due[begin:end])
+            soonest, last = min(due[begin:end]), max(ready[begin:end])
             for before in found[begin]:
-                ends = max(before.ends, ready[end - 1]) + seconds
+                ends = max(before.ends, last) + seconds
                 ways.append(_Cut(max(before.late, ends - soonest), ends, before.seconds + seconds, end, before))
         found.append(_best(ways))
     cut: _Cut | None = min(found[-1], key=lambda way: (way.late, way.seconds, way.ends))
@@ -190,13 +192,12 @@ def _begins(members: Sequence[Member], sizes: Sequence[int], end: int, most: int
     Between members that need more than shards nothing may stand that cannot move and needs one of them. Then every call
     comes after those that it needs, and all have an order.
     """
-    total, until = 0, math.inf
+    total, until, last = 0, math.inf, -1
     for begin in range(end - 1, max(end - 1 - _MEMBERS, -1), -1):
-        total += sizes[begin]
-        if begin < end - 1:
-            until = min(until, members[begin].until)
-            if total > most or (not members[begin].early and members[end - 1].at >= until):
-                return
+        member = members[begin]
+        total, until, last = total + sizes[begin], min(until, member.until), max(last, member.at)
+        if begin < end - 1 and (total > most or (not member.early and last >= until)):
+            return
         yield begin
 
 
@@ -243,6 +244,15 @@ def _from_shards(step: StepGraph) -> set[Node]:
 
 def _is_anchored(node: Node) -> bool:
     return is_effect(node) and node.op == "call_function" and not is_wait(node)
+
+
+def _made(start: Node, place: dict[Node, int]) -> int:
+    """The place behind the last thing that computes what a collective takes; views of it do not count."""
+    shown = list(start.all_input_nodes)
+    for node in shown:
+        if looks_into(node):
+            shown += node.all_input_nodes
+    return max((place[node] + 1 for node in shown if not looks_into(node)), default=0)
 
 
 def _first_use(start: Node, place: dict[Node, int]) -> int:

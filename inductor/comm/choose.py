@@ -5,7 +5,7 @@ What a collective costs is its time, which a schedule can hide, and what computa
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -40,10 +40,32 @@ def choose_transports(
     Raises:
         UnknownOption: the knob lists what the cluster does not describe.
     """
-    allowed = [] if keep_bits else [name for name in allowed_transports(cluster) if name not in without]
     for node in step.collectives():
-        node.meta["transport"] = _cheapest(step, cluster, node, [] if group_of(node) in apart else allowed)
+        able = carriers(step, cluster, node, keep_bits=keep_bits, without=without, apart=apart)
+        node.meta["transport"] = cheapest(cluster, collective_of(step, node), able)
     return step
+
+
+def carriers(
+    step: StepGraph,
+    cluster: Cluster,
+    node: Node,
+    *,
+    keep_bits: bool = False,
+    without: Collection[str] = (),
+    apart: Collection[str] = (),
+) -> list[str]:
+    """What may carry the collective that ``node`` starts, the library first. See :func:`choose_transports`."""
+    if keep_bits or group_of(node) in apart:
+        return [LIBRARY]
+    known = transports_for(cluster, collective_of(step, node))
+    allowed = [name for name in allowed_transports(cluster) if name in known and name not in without]
+    return [LIBRARY, *(name for name in allowed if not why_not(step, node, name))]
+
+
+def cheapest(cluster: Cluster, collective: Collective, names: Sequence[str]) -> str:
+    """Which of ``names`` costs a step least; of equal ones the first."""
+    return min(names, key=lambda name: cost(cluster, collective, name))
 
 
 def allowed_transports(cluster: Cluster) -> list[str]:
@@ -62,9 +84,3 @@ def cost(cluster: Cluster, collective: Collective, transport: str) -> float:
     """Seconds of a collective, and those that computation loses beside it."""
     found = transfer(cluster, collective, transport)
     return found.seconds * (1 + found.interference)
-
-
-def _cheapest(step: StepGraph, cluster: Cluster, node: Node, allowed: list[str]) -> str:
-    collective = collective_of(step, node)
-    able = [name for name in transports_for(cluster, collective) if name in allowed and not why_not(step, node, name)]
-    return min([LIBRARY, *able], key=lambda name: cost(cluster, collective, name))

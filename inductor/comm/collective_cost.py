@@ -143,6 +143,8 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") 
         raise CannotCarry(transport, collective.kind, str(collective.dtype), collective.group, spread.nodes)
     seconds, link = _way(spread, sent, carrier)
     seconds += carrier.per_member * (collective.members - 1)
+    if not carrier.crosses and _LANES[collective.kind] == "reduce":  # over peers, one stream carries all that reduces
+        lane = f"peers:{collective.group}:reduce"
     return Transfer(seconds, lane, link, carrier.interference)
 
 

@@ -16,7 +16,7 @@ import torch
 from weft.capture.graph import StepGraph, group_of, is_collective, is_wait
 from weft.inductor.comm.arena import Exchange, Layout, Region, can_write, plan
 from weft.inductor.comm.symmetric import buffer_bytes
-from weft.inductor.comm.transports import PeerCall, bytes_of, call_of, inputs_of, members_of
+from weft.inductor.comm.transports import CopyEngineGather, PeerCall, bytes_of, call_of, inputs_of, members_of
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.liveness import LiveRange, liveness
 from weft.inductor.passes.escapes import escaping
@@ -82,7 +82,7 @@ def _lay_out(places: _Places, starts: list[Node]) -> Layout:
         for at in range(len(start.meta["val"])):
             maker = places.maker(start, at, exchanges)
             maker = None if maker in makers else maker
-            regions.append(places.region(number, start, at, maker))
+            regions.append(places.region(number, start, at, maker, exchanges))
             makers.append(maker)
     layout = plan(exchanges, regions)
     placed = iter(zip(layout.offsets, makers, strict=True))
@@ -90,6 +90,8 @@ def _lay_out(places: _Places, starts: list[Node]) -> Layout:
         call = call_of(start)
         members = [next(placed) for _ in start.meta["val"]]
         start.target = replace(call, offsets=tuple(offset for offset, _ in members), opens=opens)
+        if isinstance(call, CopyEngineGather):
+            start.target = replace(start.target, ahead=can_write(exchanges, places.at[start]))
         for offset, maker in members:
             if maker is not None:
                 _put(maker, Slot(call.group, offset, tuple(maker.meta["val"].shape), maker.meta["val"].dtype))
@@ -119,7 +121,7 @@ class _Places:
     def exchange(self, start: Node) -> Exchange:
         return Exchange(self.at[start], min(self.at[wait] for wait in waits_of(start)), call_of(start).lane)
 
-    def region(self, number: int, start: Node, at: int, maker: Node | None) -> Region:
+    def region(self, number: int, start: Node, at: int, maker: Node | None, exchanges: Sequence[Exchange]) -> Region:
         """What member ``at`` of a collective needs; ``maker`` writes it where it is not None."""
         size = bytes_of(members_of(start)[at])
         if call_of(start).in_arena:
@@ -127,7 +129,8 @@ class _Places:
             ends = [self.range(element).end for element in elements]
             return Region(size, (number,), read=max(ends, default=self.at[start]))
         if maker is None:
-            return Region(size, (number,))
+            ahead = isinstance(call_of(start), CopyEngineGather) and can_write(exchanges, self.at[start])
+            return Region(size, (number,), self.at[start] if ahead else None)
         return Region(size, (number,), self.written(maker), self.read(maker, start))
 
     def range(self, node: Node) -> LiveRange:

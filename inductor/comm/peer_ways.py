@@ -1,7 +1,8 @@
 """How ``weft calibrate`` times collectives over memory that peers share: as the program of a step runs them.
 
 Shards are float32 and travel as bfloat16; what is reduced lies in the arena already, where a step's products put it.
-Ranks meet before each collective, which a step can often do without: there, they take a little less than measured here.
+Ranks meet before each collective of another kind than those by engines, which a step can often do without: there, they
+take a little less than measured here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def peer_ways() -> list[Way]:
         return _way(name, "all_gather", make, ctas=programs)
 
     def copies(world: int, offsets: tuple[int, ...]) -> PeerCall:
-        return CopyEngineGather(AXIS, world, 0, offsets, opens=True)
+        return CopyEngineGather(AXIS, world, 0, offsets, ahead=True)
 
     def reduce_scatter(name: str, programs: int) -> Way:
         make: _Make = lambda world, offsets: PeerReduceScatter(AXIS, world, programs, offsets, opens=True)

@@ -35,7 +35,7 @@ from weft.inductor.comm import tables
 from weft.inductor.comm.buckets import Member, Price, join, partition, sequences, usual_size
 from weft.inductor.comm.build import build
 from weft.inductor.comm.carry import carry
-from weft.inductor.comm.choose import LIBRARY, allowed_transports, choose_transports
+from weft.inductor.comm.choose import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
 from weft.inductor.comm.cluster import Cluster, Gpu
 from weft.inductor.comm.collective_cost import Collective, collective_of, transfer
 from weft.inductor.comm.compute_cost import ComputeCosts
@@ -193,7 +193,7 @@ class _Planner:
     ) -> None:
         self.step = step
         self.cluster = cluster
-        self.choose = partial(choose_transports, cluster=cluster, keep_bits=keep_bits, apart=apart)
+        self.may = {"keep_bits": keep_bits, "apart": apart}
         self.keep_bits = keep_bits
         self.asked = limit
         self.limit = int(cluster.gpu.memory * _USABLE) if limit is None else limit
@@ -294,7 +294,7 @@ class _Planner:
         buckets = [bucket for bucket in self.buckets(step, plan.scale) if len(bucket) > 1]
         place = {node: at for at, node in enumerate(step.graph.nodes)}
         places = tuple(tuple(place[member.start] for member in bucket) for bucket in buckets)
-        self.choose(join(step, buckets), without=self.refused)
+        choose_transports(join(step, buckets), self.cluster, without=self.refused, **self.may)
         names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
         self.by_peers = [name for name in names if name != LIBRARY]
         return _Draft(plan, step, places, *build(step, self.cluster, self.costs))
@@ -351,7 +351,8 @@ class _Planner:
         """The sequences that buckets are made of, with the bytes of their members and what calls of them take."""
         for sequence in sequences(step, keep_bits=self.keep_bits):
             sent = [collective_of(step, member.start) for member in sequence]
-            yield sequence, [each.bytes for each in sent], cache(partial(_seconds, self.cluster, sent[0]))
+            names = carriers(step, self.cluster, sequence[0].start, without=self.refused, **self.may)
+            yield sequence, [each.bytes for each in sent], cache(partial(_seconds, self.cluster, names, sent[0]))
 
 
 class _Remembered(ComputeCosts):
@@ -369,8 +370,9 @@ class _Remembered(ComputeCosts):
         return self._known[key][1]
 
 
-def _seconds(cluster: Cluster, like: Collective, size: int, members: int) -> float:
-    return transfer(cluster, replace(like, bytes=size, members=members)).seconds
+def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int, members: int) -> float:
+    sent = replace(like, bytes=size, members=members)
+    return transfer(cluster, sent, cheapest(cluster, sent, names)).seconds
 
 
 def _issued(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
@@ -396,7 +398,7 @@ def _reports(step: StepGraph, cluster: Cluster, simulation: Simulation, nodes: S
                     group=sent.group,
                     members=node.meta["members"],
                     bytes=sent.bytes,
-                    transport=simulation.problem.tasks[at].lane.partition(":")[0],
+                    transport=node.meta.get("transport", LIBRARY),
                     why=_why(cluster, sent, node),
                 )
             )

@@ -103,7 +103,13 @@ class PeerGather(PeerCall):
 
 @dataclass(frozen=True)
 class CopyEngineGather(PeerCall):
-    """All-gather of shards (rows, ...), cast into the arena, to (world * rows, ...) in memory of their own."""
+    """All-gather of shards (rows, ...), cast into the arena, to (world * rows, ...) in memory of their own.
+
+    Attributes:
+        ahead: whether the compute stream brings shards into the arena, not the lane.
+    """
+
+    ahead: bool = False
 
     kind: ClassVar[str] = "all_gather"
     lane: ClassVar[str] = "copies"

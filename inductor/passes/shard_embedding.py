@@ -37,8 +37,8 @@ _PADS = "weft::pad_shard"
 
 
 def shard_embedding(step: StepGraph) -> StepGraph:
-    """Rewrite look-ups in gathered tables, and the reduction of their gradients, where that moves less than half the
-    bytes. Changes ``step``; does nothing unless ``knobs.even_batches``."""
+    """Rewrite look-ups in gathered tables, and the reduction of their gradients, where that moves three quarters of the
+    bytes or less. Changes ``step``; does nothing unless ``knobs.even_batches``."""
     if knobs.even_batches:
         spread = _Spread(step)
         for node in list(step.graph.nodes):
@@ -174,9 +174,10 @@ def _starter(emit: Emit, original: Node) -> Emit:
 
 
 def _pays(ids: Node, size: int, world: Any) -> bool:
-    """Whether the rows that all ranks pick are less than half of a table of ``size`` rows."""
+    """Whether the rows that all ranks pick are three quarters of a table of ``size`` rows at most: they are written and
+    read once more than the table is."""
     sizes = ids.meta["val"].shape
-    return world > 1 and all(type(n) is int for n in sizes) and 2 * world * sizes.numel() <= size
+    return world > 1 and all(type(n) is int for n in sizes) and 4 * world * sizes.numel() <= 3 * size
 
 
 def _gather_of(table: Any) -> Node | None:

@@ -152,8 +152,8 @@ def members(ready: Sequence[float], use: Sequence[float], early: bool = False) -
     times = sorted({*ready, *use})
     graph = torch.fx.Graph()
     made = [
-        Member(graph.placeholder(f"m{at}"), times.index(when), len(times), times.index(needed), early)
-        for at, (when, needed) in enumerate(zip(ready, use, strict=True))
+        Member(graph.placeholder(f"m{at}"), place, place, len(times), times.index(needed), early)
+        for at, (place, needed) in enumerate(zip(map(times.index, ready), use, strict=True))
     ]
     return made, times
 

@@ -136,9 +136,9 @@ def hurried(rank: int, world: int, transports: list[str]) -> None:
     dawdle = random.Random(rank)
     start, wait = Bound.__call__, Bound.wait
 
-    def starts(bound: Bound, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def starts(bound: Bound, inputs: list[torch.Tensor], out: Any = None) -> list[torch.Tensor]:
         time.sleep(dawdle.choice([0, 0, 0, 0.005, 0.05]))
-        return start(bound, inputs)
+        return start(bound, inputs, out)
 
     def waits(bound: Bound) -> None:
         wait(bound)
