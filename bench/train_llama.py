@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -219,7 +220,8 @@ def by_kernel(spans: list[MeasuredSpan], most: int = 40) -> list[tuple[str, str,
 
 
 def reset(device: torch.device) -> None:
-    torch.compiler.reset()
+    if "torch._dynamo" in sys.modules:  # else this would import it, and inductor, which takes seconds
+        torch.compiler.reset()
     for _ in range(3):  # what autograd's nodes held is found the next time
         gc.collect()
     if device.type == "cuda":

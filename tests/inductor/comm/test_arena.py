@@ -56,6 +56,12 @@ def trace(
     for step in range(2):
         ended: dict[int, list[int]] = {}
         for position in range(length):
+            compute = [out.event(c) for c in compute]
+            for at, region in enumerate(regions):
+                for rank in range(ranks):
+                    if position == region.written:  # by a node, or by the exchange itself ahead of its lane
+                        place = rank, layout.offsets[at], region.size
+                        out.use(compute[rank], *place, True, f"rank {rank}", f"computes {at} in step {step}")
             for number, exchange in enumerate(exchanges):
                 if exchange.start == position:
                     lane = lanes[exchange.lane]
@@ -68,10 +74,8 @@ def trace(
             compute = [out.event(c) for c in compute]
             for at, region in enumerate(regions):
                 for rank in range(ranks):
-                    place = rank, layout.offsets[at], region.size
-                    if position == region.written:
-                        out.use(compute[rank], *place, True, f"rank {rank}", f"computes {at} in step {step}")
                     if position == region.read:
+                        place = rank, layout.offsets[at], region.size
                         out.use(compute[rank], *place, False, f"rank {rank}", f"reads {at} in step {step}")
     return out
 
@@ -120,7 +124,7 @@ def case(seed: int, lanes: int = 1, pulls: bool = True) -> tuple[list[Exchange],
             if pushes[number]:
                 regions.append(Region(size, (number,), read=exchange.waited + draw.randint(1, 60)))
                 continue
-            written = draw.randint(0, exchange.start - 1) if exchange.start else None
+            written = draw.choice([exchange.start, draw.randint(0, exchange.start)])
             if written is not None and (not can_write(exchanges, written) or draw.random() < 0.4):
                 written = None
             regions.append(Region(size, (number,), written))

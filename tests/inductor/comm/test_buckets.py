@@ -147,6 +147,20 @@ def test_effects_and_random_numbers_keep_their_order() -> None:
 # ---- how many
 
 
+def test_a_gradient_counts_from_when_it_is_made() -> None:
+    """A wrapper hands over what a block made at the end of it."""
+    b = StepBuilder()
+    x = b.input(torch.ones(4, 4), Role.BATCH)
+    early, late = b.call(aten.neg.default, x), b.call(aten.exp.default, x)
+    shown = b.call(aten.view.default, early, [4, 4])
+    b.returns(scattered(b, late), scattered(b, shown))
+    step = b.build({"dp": "0"})
+    place = {node.target: at for at, node in enumerate(step.graph.nodes)}
+    (found,) = sequences(step)
+    assert [member.made for member in found] == [place[aten.neg.default] + 1, place[aten.exp.default] + 1]
+    assert [member.at for member in found] == sorted((member.at for member in found), reverse=True)
+
+
 def members(ready: Sequence[float], use: Sequence[float], early: bool = False) -> tuple[list[Member], list[float]]:
     """Members of a graph in which something happens at each of these times; a clock for it."""
     times = sorted({*ready, *use})

@@ -22,6 +22,7 @@ from weft.inductor.comm.arena import ALIGNMENT, can_write
 from weft.inductor.comm.carry import drop_unread_casts
 from weft.inductor.comm.layout import Slot, lay_out
 from weft.inductor.comm.transports import (
+    CopyEngineGather,
     PeerCall,
     PeerWait,
     cast_list,
@@ -178,6 +179,18 @@ def test_shards_are_cast_on_their_way(carried: int) -> None:
 
 
 # ---- places
+
+
+def test_the_compute_stream_brings_shards_where_it_may() -> None:
+    """Not before something of this step has been waited for: peers may still read what the step before left there."""
+    graph = captured(transports={"all_gather_into_tensor": "copy_engine", "reduce_scatter_tensor": "copy_sum"})
+    lay_out(graph)
+    at = {node: position for position, node in enumerate(graph.graph.nodes)}
+    first = min(at[wait] for start in starts(graph) for wait in waits_of(start))
+    gathers = [start for start in starts(graph) if isinstance(start.target, CopyEngineGather)]
+    assert [start.target.ahead for start in gathers] == [at[start] > first for start in gathers]
+    assert {start.target.ahead for start in gathers} == {False, True}
+    assert not any(start.target.ahead and start.target.opens for start in gathers)
 
 
 @dataclass
