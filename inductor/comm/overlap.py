@@ -90,16 +90,20 @@ class _Backwards:
     def __init__(self, reference: Reference) -> None:
         problem = reverse(reference.problem)
         self.tasks, self.starts = len(reference.order), list(reference.waits)
+        self.seconds = [reference.problem.tasks[start].seconds for start in self.starts]
         self.reference = Reference(problem, precedence(problem), reversed_order(reference.problem, reference.order))
 
     def due(self, ends: Sequence[float], pace: Pace) -> list[float]:
         """When each task has to begin for the step not to last longer than it does when scheduled backwards.
 
         Args:
-            ends: when tasks end in a schedule made forwards: backwards, those come first that end last.
+            ends: when tasks end in a schedule made forwards: backwards, those come first that end last; of
+                collectives those that began last, since what a lane carries in the order in which it is ready ends
+                soonest.
         """
         last = max(ends, default=0.0)
-        due = [last - end for end in (*ends, *(ends[start] for start in self.starts))]
+        begins = [ends[start] - seconds for start, seconds in zip(self.starts, self.seconds, strict=True)]
+        due = [last - end for end in (*ends, *begins)]
         found = list_schedule(self.reference, due, pace)
         begins = [found.seconds - end for end in found.ends]
         for started, start in enumerate(self.starts, self.tasks):
