@@ -89,9 +89,9 @@ def _lay_out(places: _Places, starts: list[Node]) -> Layout:
     for start, opens in zip(starts, layout.opens, strict=True):
         call = call_of(start)
         members = [next(placed) for _ in start.meta["val"]]
-        start.target = replace(call, offsets=tuple(offset for offset, _ in members), opens=opens)
         if isinstance(call, CopyEngineGather):
-            start.target = replace(start.target, ahead=can_write(exchanges, places.at[start]))
+            call = replace(call, ahead=can_write(exchanges, places.at[start]))
+        start.target = replace(call, offsets=tuple(offset for offset, _ in members), opens=opens)
         for offset, maker in members:
             if maker is not None:
                 _put(maker, Slot(call.group, offset, tuple(maker.meta["val"].shape), maker.meta["val"].dtype))
