@@ -18,7 +18,8 @@ from fake_recorder import FakeRecorder
 from weft import MixedPrecisionPolicy, errors
 from weft.capture.graph import WAIT, StepGraph, group_of, is_collective, is_effect, is_wait
 from weft.inductor import portable
-from weft.inductor.comm.arena import ALIGNMENT, can_write
+from weft.inductor.comm import layout
+from weft.inductor.comm.arena import ALIGNMENT, Region, can_write
 from weft.inductor.comm.carry import drop_unread_casts
 from weft.inductor.comm.layout import Slot, lay_out
 from weft.inductor.comm.transports import (
@@ -181,8 +182,12 @@ def test_shards_are_cast_on_their_way(carried: int) -> None:
 # ---- places
 
 
-def test_the_compute_stream_brings_shards_where_it_may() -> None:
-    """Not before something of this step has been waited for: peers may still read what the step before left there."""
+def test_the_compute_stream_brings_shards_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before something of this step has been waited for: peers may still read what the step before left there.
+    Where it does, bytes are in use from there on, as those of what a product writes."""
+    planned: list[list[Region]] = []
+    plan = layout.plan
+    monkeypatch.setattr(layout, "plan", lambda exchanges, regions: planned.append(regions) or plan(exchanges, regions))
     graph = captured(transports={"all_gather_into_tensor": "copy_engine", "reduce_scatter_tensor": "copy_sum"})
     lay_out(graph)
     at = {node: position for position, node in enumerate(graph.graph.nodes)}
@@ -190,6 +195,10 @@ def test_the_compute_stream_brings_shards_where_it_may() -> None:
     gathers = [start for start in starts(graph) if isinstance(start.target, CopyEngineGather)]
     assert [start.target.ahead for start in gathers] == [at[start] > first for start in gathers]
     assert {start.target.ahead for start in gathers} == {False, True}
+    numbers = [(number, start) for number, start in enumerate(starts(graph)) if start in gathers]
+    for number, start in numbers:
+        written = {region.written for region in planned[0] if number in region.exchanges}
+        assert written == {at[start] if start.target.ahead else None}
     assert not any(start.target.ahead and start.target.opens for start in gathers)
 
 
