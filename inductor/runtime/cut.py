@@ -92,7 +92,9 @@ class _Cutter:
         a recording cannot be waited for outside of it, nor one from outside in it."""
         found = {}
         for node in self.step.graph.nodes:
-            if node.op == "call_function" and not self._again(node) and (why := why_not(node, self.step)) is not None:
+            if node.op != "call_function" or node.target is operator.getitem or self._again(node):
+                continue  # an element is in the piece of its list
+            if (why := why_not(node, self.step)) is not None:
                 found[node] = why + where(node)
         return found
 
@@ -172,7 +174,7 @@ class _Cutter:
                 readers[key] = max(number, readers.get(key, 0))
 
         for node, number in self.at.items():
-            for used in node.all_input_nodes:
+            for used in node.all_input_nodes if node.target is not operator.getitem else ():
                 read(used, number)
         for _, value in self.step.updates():
             if self._base(value).op == "placeholder":
