@@ -59,8 +59,9 @@ def in_fours(members: Sequence[Member]) -> list[list[Member]]:
     """Buckets of up to four neighbours."""
     buckets: list[list[Member]] = []
     for member in members:
-        fits = buckets and len(buckets[-1]) < 4
-        if fits and (member.early or member.at < min(other.until for other in buckets[-1])):
+        joined = [*buckets[-1], member] if buckets else []
+        fits = 2 <= len(joined) <= 4
+        if fits and (member.early or max(m.at for m in joined) < min(m.until for m in joined)):
             buckets[-1].append(member)
         else:
             buckets.append([member])

@@ -99,7 +99,7 @@ def sequences(step: StepGraph, *, keep_bits: bool = False) -> list[list[Member]]
 
 
 def partition(
-    members: Sequence[Member], clock: Sequence[float], sizes: Sequence[int], price: Price, most: int
+    members: Sequence[Member], clock: Sequence[float], sizes: Sequence[int], price: Price, most: float
 ) -> list[list[Member]]:
     """Cut one of :func:`sequences` into buckets, each in order: those that are least late, and of these the ones that
     take the lane least. Takes time linear in the members.
@@ -186,7 +186,7 @@ class _Cut(NamedTuple):
     before: _Cut | None
 
 
-def _begins(members: Sequence[Member], sizes: Sequence[int], end: int, most: int) -> Iterator[int]:
+def _begins(members: Sequence[Member], sizes: Sequence[int], end: int, most: float) -> Iterator[int]:
     """Where a bucket that ends with member number ``end - 1`` may begin.
 
     Between members that need more than shards nothing may stand that cannot move and needs one of them. Then every call
@@ -250,9 +250,13 @@ def _made(start: Node, place: dict[Node, int]) -> int:
     """The place behind the last thing that computes what a collective takes; views of it do not count."""
     shown = list(start.all_input_nodes)
     for node in shown:
-        if looks_into(node):
+        if _shows(node):
             shown += node.all_input_nodes
-    return max((place[node] + 1 for node in shown if not looks_into(node)), default=0)
+    return max((place[node] + 1 for node in shown if not _shows(node)), default=0)
+
+
+def _shows(node: Node) -> bool:
+    return looks_into(node) and not is_wait(node)
 
 
 def _first_use(start: Node, place: dict[Node, int]) -> int:

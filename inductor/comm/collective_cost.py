@@ -143,8 +143,8 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") 
         raise CannotCarry(transport, collective.kind, str(collective.dtype), collective.group, spread.nodes)
     seconds, link = _way(spread, sent, carrier)
     seconds += carrier.per_member * (collective.members - 1)
-    if not carrier.crosses and _LANES[collective.kind] == "reduce":  # over peers, one stream carries all that reduces
-        lane = f"peers:{collective.group}:reduce"
+    if not carrier.crosses:
+        lane = _lane_over_peers(transport, collective.kind)
     return Transfer(seconds, lane, link, carrier.interference)
 
 
@@ -156,6 +156,13 @@ def _carried(cluster: Cluster, collective: Collective, transport: str) -> tuple[
         return collective, carrier
     size = collective.bytes // collective.dtype.itemsize * wider.itemsize
     return replace(collective, bytes=size, dtype=wider), cluster.carrier(transport, collective.kind, wider)
+
+
+def _lane_over_peers(transport: str, kind: str) -> str:
+    """Over peers one stream carries all that reduces, be its group and its transport which they may, and one what each
+    transport gathers, with however many programs."""
+    carries = _LANES[kind]
+    return f"peers:{carries}" if carries == "reduce" else f"{transport.rstrip('_0123456789')}:{carries}"
 
 
 def lane_of(node: Node) -> str:

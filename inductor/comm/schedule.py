@@ -207,7 +207,7 @@ class _Planner:
         self.refused: list[str] = []  # what may not
         whole = step.copy()
         values = gather_once(whole)
-        ahead = [usual_size(sizes, price) for of, sizes, price in self.priced(whole) if of[0].early]
+        ahead = [usual for of, _, _, usual in self.priced(whole) if of[0].early]
         self.reserve = int(max((size for size in ahead if size < math.inf), default=0))  # gathered for later
         problem, nodes = build(whole, cluster, self.costs)
         order = tightened(problem, precedence(problem))
@@ -343,16 +343,20 @@ class _Planner:
         """The collectives of a step, parted into buckets."""
         clock = [0.0, *accumulate(map(self.costs.seconds, step.graph.nodes))]
         buckets = []
-        for sequence, sizes, price in self.priced(step):
-            buckets += partition(sequence, clock, sizes, price, int(scale * usual_size(sizes, price)))
+        for sequence, sizes, price, usual in self.priced(step):
+            buckets += partition(sequence, clock, sizes, price, scale * usual if scale else 0)
         return buckets
 
-    def priced(self, step: StepGraph) -> Iterator[tuple[list[Member], list[int], Price]]:
-        """The sequences that buckets are made of, with the bytes of their members and what calls of them take."""
+    def priced(self, step: StepGraph) -> Iterator[tuple[list[Member], list[int], Price, float]]:
+        """The sequences that buckets are made of, with the bytes of their members, what calls of them take, and how
+        large calls usually are, by the transport that would carry all as one."""
         for sequence in sequences(step, keep_bits=self.keep_bits):
             sent = [collective_of(step, member.start) for member in sequence]
+            sizes = [each.bytes for each in sent]
             names = carriers(step, self.cluster, sequence[0].start, without=self.refused, **self.may)
-            yield sequence, [each.bytes for each in sent], cache(partial(_seconds, self.cluster, names, sent[0]))
+            most = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
+            usual = usual_size(sizes, partial(_seconds, self.cluster, [most], sent[0]))
+            yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), usual
 
 
 class _Remembered(ComputeCosts):
@@ -379,7 +383,8 @@ def _issued(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Sim
     """What happens when a step is issued as its nodes stand, its collectives carried by their transports; and the nodes
     that the tasks of the simulation stand for, calls of transports among them. Changes ``step``."""
     chosen = {node: node.meta.get("transport", LIBRARY) for node in step.collectives()}
-    carry(step, chosen, LIBRARY, unreachable=lambda step, node: None)
+    for node, how in carry(step, chosen, LIBRARY, unreachable=lambda step, node: None).items():
+        node.meta["transport"] = how.transport
     problem, nodes = build(step, cluster, costs)
     return simulate(problem), nodes
 

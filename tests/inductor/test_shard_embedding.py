@@ -144,7 +144,7 @@ def captured_fake(size: int, even: bool, tied: bool = False) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "even", "tied", "rewritten"),
-    [(128, True, False, True), (128, False, False, False), (56, True, False, False), (128, True, True, False)],
+    [(128, True, False, True), (128, False, False, False), (40, True, False, False), (128, True, True, False)],
     ids=["pays", "batches may differ", "more tokens than rows", "the head reads the table too"],
 )
 def test_where_it_is_done(size: int, even: bool, tied: bool, rewritten: bool) -> None:
@@ -218,7 +218,7 @@ def captured_replica(size: int, even: bool, op: str, scaled: bool = False) -> li
         (128, True, "max", False, False),
         (128, True, "sum", True, False),
         (128, False, "sum", False, False),
-        (56, True, "sum", False, False),
+        (40, True, "sum", False, False),
     ],
 )
 def test_where_rows_are_summed(size: int, even: bool, op: str, scaled: bool, rewritten: bool) -> None:

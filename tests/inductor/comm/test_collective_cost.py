@@ -265,8 +265,8 @@ def test_which_transports_serve() -> None:
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         for name in transports_for(H200, collective(kind, 1)):
             lane = transfer(H200, collective(kind, 1), name).lane
-            over_peers = name != "nccl" and kind != "all_gather"  # one stream carries all that reduces
-            assert lane.startswith("peers:world:reduce" if over_peers else f"{name}:world:")
+            of_all = {"copy_engine": "copy_engine:gather", "push": "push:gather", "push_32": "push:gather"}
+            assert lane.startswith("nccl:world:" if name == "nccl" else of_all.get(name, "peers:reduce"))
 
 
 def test_mistakes() -> None:

@@ -41,6 +41,7 @@ from weft.inductor.compiler import kernel_graph, schedule_of
 from weft.inductor.liveness import liveness
 from weft.inductor.passes.order import waits_of
 from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.retarget import retarget
 from weft.inductor.runtime.aten import compile_aten
 
 H200 = load_cluster("h200x8")
@@ -465,3 +466,23 @@ def test_alone_a_rank_decides_for_itself() -> None:
     assert found is not None
     assert len(made) == 3
     assert copy.copy(found.decisions) == found.decisions
+
+
+@pytest.mark.parametrize("rows", [0, 128])
+def test_a_cheaper_transport_that_begins_later_breaks_nothing(llama: StepGraph, rows: int) -> None:
+    """What carries nothing at all may be slower than what carries a little, and there may be nothing to carry."""
+    assert llama.collectives()  # of the fake world that it was captured in, which is there as long
+    pull = next(each for each in H200.transports if each.name == "pull")
+    others = tuple(each for each in H200.transports if each is not pull)
+    cluster = replace(H200, transports=(*others, replace(pull, latency=14.5e-6)))
+
+    def step(x: torch.Tensor) -> list[torch.Tensor]:
+        outs = [torch.empty(rows, 40, dtype=x.dtype) for _ in range(2)]
+        for out in outs:
+            dist.reduce_scatter_tensor(out, x.exp())
+        return [out + 1 for out in outs]
+
+    with knobs.override(transports="all"):
+        graph = weft.capture(step, torch.zeros(8 * rows, 40, dtype=torch.bfloat16))
+        made = schedule(retarget(graph.copy(), "cuda:0"), cluster)
+    assert sum(len(bucket.members) for bucket in made.buckets) == 2
