@@ -108,12 +108,11 @@ class _Spread:
             keep = found.inside
             if padding >= 0:  # type: ignore[operator]
                 keep = emit(aten.logical_and.default, keep, emit(aten.ne.Scalar, found.every, padding))
-            # What falls elsewhere goes to one row more, which embedding_dense_backward leaves out as padding.
+            # What falls elsewhere goes behind the last row, which embedding_dense_backward leaves out as padding.
             spot = emit(aten.masked_fill.Scalar, found.own, emit(aten.logical_not.default, keep), shard.shape[0])
             wide = _as(emit, every, torch.promote_types(whole.dtype, torch.float32))
-            summed = emit(aten.embedding_dense_backward.default, wide, spot, shard.shape[0] + 1, shard.shape[0], False)
-            mine = emit(aten.slice.Tensor, summed, 0, 0, shard.shape[0])
-            mine = emit(aten.div.Scalar, mine, world) if op == "avg" else emit(aten.clone.default, mine)
+            wide = emit(aten.mul.Tensor, wide, 1.0 / world) if op == "avg" else wide  # type: ignore[operator]
+            mine = emit(aten.embedding_dense_backward.default, wide, spot, shard.shape[0], shard.shape[0], False)
             mine = _as(emit, mine, shard.dtype)
         _replace(self.graph, reduction, mine)
 
