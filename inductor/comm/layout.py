@@ -90,7 +90,7 @@ def _lay_out(places: _Places, starts: list[Node]) -> Layout:
         call = call_of(start)
         members = [next(placed) for _ in start.meta["val"]]
         if isinstance(call, CopyEngineGather):
-            call = replace(call, ahead=can_write(exchanges, places.at[start]))
+            call = replace(call, ahead=places.comes_ahead(start, exchanges))
         start.target = replace(call, offsets=tuple(offset for offset, _ in members), opens=opens)
         for offset, maker in members:
             if maker is not None:
@@ -129,9 +129,12 @@ class _Places:
             ends = [self.range(element).end for element in elements]
             return Region(size, (number,), read=max(ends, default=self.at[start]))
         if maker is None:
-            ahead = isinstance(call_of(start), CopyEngineGather) and can_write(exchanges, self.at[start])
-            return Region(size, (number,), self.at[start] if ahead else None)
+            return Region(size, (number,), self.at[start] if self.comes_ahead(start, exchanges) else None)
         return Region(size, (number,), self.written(maker), self.read(maker, start))
+
+    def comes_ahead(self, start: Node, exchanges: Sequence[Exchange]) -> bool:
+        """Whether the compute stream brings what peers copy, see :class:`CopyEngineGather`."""
+        return isinstance(start.target, CopyEngineGather) and can_write(exchanges, self.at[start])
 
     def range(self, node: Node) -> LiveRange:
         (found,) = self.memory.of[node]
