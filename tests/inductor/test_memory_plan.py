@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -72,6 +72,7 @@ def fewest_bytes(values: list[Life]) -> int:
 
 
 @given(lives(5))
+@example([Life(2560, 1, 2), Life(3584, 2, 2), Life(2048, 0, 0), Life(2048, 0, 1), Life(2048, 0, 1)])
 @settings(max_examples=60, deadline=None)
 def test_few_values_take_little_more_than_they_must(values: list[Life]) -> None:
     assert end_of(values, pack(values)) <= 1.5 * fewest_bytes(values)
