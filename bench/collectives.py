@@ -61,15 +61,16 @@ def timed(kind: str, size: int, peers: Peers, cluster: Cluster) -> list[dict[str
         dist.barrier(peers.group)
         seconds = seconds_of(lambda start=start: start()(), peers.device)
         predicted = transfer(cluster, Collective(kind, peers.ranks, "", given, way.dtype), way.transport).seconds
-        rows.append({
-            "kind": kind,
-            "way": f"{way.transport} {way.dtype}".replace("torch.", ""),
-            "size": size,
-            "us": seconds * 1e6,
-            "speed": rows[0]["us"] / (seconds * 1e6) if rows else 1.0,
-            "predicted": predicted / seconds,
-        })  # fmt: skip
-        del start
+        rows.append(
+            {
+                "kind": kind,
+                "way": f"{way.transport} {way.dtype}".replace("torch.", ""),
+                "size": size,
+                "us": seconds * 1e6,
+                "speed": rows[0]["us"] / (seconds * 1e6) if rows else 1.0,
+                "predicted": predicted / seconds,
+            }
+        )
     return rows
 
 

@@ -98,7 +98,7 @@ def plan_memory(step: StepGraph, placement: Placement) -> MemoryPlan:
     offsets = pack(lives.found)
     left = iter(offsets)
     spans: dict[Node, Spans] = {node: _spans(tree, left) for node, tree in found}
-    size = max((offset + life.size for offset, life in zip(offsets, lives.found, strict=True)), default=0)
+    size = _end(lives.found, offsets)
     made = sum(life.size for life in lives.found)
     return MemoryPlan(size, most_held(lives.found), made, spans, lives.device)
 
@@ -222,8 +222,7 @@ def pack(lives: Sequence[Life]) -> list[int]:
     smallest, enough = math.inf, most_held(lives) * (1 + _HARDLY)
     for key in _ORDERS:
         offsets = _packed(lives, key)
-        end = max((offset + life.size for offset, life in zip(offsets, lives, strict=True)), default=0)
-        if end < smallest:
+        if (end := _end(lives, offsets)) < smallest:
             best, smallest = offsets, end
         if smallest <= enough:
             break
@@ -256,6 +255,11 @@ def _packed(lives: Sequence[Life], key: _Key) -> list[int]:
         for stretch in here:
             stretch.append(number)
     return offsets
+
+
+def _end(lives: Sequence[Life], offsets: Sequence[int]) -> int:
+    """Bytes of an arena in which values lie there."""
+    return max((offset + life.size for offset, life in zip(offsets, lives, strict=True)), default=0)
 
 
 def _smallest_gap(size: int, taken: Sequence[tuple[int, int]]) -> int:

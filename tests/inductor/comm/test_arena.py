@@ -125,9 +125,8 @@ def case(seed: int, lanes: int = 1, pulls: bool = True) -> tuple[list[Exchange],
                 regions.append(Region(size, (number,), read=exchange.waited + draw.randint(1, 60)))
                 continue
             written = draw.choice([exchange.start, draw.randint(0, exchange.start)])
-            if written is not None and (not can_write(exchanges, written) or draw.random() < 0.4):
-                written = None
-            regions.append(Region(size, (number,), written))
+            by_compute = can_write(exchanges, written) and draw.random() >= 0.4
+            regions.append(Region(size, (number,), written if by_compute else None))
     return exchanges, pushes, regions
 
 
