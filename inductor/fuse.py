@@ -152,7 +152,7 @@ class _Fuser:
             return []
         saved: dict[int, float] = {}
         for name in group.buffers:
-            bytes_ = self._bytes(name)
+            bytes_ = self.lowered.bytes(name)
             for operation in self._sharers(name, group):
                 other = self.home[operation]
                 if other != at and not self.groups[other].fixed:
@@ -163,22 +163,13 @@ class _Fuser:
     def _sharers(self, name: str, group: _Group) -> list[int]:
         """The operations that a buffer gives ``group`` a reason to be joined with."""
         writers, readers = self.writers.get(name, []), self.readers.get(name, [])
-        return [*writers, *readers] if name in group.writes or self._bytes(name) >= _LEAST_READ else writers
+        return [*writers, *readers] if name in group.writes or self.lowered.bytes(name) >= _LEAST_READ else writers
 
     def _near(self, a: _Group, b: _Group) -> bool:
         return max(a.first, b.first) - min(a.last, b.last) <= _FARTHEST
 
     def _linked(self, a: int, b: int) -> bool:
         return b in self.after[a] or a in self.after[b]
-
-    def _bytes(self, name: str) -> float:
-        buffer = self.lowered.buffers.get(name)
-        if buffer is None:
-            return 0.0
-        total = float(buffer.dtype.itemsize)
-        for size in buffer.sizes:
-            total *= magnitude(size)
-        return total
 
     def _join(self, a: int, b: int) -> bool:
         joined = self._combined(a, b)
@@ -232,7 +223,9 @@ class _Fuser:
         return False
 
     def _joined(self, one: _Group, two: _Group) -> _Group | None:
-        shared = sorted(one.buffers & two.buffers, key=lambda name: (-_rank(one, two, name), -self._bytes(name), name))
+        shared = sorted(
+            one.buffers & two.buffers, key=lambda name: (-_rank(one, two, name), -self.lowered.bytes(name), name)
+        )
         for name in shared:
             for left in _accesses(one, name):
                 for right in _accesses(two, name):
@@ -284,7 +277,7 @@ class _Fuser:
         that walks along rows would touch each line of memory of a transposed tensor many times."""
         kinds = set()
         for name in group.buffers:
-            if self._bytes(name) < _SMALL:
+            if self.lowered.bytes(name) < _SMALL:
                 continue
             for index in _accesses(group, name):
                 inner = [axis for axis, stride in index.strides if stride == 1]

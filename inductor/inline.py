@@ -1,20 +1,23 @@
 """Values that are cheaper to compute again than to fetch are computed where they are read.
 
 A pointwise nest goes into its readers when nobody else needs its buffer and no point is computed twice, or when it
-costs no more memory traffic than reading its result would (a constant, a cast up, a position). What is left in memory
-afterwards is what several kernels share, and what calls of ATen kernels read.
+costs no more memory traffic than reading its result would (a constant, a cast up, a position). It stays where it is if
+little is made of much, and much would have to be kept for the reader: a row's logit at its label, of logits that are
+done with. What is left in memory afterwards is what several kernels share, and what calls of ATen kernels read.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from weft.capture.graph import is_collective, is_wait
 from weft.inductor.axes import Place, magnitude, merge, move_values, pieces, solve, squeeze, substitute
 from weft.inductor.ir import Call, Index, Load, Nest, Reduce, Store, Value, map_values, rewrite
-from weft.inductor.lower import Loop, Lowered
+from weft.inductor.lower import Extern, Loop, Lowered, Operation
 from weft.inductor.lowering.registry import convert, literal
 from weft.inductor.ops import OPS
 
@@ -23,14 +26,38 @@ _NOTHING = 3  # instructions a value may cost to be computed again and again for
 _MOST_MASKED = 4  # positions a masked load may stand at for each one that its mask lets through
 _LONGEST = 256  # values a nest may grow to: registers are finite
 _MOST_READS = 24
+_MOST_HELD = 8  # bytes that a value may keep in memory for each one of its own, past calls that need memory too
 
 
 class _Producer(NamedTuple):
     loop: Loop
     nest: Nest
     store: Store
-    reads: int
     cost: int
+
+
+class _Lives:
+    """How long what operations make is held, and for whom."""
+
+    def __init__(self, lowered: Lowered, kept: frozenset[str]) -> None:
+        self.lowered = lowered
+        made = {name for operation in lowered.operations for name in operation.writes}
+        self.freed = made - kept
+        self.last = {name: at for at, operation in enumerate(lowered.operations) for name in operation.reads}
+        self.calls = list(accumulate(map(_is_call, lowered.operations)))
+
+    def long(self, producer: _Producer, at: int) -> bool:
+        """Whether operation number ``at``, computing the value, would hold much for long that is done with by then."""
+        most = _MOST_HELD * self.lowered.bytes(producer.store.buffer)
+        return any(
+            self.calls[self.last[name]] < self.calls[at] and self.lowered.bytes(name) > most
+            for name in producer.loop.reads & self.freed
+        )
+
+    def read(self, producer: _Producer, at: int) -> None:
+        """Operation number ``at`` computes the value."""
+        for name in producer.loop.reads:
+            self.last[name] = max(self.last[name], at)
 
 
 def inline(lowered: Lowered) -> Lowered:
@@ -44,16 +71,21 @@ def inline(lowered: Lowered) -> Lowered:
             readers[name] = readers.get(name, 0) + 1
     kept = needed_at_end(lowered)
     producers: dict[str, _Producer] = {}
+    lives = _Lives(lowered, kept)
     operations = []
-    for operation in lowered.operations:
+    for at, operation in enumerate(lowered.operations):
         if isinstance(operation, Loop):
             operation = replace(operation, nest=merge(squeeze(operation.nest)))
-            operation = _take_in(operation, producers, lowered, readers, kept)
+            operation = _take_in(operation, at, producers, lowered, readers, kept, lives)
             producer = _producer(operation, writers)
             if producer is not None:
                 producers[producer.store.buffer] = producer
         operations.append(operation)
     return replace(lowered, operations=_without_unread(operations, kept))
+
+
+def _is_call(operation: Operation) -> bool:
+    return isinstance(operation, Extern) and not (is_collective(operation.node) or is_wait(operation.node))
 
 
 def needed_at_end(lowered: Lowered) -> frozenset[str]:
@@ -85,17 +117,23 @@ def _producer(loop: Loop, writers: dict[str, int]) -> _Producer | None:
     if any(isinstance(value, Reduce) for value in values):
         return None
     cost = sum(OPS[value.op].cost for value in values if isinstance(value, Call))
-    return _Producer(loop, nest, store, sum(isinstance(value, Load) for value in values), cost)
+    return _Producer(loop, nest, store, cost)
 
 
 def _take_in(
-    loop: Loop, producers: dict[str, _Producer], lowered: Lowered, readers: dict[str, int], kept: frozenset[str]
+    loop: Loop,
+    at: int,
+    producers: dict[str, _Producer],
+    lowered: Lowered,
+    readers: dict[str, int],
+    kept: frozenset[str],
+    lives: _Lives,
 ) -> Loop:
-    """The nest with what it reads computed in place, where that pays."""
+    """The nest of operation number ``at`` with what it reads computed in place, where that pays."""
     nest, inlined = loop.nest, list(loop.inlined)
     for name in list(dict.fromkeys(load.buffer for load in nest.reads)):
         producer = producers.get(name)
-        if producer is None:
+        if producer is None or lives.long(producer, at):
             continue
         alone = readers[name] == 1 and name not in kept
         if not (_free(producer, nest, name, lowered) or (alone and _once(producer, nest, name))):
@@ -103,6 +141,7 @@ def _take_in(
         taken = _substituted(nest, name, producer, lowered.buffers[name].dtype)
         if taken is not None and len(taken.values()) <= _LONGEST and len(taken.reads) <= _MOST_READS:
             nest = taken
+            lives.read(producer, at)
             inlined += (*producer.loop.inlined, producer.loop.node)
             for buffer in {load.buffer for load in producer.nest.reads}:
                 readers[buffer] = readers.get(buffer, 0) + (0 if alone else 1)

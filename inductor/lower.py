@@ -6,6 +6,7 @@ tensors of the graph know; every other value has a buffer of its own.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import WAIT, StepGraph
+from weft.inductor.axes import magnitude
 from weft.inductor.ir import Nest
 from weft.inductor.lowering.registry import LOWERINGS, SEEDS, Buffer, Lower, Lowering, Operand, size_of
 from weft.inductor.passes.fragments import base_of
@@ -83,6 +85,11 @@ class Lowered:
     operands: dict[Node, Operand] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     seeds: list[Node] = field(default_factory=list)
+
+    def bytes(self, name: str) -> float:
+        """About how large a buffer is; 0 of a name that is none's."""
+        buffer = self.buffers.get(name)
+        return buffer.dtype.itemsize * math.prod(map(magnitude, buffer.sizes)) if buffer else 0.0
 
 
 def lower(step: StepGraph, order: Sequence[Node]) -> Lowered:

@@ -60,7 +60,7 @@ class ChunkLoss:
         *,
         chunk_bytes: int = 512 << 20,
         smallest_bytes: int = 256 << 20,
-        least_rows: int = 1024,
+        least_rows: int = 2048,
         multiple: int = 128,
     ) -> None:
         self.chunk_bytes = chunk_bytes

@@ -245,3 +245,17 @@ def test_what_the_host_computes_beside_a_gpu_is_not_lowered() -> None:
     lowered = lower(graph, nodes)
     assert [op.node.name for op in lowered.operations if isinstance(op, Loop)] == ["exp"]
     assert not lowered.seeds
+
+
+@pytest.mark.parametrize("columns", [4, 64])
+def test_little_made_of_much_is_computed_before_others_need_memory(columns: int) -> None:
+    def picks(x, w, at):
+        labelled = torch.gather(x @ w, 1, at)
+        return ((labelled + torch.gather(x @ (w * 2), 1, at)).sum(0),)
+
+    inputs = randn(32, 16), randn(16, 64), torch.randint(64, (32, columns))
+    kernels(picks, *inputs)
+    step = weft.capture(picks, *inputs)
+    operations = inline(lower(step, list(step.graph.nodes))).operations
+    (reader,) = (operation for operation in operations if "mm_1" in operation.reads)
+    assert ("mm" in reader.reads) == (columns == 64)
