@@ -59,7 +59,7 @@ def timed(kind: str, size: int, peers: Peers, cluster: Cluster) -> list[dict[str
         given = size // torch.bfloat16.itemsize * way.dtype.itemsize
         start = way.prepare(peers, given, 1)
         dist.barrier(peers.group)
-        seconds = seconds_of(lambda start=start: start()(), peers.device)
+        seconds = seconds_of(lambda start=start: start()(), peers.device, ahead=True)
         predicted = transfer(cluster, Collective(kind, peers.ranks, "", given, way.dtype), way.transport).seconds
         rows.append(
             {

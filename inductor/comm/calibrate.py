@@ -36,6 +36,8 @@ _BESIDE = 3
 _COVER = 3
 _LEAD = 0.5
 _ROUNDS = 5
+# Seconds of products in which the host has given a GPU all that follows.
+_AHEAD = 0.02
 # A computation that got nothing done beside a collective would never end in a simulation.
 _MOST_INTERFERENCE = 0.95
 _DIGITS = 4
@@ -161,6 +163,7 @@ def _transports(draft: Cluster, peers: Peers, scale: Scale) -> list[tuple[Transp
 
 def _transport(draft: Cluster, way: Way, peers: Peers, scale: Scale) -> tuple[Transport, float]:
     times = [_seconds(way, peers, size) for size in scale.sizes]
+    beside = _Beside(way, peers, scale)
     hops = _probe(draft, way, peers, 0)
     points = [
         (_probe(draft, way, peers, size) - hops, seconds) for size, seconds in zip(scale.sizes, times, strict=True)
@@ -171,12 +174,13 @@ def _transport(draft: Cluster, way: Way, peers: Peers, scale: Scale) -> tuple[Tr
         kinds=(way.kind,),
         bandwidth=_rounded(line.bandwidth),
         latency=_rounded(max(0.0, line.latency - hops)),
-        interference=_rounded(_interference(way, peers, scale, times[-1])),
+        interference=_rounded(beside.interference(times[-1])),
         dtypes=way.dtypes,
         sums=way.sums,
         crosses=way.crosses,
         per_member=_rounded(_per_member(way, peers, scale.sizes[-2])) if way.coalesces else 0.0,
         ctas=way.ctas,
+        delay=_rounded(beside.delay(times[0])),
     )
     return transport, line.worst(points)
 
@@ -193,7 +197,7 @@ def _seconds(way: Way, peers: Peers, size: int, members: int = 1) -> float:
     """How long a collective takes by itself."""
     start = way.prepare(peers, size, members)
     dist.barrier(peers.group)
-    return seconds_of(lambda: start()(), peers.device)
+    return seconds_of(lambda: start()(), peers.device, ahead=True)
 
 
 def _per_member(way: Way, peers: Peers, size: int) -> float:
@@ -201,36 +205,67 @@ def _per_member(way: Way, peers: Peers, size: int) -> float:
     return max(0.0, several - flat) / (_MEMBERS - 1)
 
 
-def _interference(way: Way, peers: Peers, scale: Scale, seconds: float) -> float:
-    """Seconds of matrix products that are lost in a second of the collective, which takes ``seconds`` by itself."""
-    pairs = [
-        [torch.randn(shape, device=peers.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n))]
-        for m, k, n in scale.work.beside
-    ]
+class _Beside:
+    """A way beside matrix products."""
 
-    def compute(rounds: int = 1) -> None:
-        for a, b in pairs * rounds:
+    def __init__(self, way: Way, peers: Peers, scale: Scale) -> None:
+        self.way, self.peers, self.scale = way, peers, scale
+        self.pairs = [
+            [torch.randn(shape, device=peers.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n))]
+            for m, k, n in scale.work.beside
+        ]
+        self.one = seconds_of(self.compute, peers.device)
+
+    def compute(self, rounds: int = 1) -> None:
+        for a, b in self.pairs * rounds:
             a @ b
 
-    one = seconds_of(compute, peers.device)
-    lead, count = (math.ceil(times * _BESIDE * seconds / one) for times in (_LEAD, _COVER))
-    start, waits = way.prepare(peers, scale.sizes[-1], 1), list[Wait]()
+    def rounds(self, seconds: float) -> int:
+        return math.ceil(seconds / self.one)
 
-    def products(collectives: int) -> None:
-        compute(lead)  # until the host has given all the rest, and all ranks are there
-        waits.extend(start() for _ in range(collectives))
-        compute(count)
+    def interference(self, seconds: float) -> float:
+        """Seconds of products that are lost in a second of the collective, which takes ``seconds`` by itself."""
+        start, waits = self.way.prepare(self.peers, self.scale.sizes[-1], 1), list[Wait]()
+        lead, count = (self.rounds(times * _BESIDE * seconds) for times in (_LEAD, _COVER))
 
-    def measured(collectives: int) -> float:
-        dist.barrier(peers.group)
-        found = elapsed(lambda: products(collectives), peers.device)
-        while waits:
-            waits.pop()()
-        return found
+        def products(collectives: int) -> None:
+            self.compute(lead)  # until the host has given all the rest, and all ranks are there
+            waits.extend(start() for _ in range(collectives))
+            self.compute(count)
 
-    # In turn, since a GPU's clock drifts while it is busy.
-    lost = [measured(_BESIDE) - measured(0) for _ in range(_ROUNDS)]
-    return min(max(0.0, statistics.median(lost) / (_BESIDE * seconds)), _MOST_INTERFERENCE)
+        def measured(collectives: int) -> float:
+            dist.barrier(self.peers.group)
+            found = elapsed(lambda: products(collectives), self.peers.device)
+            while waits:
+                waits.pop()()
+            return found
+
+        # In turn, since a GPU's clock drifts while it is busy.
+        lost = [measured(_BESIDE) - measured(0) for _ in range(_ROUNDS)]
+        return min(max(0.0, statistics.median(lost) / (_BESIDE * seconds)), _MOST_INTERFERENCE)
+
+    def delay(self, seconds: float) -> float:
+        """Seconds that the smallest collective takes longer than the ``seconds`` which it takes by itself."""
+        device = self.peers.device
+        if device.type != "cuda":
+            return 0.0
+        start = self.way.prepare(self.peers, self.scale.sizes[0], 1)
+        aside = torch.cuda.Stream(device)
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_ROUNDS * _BESIDE)]
+        start()()
+        dist.barrier(self.peers.group)
+        self.compute(self.rounds(_AHEAD))
+        for begin, end in events:
+            self.compute()
+            begin.record(torch.cuda.current_stream(device))
+            wait = start()
+            with torch.cuda.stream(aside):
+                wait()
+                end.record(aside)
+        self.compute(self.rounds(_AHEAD))
+        torch.cuda.synchronize(device)
+        found = statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e-3
+        return max(0.0, found - seconds)
 
 
 # ---- between nodes

@@ -13,12 +13,16 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from weft import torch_adapter
 from weft.inductor.comm.cluster import Gpu, shipped_gpu
 from weft.inductor.runtime.kernels import arch_of
 
 _REPEATS = 5
 _CALLS = 4
 _LAUNCHES = 100
+# A GPU is occupied for so many times as long as the host needs to give it what is timed, but not for longer (seconds).
+_LEAD = 2.0
+_MOST_LEAD = 0.1
 # Seconds of products before those that are timed: a step keeps a GPU as warm, and its clock as low.
 _WARM = 0.5
 _HEAD_WIDTH = 128
@@ -78,10 +82,32 @@ def measure_gpu(device: torch.device, work: Work = LARGE) -> Gpu:
     )
 
 
-def seconds_of(run: Callable[[], object], device: torch.device, calls: int = _CALLS) -> float:
-    """How long ``run`` takes on ``device``: the median over a few rounds of ``calls`` calls, after one to warm up."""
+def seconds_of(run: Callable[[], object], device: torch.device, calls: int = _CALLS, *, ahead: bool = False) -> float:
+    """How long ``run`` takes on ``device``: the median over a few rounds of ``calls`` calls, after one to warm up.
+
+    Args:
+        ahead: on a GPU, let the host be ahead, as it is in a step: what calls cost the host does not count then, nor
+            what ranks come late to the first. The GPU rests meanwhile, and computes faster for a while.
+    """
     run()
-    return statistics.median(elapsed(run, device, calls) / calls for _ in range(_REPEATS))
+    lead = _lead(run, device, calls) if ahead and device.type == "cuda" else 0.0
+
+    def round_() -> float:
+        if lead:
+            with torch.cuda.device(device):
+                torch_adapter.occupy_gpu(lead)
+            run()
+        return elapsed(run, device, calls) / calls
+
+    return statistics.median(round_() for _ in range(_REPEATS))
+
+
+def _lead(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Seconds in which the host has surely given all of a round."""
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    return min(_LEAD * (calls + 1) * (time.perf_counter() - started), _MOST_LEAD)
 
 
 def elapsed(run: Callable[[], object], device: torch.device, calls: int = 1) -> float:

@@ -1,8 +1,8 @@
 """How ``weft calibrate`` times collectives over memory that peers share: as the program of a step runs them.
 
 Shards are float32 and travel as bfloat16; what is reduced lies in the arena already, where a step's products put it.
-Ranks meet before each collective of another kind than those by engines, which a step can often do without: there, they
-take a little less than measured here.
+Ranks meet before gathers by kernels and before all-reduces, which a step can often do without: there, these take a
+little less than measured here.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def peer_ways() -> list[Way]:
         return CopyEngineGather(AXIS, world, 0, offsets, ahead=True)
 
     def reduce_scatter(name: str, programs: int) -> Way:
-        make: _Make = lambda world, offsets: PeerReduceScatter(AXIS, world, programs, offsets, opens=True)
+        make: _Make = lambda world, offsets: PeerReduceScatter(AXIS, world, programs, offsets)
         return _way(name, "reduce_scatter", make, sums="float32", dtypes=_NARROW, ctas=programs)
 
     def copy_sum(world: int, offsets: tuple[int, ...]) -> PeerCall:
-        return CopySumReduceScatter(AXIS, world, 0, offsets, opens=True)
+        return CopySumReduceScatter(AXIS, world, 0, offsets)
 
     def all_reduce(name: str, shots: int, programs: int) -> Way:
         make: _Make = lambda world, offsets: PeerAllReduce(AXIS, world, programs, offsets, opens=True, shots=shots)

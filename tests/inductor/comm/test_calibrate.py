@@ -6,7 +6,6 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,11 +119,12 @@ def measured_by_a_model(rank: int, world: int) -> Calibration:
     def modelled(way: Way, peers: Peers, size: int, members: int = 1) -> float:
         return transfer(machine, Collective(way.kind, peers.ranks, "", size, way.dtype, members), "gloo").seconds
 
-    def slowed(way: Way, peers: Peers, *_: Any) -> float:
-        return transfer(machine, Collective(way.kind, peers.ranks, "", 1, way.dtype), "gloo").interference
+    def slowed(beside: calibration._Beside, seconds: float) -> float:
+        sent = Collective(beside.way.kind, beside.peers.ranks, "", 1, beside.way.dtype)
+        return transfer(machine, sent, "gloo").interference
 
     calibration._seconds = modelled
-    calibration._interference = slowed
+    calibration._Beside.interference = slowed
     listed = [dataclasses.replace(way, coalesces=True) for way in torch_ways("gloo")]
     calibration.ways = lambda backend: listed
     scale = dataclasses.replace(TINY, sizes=FULL.sizes)
