@@ -20,6 +20,7 @@ from weft.inductor.comm.bind import bind
 from weft.inductor.comm.buckets import Member, join, sequences
 from weft.inductor.comm.carry import carry
 from weft.inductor.comm.transports import why_not
+from weft.inductor.comm.updates import split_updates
 from weft.inductor.compiler import make_kernels
 from weft.inductor.passes.common_subexpressions import common_subexpressions
 from weft.inductor.passes.fold_casts import fold_casts
@@ -47,7 +48,7 @@ def transported(
         made = make_kernels(made)
     for members in sequences(made):
         join(made, in_fours(members))
-    schedule_waits(made)
+    schedule_waits(split_updates(made))
     chosen = {}
     for node in made.collectives():
         chosen[node] = next((name for name in transports if why_not(made, node, name) is None), dist.get_backend())

@@ -13,6 +13,7 @@ from weft.capture.graph import StepGraph
 from weft.inductor.comm.buckets import join, sequences
 from weft.inductor.comm.members import Names
 from weft.inductor.comm.reshard import gather_again, gather_once
+from weft.inductor.comm.updates import split_updates
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.passes.order import reorder
 
@@ -81,7 +82,7 @@ def apply(step: StepGraph, decisions: Decisions) -> StepGraph:
     step = regather(step.copy(), decisions.again)
     nodes = list(step.graph.nodes)
     members = {member.start: member for sequence in sequences(step) for member in sequence}
-    join(step, [[members[nodes[at]] for at in bucket] for bucket in decisions.buckets])
+    split_updates(join(step, [[members[nodes[at]] for at in bucket] for bucket in decisions.buckets]))
     nodes = list(step.graph.nodes)
     for at, name in decisions.transports:
         nodes[at].meta["transport"] = name

@@ -48,6 +48,7 @@ from weft.inductor.comm.reshard import gaps, gather_once, let_go
 from weft.inductor.comm.simulate import Simulation, simulate
 from weft.inductor.comm.tables import BucketReport, bucket_report
 from weft.inductor.comm.transports import lies_in_arena
+from weft.inductor.comm.updates import split_updates
 from weft.inductor.passes.order import reorder, together
 
 log = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ class _Planner:
         buckets = [bucket for bucket in self.buckets(step, plan.scale) if len(bucket) > 1]
         place = {node: at for at, node in enumerate(step.graph.nodes)}
         places = tuple(tuple(place[member.start] for member in bucket) for bucket in buckets)
-        choose_transports(join(step, buckets), self.cluster, without=self.refused, **self.may)
+        choose_transports(split_updates(join(step, buckets)), self.cluster, without=self.refused, **self.may)
         names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
         self.by_peers = [name for name in names if name != LIBRARY]
         return _Draft(plan, step, places, *build(step, self.cluster, self.costs))

@@ -1,0 +1,131 @@
+"""Optimizer updates by bucket: which are split, that nothing is lost, and that training keeps its bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import peer_steps
+import pytest
+import torch
+from llama_steps import sharded_llama
+from peer_steps import model, over_peers, sharded, train
+
+import weft
+from harness import run_ranks
+from weft.capture.graph import StepGraph
+from weft.inductor.clock import Clock
+from weft.inductor.comm.buckets import join, sequences
+from weft.inductor.comm.updates import split_updates
+from weft.inductor.compiler import kernel_graph
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.passes.fuse_optimizer import fuse_optimizer
+from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.retarget import retarget
+
+LAYERS = 2
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    with weft.fake_world(8):
+        yield
+
+
+def merged(*, clip: bool, most: int = 9) -> StepGraph:
+    """A step whose collectives go as calls of so many."""
+    step = kernel_graph(run_passes(sharded_llama(LAYERS, 1024, clip=clip), EVERY_PASS), Clock())
+    return join(step, [of[at : at + most] for of in sequences(step) for at in range(0, len(of), most)])
+
+
+def updates(step: StepGraph) -> list[torch.fx.Node]:
+    return [node for node in step.graph.nodes if isinstance(node.target, MultiTensor) and node.target.updated]
+
+
+def reductions(step: StepGraph) -> int:
+    return sum("reduce_scatter" in str(node.target) for node in step.collectives())
+
+
+@pytest.mark.usefixtures("world")
+def test_each_bucket_has_an_update_of_its_own() -> None:
+    step = merged(clip=False)
+    (whole,) = updates(step)
+    parameters, results = list(whole.args[0]), [value.name for value in step.results if hasattr(value, "name")]
+    step = split_updates(step).check()
+    parts = updates(step)
+    assert len(parts) == reductions(step) > 2
+    assert sorted(p.name for part in parts for p in part.args[0]) == sorted(p.name for p in parameters)
+    assert all(len(part.args[0]) == len(vals) for part in parts for vals in part.meta["val"] if vals)
+    assert [value.name for value in step.results if hasattr(value, "name")] == results
+
+
+@pytest.mark.usefixtures("world")
+def test_an_update_runs_before_later_gradients_are_reduced() -> None:
+    step = split_updates(merged(clip=False))
+    first = updates(step)[0]
+    seen, todo = set(), [first]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+    waited = [node for node in step.collectives() if node in seen and "reduce_scatter" in str(node.target)]
+    assert len(waited) == 1
+
+
+@pytest.mark.usefixtures("world")
+def test_what_waits_for_the_norm_of_all_stays_whole() -> None:
+    step = merged(clip=True)
+    before = len(step)
+    assert len(split_updates(step)) == before
+    assert len(updates(step)) == 1
+
+
+@pytest.mark.usefixtures("world")
+def test_gradients_gathered_behind_the_norm_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replicated model: its norm follows from the shards."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(6)))
+    model.to_empty(device="cuda")
+    weft.replicate(model, mesh=torch.distributed.init_device_mesh("cuda", (8,), mesh_dim_names=("dp",)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    graph = retarget(weft.capture(step, torch.zeros(64, 4096, device="cuda")))
+    graph = kernel_graph(run_passes(graph, EVERY_PASS), Clock())
+    join(graph, [of[at : at + 2] for of in sequences(graph) for at in range(0, len(of), 2)])
+    assert len(updates(split_updates(graph).check())) > 2
+
+
+def trained(rank: int, world: int) -> int:
+    """How many updates a step has that trains as eager does, bit for bit."""
+
+    def step_of(net: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+
+        def step(ids: torch.Tensor) -> torch.Tensor:
+            loss = torch.nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    nets = [sharded(model(8, 16)) for _ in range(2)]
+    expected = train(step_of(nets[0]), nets[0], rank, 3)
+    compiled = over_peers(step_of(nets[1]), ["gloo"], passes=[*peer_steps.PASSES, fuse_optimizer])
+    torch.testing.assert_close(train(compiled, nets[1], rank, 3), expected, rtol=0, atol=0)
+    return compiled.programs[0].source.count("= adam")
+
+
+@pytest.mark.gloo
+def test_a_step_with_split_updates_trains_as_eager_bit_for_bit() -> None:
+    assert all(count > 1 for count in run_ranks(trained, 2, timeout=120))
