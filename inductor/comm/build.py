@@ -92,8 +92,8 @@ class _Builder:
         elif kind is Kind.START:
             collective = collective_of(self.step, node, self.costs.unbacked)
             made = transfer(self.cluster, collective, node.meta.get("transport", "nccl"))
-            task.seconds, task.lane, task.link = made.in_step, made.lane, made.link
-            task.interference = made.interference * made.seconds / made.in_step if made.in_step else 0.0
+            task.seconds, task.lane = made.seconds, made.lane
+            task.link, task.interference = made.link, made.interference
         return task
 
     def _kind(self, node: Node) -> Kind:

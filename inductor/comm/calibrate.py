@@ -36,8 +36,6 @@ _BESIDE = 3
 _COVER = 3
 _LEAD = 0.5
 _ROUNDS = 5
-# Seconds of products in which the host has given a GPU all that follows.
-_AHEAD = 0.02
 # A computation that got nothing done beside a collective would never end in a simulation.
 _MOST_INTERFERENCE = 0.95
 _DIGITS = 4
@@ -78,7 +76,8 @@ class Calibration:
 def calibrate(device: torch.device, scale: Scale) -> Calibration:
     """Measure ``device`` (this rank's), and what joins the ranks of the default process group if there is one.
 
-    All ranks return what rank 0 measured.
+    All ranks return what rank 0 measured, but for the rates of the GPU: those of the slowest rank, which a step of all
+    goes by.
 
     Raises:
         MulticastNotOff: ways over symmetric memory are to be timed, and NVLink multicast is not switched off.
@@ -88,6 +87,7 @@ def calibrate(device: torch.device, scale: Scale) -> Calibration:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Calibration(_alone(gpu, base), base, (), False)
     world = dist.get_world_size()
+    gpu = _slowest(gpu, world)
     hosts = base.hosts_per_node if base else 1
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world)) * hosts
     within, across = _groups(world, per_node, device)
@@ -105,6 +105,21 @@ def calibrate(device: torch.device, scale: Scale) -> Calibration:
     dist.broadcast_object_list(result, 0)
     assert result[0] is not None
     return result[0]
+
+
+def _slowest(gpu: Gpu, world: int) -> Gpu:
+    """``gpu`` with the lowest of each rate that the ranks measured. Of one host, products differ by up to 5%."""
+    found: list[Gpu | None] = [None] * world
+    dist.all_gather_object(found, gpu)
+    gpus = [each for each in found if each is not None]
+    return replace(
+        gpu,
+        copy_bandwidth=min(each.copy_bandwidth for each in gpus),
+        launch_latency=max(each.launch_latency for each in gpus),
+        matmul={name: min(each.matmul.get(name, rate) for each in gpus) for name, rate in gpu.matmul.items()},
+        attention_forward=min(each.attention_forward for each in gpus),
+        attention_backward=min(each.attention_backward for each in gpus),
+    )
 
 
 def _name(gpu: Gpu, per_node: int) -> str:
@@ -163,7 +178,6 @@ def _transports(draft: Cluster, peers: Peers, scale: Scale) -> list[tuple[Transp
 
 def _transport(draft: Cluster, way: Way, peers: Peers, scale: Scale) -> tuple[Transport, float]:
     times = [_seconds(way, peers, size) for size in scale.sizes]
-    beside = _Beside(way, peers, scale)
     hops = _probe(draft, way, peers, 0)
     points = [
         (_probe(draft, way, peers, size) - hops, seconds) for size, seconds in zip(scale.sizes, times, strict=True)
@@ -174,13 +188,12 @@ def _transport(draft: Cluster, way: Way, peers: Peers, scale: Scale) -> tuple[Tr
         kinds=(way.kind,),
         bandwidth=_rounded(line.bandwidth),
         latency=_rounded(max(0.0, line.latency - hops)),
-        interference=_rounded(beside.interference(times[-1])),
+        interference=_rounded(_interference(way, peers, scale, times[-1])),
         dtypes=way.dtypes,
         sums=way.sums,
         crosses=way.crosses,
         per_member=_rounded(_per_member(way, peers, scale.sizes[-2])) if way.coalesces else 0.0,
         ctas=way.ctas,
-        delay=_rounded(beside.delay(times[0])),
     )
     return transport, line.worst(points)
 
@@ -205,67 +218,36 @@ def _per_member(way: Way, peers: Peers, size: int) -> float:
     return max(0.0, several - flat) / (_MEMBERS - 1)
 
 
-class _Beside:
-    """A way beside matrix products."""
+def _interference(way: Way, peers: Peers, scale: Scale, seconds: float) -> float:
+    """Seconds of matrix products that are lost in a second of the collective, which takes ``seconds`` by itself."""
+    pairs = [
+        [torch.randn(shape, device=peers.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n))]
+        for m, k, n in scale.work.beside
+    ]
 
-    def __init__(self, way: Way, peers: Peers, scale: Scale) -> None:
-        self.way, self.peers, self.scale = way, peers, scale
-        self.pairs = [
-            [torch.randn(shape, device=peers.device, dtype=torch.bfloat16) for shape in ((m, k), (k, n))]
-            for m, k, n in scale.work.beside
-        ]
-        self.one = seconds_of(self.compute, peers.device)
-
-    def compute(self, rounds: int = 1) -> None:
-        for a, b in self.pairs * rounds:
+    def compute(rounds: int = 1) -> None:
+        for a, b in pairs * rounds:
             a @ b
 
-    def rounds(self, seconds: float) -> int:
-        return math.ceil(seconds / self.one)
+    one = seconds_of(compute, peers.device)
+    lead, count = (math.ceil(times * _BESIDE * seconds / one) for times in (_LEAD, _COVER))
+    start, waits = way.prepare(peers, scale.sizes[-1], 1), list[Wait]()
 
-    def interference(self, seconds: float) -> float:
-        """Seconds of products that are lost in a second of the collective, which takes ``seconds`` by itself."""
-        start, waits = self.way.prepare(self.peers, self.scale.sizes[-1], 1), list[Wait]()
-        lead, count = (self.rounds(times * _BESIDE * seconds) for times in (_LEAD, _COVER))
+    def products(collectives: int) -> None:
+        compute(lead)  # until the host has given all the rest, and all ranks are there
+        waits.extend(start() for _ in range(collectives))
+        compute(count)
 
-        def products(collectives: int) -> None:
-            self.compute(lead)  # until the host has given all the rest, and all ranks are there
-            waits.extend(start() for _ in range(collectives))
-            self.compute(count)
+    def measured(collectives: int) -> float:
+        dist.barrier(peers.group)
+        found = elapsed(lambda: products(collectives), peers.device)
+        while waits:
+            waits.pop()()
+        return found
 
-        def measured(collectives: int) -> float:
-            dist.barrier(self.peers.group)
-            found = elapsed(lambda: products(collectives), self.peers.device)
-            while waits:
-                waits.pop()()
-            return found
-
-        # In turn, since a GPU's clock drifts while it is busy.
-        lost = [measured(_BESIDE) - measured(0) for _ in range(_ROUNDS)]
-        return min(max(0.0, statistics.median(lost) / (_BESIDE * seconds)), _MOST_INTERFERENCE)
-
-    def delay(self, seconds: float) -> float:
-        """Seconds that the smallest collective takes longer than the ``seconds`` which it takes by itself."""
-        device = self.peers.device
-        if device.type != "cuda":
-            return 0.0
-        start = self.way.prepare(self.peers, self.scale.sizes[0], 1)
-        aside = torch.cuda.Stream(device)
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_ROUNDS * _BESIDE)]
-        start()()
-        dist.barrier(self.peers.group)
-        self.compute(self.rounds(_AHEAD))
-        for begin, end in events:
-            self.compute()
-            begin.record(torch.cuda.current_stream(device))
-            wait = start()
-            with torch.cuda.stream(aside):
-                wait()
-                end.record(aside)
-        self.compute(self.rounds(_AHEAD))
-        torch.cuda.synchronize(device)
-        found = statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e-3
-        return max(0.0, found - seconds)
+    # In turn, since a GPU's clock drifts while it is busy.
+    lost = [measured(_BESIDE) - measured(0) for _ in range(_ROUNDS)]
+    return min(max(0.0, statistics.median(lost) / (_BESIDE * seconds)), _MOST_INTERFERENCE)
 
 
 # ---- between nodes

@@ -83,4 +83,4 @@ def allowed_transports(cluster: Cluster) -> list[str]:
 def cost(cluster: Cluster, collective: Collective, transport: str) -> float:
     """Seconds of a collective, and those that computation loses beside it."""
     found = transfer(cluster, collective, transport)
-    return found.in_step + found.seconds * found.interference
+    return found.seconds * (1 + found.interference)

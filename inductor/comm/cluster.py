@@ -91,8 +91,6 @@ class Transport:
             memory of every other directly.
         per_member: seconds for each member of a coalesced collective after the first.
         ctas: thread blocks that it keeps busy; 0 for none, or where it chooses by itself.
-        delay: seconds that a collective takes longer beside computation, of whatever size: its kernels wait for
-            multiprocessors, and ranks for each other's.
     """
 
     name: str
@@ -105,7 +103,6 @@ class Transport:
     crosses: bool = False
     per_member: float = 0.0
     ctas: int = 0
-    delay: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from weft.errors import InvalidCluster
 T = TypeVar("T")
 
 # Numbers that may be zero; all others are positive.
-_MAY_BE_ZERO = frozenset({"arch", "ctas", "delay", "interference", "latency", "launch_latency", "per_member"})
+_MAY_BE_ZERO = frozenset({"arch", "ctas", "interference", "latency", "launch_latency", "per_member"})
 
 
 def read(path: Path, kind: type[T]) -> T:

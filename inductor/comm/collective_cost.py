@@ -81,19 +81,12 @@ class Transfer:
         lane: carries one collective at a time.
         link: the wires it shares with collectives of other lanes: the slowest of those it uses.
         interference: seconds of work that computation loses in a second of it.
-        delay: seconds that it waits for multiprocessors first, beside computation.
     """
 
     seconds: float
     lane: str
     link: str
     interference: float
-    delay: float = 0.0
-
-    @property
-    def in_step(self) -> float:
-        """Seconds on its lane beside computation."""
-        return self.delay + self.seconds
 
 
 def collective_of(step: StepGraph, node: Node, unbacked: int = UNBACKED) -> Collective:
@@ -152,7 +145,7 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") 
     seconds += carrier.per_member * (collective.members - 1)
     if not carrier.crosses:
         lane = _lane_over_peers(transport, collective.kind)
-    return Transfer(seconds, lane, link, carrier.interference, carrier.delay)
+    return Transfer(seconds, lane, link, carrier.interference)
 
 
 def _carried(cluster: Cluster, collective: Collective, transport: str) -> tuple[Collective, Transport | None]:

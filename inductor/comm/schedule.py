@@ -377,7 +377,7 @@ class _Remembered(ComputeCosts):
 
 def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int, members: int) -> float:
     sent = replace(like, bytes=size, members=members)
-    return transfer(cluster, sent, cheapest(cluster, sent, names)).in_step
+    return transfer(cluster, sent, cheapest(cluster, sent, names)).seconds
 
 
 def _issued(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
@@ -417,7 +417,7 @@ def _why(cluster: Cluster, sent: Collective, node: Node) -> str:
     if sent.members > 1:
         sizes = [tensor_bytes(val) or 0 for val in node.meta["val"]]
         alone = [replace(sent, bytes=sent.bytes * size // max(sum(sizes), 1), members=1) for size in sizes]
-        saved = sum(transfer(cluster, each).in_step for each in alone) - transfer(cluster, sent).in_step
+        saved = sum(transfer(cluster, each).seconds for each in alone) - transfer(cluster, sent).seconds
         words.append(f"one call saves {saved * 1e6:.0f} us")
     if again := node.meta.get("again", 0):
         words.append("gathered again" if again == sent.members else f"{again} gathered again")

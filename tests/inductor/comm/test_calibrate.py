@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from harness import needs_gpu, run_ranks
 from weft.errors import MulticastNotOff
 from weft.inductor.comm import calibrate as calibration
 from weft.inductor.comm.calibrate import FULL, TINY, Calibration, calibrate
-from weft.inductor.comm.cluster import Cluster, Link, load_cluster, save_cluster
+from weft.inductor.comm.cluster import Cluster, Gpu, Link, load_cluster, save_cluster
 from weft.inductor.comm.collective_cost import Collective, transfer
 from weft.inductor.comm.measure_gpu import Work, elapsed, measure_gpu, seconds_of
 from weft.inductor.comm.peer_ways import peer_ways
@@ -73,6 +74,31 @@ def test_two_processes() -> None:
         assert 1e-6 < seconds < 1.0
 
 
+def measured_unequal(rank: int, world: int) -> Gpu:
+    """The description's GPU, where rank 1 computes half as fast and copies twice as fast as rank 0."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    speed = 1 + rank
+    known = load_cluster("h200x8").gpu
+    own = dataclasses.replace(
+        known,
+        copy_bandwidth=known.copy_bandwidth * speed,
+        launch_latency=known.launch_latency * speed,
+        matmul={name: rate / speed for name, rate in known.matmul.items()},
+    )
+    calibration.measure_gpu = lambda device, work: own
+    return calibrate(CPU, TINY).cluster.gpu
+
+
+@pytest.mark.gloo
+def test_a_step_goes_by_the_slowest_rank() -> None:
+    known = load_cluster("h200x8").gpu
+    for found in run_ranks(measured_unequal, 2):
+        assert found.copy_bandwidth == pytest.approx(known.copy_bandwidth, rel=1e-3)
+        assert found.launch_latency == pytest.approx(2 * known.launch_latency, rel=1e-3)
+        assert found.matmul["bfloat16"] == pytest.approx(known.matmul["bfloat16"] / 2, rel=1e-3)
+        assert found.attention_forward == pytest.approx(known.attention_forward, rel=1e-3)
+
+
 @pytest.mark.gloo
 def test_three_processes_on_two_nodes(tmp_path: Path) -> None:
     """Of two ranks and of one: the network is measured, and all ranks get it."""
@@ -119,12 +145,11 @@ def measured_by_a_model(rank: int, world: int) -> Calibration:
     def modelled(way: Way, peers: Peers, size: int, members: int = 1) -> float:
         return transfer(machine, Collective(way.kind, peers.ranks, "", size, way.dtype, members), "gloo").seconds
 
-    def slowed(beside: calibration._Beside, seconds: float) -> float:
-        sent = Collective(beside.way.kind, beside.peers.ranks, "", 1, beside.way.dtype)
-        return transfer(machine, sent, "gloo").interference
+    def slowed(way: Way, peers: Peers, *_: Any) -> float:
+        return transfer(machine, Collective(way.kind, peers.ranks, "", 1, way.dtype), "gloo").interference
 
     calibration._seconds = modelled
-    calibration._Beside.interference = slowed
+    calibration._interference = slowed
     listed = [dataclasses.replace(way, coalesces=True) for way in torch_ways("gloo")]
     calibration.ways = lambda backend: listed
     scale = dataclasses.replace(TINY, sizes=FULL.sizes)
