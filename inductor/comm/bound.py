@@ -156,11 +156,6 @@ class _ByKernel(Bound):
         row = self._rows([0] * len(given), [0] * len(made))[0]
         self._table = AddressTable(len(given) * (len(row) + 1), self.device)
 
-    @property
-    def _programs(self) -> dict[str, Any]:
-        """The number of programs, where it is not the kernel's own choice."""
-        return {"programs": self.call.programs} if self.call.programs else {}
-
     @abstractmethod
     def _transport(self, given: Tensors, made: Tensors) -> Transport:
         """The kernel for such tensors."""
@@ -205,48 +200,27 @@ class _ByKernel(Bound):
         self._launch(stream)
 
 
-# Bytes of what is small, and the most programs that carry it: more are not faster. Measured on four H200.
-_SMALL = 16 << 20
-_FEW = 16
-
-
-class _Once(_ByKernel):
-    """Moves every byte once. Where these are few, ranks meet in the kernel itself, and it has few programs: three
-    kernels take 18 us for next to nothing on four H200, where NCCL's takes 9."""
-
-    @property
-    def _is_small(self) -> bool:
-        return sum(map(bytes_of, (member for _, member in self._members))) <= _SMALL
-
-    @property
-    def _programs(self) -> dict[str, Any]:
-        return {"programs": min(self.call.programs or _FEW, _FEW)} if self._is_small else super()._programs
-
-
-class _Push(_Once):
+class _Push(_ByKernel):
     def _transport(self, given: Tensors, made: Tensors) -> Transport:
         return PushGather(
             world=self.call.world,
             sizes=tuple(val.numel() for val in given),
-            before=self._is_small and self.call.opens,
-            after=self._is_small,
+            before=False,
+            after=False,
             source=given[0].dtype,
             wire=made[0].dtype,
-            **self._programs,
+            **_programs(self.call),
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
         return self.transport.rows(inputs, self.call.offsets)  # type: ignore[attr-defined]
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
-        if self._is_small:
-            self._launch(stream)
-        else:
-            super()._run(inputs, results, stream)
-            self._part(stream)
+        super()._run(inputs, results, stream)
+        self._part(stream)
 
 
-class _Pull(_Once):
+class _Pull(_ByKernel):
     """
     Attributes:
         squares: where sums of squares lie, see :class:`PeerSquares`; empty where nobody wants them.
@@ -268,13 +242,13 @@ class _Pull(_Once):
         return self._reduces.kernel(
             world=self.call.world,
             sizes=tuple(val.numel() for val in made),
-            before=self._is_small,
+            before=False,
             after=False,
             wire=given[0].dtype,
             result=made[0].dtype,
             reduction=_reduction(self.call),
             squares=self._reduces.squares,
-            **self._programs,
+            **_programs(self.call),
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
@@ -284,8 +258,7 @@ class _Pull(_Once):
         if self.call.opens:
             self._meet(stream)
         self._copy_in(inputs)
-        if not self._is_small:
-            self._meet(stream)
+        self._meet(stream)
         self._fetch(stream)
         self._launch(stream)
 
@@ -352,10 +325,6 @@ class _CopySum(_Pull):
         self._copies.aim(slots)
         super().attach(kernels)
 
-    @property
-    def _is_small(self) -> bool:
-        return False  # ranks meet before the copies
-
     def _peers(self) -> Peers:
         return replace(self.buffer.peers, bases=self._bases)
 
@@ -376,7 +345,7 @@ class _OneShot(_ByKernel):
             source=given[0].dtype,
             result=made[0].dtype,
             reduction=_reduction(self.call),
-            **self._programs,
+            **_programs(self.call),
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
@@ -391,7 +360,7 @@ class _TwoShot(_ByKernel):
             wire=given[0].dtype,
             source=given[0].dtype,
             reduction=_reduction(self.call),
-            **self._programs,
+            **_programs(self.call),
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
@@ -516,6 +485,10 @@ def _current_stream(device: torch.device) -> int:
 def _arenas(buffer: SymmetricBuffer) -> list[int]:
     """Where the arenas of all ranks lie."""
     return [buffer.view(0, (1,), torch.uint8, rank).data_ptr() for rank in range(buffer.peers.world)]
+
+
+def _programs(call: PeerCall) -> dict[str, Any]:
+    return {"programs": call.programs} if call.programs else {}
 
 
 def _reduction(call: PeerCall) -> Reduction:

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from harness import RanksFailed, run_ranks
 from weft import errors, knobs
-from weft.inductor.comm import bound as bindings
 from weft.inductor.comm import layout, symmetric
 from weft.inductor.comm.bound import Bound
 from weft.inductor.comm.carry import Carried
@@ -41,11 +40,9 @@ def both(
     sizes: tuple[int, int],
     kernels: bool,
     planned: bool = False,
-    small: int = 1 << 20,
 ) -> str:
     """Train over gloo and over peers, compare bits; the text of the program over peers. Kernels make other bits than
-    ATen, so they are compared with themselves. What is no larger than ``small`` bytes goes by one kernel."""
-    bindings._SMALL = small
+    ATen, so they are compared with themselves."""
     nets = [sharded(model(*sizes), bf16) for _ in range(2)]
     plain = over_peers(step_of(nets[0]), ["gloo"], kernels) if kernels else step_of(nets[0])
     expected = train(plain, nets[0], rank)
@@ -62,18 +59,17 @@ def calls(source: str) -> Counter[str]:
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("transports", "small", "names"),
+    ("transports", "names"),
     [
-        (KERNELS, 1 << 20, {"peer_gather", "peer_reduce_scatter", "peer_all_reduce"}),
-        (KERNELS, 0, {"peer_gather", "peer_reduce_scatter", "peer_all_reduce"}),
-        (COPIES, 0, {"copy_engine_gather", "copy_sum_reduce_scatter", "peer_all_reduce"}),
+        (KERNELS, {"peer_gather", "peer_reduce_scatter", "peer_all_reduce"}),
+        (COPIES, {"copy_engine_gather", "copy_sum_reduce_scatter", "peer_all_reduce"}),
     ],
-    ids=["one kernel", "kernels", "copies"],
+    ids=["kernels", "copies"],
 )
 def test_sharded_training_on_two_ranks_is_the_same_to_the_bit(
-    bf16: bool, transports: list[str], small: int, names: set[str]
+    bf16: bool, transports: list[str], names: set[str]
 ) -> None:
-    source, _ = run_ranks(both, 2, bf16, transports, (7, 13), False, False, small, timeout=120)
+    source, _ = run_ranks(both, 2, bf16, transports, (7, 13), False, timeout=120)
     assert set(calls(source)) == names
 
 
@@ -133,9 +129,8 @@ def test_a_step_that_is_dropped_leaves_no_collective_with_its_memory_behind() ->
 # ---- ranks that are not equally fast
 
 
-def hurried(rank: int, world: int, transports: list[str], small: int) -> None:
+def hurried(rank: int, world: int, transports: list[str]) -> None:
     """Train on ranks that dawdle at random, each at other places."""
-    bindings._SMALL = small
     nets = [sharded(model(8, 16, blocks=4)) for _ in range(2)]
     expected = train(step_of(nets[0]), nets[0], rank)
     dawdle = random.Random(rank)
@@ -154,11 +149,9 @@ def hurried(rank: int, world: int, transports: list[str], small: int) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("transports", "small"), [(KERNELS, 1 << 20), (KERNELS, 0), (COPIES, 0)], ids=["one kernel", "kernels", "copies"]
-)
-def test_training_stands_ranks_that_dawdle(transports: list[str], small: int) -> None:
-    run_ranks(hurried, 2, transports, small, timeout=120)
+@pytest.mark.parametrize("transports", [KERNELS, COPIES], ids=["kernels", "copies"])
+def test_training_stands_ranks_that_dawdle(transports: list[str]) -> None:
+    run_ranks(hurried, 2, transports, timeout=120)
 
 
 def gathered_twice(rank: int, world: int, opens: bool) -> tuple[float, float, tuple[bool, ...]]:

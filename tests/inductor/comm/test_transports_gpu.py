@@ -10,7 +10,6 @@ from peer_steps import COPIES, KERNELS, device, model, over_peers, sharded, step
 
 from harness import needs_gpu, run_ranks
 from weft import errors, knobs
-from weft.inductor.comm import bound
 from weft.inductor.comm.symmetric import reachable, symmetric_buffer
 
 pytestmark = [pytest.mark.gpu, needs_gpu(2)]
@@ -18,12 +17,8 @@ pytestmark = [pytest.mark.gpu, needs_gpu(2)]
 WORLD = min(8, torch.cuda.device_count())
 
 
-def trained(
-    rank: int, world: int, transports: list[str], small: int, bf16: bool, recorded: bool
-) -> tuple[float, str, int]:
-    """The largest difference between training over NCCL and over peers, the program, how often it was replayed. What is
-    no larger than ``small`` bytes goes by one kernel."""
-    bound._SMALL = small
+def trained(rank: int, world: int, transports: list[str], bf16: bool, recorded: bool) -> tuple[float, str, int]:
+    """The largest difference between training over NCCL and over peers, the program, how often it was replayed."""
     nets = [sharded(model(64, 256), bf16) for _ in range(2)]
     expected = train(step_of(nets[0]), nets[0], rank, 6)
     compiled = over_peers(step_of(nets[1]), transports, recorded=recorded)
@@ -35,16 +30,9 @@ def trained(
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("transports", "small", "gather"),
-    [(KERNELS, 1 << 20, "peer_gather"), (KERNELS, 0, "peer_gather"), (COPIES, 0, "copy_engine_gather")],
-    ids=["one kernel", "kernels", "copies"],
-)
-def test_sharded_training_is_that_over_nccl(
-    transports: list[str], small: int, gather: str, bf16: bool, recorded: bool
-) -> None:
-    ranks = run_ranks(trained, WORLD, transports, small, bf16, recorded, timeout=300, backend="nccl")
-    for far, source, replays in ranks:
+@pytest.mark.parametrize(("transports", "gather"), [(KERNELS, "peer_gather"), (COPIES, "copy_engine_gather")])
+def test_sharded_training_is_that_over_nccl(transports: list[str], gather: str, bf16: bool, recorded: bool) -> None:
+    for far, source, replays in run_ranks(trained, WORLD, transports, bf16, recorded, timeout=300, backend="nccl"):
         assert far < (2e-2 if bf16 else 1e-3)
         assert gather in source
         assert "c10d" not in source
