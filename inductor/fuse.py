@@ -22,8 +22,8 @@ import torch
 
 from weft.capture.graph import is_effect
 from weft.inductor.axes import Factor, Place, Substitution, align, magnitude, merge, move, pieces, substitute
-from weft.inductor.inline import needed_at_end
 from weft.inductor.ir import Call, Index, Int, Load, Nest, Reduce, Store, Value, map_values, rewrite
+from weft.inductor.lifetimes import Lifetimes, needed_at_end
 from weft.inductor.lower import Extern, Loop, Lowered
 from weft.inductor.lowering.registry import convert, literal
 
@@ -99,6 +99,7 @@ class _Fuser:
         self.lowered = lowered
         self.supports = supports
         self.kept = needed_at_end(lowered)
+        self.lives = Lifetimes(lowered)
         self.groups: dict[int, _Group] = {}
         self.home: dict[int, int] = {}  # operation -> group
         self.writers: dict[str, list[int]] = {}
@@ -188,11 +189,17 @@ class _Fuser:
             return "computed again so that it is not kept"
         if self._detour(a, b) or self._detour(b, a):
             return "something runs between"
+        if self._holds_longer(*sorted((one, two), key=lambda group: group.last)):
+            return "much would be held for little"
         joined = self._joined(one, two)
         if joined is None:
             return "other loops"
         why = self.supports(self._nest(joined)) if len(joined.overs) > 1 else None
         return joined if why is None else why
+
+    def _holds_longer(self, early: _Group, late: _Group) -> bool:
+        """Whether the first group, computed where the second is, would hold much that nothing else reads by then."""
+        return self.lives.too_long(early.reads.keys() - late.reads.keys(), early.writes, late.last)
 
     def _again(self, group: _Group) -> bool:
         """Whether a group computes again what forward computed."""

@@ -9,15 +9,14 @@ done with. What is left in memory afterwards is what several kernels share, and 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
-from weft.capture.graph import is_collective, is_wait
 from weft.inductor.axes import Place, magnitude, merge, move_values, pieces, solve, squeeze, substitute
 from weft.inductor.ir import Call, Index, Load, Nest, Reduce, Store, Value, map_values, rewrite
-from weft.inductor.lower import Extern, Loop, Lowered, Operation
+from weft.inductor.lifetimes import Lifetimes, needed_at_end
+from weft.inductor.lower import Loop, Lowered
 from weft.inductor.lowering.registry import convert, literal
 from weft.inductor.ops import OPS
 
@@ -26,7 +25,6 @@ _NOTHING = 3  # instructions a value may cost to be computed again and again for
 _MOST_MASKED = 4  # positions a masked load may stand at for each one that its mask lets through
 _LONGEST = 256  # values a nest may grow to: registers are finite
 _MOST_READS = 24
-_MOST_HELD = 8  # bytes that a value may keep in memory for each one of its own, past calls that need memory too
 
 
 class _Producer(NamedTuple):
@@ -34,30 +32,6 @@ class _Producer(NamedTuple):
     nest: Nest
     store: Store
     cost: int
-
-
-class _Lives:
-    """How long what operations make is held, and for whom."""
-
-    def __init__(self, lowered: Lowered, kept: frozenset[str]) -> None:
-        self.lowered = lowered
-        made = {name for operation in lowered.operations for name in operation.writes}
-        self.freed = made - kept
-        self.last = {name: at for at, operation in enumerate(lowered.operations) for name in operation.reads}
-        self.calls = list(accumulate(map(_is_call, lowered.operations)))
-
-    def long(self, producer: _Producer, at: int) -> bool:
-        """Whether operation number ``at``, computing the value, would hold much for long that is done with by then."""
-        most = _MOST_HELD * self.lowered.bytes(producer.store.buffer)
-        return any(
-            self.calls[self.last[name]] < self.calls[at] and self.lowered.bytes(name) > most
-            for name in producer.loop.reads & self.freed
-        )
-
-    def read(self, producer: _Producer, at: int) -> None:
-        """Operation number ``at`` computes the value."""
-        for name in producer.loop.reads:
-            self.last[name] = max(self.last[name], at)
 
 
 def inline(lowered: Lowered) -> Lowered:
@@ -71,7 +45,7 @@ def inline(lowered: Lowered) -> Lowered:
             readers[name] = readers.get(name, 0) + 1
     kept = needed_at_end(lowered)
     producers: dict[str, _Producer] = {}
-    lives = _Lives(lowered, kept)
+    lives = Lifetimes(lowered)
     operations = []
     for at, operation in enumerate(lowered.operations):
         if isinstance(operation, Loop):
@@ -82,16 +56,6 @@ def inline(lowered: Lowered) -> Lowered:
                 producers[producer.store.buffer] = producer
         operations.append(operation)
     return replace(lowered, operations=_without_unread(operations, kept))
-
-
-def _is_call(operation: Operation) -> bool:
-    return isinstance(operation, Extern) and not (is_collective(operation.node) or is_wait(operation.node))
-
-
-def needed_at_end(lowered: Lowered) -> frozenset[str]:
-    """Buffers that hold results of the step."""
-    results = (node for node in lowered.step.results if isinstance(node, torch.fx.Node))
-    return frozenset(lowered.operands[node].buffer for node in results if node in lowered.operands)
 
 
 def _without_unread(operations: list, kept: frozenset[str]) -> list:
@@ -127,13 +91,13 @@ def _take_in(
     lowered: Lowered,
     readers: dict[str, int],
     kept: frozenset[str],
-    lives: _Lives,
+    lives: Lifetimes,
 ) -> Loop:
     """The nest of operation number ``at`` with what it reads computed in place, where that pays."""
     nest, inlined = loop.nest, list(loop.inlined)
     for name in list(dict.fromkeys(load.buffer for load in nest.reads)):
         producer = producers.get(name)
-        if producer is None or lives.long(producer, at):
+        if producer is None or lives.too_long(producer.loop.reads, (name,), at):
             continue
         alone = readers[name] == 1 and name not in kept
         if not (_free(producer, nest, name, lowered) or (alone and _once(producer, nest, name))):
@@ -141,7 +105,7 @@ def _take_in(
         taken = _substituted(nest, name, producer, lowered.buffers[name].dtype)
         if taken is not None and len(taken.values()) <= _LONGEST and len(taken.reads) <= _MOST_READS:
             nest = taken
-            lives.read(producer, at)
+            lives.read(producer.loop.reads, at)
             inlined += (*producer.loop.inlined, producer.loop.node)
             for buffer in {load.buffer for load in producer.nest.reads}:
                 readers[buffer] = readers.get(buffer, 0) + (0 if alone else 1)

@@ -108,7 +108,7 @@ def calibrate(device: torch.device, scale: Scale) -> Calibration:
 
 
 def _slowest(gpu: Gpu, world: int) -> Gpu:
-    """``gpu`` with the lowest of each rate that the ranks measured. Of one host, products differ by up to 5%."""
+    """``gpu`` with the slowest of each figure that the ranks measured. Of one host, products differ by up to 5%."""
     found: list[Gpu | None] = [None] * world
     dist.all_gather_object(found, gpu)
     gpus = [each for each in found if each is not None]

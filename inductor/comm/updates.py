@@ -51,17 +51,20 @@ def _collectives(step: StepGraph) -> dict[Node, int]:
 
 
 def _parts(update: Node, collectives: dict[Node, int]) -> list[list[int]]:
-    """The tensors of an update, by the last collective that they wait for and all others do not, in its order."""
+    """The tensors of an update, by the last collective that they wait for and all others do not, in its order. One part
+    where numbers of all tensors lie in one of them (:mod:`weft.inductor.passes.numbers_to_memory`)."""
     given: tuple[Any, ...] = update.args
     common = 0
-    for scalar in given:
-        if isinstance(scalar, Node):
-            common |= collectives[scalar]
+    for shared in given:
+        if isinstance(shared, Node):
+            common |= collectives[shared]
+            if getattr(shared.meta["val"], "ndim", 0):
+                return []
     parts: dict[int, list[int]] = {}
     for at, row in enumerate(zip(*filter(_is_list, given), strict=True)):
         bits = 0
-        for tensor in row:
-            bits |= collectives[tensor]
+        for each in row:  # a tensor, or a number
+            bits |= collectives.get(each, 0)
         parts.setdefault((bits & ~common).bit_length(), []).append(at)
     return [parts[last] for last in sorted(parts)]
 

@@ -10,11 +10,15 @@ import torch.nn.functional as F
 from nest_eval import run_items
 
 import weft
+from weft.inductor.clock import Clock
 from weft.inductor.codegen.kernel import supports
+from weft.inductor.compiler import kernel_graph
 from weft.inductor.fuse import Kernel, fuse
 from weft.inductor.inline import inline
+from weft.inductor.liveness import liveness
 from weft.inductor.lower import Loop, lower
 from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.retarget import retarget
 
 
 def randn(*sizes: int, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -247,15 +251,22 @@ def test_what_the_host_computes_beside_a_gpu_is_not_lowered() -> None:
     assert not lowered.seeds
 
 
+def picks(x, w, at):
+    labelled = torch.gather(x @ w, 1, at)
+    return ((labelled + torch.gather(x @ (w * 2), 1, at)).sum(0),)
+
+
 @pytest.mark.parametrize("columns", [4, 64])
 def test_little_made_of_much_is_computed_before_others_need_memory(columns: int) -> None:
-    def picks(x, w, at):
-        labelled = torch.gather(x @ w, 1, at)
-        return ((labelled + torch.gather(x @ (w * 2), 1, at)).sum(0),)
-
-    inputs = randn(32, 16), randn(16, 64), torch.randint(64, (32, columns))
-    kernels(picks, *inputs)
-    step = weft.capture(picks, *inputs)
-    operations = inline(lower(step, list(step.graph.nodes))).operations
-    (reader,) = (operation for operation in operations if "mm_1" in operation.reads)
+    found = kernels(picks, randn(32, 16), randn(16, 64), torch.randint(64, (32, columns)))
+    (reader,) = (kernel for kernel in found if "mm_1" in kernel.reads)
     assert ("mm" in reader.reads) == (columns == 64)
+
+
+def test_much_that_little_is_made_of_is_not_held() -> None:
+    """Two tensors of 524 MB, of which a few elements of each row are added."""
+    with weft.fake_world(1):
+        inputs = (torch.zeros(4096, 256, device="cuda"), torch.zeros(256, 32000, device="cuda"))
+        step = retarget(weft.capture(picks, *inputs, torch.zeros(4096, 4, dtype=torch.long, device="cuda")))
+        made = kernel_graph(run_passes(step, EVERY_PASS), Clock())
+    assert liveness(made).peak < 650e6

@@ -80,6 +80,71 @@ def test_what_waits_for_the_norm_of_all_stays_whole() -> None:
     assert len(updates(step)) == 1
 
 
+class Decaying(torch.optim.Optimizer):
+    """Plain steps, each tensor's smaller than the last one's."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        params = self.param_groups[0]["params"]
+        grads = [param.grad for param in params]
+        torch._foreach_mul_(grads, [-0.01 * 0.9**at for at in range(len(params))])
+        torch._foreach_add_(params, grads)
+
+
+def stepped(make: Callable[[Iterator[torch.nn.Parameter]], torch.optim.Optimizer]) -> StepGraph:
+    """The step of some linear layers, sharded, with that optimizer; two collectives a call."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    mesh = torch.distributed.init_device_mesh("cuda", (8,), mesh_dim_names=("dp",))
+    for layer in (*model, model):
+        weft.fully_shard(layer, mesh=mesh)
+    model.to_empty(device="cuda")
+    optimizer = make(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    graph = retarget(weft.capture(step, torch.zeros(16, 64, device="cuda")))
+    graph = kernel_graph(run_passes(graph, EVERY_PASS), Clock())
+    return join(graph, [of[at : at + 2] for of in sequences(graph) for at in range(0, len(of), 2)])
+
+
+@pytest.mark.usefixtures("world")
+def test_numbers_that_lie_in_one_tensor_keep_an_update_whole() -> None:
+    """Those of a step that is recorded, one a parameter, as AdamW has them where its counters are on the CPU."""
+    step = stepped(lambda params: torch.optim.AdamW(params, foreach=True))
+    shared = [
+        n
+        for n in updates(step)
+        if any(getattr(a, "meta", {"val": None})["val"].ndim for a in n.args if isinstance(a, torch.fx.Node))
+    ]
+    assert shared
+    split = split_updates(step).check()
+    assert all(update in split.graph.nodes for update in shared)
+
+
+@pytest.mark.usefixtures("world")
+def test_numbers_among_the_arguments_are_split_with_their_tensors() -> None:
+    def rates(step: StepGraph) -> dict[str, float]:
+        """By the first tensor that each number goes with."""
+        rows = (row for update in updates(step) for row in zip(*update.args, strict=True))
+        return {row[0].name: each for row in rows for each in row if isinstance(each, float)}
+
+    step = stepped(Decaying)
+    before, count = rates(step), len(updates(step))
+    step = split_updates(step).check()
+    assert rates(step) == before
+    assert len(before) == 8
+    assert len(updates(step)) > count
+
+
 @pytest.mark.usefixtures("world")
 def test_gradients_gathered_behind_the_norm_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replicated model: its norm follows from the shards."""
