@@ -28,8 +28,8 @@ class Decisions:
         again: for each gathered value (as :func:`gather_once` numbers them) that is gathered more than once, the uses
             before which it is gathered again.
         buckets: the collectives that go as one call, by their positions in the graph that follows from ``again``.
-        order: the positions, in the graph that follows from ``buckets`` (with updates split by them), of the nodes in the
-            order of issue.
+        order: the positions, in the graph that follows from ``buckets`` (updates are split by them), of the nodes in
+            the order of issue.
         transports: what carries each collective, by its position in that graph.
     """
 
