@@ -25,8 +25,9 @@ from weft.inductor.comm.problem import Kind, Problem, Storage
 from weft.inductor.comm.reference import Reference
 from weft.inductor.comm.simulate import Simulation, simulate, users_of
 
-# Orders so much slower than the fastest are as fast: no prediction is finer.
-_AS_FAST = 2e-3
+AS_FAST = 2e-3
+"""Orders so much slower than the fastest are as fast: no prediction is finer."""
+
 # How many times longer than predicted collectives may take: measured on two H200s, described as eight. And how often.
 _DELAY = 3.0
 _DELAYED = 0.1
@@ -54,7 +55,7 @@ def overlap(problem: Problem, memory_limit: int | None = None) -> list[int]:
         found.append(ListSchedule(list(given.order), given.seconds, given.peak, []))
     late = _delayed(problem)
     expected = [(1 - _DELAYED) * each.seconds + _DELAYED * simulate(late, each.order).seconds for each in found]
-    slowest = min(expected) * (1 + _AS_FAST)
+    slowest = min(expected) * (1 + AS_FAST)
     fast = [each for seconds, each in zip(expected, found, strict=True) if seconds <= slowest]
     return min(fast, key=lambda each: (each.peak, each.seconds)).order
 

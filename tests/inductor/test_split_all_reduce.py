@@ -202,7 +202,8 @@ def trained(rank: int, world: int, transports: list[str], shards: bool) -> str:
 @pytest.mark.parametrize(("world", "transports"), [(2, COPIES), (4, COPIES), (2, KERNELS)])
 def test_replicated_training_is_that_of_torchs_ddp(world: int, transports: list[str], shards: bool) -> None:
     for source in run_ranks(trained, world, transports, shards, timeout=180):
-        assert len(re.findall(r"\badam(?:_\d+)?\(", source)) == 1
+        # Behind the norm of gradients an update is whole; behind that of shards, gathers are still under way.
+        assert (len(re.findall(r"\badam(?:_\d+)?\(", source)) > 1) is shards
         # With shards, that of all sums of squares, and that of shards, for which reductions add up squares.
         assert len(re.findall(r"\bnorm(?:ofsquares)?(?:_\d+)?\(", source)) == 1 + shards
         assert ("= peer_squares" in source) is shards
