@@ -14,11 +14,13 @@ from weft.capture.graph import StepGraph, group_of
 from weft.errors import UnknownOption
 from weft.inductor.comm.cluster import Cluster
 from weft.inductor.comm.collective_cost import Collective, collective_of, transfer, transports_for
-from weft.inductor.comm.transports import LIBRARIES, why_not
+from weft.inductor.comm.transports import LIBRARIES, lies_in_arena, why_not
 
 Node = torch.fx.Node
 
 LIBRARY = LIBRARIES[0]
+# What costs are known to: the median error of predicted collectives.
+_KNOWN = 0.1
 
 
 def choose_transports(
@@ -64,8 +66,15 @@ def carriers(
 
 
 def cheapest(cluster: Cluster, collective: Collective, names: Sequence[str]) -> str:
-    """Which of ``names`` costs a step least; of equal ones the first."""
-    return min(names, key=lambda name: cost(cluster, collective, name))
+    """Which of ``names`` costs a step least; of equal ones the first.
+
+    One whose results lie in the arena, memory that is there all the time, has to cost so much less than the others that
+    it surely does.
+    """
+    costs = {name: cost(cluster, collective, name) for name in names}
+    least = min(names, key=costs.__getitem__)
+    apart = [name for name in names if not lies_in_arena(name) and costs[name] <= costs[least] * (1 + _KNOWN)]
+    return min(apart, key=costs.__getitem__, default=least)
 
 
 def allowed_transports(cluster: Cluster) -> list[str]:
