@@ -28,7 +28,8 @@ from weft.inductor.comm.simulate import Simulation, simulate, users_of
 AS_FAST = 2e-3
 """Orders so much slower than the fastest are as fast: no prediction is finer."""
 
-# How many times longer than predicted collectives may take: measured on two H200s, described as eight. And how often.
+# How many times longer than predicted collectives may take: measured on two H200s, described as eight. How often
+# is a guess.
 _DELAY = 3.0
 _DELAYED = 0.1
 # How many of the largest storages an error names.

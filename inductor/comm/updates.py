@@ -51,8 +51,8 @@ def _collectives(step: StepGraph) -> dict[Node, int]:
 
 
 def _parts(update: Node, collectives: dict[Node, int]) -> list[list[int]]:
-    """The tensors of an update, by the last collective that they wait for and all others do not, in its order. One part
-    where numbers of all tensors lie in one of them (:mod:`weft.inductor.passes.numbers_to_memory`)."""
+    """The tensors of an update, by the last collective that they wait for and all others do not, in its order. None
+    where one tensor holds a number of each (:mod:`weft.inductor.passes.numbers_to_memory`), which is not split."""
     given: tuple[Any, ...] = update.args
     common = 0
     for shared in given:
