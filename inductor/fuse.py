@@ -23,7 +23,7 @@ import torch
 from weft.capture.graph import is_effect
 from weft.inductor.axes import Factor, Place, Substitution, align, magnitude, merge, move, pieces, substitute
 from weft.inductor.ir import Call, Index, Int, Load, Nest, Reduce, Store, Value, map_values, rewrite
-from weft.inductor.lifetimes import Lifetimes, needed_at_end
+from weft.inductor.lifetimes import Lifetimes
 from weft.inductor.lower import Extern, Loop, Lowered
 from weft.inductor.lowering.registry import convert, literal
 
@@ -98,7 +98,6 @@ class _Fuser:
     def __init__(self, lowered: Lowered, supports: Supports) -> None:
         self.lowered = lowered
         self.supports = supports
-        self.kept = needed_at_end(lowered)
         self.lives = Lifetimes(lowered)
         self.groups: dict[int, _Group] = {}
         self.home: dict[int, int] = {}  # operation -> group
@@ -363,7 +362,7 @@ class _Fuser:
         return Nest(tuple(group.sizes), tuple(s for s in stores if self._needed(s.buffer, inside)))
 
     def _needed(self, name: str, inside: set[int]) -> bool:
-        return name in self.kept or any(at not in inside for at in self.readers.get(name, ()))
+        return name in self.lives.kept or any(at not in inside for at in self.readers.get(name, ()))
 
 
 def _nodes(operation: Loop | Extern) -> tuple[Node, ...]:

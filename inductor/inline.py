@@ -15,7 +15,7 @@ import torch
 
 from weft.inductor.axes import Place, magnitude, merge, move_values, pieces, solve, squeeze, substitute
 from weft.inductor.ir import Call, Index, Load, Nest, Reduce, Store, Value, map_values, rewrite
-from weft.inductor.lifetimes import Lifetimes, needed_at_end
+from weft.inductor.lifetimes import Lifetimes
 from weft.inductor.lower import Loop, Lowered
 from weft.inductor.lowering.registry import convert, literal
 from weft.inductor.ops import OPS
@@ -43,19 +43,18 @@ def inline(lowered: Lowered) -> Lowered:
             writers[name] = writers.get(name, 0) + 1
         for name in operation.reads:
             readers[name] = readers.get(name, 0) + 1
-    kept = needed_at_end(lowered)
     producers: dict[str, _Producer] = {}
     lives = Lifetimes(lowered)
     operations = []
     for at, operation in enumerate(lowered.operations):
         if isinstance(operation, Loop):
             operation = replace(operation, nest=merge(squeeze(operation.nest)))
-            operation = _take_in(operation, at, producers, lowered, readers, kept, lives)
+            operation = _take_in(operation, at, producers, lowered, readers, lives)
             producer = _producer(operation, writers)
             if producer is not None:
                 producers[producer.store.buffer] = producer
         operations.append(operation)
-    return replace(lowered, operations=_without_unread(operations, kept))
+    return replace(lowered, operations=_without_unread(operations, lives.kept))
 
 
 def _without_unread(operations: list, kept: frozenset[str]) -> list:
@@ -90,7 +89,6 @@ def _take_in(
     producers: dict[str, _Producer],
     lowered: Lowered,
     readers: dict[str, int],
-    kept: frozenset[str],
     lives: Lifetimes,
 ) -> Loop:
     """The nest of operation number ``at`` with what it reads computed in place, where that pays."""
@@ -99,7 +97,7 @@ def _take_in(
         producer = producers.get(name)
         if producer is None or lives.too_long(producer.loop.reads, (name,), at):
             continue
-        alone = readers[name] == 1 and name not in kept
+        alone = readers[name] == 1 and name not in lives.kept
         if not (_free(producer, nest, name, lowered) or (alone and _once(producer, nest, name))):
             continue
         taken = _substituted(nest, name, producer, lowered.buffers[name].dtype)

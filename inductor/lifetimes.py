@@ -19,12 +19,17 @@ _MOST_HELD = 8
 
 
 class Lifetimes:
-    """Positions are those of the operations of ``lowered``."""
+    """Positions are those of the operations of ``lowered``.
+
+    Attributes:
+        kept: the buffers that hold results of the step.
+    """
 
     def __init__(self, lowered: Lowered) -> None:
         self._lowered = lowered
-        made = {name for operation in lowered.operations for name in operation.writes}
-        self._freed = made - needed_at_end(lowered)
+        results = (node for node in lowered.step.results if isinstance(node, torch.fx.Node))
+        self.kept = frozenset(lowered.operands[node].buffer for node in results if node in lowered.operands)
+        self._freed = {name for operation in lowered.operations for name in operation.writes} - self.kept
         self._last = {name: at for at, operation in enumerate(lowered.operations) for name in operation.reads}
         self._calls = list(accumulate(map(_is_call, lowered.operations)))
 
@@ -42,12 +47,6 @@ class Lifetimes:
     def _outlived(self, reads: Iterable[str], at: int) -> Iterator[str]:
         """Those of ``reads`` behind whose last reader a call comes before ``at``."""
         return (name for name in reads if name in self._freed and self._calls[self._last[name]] < self._calls[at])
-
-
-def needed_at_end(lowered: Lowered) -> frozenset[str]:
-    """Buffers that hold results of the step."""
-    results = (node for node in lowered.step.results if isinstance(node, torch.fx.Node))
-    return frozenset(lowered.operands[node].buffer for node in results if node in lowered.operands)
 
 
 def _is_call(operation: Operation) -> bool:

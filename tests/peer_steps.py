@@ -122,14 +122,20 @@ def sharded(net: nn.Sequential, bf16: bool = False) -> nn.Module:
     return weft.fully_shard(net, mesh=mesh, mp_policy=policy)
 
 
-def step_of(net: nn.Module, clip: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
-    # Not Adam: it divides by the size of the gradient, and makes a last bit of a tiny one a large step.
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+# Not Adam: it divides by the size of the gradient, and makes a last bit of a tiny one a large step.
+PLAIN = partial(torch.optim.SGD, lr=0.1)
+
+
+def step_of(
+    net: nn.Module, clip: float | None = 1.0, make: Callable[..., torch.optim.Optimizer] = PLAIN
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    optimizer = make(net.parameters())
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss = nn.functional.cross_entropy(net(ids).flatten(0, 1).float(), ids.roll(1, 1).flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), clip)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import peer_steps
 import pytest
 import torch
 from llama_steps import sharded_llama
-from peer_steps import model, over_peers, sharded, train
+from peer_steps import model, over_peers, sharded, step_of, train
 
 import weft
 from harness import run_ranks
@@ -119,12 +120,8 @@ def stepped(make: Callable[[Iterator[torch.nn.Parameter]], torch.optim.Optimizer
 @pytest.mark.usefixtures("world")
 def test_numbers_that_lie_in_one_tensor_keep_an_update_whole() -> None:
     """Those of a step that is recorded, one a parameter, as AdamW has them where its counters are on the CPU."""
-    step = stepped(lambda params: torch.optim.AdamW(params, foreach=True))
-    shared = [
-        n
-        for n in updates(step)
-        if any(getattr(a, "meta", {"val": None})["val"].ndim for a in n.args if isinstance(a, torch.fx.Node))
-    ]
+    step = stepped(partial(torch.optim.AdamW, foreach=True))
+    shared = [n for n in updates(step) if any(isinstance(a, torch.fx.Node) and a.meta["val"].ndim for a in n.args)]
     assert shared
     split = split_updates(step).check()
     assert all(update in split.graph.nodes for update in shared)
@@ -171,22 +168,10 @@ def test_gradients_gathered_behind_the_norm_are_split(monkeypatch: pytest.Monkey
 
 def trained(rank: int, world: int) -> int:
     """How many updates a step has that trains as eager does, bit for bit."""
-
-    def step_of(net: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
-
-        def step(ids: torch.Tensor) -> torch.Tensor:
-            loss = torch.nn.functional.cross_entropy(net(ids).flatten(0, 1), ids.roll(1, 1).flatten())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return step
-
     nets = [sharded(model(8, 16)) for _ in range(2)]
-    expected = train(step_of(nets[0]), nets[0], rank, 3)
-    compiled = over_peers(step_of(nets[1]), ["gloo"], passes=[*peer_steps.PASSES, fuse_optimizer])
+    fused = partial(torch.optim.AdamW, lr=0.01, fused=True)
+    expected = train(step_of(nets[0], None, fused), nets[0], rank, 3)
+    compiled = over_peers(step_of(nets[1], None, fused), ["gloo"], passes=[*peer_steps.PASSES, fuse_optimizer])
     torch.testing.assert_close(train(compiled, nets[1], rank, 3), expected, rtol=0, atol=0)
     return compiled.programs[0].source.count("= adam")
 
