@@ -250,6 +250,23 @@ def unpacked(words, pointer):
 
 
 @triton.jit
+def widened(x, ARCH: tl.constexpr):
+    """bfloat16 as float32, an even number of them in each thread: one instruction a number, where compilers take the
+    second of two out of its register first."""
+    if ARCH > 0:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def again(words, ARCH: tl.constexpr):
     """The same words, but compilers take them for others: they would keep what was computed of them before."""
     if ARCH > 0:

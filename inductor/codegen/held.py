@@ -9,7 +9,8 @@ is asked for what the next program of the multiprocessor will hold.
 Measured on an H200 in cross-entropy and its backward, of 8192 rows of 128256 bfloat16: 1280 us with no block held, 1230
 with seven of 8192 elements; with these 1205 where the last walk goes backwards, 1212 where the next program's part is
 asked for, and 1190 with both and the label written by itself. In chunks of 1024 rows: 1282, 1262, 1247, 1274, 1243.
-Where all of the next row is asked for, it takes the place of this one: 1355.
+Where all of the next row is asked for, it takes the place of this one: 1355. These kernels are as much arithmetic as a
+multiprocessor does while their bytes move: 1180 us became 1141 where what is not held is widened by one instruction.
 """
 
 from __future__ import annotations
