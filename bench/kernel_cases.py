@@ -120,29 +120,44 @@ def _rms_norm_backward(
     return of_total + later, of_weight
 
 
+def _rms_norm_held(inputs: Tensors, results: Tensors, gradients: Tensors) -> Tensors:
+    return results[0], *inputs[2:], *gradients
+
+
 def _layer_norm_backward(
-    total: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, later: torch.Tensor, gradient: torch.Tensor
+    total: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    later: torch.Tensor,
+    gradient: torch.Tensor,
 ) -> Tensors:
-    total, weight, bias = (tensor.detach().requires_grad_() for tensor in (total, weight, bias))
-    result = F.layer_norm(total, weight.shape, weight, bias, 1e-5)
-    of_total, of_weight, of_bias = torch.autograd.grad(result, [total, weight, bias], gradient)
-    return of_total + later, of_weight, of_bias
+    """Of what a forward keeps: autograd of ``F.layer_norm`` calls the same, in a captured step too."""
+    results = torch.ops.aten.native_layer_norm_backward(
+        gradient, total, weight.shape, mean, rstd, weight, bias, [True, True, True]
+    )
+    return results[0] + later, *results[1:]
+
+
+def _layer_norm_held(inputs: Tensors, results: Tensors, gradients: Tensors) -> Tensors:
+    total, parameters = results[0], inputs[2:]
+    _, *statistics = torch.native_layer_norm(total, parameters[0].shape, *parameters, 1e-5)
+    # ATen's kernel for CPUs keeps them in the type of the input.
+    return total, *parameters, *(statistic.float() for statistic in statistics), *gradients
 
 
 def _norms(width: int) -> Iterator[Case]:
     kinds = (
-        ("RMSNorm", _rms_norm, _rms_norm_backward, 1),
-        ("LayerNorm", _layer_norm, _layer_norm_backward, 2),
+        ("RMSNorm", _rms_norm, _rms_norm_backward, _rms_norm_held, 1),
+        ("LayerNorm", _layer_norm, _layer_norm_backward, _layer_norm_held, 2),
     )
-    for name, forward, backward, parameters in kinds:
+    for name, forward, backward, held, parameters in kinds:
 
         def inputs(make: Make, parameters: int = parameters) -> Tensors:
             columns = make.size(width, 96)
             x, residual = (make.normal(make.rows(width), columns) for _ in range(2))
             return x, residual, *(make.normal(columns) for _ in range(parameters))
-
-        def held(inputs: Tensors, results: Tensors, gradients: Tensors) -> Tensors:
-            return results[0], *inputs[2:], *gradients
 
         wanted = (0, *range(2, 2 + parameters))
         yield Case(f"{name} {width} forward", "forward", forward, inputs, forward)

@@ -15,6 +15,7 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,25 +88,24 @@ def measured(shape: str, impl: str, steps: int, bandwidth: float) -> dict[str, A
     began = time.perf_counter()
     step(*given).item()
     first = time.perf_counter() - began
-    for _ in range(BLOCK):
-        step(*given)
-    torch.cuda.synchronize()
+    blocks = max(1, steps // BLOCK)
+    run_block(step, given)
     torch.cuda.reset_peak_memory_stats()
     times = []
-    for _ in range(max(1, steps // BLOCK)):
+    for _ in range(blocks):
         began = time.perf_counter()
-        for _ in range(BLOCK):
-            step(*given)
-        torch.cuda.synchronize()
+        run_block(step, given)
         times.append((time.perf_counter() - began) * 1e3 / BLOCK)
     peak = peak_memory(DEVICE) / 2**30
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(BLOCK):  # as the steps that are timed: a GPU that comes from rest has a higher clock
-            step(*given)
-        torch.cuda.synchronize()
-    spans = measured_spans(profile)
-    library = sum(span.end - span.start for span in spans if any(name in span.name for name in LIBRARIES)) * 1e3 / BLOCK
-    rest = sum(span.end - span.start for span in spans) * 1e3 / BLOCK - library
+        # As many as were timed, behind one that is not: a GPU that comes from rest has a higher clock.
+        for _ in range(1 + blocks):
+            run_block(step, given)
+    spans = sorted(measured_spans(profile), key=lambda span: span.start)
+    each = len(spans) // (1 + blocks)
+    profiled = [spans[at : at + each] for at in range(each, len(spans), each)][:blocks]
+    library = statistics.median(milliseconds(block, LIBRARIES) for block in profiled)
+    rest = statistics.median(milliseconds(block) for block in profiled) - library
     floor = moved = None
     if impl == "weft":
         kernels = weft.explain(step).kernels
@@ -123,9 +123,20 @@ def measured(shape: str, impl: str, steps: int, bandwidth: float) -> dict[str, A
         "copy_bandwidth": bandwidth,
         "peak_gib": peak,
         "first_step_s": first,
-        "longest": longest(spans),
+        "longest": longest(profiled[-1]),
         "torch": torch.__version__,
     }
+
+
+def run_block(step: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> None:
+    for _ in range(BLOCK):
+        step(*given)
+    torch.cuda.synchronize()
+
+
+def milliseconds(block: list[MeasuredSpan], names: tuple[str, ...] = ("",)) -> float:
+    """What kernels with one of these parts in their names take of a step; ``block`` is what a block of steps ran."""
+    return sum(span.end - span.start for span in block if any(name in span.name for name in names)) * 1e3 / BLOCK
 
 
 def longest(spans: list[MeasuredSpan], most: int = 30) -> list[tuple[str, int, float]]:
