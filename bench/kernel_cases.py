@@ -141,10 +141,10 @@ def _layer_norm_backward(
 
 
 def _layer_norm_held(inputs: Tensors, results: Tensors, gradients: Tensors) -> Tensors:
-    total, parameters = results[0], inputs[2:]
-    _, *statistics = torch.native_layer_norm(total, parameters[0].shape, *parameters, 1e-5)
+    total, (weight, bias) = results[0], inputs[2:]
+    _, mean, rstd = torch.native_layer_norm(total, weight.shape, weight, bias, 1e-5)
     # ATen's kernel for CPUs keeps them in the type of the input.
-    return total, *parameters, *(statistic.float() for statistic in statistics), *gradients
+    return total, weight, bias, mean.float(), rstd.float(), *gradients
 
 
 def _norms(width: int) -> Iterator[Case]:
