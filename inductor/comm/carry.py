@@ -47,10 +47,25 @@ def carry(
     library: str = "nccl",
     unreachable: Callable[[StepGraph, Node], str | None] = unreachable,
 ) -> dict[Node, Carried]:
-    """Let the transports of ``chosen`` carry the collectives of ``step``, and lay out the memory that they share.
+    """Let the transports of ``chosen`` carry the collectives of ``step``, and lay out the memory that they share, see
+    :func:`hand_over`.
 
     Changes ``step``, whose nodes have to stand in order of issue; :func:`weft.inductor.comm.bind.bind` lets it run.
     Every rank must call this, with the same step and choice: ranks tell each other whether they can share memory.
+
+    Raises:
+        PeersUnreachable: a rank did not come to say what it can.
+    """
+    carried = hand_over(step, chosen, library, unreachable)
+    lay_out(step)
+    return carried
+
+
+def hand_over(
+    step: StepGraph, chosen: Mapping[Node, str], library: str, unreachable: Callable[[StepGraph, Node], str | None]
+) -> dict[Node, Carried]:
+    """Let the transports of ``chosen`` carry the collectives of ``step``, without places in the memory that they share,
+    and drop what they do on their way. Changes ``step``.
 
     Args:
         chosen: by the node that starts it; others stay with ``library``.
@@ -74,7 +89,6 @@ def carry(
         log.warning("%s; %s does", line, library)
     drop_unread_casts(step)
     use_squares(step)
-    lay_out(step)
     return carried
 
 

@@ -34,7 +34,7 @@ from weft.errors import MemoryLimitUnreachable
 from weft.inductor.comm import tables
 from weft.inductor.comm.buckets import Member, Price, join, partition, sequences, usual_size
 from weft.inductor.comm.build import build
-from weft.inductor.comm.carry import carry
+from weft.inductor.comm.carry import carry, hand_over
 from weft.inductor.comm.choose import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
 from weft.inductor.comm.cluster import Cluster, Gpu
 from weft.inductor.comm.collective_cost import Collective, collective_of, transfer
@@ -304,7 +304,7 @@ class _Planner:
         choose_transports(split_updates(join(step, buckets)), self.cluster, without=self.refused, **self.may)
         names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
         self.by_peers = [name for name in names if name != LIBRARY]
-        return _Draft(plan, step, places, *build(step, self.cluster, self.costs))
+        return _Draft(plan, step, places, *build(step, self.cluster, _HandedOver(self.costs, step)))
 
     def ordered(self, draft: _Draft, last: bool) -> _Attempt | None:
         """A draft in an order within the limit, None where none is found."""
@@ -381,6 +381,29 @@ class _Remembered(ComputeCosts):
         return self._known[key][1]
 
 
+class _HandedOver(ComputeCosts):
+    """What computation takes in a step whose collectives are still as a library would carry them: nothing, where their
+    transports do it on their way. Such casts would hide collectives that nothing hides when they are gone."""
+
+    def __init__(self, costs: ComputeCosts, step: StepGraph) -> None:
+        super().__init__(costs.gpu)
+        self._costs = costs
+        handed = step.copy()
+        hand_over(handed, _chosen(handed), LIBRARY, unreachable=_nobody_asks)
+        self._left = {node.name for node in handed.graph.nodes}
+
+    def seconds(self, node: Node) -> float:
+        return self._costs.seconds(node) if node.name in self._left else 0.0
+
+
+def _chosen(step: StepGraph) -> dict[Node, str]:
+    return {node: node.meta.get("transport", LIBRARY) for node in step.collectives()}
+
+
+def _nobody_asks(step: StepGraph, node: Node) -> None:
+    """What is predicted takes ranks to share memory."""
+
+
 def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int, members: int) -> float:
     sent = replace(like, bytes=size, members=members)
     return _STANDS + transfer(cluster, sent, cheapest(cluster, sent, names)).seconds
@@ -389,8 +412,7 @@ def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int
 def _issued(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
     """What happens when a step is issued as its nodes stand, its collectives carried by their transports; and the nodes
     that the tasks of the simulation stand for, calls of transports among them. Changes ``step``."""
-    chosen = {node: node.meta.get("transport", LIBRARY) for node in step.collectives()}
-    for node, how in carry(step, chosen, LIBRARY, unreachable=lambda step, node: None).items():
+    for node, how in carry(step, _chosen(step), LIBRARY, unreachable=_nobody_asks).items():
         node.meta["transport"] = how.transport
     problem, nodes = build(step, cluster, costs)
     return simulate(problem), nodes
