@@ -202,7 +202,9 @@ def _tell(lowered: Lowered, calls: list[KernelCall]) -> None:
         log.debug("not lowered: %d x %s", count, name)
     counts = Counter(call.generated.source for call in calls)
     for source, call in {call.generated.source: call for call in reversed(calls)}.items():
-        log.debug("kernel %s, %d x, from\n%s\n%s", source.name, counts[source], "\n".join(call.origins), source.text)
+        log.debug(
+            "kernel %s, %d x, from\n%s\n%s", source.name, counts[source], "\n".join(map(str, call.origins)), source.text
+        )
 
 
 def _dump(step: StepGraph) -> Path | None:

@@ -13,11 +13,10 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.symbols import Symbols
-from weft.capture.user_code import format_frame
 from weft.inductor.codegen.kernel import generate
 from weft.inductor.fuse import Kernel
 from weft.inductor.ir import Scalar
-from weft.inductor.kernel_call import KernelCall
+from weft.inductor.kernel_call import KernelCall, Origin
 from weft.inductor.lower import Extern, Lowered
 from weft.inductor.lowering.registry import SEEDS, Buffer
 from weft.inductor.roofline import bytes_moved
@@ -201,9 +200,5 @@ def _symbols(kernel: Kernel, outputs: Sequence[Buffer]) -> list[sympy.Symbol]:
     return sorted(found, key=str)
 
 
-def _origins(kernel: Kernel) -> list[str]:
-    found = []
-    for node in kernel.nodes:
-        frames = node.meta.get("frames", ())
-        found.append(f"{node.name}: {format_frame(frames[0])}" if frames else node.name)
-    return found
+def _origins(kernel: Kernel) -> list[Origin]:
+    return [Origin(node.name, next(iter(node.meta.get("frames", ())), None)) for node in kernel.nodes]

@@ -1,9 +1,10 @@
 """Compiled graphs on disk: a second process that compiles the same step reads the graph of kernels that the first one
 made, and runs no pass, no lowering, no fusion and no code generation.
 
-An entry is found by everything that it depends on: the captured graph with its fakes and the user's lines, the versions
-of Python, torch, triton and weft (by the content of its files), the knobs, the GPU. It is data, see
-:mod:`weft.inductor.portable`. Many processes may read and write the same entry: it appears whole.
+An entry is found by everything that it depends on: the captured graph with its fakes, the versions of Python, torch,
+triton and weft (by the content of its files), the knobs, the GPU. Where the user's lines stand is no part of that: an
+entry gets those of the graph that it is read for. It is data, see :mod:`weft.inductor.portable`. Many processes may
+read and write the same entry: it appears whole.
 """
 
 from __future__ import annotations

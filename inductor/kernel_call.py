@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import sympy
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
+from weft.capture.user_code import Frame, format_frame
 from weft.inductor.codegen.kernel import GeneratedKernel
 from weft.inductor.ir import Int
 from weft.inductor.lowering.registry import Buffer
@@ -31,6 +32,16 @@ class Compiler(Protocol):
     """Compiles one kernel more, when a call turns out to need it."""
 
     def __call__(self, sources: Sequence[KernelSource]) -> Sequence[Launchable]: ...
+
+
+class Origin(NamedTuple):
+    """An operation of a step, and the user's line that it comes from, where one is known."""
+
+    operation: str
+    frame: Frame | None
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {format_frame(self.frame)}" if self.frame else self.operation
 
 
 class KernelCall:
@@ -59,7 +70,7 @@ class KernelCall:
         continued: Sequence[str],
         outputs: Sequence[Buffer],
         symbols: Sequence[sympy.Symbol],
-        origins: Sequence[str] = (),
+        origins: Sequence[Origin] = (),
         bytes: int = 0,
     ) -> None:
         self.__name__ = self.__qualname__ = generated.source.name

@@ -4,8 +4,9 @@ Nothing of such data is executed. Operations, functions and classes are named, l
 library's operators or in weft, and must be found there; expressions are trees of sympy's classes. What has no name that
 another process knows (a hook, a generator, a stream) makes a graph :class:`NotPortable`.
 
-Data made *against* a graph refers to the fake values of that graph where it has the same ones. It is read against an
-equal graph, so values that both have in common are shared afterwards as they were before.
+Data made *against* a graph refers to the fake values of that graph where it has the same ones, and to the user's lines
+by their numbers in it. It is read against an equal graph, so values that both have in common are shared afterwards as
+they were before, and lines are those of the graph that it is read against: a script may have been edited around a step.
 """
 
 from __future__ import annotations
@@ -70,11 +71,18 @@ def load(text: str, against: StepGraph) -> StepGraph:
 # ---- writing
 
 
+def _frames(step: StepGraph) -> dict[Frame, int]:
+    """The user's lines that a graph names, each with its number."""
+    frames = dict.fromkeys(frame for node in step.graph.nodes for frame in node.meta.get("frames", ()))
+    return {frame: number for number, frame in enumerate(frames)}
+
+
 class _Writer:
     """Everything that occurs again and again is an entry of a table, written once."""
 
     def __init__(self, step: StepGraph, against: StepGraph | None) -> None:
         self.step = step
+        self.frames = _frames(step if against is None else against)
         self.order: dict[Node, int] = {}
         self.table: list[Any] = []
         self.entries: dict[str, int] = {}  # text of an entry -> its number
@@ -150,6 +158,8 @@ class _Writer:
 
     def _description(self, value: Any) -> list[Any]:
         """An entry of the table: its kind, and what it is made from."""
+        if isinstance(value, Frame) and value in self.frames:
+            return ["frame", self.frames[value]]
         if isinstance(value, dict):
             return ["dict", self._word(value)]
         if isinstance(value, frozenset):
@@ -226,6 +236,7 @@ class _Reader:
         self.against = against
         self.mode = torch_adapter.fake_mode_of(against.graph)
         self.given = [node.meta.get("val") for node in against.graph.nodes]
+        self.frames = [*_frames(against)]
         self.nodes: list[Node] = []
         self.entries: list[Any] = [_UNREAD] * len(tables["table"])
         self.storages: list[Any] = [_UNREAD] * len(tables["storages"])
@@ -273,6 +284,8 @@ class _Reader:
         if kind == "object":
             module, name, *values = rest
             return _class(module, name)(*(self._word(value) for value in values))
+        if kind == "frame":
+            return self.frames[rest[0]]
         if kind == "dict":
             return self._word(rest[0])
         if kind == "frozenset":

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from weft.capture.graph import StepGraph, is_collective, is_wait
+from weft.capture.user_code import format_frame
 from weft.inductor.comm.cluster import Gpu
 from weft.inductor.kernel_call import KernelCall
 from weft.inductor.lowering.registry import LOWERINGS
@@ -120,14 +121,14 @@ def _uses(graph: StepGraph, gpu: Gpu) -> Iterator[KernelUse]:
     for _, call in _kernel_calls(graph):
         same.setdefault(call.generated.source, []).append(call)
     for source, calls in same.items():
-        lines = dict.fromkeys(origin.split(": ", 1)[1] for call in calls for origin in call.origins if ": " in origin)
+        frames = dict.fromkeys(origin.frame for call in calls for origin in call.origins if origin.frame)
         moved = sum(call.bytes for call in calls) // len(calls)
         kernel = calls[0].kernel
         yield KernelUse(
             source,
             len(calls),
             len(calls[0].origins),
-            tuple(lines),
+            tuple(map(format_frame, frames)),
             moved,
             moved / gpu.copy_bandwidth * 1e6,
             getattr(kernel, "resources", None),
