@@ -519,15 +519,11 @@ class Body:
         return masks if mask is None else [*masks, scope.text(mask).at(AND + 1)]
 
     def _load(self, load: Load, scope: Scope) -> Text:
-        asked = self.asked.pop(load, None)
-        code = asked or self._asked(load, scope)
-        stored = self.dtypes[load.buffer]
-        if stored == load.dtype:
-            return Text(code)
-        widens = (stored, load.dtype) == (torch.bfloat16, torch.float32)
-        if widens and asked is None and self.plan.held and self._inside(load.axes):
+        held = self.asked.pop(load, None)
+        code, types = held or self._asked(load, scope), (self.dtypes[load.buffer], load.dtype)
+        if types == (torch.bfloat16, torch.float32) and self.plan.held and not held and self._inside(load.axes):
             return Text(f"widened({code}, ARCH)")
-        return Text(f"{code}.to({dtype_name(load.dtype)})")
+        return Text(code if types[0] == types[1] else f"{code}.to({dtype_name(load.dtype)})")
 
     def _asked(self, load: Load, scope: Scope) -> str:
         """A load, with the type that is in memory."""
