@@ -519,9 +519,9 @@ class Body:
         return masks if mask is None else [*masks, scope.text(mask).at(AND + 1)]
 
     def _load(self, load: Load, scope: Scope) -> Text:
-        held = self.asked.pop(load, None)
-        code, types = held or self._asked(load, scope), (self.dtypes[load.buffer], load.dtype)
-        if types == (torch.bfloat16, torch.float32) and self.plan.held and not held and self._inside(load.axes):
+        ahead = self.asked.pop(load, None)
+        code, types = ahead or self._asked(load, scope), (self.dtypes[load.buffer], load.dtype)
+        if types == (torch.bfloat16, torch.float32) and self.plan.held and not ahead and self._inside(load.axes):
             return Text(f"widened({code}, ARCH)")
         return Text(code if types[0] == types[1] else f"{code}.to({dtype_name(load.dtype)})")
 
