@@ -42,6 +42,7 @@ LOOP_TILE = 4096  # elements of a tile that is walked along in a loop
 CACHE = 36 << 20  # bytes of the second-level cache that hold what is read again; an H100 has 50 MiB, an H200 60
 _REGISTERS = 49152  # elements that a program can keep at once, over all its values
 _AHEAD = 192 * 1024  # bytes of a multiprocessor's memory for loads in flight; the rest is its first-level cache
+_CROWD = 32  # warps of a multiprocessor that sums of columns as they are computed leave registers for
 _MOVED = 192  # bytes that a thread loads and stores, at most, where it has 16 elements
 _STREAMED = 1024, 512  # columns of a program that computes, stores and sums them, whichever divides a row
 _INT32 = 2**31
@@ -381,8 +382,9 @@ def _column(nest: Nest, accesses: list[_Access], over: frozenset[int]) -> Plan:
     if streamed := _streamed(nest, over, outer):
         dims = (_dim(nest, "r", inner, "loop", 2), _dim(nest, "x", outer, "grid", streamed))
         loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(over)]
-        ahead = sum(2 * streamed * load.itemsize for load in loads)
-        return Plan("column", _present(dims), streamed // 256, 2, ahead)
+        ahead, warps = sum(2 * streamed * load.itemsize for load in loads), streamed // 256
+        stages = 2 if _CROWD // warps * ahead <= _AHEAD else 1
+        return Plan("column", _present(dims), warps, stages, (stages - 1) * ahead)
     kept = max(1, _kept(nest, over))
     if isinstance(length, int) and _power(length) * x * kept <= 2 * LOOP_TILE:
         r = _whole(length)

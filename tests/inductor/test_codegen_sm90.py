@@ -16,6 +16,8 @@ from nests import (
     gelu_backward_and_sum,
     layer_norm_backward,
     layer_norm_backward_past_a_residual,
+    load,
+    op,
     rms_norm,
     rms_norm_backward_past_a_residual,
     rope,
@@ -134,6 +136,24 @@ def test_what_is_stored_and_summed_is_computed_once(rows: int, width: int, colum
     elements = source.constants["RBLOCK"] * source.constants["XBLOCK"] // (32 * source.num_warps)
     assert text.count("ex2.approx") == elements
     assert (source.constants["XBLOCK"] == columns) is (columns > 0)
+    assert ("num_stages=2" in source.text) is (columns > 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "ahead"), [(bf16, 4, True), (bf16, 5, False), (f32, 1, True), (f32, 2, False)]
+)
+def test_rows_in_flight_leave_room_for_all_programs(kind: torch.dtype, others: int, ahead: bool) -> None:
+    """Of the 192 KiB that loads in flight may have, where a multiprocessor has eight programs of four warps."""
+    nest = gelu_backward_and_sum(256, 32, 8192)
+    dx, db = nest.stores
+    value = dx.value
+    for at in range(others):
+        value = op("add", value, load(f"more{at}", 32 * 8192, 8192, 1))
+    nest = replace(nest, stores=(replace(dx, value=value), replace(db, value=Reduce("sum", (value,), [1], f32))))
+    names = ["x", "bias", "dy", "dx", *(f"more{at}" for at in range(others))]
+    source = generate(nest, {**dict.fromkeys(names, kind), "db": f32}).source
+    assert ("num_stages=2" in source.text) is ahead
+    assert 8 * compiled_for(90, source).shared <= SHARED
 
 
 @pytest.mark.parametrize(("arch", "most"), [(90, SHARED), (80, 99 * 1024)])
