@@ -383,7 +383,9 @@ def _column(nest: Nest, accesses: list[_Access], over: frozenset[int]) -> Plan:
         dims = (_dim(nest, "r", inner, "loop", 2), _dim(nest, "x", outer, "grid", streamed))
         loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(over)]
         ahead, warps = sum(2 * streamed * load.itemsize for load in loads), streamed // 256
-        stages = 2 if _CROWD // warps * ahead <= _AHEAD else 1
+        # What is one number a row would be copied once for each column.
+        wide = all(outer[-1] in load.index.axes for load in loads)
+        stages = 2 if wide and _CROWD // warps * ahead <= _AHEAD else 1
         return Plan("column", _present(dims), warps, stages, (stages - 1) * ahead)
     kept = max(1, _kept(nest, over))
     if isinstance(length, int) and _power(length) * x * kept <= 2 * LOOP_TILE:

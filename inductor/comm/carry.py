@@ -10,7 +10,7 @@ import torch
 
 from weft.capture.graph import StepGraph, drop_dead, group_of
 from weft.inductor.comm.layout import lay_out
-from weft.inductor.comm.squares import use_squares
+from weft.inductor.comm.squares import REST_OF, use_squares
 from weft.inductor.comm.symmetric import reachable
 from weft.inductor.comm.transports import LIBRARIES, use_transport, why_not
 from weft.inductor.multi_tensor.cast import Cast
@@ -110,6 +110,8 @@ def _keep_read(graph: torch.fx.Graph, cast: Node) -> None:
     kept = sorted(read)  # type: ignore[type-var]
     vals = [cast.meta["val"][0][at] for at in kept]
     (made,) = list_call(graph, cast, cast.target, ([sources[at] for at in kept],), [vals])  # type: ignore
+    (rest,) = {used for element in made for used in element.args[0].all_input_nodes}  # type: ignore[union-attr]
+    rest.meta[REST_OF] = cast.name
     for at, new in zip(kept, made, strict=True):
         read[at].replace_all_uses_with(new)
         graph.erase_node(read[at])

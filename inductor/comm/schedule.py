@@ -46,6 +46,7 @@ from weft.inductor.comm.precedence import precedence
 from weft.inductor.comm.problem import Problem
 from weft.inductor.comm.reshard import gaps, gather_once, let_go
 from weft.inductor.comm.simulate import Simulation, simulate
+from weft.inductor.comm.squares import REST_OF
 from weft.inductor.comm.tables import BucketReport, bucket_report
 from weft.inductor.comm.transports import lies_in_arena
 from weft.inductor.comm.updates import split_updates
@@ -382,18 +383,19 @@ class _Remembered(ComputeCosts):
 
 
 class _HandedOver(ComputeCosts):
-    """What computation takes in a step whose collectives are still as a library would carry them: nothing, where their
-    transports do it on their way. Such casts would hide collectives that nothing hides when they are gone."""
+    """What computation takes in a step whose collectives are still as a library would carry them: what is left of it
+    where their transports do some on their way. Casts that are gone then would hide collectives that nothing hides."""
 
     def __init__(self, costs: ComputeCosts, step: StepGraph) -> None:
         super().__init__(costs.gpu)
         self._costs = costs
         handed = step.copy()
         hand_over(handed, _chosen(handed), LIBRARY, unreachable=_nobody_asks)
-        self._left = {node.name for node in handed.graph.nodes}
+        self._left = {node.meta.get(REST_OF, node.name): node for node in handed.graph.nodes}
 
     def seconds(self, node: Node) -> float:
-        return self._costs.seconds(node) if node.name in self._left else 0.0
+        left = self._left.get(node.name)
+        return 0.0 if left is None else self._costs.seconds(left)
 
 
 def _chosen(step: StepGraph) -> dict[Node, str]:

@@ -19,6 +19,9 @@ from weft.inductor.passes.order import start_of
 
 Node = torch.fx.Node
 
+REST_OF = "rest_of"
+"""In the ``meta`` of a node that does what transports leave of another's work: the name of that one."""
+
 
 def use_squares(step: StepGraph) -> None:
     """Let norms of which only all together are read take what reductions over peers know. Changes ``step``.
@@ -55,7 +58,7 @@ def _use_squares(graph: torch.fx.Graph, node: Node) -> None:
     ((norms,),) = node.meta["val"]
     with graph.inserting_before(node):
         new = graph.call_function(NormOfSquares(len(norms), norms.dtype), (squares, others))
-    new.meta = {**node.meta, "val": [[norms]]}
+    new.meta = {**node.meta, "val": [[norms]], REST_OF: node.name}
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 

@@ -156,6 +156,15 @@ def test_rows_in_flight_leave_room_for_all_programs(kind: torch.dtype, others: i
     assert 8 * compiled_for(90, source).shared <= SHARED
 
 
+def test_a_number_of_a_row_is_not_copied_for_each_column() -> None:
+    nest = gelu_backward_and_sum(256, 32, 8192)
+    dx, db = nest.stores
+    value = op("mul", dx.value, load("mean", 32, 1, 0))
+    nest = replace(nest, stores=(replace(dx, value=value), replace(db, value=Reduce("sum", (value,), [1], f32))))
+    source = generate(nest, {**dict.fromkeys(["x", "bias", "dy", "dx"], bf16), "db": f32, "mean": f32}).source
+    assert "num_stages" not in source.text
+
+
 @pytest.mark.parametrize(("arch", "most"), [(90, SHARED), (80, 99 * 1024)])
 @pytest.mark.parametrize("width", [8192, 16384])
 @pytest.mark.parametrize("into", ["dx", "past"])

@@ -203,16 +203,18 @@ def test_a_limit_holds_with_all_that_peers_set_aside(
         assert caught.value.peak <= least
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("transports", TRANSPORTS)
-def test_an_order_is_chosen_by_what_is_left_of_the_step(llama: StepGraph, transports: str) -> None:
+def test_an_order_is_chosen_by_what_is_left_of_the_step(llama: StepGraph, transports: str, scale: float) -> None:
     """What transports cast on their way takes no time before either, and hides nothing: with it the order seemed 5%
-    slower than it is, and gathers to lie behind casts."""
+    slower than it is, and gathers to lie behind casts. What is left of casts and norms does take its time."""
     planner = _Planner(llama, load_cluster("h200x8"), None, keep_bits=False)
     with knobs.override(transports=transports), torch_adapter.only_mode():
-        draft = planner.draft(Plan((), 1.0))
+        draft = planner.draft(Plan((), scale))
         order = overlap(draft.problem)
         seen, made = simulate(draft.problem, order), planner.issued(draft, order).simulation
-    assert seen.seconds == pytest.approx(made.seconds, rel=1e-3)
+    # Casts that a library has to be handed come only then: ten of 2 to 8 us, where each collective is alone.
+    assert seen.seconds == pytest.approx(made.seconds, rel=3e-3)
     assert seen.exposed_seconds == pytest.approx(made.exposed_seconds, rel=1e-2)
 
 
