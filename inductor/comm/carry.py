@@ -10,11 +10,10 @@ import torch
 
 from weft.capture.graph import StepGraph, drop_dead, group_of
 from weft.inductor.comm.layout import lay_out
-from weft.inductor.comm.squares import REST_OF, use_squares
+from weft.inductor.comm.squares import use_squares
 from weft.inductor.comm.symmetric import reachable
 from weft.inductor.comm.transports import LIBRARIES, use_transport, why_not
 from weft.inductor.multi_tensor.cast import Cast
-from weft.inductor.passes.lists import list_call
 
 log = logging.getLogger(__name__)
 
@@ -98,22 +97,19 @@ def drop_unread_casts(step: StepGraph) -> None:
     drop_dead(step.graph)
     for node in step.graph.nodes:
         if isinstance(node.target, Cast):
-            _keep_read(step.graph, node)
+            _keep_read(node)
 
 
-def _keep_read(graph: torch.fx.Graph, cast: Node) -> None:
+def _keep_read(cast: Node) -> None:
+    """Leave the members out that nobody reads; the node stays, so that it is known by its name."""
     (sources,) = cast.args
     (results,) = cast.users
     read = {element.args[1]: element for element in results.users}
     if len(read) == len(sources):  # type: ignore[arg-type]
         return
     kept = sorted(read)  # type: ignore[type-var]
-    vals = [cast.meta["val"][0][at] for at in kept]
-    (made,) = list_call(graph, cast, cast.target, ([sources[at] for at in kept],), [vals])  # type: ignore
-    (rest,) = {used for element in made for used in element.args[0].all_input_nodes}  # type: ignore[union-attr]
-    rest.meta[REST_OF] = cast.name
-    for at, new in zip(kept, made, strict=True):
-        read[at].replace_all_uses_with(new)
-        graph.erase_node(read[at])
-    graph.erase_node(results)
-    graph.erase_node(cast)
+    cast.args = ([sources[at] for at in kept],)  # type: ignore
+    results.meta["val"] = [results.meta["val"][at] for at in kept]
+    cast.meta["val"] = [results.meta["val"]]
+    for place, at in enumerate(kept):
+        read[at].args = (results, place)

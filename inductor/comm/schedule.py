@@ -46,7 +46,6 @@ from weft.inductor.comm.precedence import precedence
 from weft.inductor.comm.problem import Problem
 from weft.inductor.comm.reshard import gaps, gather_once, let_go
 from weft.inductor.comm.simulate import Simulation, simulate
-from weft.inductor.comm.squares import REST_OF
 from weft.inductor.comm.tables import BucketReport, bucket_report
 from weft.inductor.comm.transports import lies_in_arena
 from weft.inductor.comm.updates import split_updates
@@ -391,7 +390,7 @@ class _HandedOver(ComputeCosts):
         self._costs = costs
         handed = step.copy()
         hand_over(handed, _chosen(handed), LIBRARY, unreachable=_nobody_asks)
-        self._left = {node.meta.get(REST_OF, node.name): node for node in handed.graph.nodes}
+        self._left = {node.name: node for node in handed.graph.nodes}
 
     def seconds(self, node: Node) -> float:
         left = self._left.get(node.name)

@@ -19,9 +19,6 @@ from weft.inductor.passes.order import start_of
 
 Node = torch.fx.Node
 
-REST_OF = "rest_of"
-"""In the ``meta`` of a node that does what transports leave of another's work: the name of that one."""
-
 
 def use_squares(step: StepGraph) -> None:
     """Let norms of which only all together are read take what reductions over peers know. Changes ``step``.
@@ -56,11 +53,9 @@ def _use_squares(graph: torch.fx.Graph, node: Node) -> None:
         squares[-1].meta["val"] = first.meta["val"].new_empty(call.sums, dtype=torch.float32)
     others = [tensor for tensor in tensors if tensor not in results or start_of(results[tensor]) not in of_all]
     ((norms,),) = node.meta["val"]
-    with graph.inserting_before(node):
-        new = graph.call_function(NormOfSquares(len(norms), norms.dtype), (squares, others))
-    new.meta = {**node.meta, "val": [[norms]], REST_OF: node.name}
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    # The node stays, so that it is known by its name; its list is another one, by which prices are remembered.
+    node.target, node.args = NormOfSquares(len(norms), norms.dtype), (squares, others)
+    node.meta["val"] = [[norms]]
 
 
 def _result(tensor: Node) -> Node | None:

@@ -102,17 +102,12 @@ def entries(directory: Path) -> list[Path]:
     return [path for path in (directory / "graphs").rglob("*") if len(path.name) == 64]  # and no unfinished ones
 
 
-def twice(capture: Callable[[], StepGraph]) -> list[StepGraph]:
-    """Two captures from one line."""
-    return [capture() for _ in range(2)]
-
-
 # ---- what comes back
 
 
 @pytest.mark.parametrize("capture", [training_step, sharded_step, dynamic_step])
 def test_the_same_graph_comes_back(capture: Callable[[], StepGraph]) -> None:
-    first, second = twice(capture)
+    first, second = capture(), capture()
     made = graph_cache.cached(first, with_kernels)
     assert any(isinstance(node.target, KernelCall) for node in made.graph.nodes)
     found = graph_cache.cached(second, unexpected)
@@ -126,7 +121,7 @@ def test_the_same_graph_comes_back(capture: Callable[[], StepGraph]) -> None:
 
 @pytest.mark.parametrize("rows", [6, 9])
 def test_a_graph_from_the_cache_computes_what_eager_does(rows: int) -> None:
-    first, second = twice(dynamic_step)
+    first, second = dynamic_step(), dynamic_step()
     graph_cache.cached(first, with_kernels)
     found = graph_cache.cached(second, unexpected)
     for node in found.graph.nodes:
@@ -145,7 +140,7 @@ def test_a_schedule_is_made_once(limit: int | None, monkeypatch: pytest.MonkeyPa
     """So is the finding that none fits; another limit is another schedule."""
     cluster, made = load_cluster("h200x8"), []
     with fake_world(4):
-        for step in twice(sharded_in_a_world):
+        for step in (sharded_in_a_world(), sharded_in_a_world()):
             graph = graph_cache.cached(step, with_kernels)
             with nullcontext() if limit is None else pytest.raises(MemoryLimitUnreachable, match="1 bytes"):
                 made.append(consensus.scheduled(graph, cluster, limit))
@@ -353,7 +348,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_entry_is_made_again(damage: Callable[[Path], None], directory: Path) -> None:
-    first, second = twice(training_step)
+    first, second = training_step(), training_step()
     made = graph_cache.cached(first, with_kernels)
     (path,) = entries(directory)
     content = path.read_bytes()
