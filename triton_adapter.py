@@ -206,18 +206,20 @@ def _interpreted_language(function: Any) -> Iterator[None]:
                 changes.append((names, name, value))
                 names[name] = _device_function(value.fn)
     builder: Any = interpreter.InterpreterBuilder
-    plain = builder.cast_impl, builder.create_fp_to_fp, builder.create_splat
+    plain = builder.cast_impl, builder.create_fp_to_fp, builder.create_splat, builder.create_fma
     scope = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     try:
         # 3.6 asks numpy for the int of an array of one element, which numpy 2.4 refuses.
         scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
         builder.cast_impl, builder.create_fp_to_fp = _casts(*plain[:2])
         builder.create_splat = _splat
+        if not hasattr(interpreter._interpreter, "fma_fp32"):
+            builder.create_fma = _fma
         with triton.knobs.runtime.scope():
             triton.knobs.runtime.interpret = True
             yield
     finally:
-        builder.cast_impl, builder.create_fp_to_fp, builder.create_splat = plain
+        builder.cast_impl, builder.create_fp_to_fp, builder.create_splat, builder.create_fma = plain
         scope.restore()
         for names, name, value in changes:
             names[name] = value
@@ -250,6 +252,15 @@ def _splat(self: Any, wanted: Any, scalar: Any) -> Any:
 
     data = np.full(wanted.shape, scalar.data.reshape(-1)[0], dtype=scalar.data.dtype)
     return TensorHandle(data, scalar.dtype.scalar)
+
+
+def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """3.6 rounds the product, too. In float64 that of two float32 is exact, and one sum in 2**28 rounds twice."""
+    import numpy as np
+    from triton.runtime.interpreter import TensorHandle
+
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
 
 def _casts(cast: Any, cast_rounded: Any) -> tuple[Any, Any]:
