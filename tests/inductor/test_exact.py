@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from harness import needs_gpu
 
+from harness import needs_gpu
 from weft.inductor.multi_tensor.exact import quotient, reciprocal, root
 from weft.inductor.multi_tensor.text import function
 from weft.inductor.runtime.kernel_source import KernelSource
 from weft.inductor.runtime.kernels import compile_kernels
 
 BLOCK = 1024
-SIGNATURE = {name: "*fp32" for name in ("a", "b", "roots", "quotients", "exact_roots", "exact_quotients")}
+SIGNATURE = dict.fromkeys(("a", "b", "roots", "quotients", "exact_roots", "exact_quotients"), "*fp32")
 
 
 def source() -> KernelSource:
