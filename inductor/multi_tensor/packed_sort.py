@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import Given, Made, Plan, Scratch, add_launch
-from weft.inductor.multi_tensor.text import INDICES, function
+from weft.inductor.multi_tensor.plan import Argument, Given, Job, Made, Plan, Scratch, add_jobs
+from weft.inductor.multi_tensor.text import INDICES
 
 _POSITION_BITS = 10  # of a word of 31 bits, which is above zero
 _MOST_IN_BLOCK = 1 << _POSITION_BITS
@@ -63,54 +63,61 @@ class PackedSort(MultiTensor):
 
     def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
         ((index,),) = arguments
-        count = len(index)
-        block = min(max(1 << (count - 1).bit_length(), _PLACED), _MOST_IN_BLOCK)
-        blocks = -(-count // block)
         plan = Plan()
-        plan.scratch["words"] = (blocks * block, torch.int32)
-        self._add_blocks(plan, index, block, blocks)
-        self._add_places(plan, count, block, blocks)
+        plan.scratch["words"] = (self.words(len(index)), torch.int32)
+        add_jobs(plan, "sorted_blocks", [self.blocks(index, Given(0, 0))])
+        add_jobs(plan, "sorted_places", [self.places(len(index), Made(0, 0), Made(1, 0))])
         return plan
 
-    def _add_blocks(self, plan: Plan, index: torch.Tensor, block: int, blocks: int) -> None:
+    def words(self, count: int) -> int:
+        """Elements of the int32 memory ``words`` that both kernels need."""
+        return -(-count // _block(count)) * _block(count)
+
+    def blocks(self, index: torch.Tensor, place: Argument) -> Job:
+        """The first kernel: sorts blocks of ``index``, which is ``place``."""
+        count, block = len(index), _block(len(index))
         lines = [
-            "position = tl.arange(0, BLOCK)",
-            "at = tl.program_id(0) * BLOCK + position",
+            "position = tl.arange(0, SORTED)",
+            "at = job * SORTED + position",
             "key = tl.load(index + at, mask=at < COUNT, other=0)",
             *(["key = tl.where(key < 0, key + SIZE, key)"] if self.wraps else ()),
             "key = tl.where((key < 0) | (key >= SIZE), SIZE, key).to(tl.int32)",
             f"word = tl.where(at < COUNT, (key << {_POSITION_BITS}) | position, {_LAST})",
             "tl.store(words + at, tl.sort(word))",
         ]
-        constants = {"COUNT": len(index), "SIZE": self.size, "BLOCK": block}
-        signature = {"index": INDICES[index.dtype], "words": "*i32"}
-        text = function("sorted_blocks", [*signature, *(f"{name}: tl.constexpr" for name in constants)], lines)
-        add_launch(plan, "sorted_blocks", text, signature, (Given(0, 0), Scratch("words")), blocks, constants)
+        arguments = {"index": (INDICES[index.dtype], place), "words": ("*i32", Scratch("words"))}
+        return Job(lines, arguments, {"COUNT": count, "SIZE": self.size, "SORTED": block}, -(-count // block))
 
-    def _add_places(self, plan: Plan, count: int, block: int, blocks: int) -> None:
+    def places(self, count: int, keys: Argument, order: Argument) -> Job:
+        """The second kernel: finds places of ``count`` words, and writes ``keys`` and ``order``."""
+        block = _block(count)
+        blocks = -(-count // block)
         # From half a block down to one word; as many as the words of a block need another one.
         steps = [*(block >> by for by in range(1, block.bit_length())), 1]
         lines = [
-            "at = tl.program_id(0) * PLACED + tl.arange(0, PLACED)[:, None]",
+            "at = job * PLACED + tl.arange(0, PLACED)[:, None]",
             "word = tl.load(words + at)",
             f"key = word >> {_POSITION_BITS}",
-            "own = at // BLOCK",
+            "own = at // SORTED",
             "other = tl.arange(0, WIDTH)[None, :]",
             f"end = tl.where(other == own, word, (key + (other < own).to(tl.int32)) << {_POSITION_BITS})",
             "before = tl.zeros([PLACED, WIDTH], tl.int32)",
-            "first = words + other * BLOCK",
+            "first = words + other * SORTED",
             *(
-                f"before += tl.where(tl.load(first + before + {step - 1}, mask=other < BLOCKS, other={_LAST}) < end,"
-                f" {step}, 0)"
+                f"before += tl.where(tl.load(first + before + {step - 1}, mask=other < BLOCKS_SORTED, other={_LAST})"
+                f" < end, {step}, 0)"
                 for step in steps
             ),
             "place = tl.sum(before, axis=1)[:, None]",
             "tl.store(keys + place, key, mask=at < COUNT)",
-            f"tl.store(order + place, own * BLOCK + (word & {_MOST_IN_BLOCK - 1}), mask=at < COUNT)",
+            f"tl.store(order + place, own * SORTED + (word & {_MOST_IN_BLOCK - 1}), mask=at < COUNT)",
         ]
-        constants = {"COUNT": count, "BLOCK": block, "BLOCKS": blocks, "PLACED": _PLACED}
+        constants = {"COUNT": count, "SORTED": block, "BLOCKS_SORTED": blocks, "PLACED": _PLACED}
         constants["WIDTH"] = 1 << (blocks - 1).bit_length()
-        signature = {"words": "*i32", "keys": "*i32", "order": "*i32"}
-        text = function("sorted_places", [*signature, *(f"{name}: tl.constexpr" for name in constants)], lines)
-        places = (Scratch("words"), Made(0, 0), Made(1, 0))
-        add_launch(plan, "sorted_places", text, signature, places, -(-count // _PLACED), constants)
+        arguments = {"words": ("*i32", Scratch("words")), "keys": ("*i32", keys), "order": ("*i32", order)}
+        return Job(lines, arguments, constants, -(-count // _PLACED))
+
+
+def _block(count: int) -> int:
+    """How many words of ``count`` a program sorts."""
+    return min(max(1 << (count - 1).bit_length(), _PLACED), _MOST_IN_BLOCK)

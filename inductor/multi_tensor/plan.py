@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.inductor.multi_tensor.text import POINTERS, Column, ScalarParameter, number, walk
+from weft.inductor.multi_tensor.text import POINTERS, Column, ScalarParameter, function, indented, number, walk
 from weft.inductor.runtime.kernel_source import KernelSource
 
 BLOCK: int = 1024
@@ -231,3 +231,48 @@ def add_launch(
     )
     source = KernelSource(name, text, signature, constants, aligned, WARPS, 1, registers)
     plan.launches.append(Launch(source, grid, places))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What some programs of a launch do.
+
+    Attributes:
+        lines: what each does; they know ``job``, its number among those programs.
+        arguments: of the lines, by name: Triton's type of each and what it is.
+        constants: of the lines, by name.
+        programs: how many there are.
+    """
+
+    lines: Sequence[str]
+    arguments: dict[str, tuple[str, Argument]]
+    constants: dict[str, Any]
+    programs: int
+
+
+def add_jobs(plan: Plan, name: str, jobs: Sequence[Job], registers: int | None = None) -> None:
+    """Add one launch of all ``jobs``, whose programs start in that order: what waits for memory beside what fills it.
+
+    What has one name in several jobs has to be one argument or one constant; names of registers have to differ, but
+    for those of one type and shape.
+    """
+    jobs = [job for job in jobs if job.programs]
+    arguments: dict[str, tuple[str, Argument]] = {}
+    constants: dict[str, Any] = {}
+    for job in jobs:
+        for held, names in ((arguments, job.arguments), (constants, job.constants)):
+            assert all(held.setdefault(key, value) == value for key, value in names.items()), (name, held, names)
+    signature = {key: type_ for key, (type_, _) in arguments.items()}
+    places = tuple(place for _, place in arguments.values())
+    lines = ["job = tl.program_id(0)", *_either(jobs)]
+    text = function(name, [*signature, *(f"{constant}: tl.constexpr" for constant in constants)], lines)
+    add_launch(plan, name, text, signature, places, sum(job.programs for job in jobs), constants, registers)
+
+
+def _either(jobs: Sequence[Job]) -> list[str]:
+    """Lines of the one among ``jobs`` that register ``job`` is a number of."""
+    first, *others = jobs
+    if not others:
+        return list(first.lines)
+    rest = [f"job -= {first.programs}", *_either(others)]
+    return [f"if job < {first.programs}:", *indented(first.lines), "else:", *indented(rest)]

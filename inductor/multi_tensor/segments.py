@@ -1,19 +1,24 @@
 """Sums of rows that have one index: the gradient of an embedding, the outputs of experts given back to their tokens.
 
-The indices are sorted first, which keeps equal ones in their order, so the rows of one index are a *segment* of the
-sorted list. Four kernels follow, none with atomics:
+The indices are sorted, which keeps equal ones in their order, so the rows of one index are a *segment* of the sorted
+list. None of the kernels has atomics:
 
-1. where the segment of each row of the table begins, by binary search;
-2. rows of the table without a segment, and the sums of every other: programs walk *chunks* of the sorted list, loading
-   rows ahead whichever segments they are in, and write a segment's sum where it ends. What a chunk has of a segment
-   that goes on in another is a partial sum: its *head* belongs to a segment that began before, its *tail* to one that
-   ends after;
-3. sums of the heads of *groups* of chunks in one segment: a token may stand for a tenth of a batch, or for all of it;
-4. segments over several chunks: a tail, then heads and whole groups.
+1. each row marks its place in the table, by any of the numbers of its rows;
+2. the sort, where it is done here (:mod:`weft.inductor.multi_tensor.packed_sort`);
+3. programs walk *chunks* of the sorted list, loading rows ahead whichever segments they are in, and write a segment's
+   sum where it ends. What a chunk has of a segment that goes on in another is a partial sum: its *head* belongs to a
+   segment that began before, its *tail* to one that ends after;
+4. sums of the heads of *groups* of chunks in one segment: a token may stand for a tenth of a batch, or for all of it;
+5. segments over several chunks: a tail, then heads and whole groups.
+
+Places without a mark are most of what is written, and all of these kernels but the third hardly need memory: beside the
+programs of each, others write some of those places.
 
 Work is linear in the rows and in the table, and bytes are the least possible: every row is read once, every row of the
 table written once. Sums are made in float32, always in one order, and rounded once, where ATen's atomics round each
-addition and come in any order. (ATen's sorting kernels of an embedding's gradient take the same first step.)
+addition and come in any order. (ATen's sorting kernels of an embedding's gradient take the same first step.) Marks need
+not be cleared: one counts if the row that it names has that place (Briggs and Torczon, "An efficient representation for
+sparse sets", 1993).
 
 A program for each row of the table waits most of the time, for a row or two of its own: measured on an H200 (32768
 rows of 2048 bfloat16 into 128256), 214 us for uniform indices and 305 us for those of text, where walks of 32 take 167
@@ -22,6 +27,7 @@ and 198 us.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,13 +35,17 @@ from typing import Any
 import torch
 
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import Argument, Given, Made, Plan, Pointers, Scratch, add_launch
-from weft.inductor.multi_tensor.text import INDICES, POINTERS, TRITON_DTYPES, function, number
+from weft.inductor.multi_tensor.packed_sort import PackedSort
+from weft.inductor.multi_tensor.plan import Argument, Given, Job, Made, Plan, Pointers, Scratch, add_jobs
+from weft.inductor.multi_tensor.text import INDICES, POINTERS, TRITON_DTYPES, indented, number
 
 # Positions of the arguments of a call.
-ROWS, KEYS, ORDER, BASE = range(4)
+ROWS, INDICES_, BASE = range(3)
 
-_SEARCHED = 256  # rows of the table a program of the first kernel searches for
+_MARKED = 256  # rows whose marks a program sets
+# How many of the places without a row are written in each launch, of those that there are: where most programs wait for
+# memory, others fill it.
+_BESIDE = {"sorted_blocks": 2, "sorted_places": 3, "segment_sums": 3, "group_sums": 1, "joined_sums": 2}
 _CHUNK = 32  # rows of the sorted list that a program walks; 16 take 25% longer for text, which has more partial sums
 _WIDEST = 2048  # most columns a program sums, 16 a thread
 _AHEAD = 8  # rows whose loads are in flight together (4: 3% longer), where they fit:
@@ -49,31 +59,37 @@ _REGISTERS = 128  # of a thread: rows ahead, sums of a segment, and base
 
 @dataclass(frozen=True)
 class SegmentSum(MultiTensor):
-    """``segment_sum([rows], keys, order, [base])``: one list of one, the table (size, columns) in the dtype of rows.
+    """``segment_sum([rows], indices, [base])``: one list of one, the table (size, columns) in the dtype of rows.
 
-    Row ``k`` of the table is ``base[k]``, or zero, plus ``scale`` times the sum of ``rows[order[i]]`` over all ``i``
-    with ``keys[i] == k``. Keys outside the table are left out; a batch that has such is a mistake which ATen's kernels
+    Row ``k`` of the table is ``base[k]``, or zero, plus ``scale`` times the sum of ``rows[i]`` over all ``i`` with
+    ``index[i] == k``. Indices outside the table are left out; a batch that has such is a mistake which ATen's kernels
     stop at.
 
-    ``rows`` (count, columns) and ``base`` (size, columns, or an empty list) are contiguous, of one dtype; ``keys``
-    int32 and ``order`` int32 or int64 are what a stable sort of the indices gives, both (count,).
+    ``rows`` (count, columns) and ``base`` (size, columns, or an empty list) are contiguous, of one dtype. ``indices``
+    is ``[index]``, int32 or int64, where ``packed_sort.packs`` them, or what a stable sort of such gives: ``[keys,
+    order]``, int32, and int32 or int64. All are (count,).
 
     Attributes:
         size: rows of the table.
         skipped: a row of the table that gets no sum (``padding_idx``), -1 for none.
         scale: what sums are multiplied by.
+        wraps: whether an index that is not sorted counts from the end where it is below zero.
     """
 
     size: int
     skipped: int = -1
     scale: float = 1.0
+    wraps: bool = False
 
     @property
     def __name__(self) -> str:
         return "segment_sum"
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
-        (rows,), keys, order, base = arguments
+        (rows,), indices, base = arguments
+        if len(indices) == 1:
+            indices = [sorted_ for (sorted_,) in PackedSort(self.size, self.wraps)(indices)]
+        keys, order = indices
         kept = (keys >= 0) & (keys < self.size) & (keys != self.skipped)
         wide = torch.promote_types(rows.dtype, torch.float32)
         sums = torch.zeros(self.size, rows.shape[1], dtype=wide, device=rows.device)
@@ -81,76 +97,97 @@ class SegmentSum(MultiTensor):
         return [[(sums + base[0] if base else sums).to(rows.dtype)]]
 
     def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
-        (rows,), _, order, base = arguments
+        (rows,), indices, base = arguments
         count, columns = rows.shape
         layout = _Layout(count, columns, self.size, rows.dtype, bool(base))
         plan = Plan()
-        plan.scratch["starts"] = (self.size + 1, torch.int32)
+        plan.scratch |= dict.fromkeys(("marks", "ends"), (self.size, torch.int32))
         for name, sums in (("heads", layout.chunks), ("tails", layout.chunks), ("groups", max(layout.groups, 1))):
             plan.scratch[name] = (sums * layout.columns, torch.float32)
         plan.pointers["read"] = [(Given(ROWS, 0), *((Given(BASE, 0),) if base else ()))]
-        self._add_starts(plan, layout)
-        self._add_walks(plan, layout, INDICES[order.dtype])
+        jobs: dict[str, Job] = {}
+        if len(indices) == 1:
+            sort = PackedSort(self.size, self.wraps)
+            plan.scratch["words"] = (sort.words(count), torch.int32)
+            plan.scratch |= dict.fromkeys(("keys", "order"), (count, torch.int32))
+            keys, order, order_type = Scratch("keys"), Scratch("order"), "*i32"
+            jobs["sorted_blocks"] = sort.blocks(indices[0], Given(INDICES_, 0))
+            jobs["sorted_places"] = sort.places(count, keys, order)
+        else:
+            keys, order, order_type = Given(INDICES_, 0), Given(INDICES_, 1), INDICES[indices[1].dtype]
+        jobs["segment_sums"] = self._walks(layout, keys, order, order_type)
         if layout.groups:
-            self._add_groups(plan, layout)
+            jobs["group_sums"] = self._groups(layout, keys)
         if layout.chunks > 1:
-            self._add_joined(plan, layout)
+            jobs["joined_sums"] = self._joined(layout, keys)
+        add_jobs(plan, "segment_marks", [self._marks(indices[0])])
+        shares = list(itertools.accumulate((_BESIDE[name] for name in jobs), initial=0))
+        ends = [layout.emptying * share // shares[-1] for share in shares]
+        for (name, job), begin, end in zip(jobs.items(), ends, ends[1:], strict=False):
+            add_jobs(plan, name, [job, self._empty_rows(layout, indices[0], begin, end)], _REGISTERS)
         return plan
 
-    def _add_starts(self, plan: Plan, layout: _Layout) -> None:
+    def _marks(self, index: torch.Tensor) -> Job:
         lines = [
-            "row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
-            "low = tl.zeros([BLOCK], tl.int32)",
-            "high = low + COUNT",
-            f"for _ in range({layout.count.bit_length()}):",
-            "    middle = (low + high) // 2",
-            "    key = tl.load(keys + middle, mask=low < high, other=0)",
-            "    low, high = tl.where((low < high) & (key < row), middle + 1, low), "
-            "tl.where((low < high) & (key >= row), middle, high)",
-            "tl.store(starts + row, low, mask=row <= SIZE)",
+            "at = job * MARKED + tl.arange(0, MARKED)",
+            *self._key("key", "at", "at < COUNT"),
+            "tl.store(marks + key, at, mask=(key >= 0) & (key < SIZE))",
         ]
-        signature = {"keys": "*i32", "starts": "*i32"}
-        constants = {"COUNT": layout.count, "SIZE": self.size, "BLOCK": _SEARCHED}
-        grid = -(-(self.size + 1) // _SEARCHED)
-        _add(plan, "segment_starts", lines, signature, (Given(KEYS), Scratch("starts")), grid, constants)
+        arguments = {"index": (INDICES[index.dtype], Given(INDICES_, 0)), "marks": ("*i32", Scratch("marks"))}
+        constants = {"COUNT": len(index), "SIZE": self.size, "MARKED": _MARKED}
+        return Job(lines, arguments, constants, -(-len(index) // _MARKED))
 
-    def _add_walks(self, plan: Plan, layout: _Layout, order_type: str) -> None:
-        """Rows without a segment come first: partial sums are still in the cache when they are joined."""
-        block = layout.block
-        emptied = max((_COPIED if layout.based else _EMPTIED) // block, 1)
-        programs = -(-self.size // emptied)
-
-        def lines(ahead: int) -> list[str]:
-            return [
-                "job = tl.program_id(0) // BLOCKS",
-                _COLUMNS,
-                f"if job < {programs}:",
-                *_indented(self._empty_rows(layout)),
-                "else:",
-                *_indented([f"chunk = job - {programs}", *self._walk(layout, ahead)]),
-            ]
-
-        signature = {"read": "*i64", "keys": "*i32", "order": order_type, "starts": "*i32"}
-        signature |= {"heads": "*fp32", "tails": "*fp32", "table": POINTERS[layout.dtype]}
-        partials = Scratch("heads"), Scratch("tails")
-        places = (Pointers("read"), Given(KEYS), Given(ORDER), Scratch("starts"), *partials, Made(0, 0))
-        grid = (programs + layout.chunks) * layout.blocks
-        constants = layout.constants(block) | {"ROWS": emptied}
-        _add(plan, "segment_sums", layout.reading(lines(layout.ahead), lines(1)), signature, places, grid, constants)
-
-    def _empty_rows(self, layout: _Layout) -> list[str]:
-        """Lines that write the rows without a segment among ``ROWS`` of the table."""
-        zeros = f"tl.zeros([ROWS, BLOCK], {TRITON_DTYPES[layout.dtype]})"
+    def _key(self, register: str, at: str, mask: str) -> list[str]:
+        """Lines for the place in the table of row ``at``, -1 where ``mask`` does not hold."""
+        found = f"{register} = tl.load(index + {at}, mask={mask}, other={-self.size - 1 if self.wraps else -1})"
         return [
-            "row = job * ROWS + tl.arange(0, ROWS)",
-            "start = tl.load(starts + row, mask=row < SIZE, other=-1)",
-            "empty = start == tl.load(starts + row + 1, mask=row < SIZE, other=0)",
-            *([f"empty = empty | (row == {self.skipped})"] if self.skipped >= 0 else ()),
-            "to = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]",
-            "inside = empty[:, None] & (column < COLUMNS)[None, :]",
-            f"value = {'tl.load(base + to, mask=inside)' if layout.based else zeros}",
-            "tl.store(table + to, value, mask=inside)",
+            found,
+            *([f"{register} = tl.where({register} < 0, {register} + SIZE, {register})"] if self.wraps else ()),
         ]
+
+    def _empty_rows(self, layout: _Layout, index: torch.Tensor, begin: int, end: int) -> Job:
+        """Programs ``begin`` to ``end`` of those that write the rows of the table without a segment."""
+        zeros = f"tl.zeros([EMPTIED, EMPTIED_WIDTH], {TRITON_DTYPES[layout.dtype]})"
+        lines = [
+            f"job += {begin}",
+            "across = job % EMPTIED_BLOCKS * EMPTIED_WIDTH + tl.arange(0, EMPTIED_WIDTH)",
+            "row = job // EMPTIED_BLOCKS * EMPTIED + tl.arange(0, EMPTIED)",
+            "mark = tl.load(marks + row, mask=row < SIZE, other=-1)",
+            *self._key("marked", "mark", "(mark >= 0) & (mark < COUNT)"),
+            "empty = marked != row",
+            *([f"empty = empty | (row == {self.skipped})"] if self.skipped >= 0 else ()),
+            "cells = row.to(tl.int64)[:, None] * COLUMNS + across[None, :]",
+            "inside = (empty & (row < SIZE))[:, None] & (across < COLUMNS)[None, :]",
+            f"cell = {'tl.load(base + cells, mask=inside)' if layout.based else zeros}",
+            "tl.store(table + cells, cell, mask=inside)",
+        ]
+        arguments = {
+            "index": (INDICES[index.dtype], Given(INDICES_, 0)),
+            "marks": ("*i32", Scratch("marks")),
+            "table": (POINTERS[layout.dtype], Made(0, 0)),
+        }
+        if layout.based:
+            lines = layout.reading(lines, lines)
+            arguments["read"] = ("*i64", Pointers("read"))
+        constants = {"COUNT": layout.count, "SIZE": self.size, "COLUMNS": layout.columns, "EMPTIED": layout.emptied}
+        constants |= {"EMPTIED_WIDTH": layout.block, "EMPTIED_BLOCKS": layout.blocks}
+        return Job(lines, arguments, constants, end - begin)
+
+    def _walks(self, layout: _Layout, keys: Argument, order: Argument, order_type: str) -> Job:
+        def lines(ahead: int) -> list[str]:
+            return ["chunk = job // BLOCKS", _COLUMNS, *self._walk(layout, ahead)]
+
+        arguments: dict[str, tuple[str, Argument]] = {
+            "read": ("*i64", Pointers("read")),
+            "keys": ("*i32", keys),
+            "order": (order_type, order),
+            "ends": ("*i32", Scratch("ends")),
+            "heads": ("*fp32", Scratch("heads")),
+            "tails": ("*fp32", Scratch("tails")),
+            "table": (POINTERS[layout.dtype], Made(0, 0)),
+        }
+        constants = layout.constants(layout.block)
+        return Job(layout.reading(lines(layout.ahead), lines(1)), arguments, constants, layout.chunks * layout.blocks)
 
     def _walk(self, layout: _Layout, at_once: int) -> list[str]:
         """Lines that sum the rows of ``chunk``, loading some at once, and write what they are of each segment."""
@@ -166,8 +203,9 @@ class SegmentSum(MultiTensor):
                 "if following != key:",
                 "    if is_head:",
                 f"        {to_head}",
+                f"        tl.store(ends + key, at + {ahead + 1}, mask={self._is_kept()})",
                 f"    elif {self._is_kept()}:",
-                *_indented(self._store_sum(layout), 2),
+                *indented(self._store_sum(layout), 2),
                 "    is_head = is_head & False",
                 "    total = tl.zeros([BLOCK], tl.float32)",
                 "key = following",
@@ -181,7 +219,7 @@ class SegmentSum(MultiTensor):
             "    is_head = (first > 0) & (tl.load(keys + tl.maximum(first - 1, 0)) == key)",
             "    total = tl.zeros([BLOCK], tl.float32)",
             f"    for at in range(first, first + CHUNK, {at_once}):",
-            *_indented([*loads, *adds], 2),
+            *indented([*loads, *adds], 2),
             "    if key == last:",
             "        if is_head:",
             f"            {to_head}",
@@ -189,49 +227,57 @@ class SegmentSum(MultiTensor):
             f"            {_store_partial('tails', 'chunk')}",
         ]
 
-    def _add_groups(self, plan: Plan, layout: _Layout) -> None:
+    def _groups(self, layout: _Layout, keys: Argument) -> Job:
         lines = [
-            "group = tl.program_id(0) // BLOCKS",
+            "group = job // BLOCKS",
             _COLUMNS,
             "first = group * GROUP * CHUNK",
             "before = tl.load(keys + first - 1, mask=first > 0, other=-1)",
             "if before == tl.load(keys + first + GROUP * CHUNK - 1):",
             "    total = tl.zeros([BLOCK], tl.float32)",
-            *_indented(_add_up("heads", "group * GROUP", "(group + 1) * GROUP")),
+            *indented(_add_up("heads", "group * GROUP", "(group + 1) * GROUP")),
             f"    {_store_partial('groups', 'group')}",
         ]
-        signature = {"keys": "*i32", "heads": "*fp32", "groups": "*fp32"}
-        places = (Given(KEYS), Scratch("heads"), Scratch("groups"))
-        _add_partials(plan, "group_sums", lines, signature, places, layout, layout.groups)
+        arguments: dict[str, tuple[str, Argument]] = {
+            "keys": ("*i32", keys),
+            "heads": ("*fp32", Scratch("heads")),
+            "groups": ("*fp32", Scratch("groups")),
+        }
+        return _adding(lines, arguments, layout, layout.groups)
 
-    def _add_joined(self, plan: Plan, layout: _Layout) -> None:
+    def _joined(self, layout: _Layout, keys: Argument) -> Job:
         lines = [
-            "chunk = tl.program_id(0) // BLOCKS",
+            "chunk = job // BLOCKS",
             _COLUMNS,
             "first = chunk * CHUNK",
             "key = tl.load(keys + first + CHUNK - 1)",
             "before = tl.load(keys + first - 1, mask=first > 0, other=-1)",
             f"if (key == tl.load(keys + first + CHUNK)) & (key != before) & {self._is_kept()}:",
-            "    end = tl.load(starts + key + 1)",
+            "    end = tl.load(ends + key)",
             # A segment without a whole group is all heads.
             "    chunks_end = (end + CHUNK - 1) // CHUNK",
             "    group = (chunk + GROUP) // GROUP",
             "    groups_end = tl.maximum(end // (GROUP * CHUNK), group)",
             "    is_long = groups_end > group",
             "    total = tl.load(tails + chunk.to(tl.int64) * COLUMNS + column, mask=column < COLUMNS, other=0.0)",
-            *_indented(_add_up("heads", "chunk + 1", "tl.where(is_long, group * GROUP, chunks_end)")),
-            *_indented(_add_up("groups", "group", "groups_end")),
-            *_indented(_add_up("heads", "tl.where(is_long, groups_end * GROUP, chunks_end)", "chunks_end")),
-            *_indented(self._store_sum(layout)),
+            *indented(_add_up("heads", "chunk + 1", "tl.where(is_long, group * GROUP, chunks_end)")),
+            *indented(_add_up("groups", "group", "groups_end")),
+            *indented(_add_up("heads", "tl.where(is_long, groups_end * GROUP, chunks_end)", "chunks_end")),
+            *indented(self._store_sum(layout)),
         ]
+        arguments: dict[str, tuple[str, Argument]] = {
+            "keys": ("*i32", keys),
+            "ends": ("*i32", Scratch("ends")),
+            "heads": ("*fp32", Scratch("heads")),
+            "tails": ("*fp32", Scratch("tails")),
+            "groups": ("*fp32", Scratch("groups")),
+            "table": (POINTERS[layout.dtype], Made(0, 0)),
+        }
         if layout.based:
             lines = layout.reading(lines, lines)
-        signature = {"read": "*i64", "keys": "*i32", "starts": "*i32", "heads": "*fp32", "tails": "*fp32"}
-        signature |= {"groups": "*fp32", "table": POINTERS[layout.dtype]}
-        partials = Scratch("heads"), Scratch("tails"), Scratch("groups")
-        places = (Pointers("read"), Given(KEYS), Scratch("starts"), *partials, Made(0, 0))
+            arguments["read"] = ("*i64", Pointers("read"))
         # The last chunk's segments end in it.
-        _add_partials(plan, "joined_sums", lines, signature, places, layout, layout.chunks - 1)
+        return _adding(lines, arguments, layout, layout.chunks - 1)
 
     def _is_kept(self) -> str:
         """Whether ``key`` is a row of the table that gets a sum."""
@@ -250,7 +296,7 @@ class SegmentSum(MultiTensor):
 
 
 # Which columns a program sums.
-_COLUMNS = "column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)"
+_COLUMNS = "column = job % BLOCKS * BLOCK + tl.arange(0, BLOCK)"
 
 
 def _store_partial(where: str, which: str) -> str:
@@ -303,6 +349,16 @@ class _Layout:
         return -(-self.columns // self.block)
 
     @property
+    def emptied(self) -> int:
+        """Rows of the table that a program looks at, and writes if they have no segment."""
+        return max((_COPIED if self.based else _EMPTIED) // self.block, 1)
+
+    @property
+    def emptying(self) -> int:
+        """Programs that do so."""
+        return -(-self.size // self.emptied) * self.blocks
+
+    @property
     def ahead(self) -> int:
         return min(_IN_FLIGHT // (self.block * self.dtype.itemsize), _AHEAD)
 
@@ -319,40 +375,15 @@ class _Layout:
         found = {name: f"tl.load(read + {at}).to({type_})" for at, name in enumerate(names)}
         return [
             f"if tl.load(read + {len(names)}) != 0:",
-            *_indented([f"{name} = tl.multiple_of({pointer}, 16)" for name, pointer in found.items()]),
-            *_indented(aligned),
+            *indented([f"{name} = tl.multiple_of({pointer}, 16)" for name, pointer in found.items()]),
+            *indented(aligned),
             "else:",
-            *_indented([f"{name} = {pointer}" for name, pointer in found.items()]),
-            *_indented(otherwise),
+            *indented([f"{name} = {pointer}" for name, pointer in found.items()]),
+            *indented(otherwise),
         ]
 
 
-def _add_partials(
-    plan: Plan,
-    name: str,
-    lines: list[str],
-    signature: dict[str, str],
-    places: tuple[Argument, ...],
-    layout: _Layout,
-    jobs: int,
-) -> None:
-    """Add a kernel that adds up partial sums: ``jobs`` programs for each block of columns."""
+def _adding(lines: list[str], arguments: dict[str, tuple[str, Argument]], layout: _Layout, sums: int) -> Job:
+    """A job that adds up partial sums, ``sums`` of them for each block of columns."""
     constants = layout.constants(min(layout.block, _JOINED_WIDTH))
-    _add(plan, name, lines, signature, places, jobs * constants["BLOCKS"], constants)
-
-
-def _add(
-    plan: Plan,
-    name: str,
-    lines: list[str],
-    signature: dict[str, str],
-    places: tuple[Argument, ...],
-    grid: int,
-    constants: dict[str, Any],
-) -> None:
-    text = function(name, [*signature, *(f"{constant}: tl.constexpr" for constant in constants)], lines)
-    add_launch(plan, name, text, signature, places, grid, constants, _REGISTERS)
-
-
-def _indented(lines: Sequence[str], by: int = 1) -> list[str]:
-    return ["    " * by + line for line in lines]
+    return Job(lines, arguments, constants, sums * constants["BLOCKS"])

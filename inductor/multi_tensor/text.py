@@ -12,7 +12,7 @@ Registers are float32 whatever the columns hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,10 +122,10 @@ def walk(
         lines.append(f"count = tl.where({skip}, 0, count)")
     lines += [
         "if (count == CHUNK) & (aligned != 0):",
-        *_indented(f"{c.name}_at = tl.multiple_of({c.name}_at, 16)" for c in columns),
-        *_indented(_loop(columns, body, "CHUNK", "")),
+        *indented(f"{c.name}_at = tl.multiple_of({c.name}_at, 16)" for c in columns),
+        *indented(_loop(columns, body, "CHUNK", "")),
         "else:",
-        *_indented(_loop(columns, body, "count", "at < count")),
+        *indented(_loop(columns, body, "count", "at < count")),
         *finish,
     ]
     return function(name, [*parameters, "CHUNK: tl.constexpr", "BLOCK: tl.constexpr"], lines)
@@ -140,14 +140,15 @@ def _loop(columns: Sequence[Column], body: Sequence[str], until: str, mask: str)
     inner += [f"{c.name} = tl.load({c.name}_at + at{filled}).to(tl.float32)" for c in columns if c.load]
     inner += body
     inner += [f"tl.store({c.name}_at + at, {c.store}.to({TRITON_DTYPES[c.dtype]}){masked})" for c in columns if c.store]
-    return [f"for first in range(0, {until}, BLOCK):", *_indented(inner)]
+    return [f"for first in range(0, {until}, BLOCK):", *indented(inner)]
 
 
 def function(name: str, parameters: Sequence[str], lines: Sequence[str]) -> str:
     """The text of a module with one Triton function."""
     imports = ["import triton", "import triton.language as tl", "", ""]
-    return "\n".join([*imports, "@triton.jit", f"def {name}({', '.join(parameters)}):", *_indented(lines)]) + "\n"
+    return "\n".join([*imports, "@triton.jit", f"def {name}({', '.join(parameters)}):", *indented(lines)]) + "\n"
 
 
-def _indented(lines: object) -> list[str]:
-    return [_INDENT + line for line in lines]  # type: ignore[attr-defined]
+def indented(lines: Iterable[str], by: int = 1) -> list[str]:
+    """The lines, ``by`` levels deeper."""
+    return [_INDENT * by + line for line in lines]

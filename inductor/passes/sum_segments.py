@@ -4,8 +4,8 @@ The gradient of an embedding, ``index_add`` of what experts computed, the gradie
 rows' indices in ways of its own for some of these, and adds with atomics, in any order, for others. Here they are one
 call, with the same bits at every run:
 
-- :class:`weft.inductor.multi_tensor.segments.SegmentSum` for wide rows: work linear in the rows and in the table, after
-  a sort by :class:`weft.inductor.multi_tensor.packed_sort.PackedSort`, or by ATen where indices are very many;
+- :class:`weft.inductor.multi_tensor.segments.SegmentSum` for wide rows: work linear in the rows and in the table, and a
+  sort of the indices, by ATen where they are very many;
 - :class:`weft.inductor.multi_tensor.one_hot.OneHotSum` for narrow rows, where comparing every index with every place is
   less work than a sort: a bias for each pair of positions, looked up by their distance.
 
@@ -32,7 +32,7 @@ from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.gather import few_places
 from weft.inductor.multi_tensor.one_hot import WIDEST, OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.packed_sort import PackedSort, packs
+from weft.inductor.multi_tensor.packed_sort import packs
 from weft.inductor.multi_tensor.segments import SegmentSum
 from weft.inductor.multi_tensor.text import TRITON_DTYPES
 from weft.inductor.passes.emitter import Emit, emitter
@@ -121,15 +121,15 @@ class _Sum:
             emit = emitter(graph, node)
             index = self._flat_index(emit)
             if not self._compares():
-                keys = self._sorted(graph, node, emit, index)
-                call: MultiTensor = SegmentSum(self.size, self.skipped, float(self.scale))
+                indices: Any = self._sorted(emit, index)
+                call: MultiTensor = SegmentSum(self.size, self.skipped, float(self.scale), self.wraps)
             else:
-                keys = (index,)
+                indices = index
                 call = OneHotSum(self.size, self.skipped, float(self.scale), self.wraps)
             rows = emit(aten.view.default, self.rows, [-1, width])
             base = [] if self._is_zero() else [emit(aten.view.default, self.base, [-1, width])]
             flat = val.new_empty(self.size, width)
-            ((table,),) = list_call(graph, node, call, ([rows], *keys, base), [[flat]])
+            ((table,),) = list_call(graph, node, call, ([rows], indices, base), [[flat]])
             node.replace_all_uses_with(emit(aten.view.default, table, list(val.shape)))
         graph.erase_node(node)
 
@@ -142,19 +142,17 @@ class _Sum:
             index = emit(aten.clone.default, index, memory_format=torch.contiguous_format)
         return emit(aten.view.default, index, [-1])
 
-    def _sorted(self, graph: torch.fx.Graph, node: Node, emit: Emit, index: Node) -> tuple[Node, Node]:
-        """The indices in order, as int32, and where each came from."""
+    def _sorted(self, emit: Emit, index: Node) -> list[Node]:
+        """The index alone where the call sorts it; else it in order, as int32, and where each came from."""
         val = index.meta["val"]
         if packs(len(val), self.size):
-            like = [[val.new_empty(len(val), dtype=torch.int32)] for _ in range(2)]
-            (keys,), (order,) = list_call(graph, node, PackedSort(self.size, self.wraps), ([index],), like)
-            return keys, order
+            return [index]
         if self.wraps:
             index = emit(aten.remainder.Scalar, index, self.size)
         if val.dtype != torch.int32:
             index = emit(aten._to_copy.default, index, dtype=torch.int32)
         both = emit(aten.sort.stable, index, stable=True)
-        return emit(operator.getitem, both, 0), emit(operator.getitem, both, 1)
+        return [emit(operator.getitem, both, 0), emit(operator.getitem, both, 1)]
 
     def _is_zero(self) -> bool:
         if self.base is None or self.base.target in _ZEROS:

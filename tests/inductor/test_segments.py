@@ -15,8 +15,8 @@ from multi_tensor_kernels import interpret
 from weft.capture.aot import Source, step_graph
 from weft.capture.graph import Role, StepGraph
 from weft.inductor.lower import lower
+from weft.inductor.multi_tensor import packed_sort
 from weft.inductor.multi_tensor.launcher import use_kernels
-from weft.inductor.multi_tensor.packed_sort import PackedSort
 from weft.inductor.multi_tensor.segments import _CHUNK, SegmentSum, _Layout
 from weft.inductor.passes import sum_segments as passes
 from weft.inductor.passes.sum_segments import sum_segments
@@ -28,10 +28,17 @@ aten = torch.ops.aten
 
 
 def by_kernels(call: SegmentSum, rows: Tensor, index: Tensor, base: Tensor | None = None) -> Tensor:
+    """Of sorted indices and, the same bits, of those as they are."""
     keys, order = torch.sort(index.int(), stable=True)
     if len(index) % 2:
         order = order.int()
-    return interpret(call, [[rows], keys, order, [] if base is None else [base]])[0]
+    based = [] if base is None else [base]
+    (found,) = interpret(call, [[rows], [keys, order], based])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_sort, "_MOST_IN_BLOCK", 64)  # the interpreter takes a second to sort a whole block
+        (again,) = interpret(call, [[rows], [index], based])
+    assert torch.equal(found, again)
+    return found
 
 
 def in_float64(call: SegmentSum, rows: Tensor, index: Tensor, base: Tensor | None = None) -> Tensor:
@@ -72,9 +79,9 @@ def test_sums_of_any_rows(seed: int, size: int, count: int, columns: int, dtype:
     call = SegmentSum(size, skipped=seed % (size + 1) - 1, scale=1.0 if seed % 3 else -0.5)
     near(by_kernels(call, rows, index, base), in_float64(call, rows, index, base), index)
     keys, order = torch.sort(index.int(), stable=True)
-    near(
-        call([rows], keys, order, [base] if base is not None else [])[0][0], in_float64(call, rows, index, base), index
-    )
+    for indices in ([keys, order], [index]):
+        ((found,),) = call([rows], indices, [base] if base is not None else [])
+        near(found, in_float64(call, rows, index, base), index)
 
 
 def test_a_short_segment_is_summed_in_the_order_of_its_rows() -> None:
@@ -150,31 +157,32 @@ def test_keys_outside_the_table_are_left_out() -> None:
     assert by_kernels(SegmentSum(4), rows, index)[:, 0].tolist() == [0, 0, 2, 0]
 
 
-@pytest.mark.parametrize("columns", [64, 1000, 2048, 4096])
+@pytest.mark.parametrize(("columns", "unsorted"), [(64, True), (1000, False), (2048, True), (4096, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_for_hopper_spill_nothing_and_load_16_bytes(dtype: torch.dtype, columns: int) -> None:
+def test_kernels_for_hopper_spill_nothing_and_load_16_bytes(dtype: torch.dtype, columns: int, unsorted: bool) -> None:
     def empty(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*sizes, dtype=dtype, device="meta")
 
     count, size = 16384, 128256
     keys, order = empty(count, dtype=torch.int32), empty(count, dtype=torch.int64)
-    plan = SegmentSum(size, 0).plan([[empty(count, columns)], keys, order, [empty(size, columns)]])
-    names = ["segment_starts", "segment_sums", "group_sums", "joined_sums"]
+    indices, sorts = ([order], ["sorted_blocks", "sorted_places"]) if unsorted else ([keys, order], [])
+    plan = SegmentSum(size, 0).plan([[empty(count, columns)], indices, [empty(size, columns)]])
+    names = ["segment_marks", *sorts, "segment_sums", "group_sums", "joined_sums"]
     assert [launch.kernel.name for launch in plan.launches] == names
     for launch in plan.launches:
         resources = inspect_kernel(launch.kernel)
         assert resources.spills == 0
         assert resources.registers <= 128  # four programs a multiprocessor
-        if columns >= 1000 and launch.kernel.name != "segment_starts":
+        if columns >= 1000 and launch.kernel.name.endswith("_sums"):
             assert resources.vector_loads >= 8
-    assert sum(scratch * 4 for scratch, _ in plan.scratch.values()) < 0.07 * count * columns * 4 + 4 * (size + 1)
+    assert sum(scratch * 4 for scratch, _ in plan.scratch.values()) < 0.07 * count * columns * 4 + 8 * size + 12 * count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_not_aligned_are_not_loaded_16_bytes_at_a_time(dtype: torch.dtype) -> None:
     rows = torch.empty(4096, 2048, dtype=dtype, device="meta")
     keys = torch.empty(4096, dtype=torch.int32, device="meta")
-    launches = SegmentSum(9999).plan([[rows], keys, keys, []]).launches
+    launches = SegmentSum(9999).plan([[rows], [keys, keys], []]).launches
     (walks,) = [launch.kernel for launch in launches if launch.kernel.name == "segment_sums"]
     # Of the 256 bytes that a thread has in flight; where segments begin is aligned in both branches.
     assert 16 <= inspect_kernel(walks).vector_loads <= 16 + 2 * 4
@@ -226,9 +234,10 @@ def test_operations_that_become_segment_sums(name: str) -> None:
     inputs = ROWS, IDS, TABLE
     step = sum_segments(graph_of(SUMS[name], *inputs)).check()
     (call,) = [node for node in step.graph.nodes if isinstance(node.target, SegmentSum)]
-    assert any(isinstance(node.target, PackedSort) for node in step.graph.nodes)
+    assert isinstance(call.args[1], list)
+    assert len(call.args[1]) == 1
     # Zeros are not read.
-    assert bool(call.args[3]) == (name in ("index_add", "index_put", "scatter_add"))
+    assert bool(call.args[2]) == (name in ("index_add", "index_put", "scatter_add"))
     wanted = SUMS[name](*(t.double() if t.is_floating_point() else t for t in inputs))
     for program in (compile_aten(step), compile_aten(use_kernels(step))):
         (found,) = program(*inputs)
@@ -243,7 +252,6 @@ def test_many_indices_are_sorted_by_aten(name: str, monkeypatch: pytest.MonkeyPa
     step = sum_segments(graph_of(SUMS[name], ROWS, IDS, TABLE)).check()
     targets = [node.target for node in step.graph.nodes]
     assert aten.sort.stable in targets
-    assert not any(isinstance(target, PackedSort) for target in targets)
     for program in (compile_aten(step), compile_aten(use_kernels(step))):
         (found,) = program(ROWS, IDS, TABLE)
         torch.testing.assert_close(found, SUMS[name](ROWS, IDS, TABLE), rtol=1e-5, atol=1e-5)
