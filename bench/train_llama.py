@@ -21,8 +21,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -132,12 +132,14 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    times = []
+    times, paused = [], []
     for _ in range(max(1, (options.steps - WARM_UP) // BLOCK)):
         begin = time.perf_counter()
-        losses += [one() for _ in range(BLOCK)]
+        with collections() as pauses:
+            losses += [one() for _ in range(BLOCK)]
         synchronize(device)
         times.append((time.perf_counter() - begin) / BLOCK)
+        paused.append(sum(pauses))
     explained = weft.explain(step) if isinstance(step, CompiledStep) else None
     schedule = None if explained is None else explained.schedule
     shared = 0 if explained is None or explained.kernels is None else shared_bytes(explained.kernels.graph)
@@ -168,6 +170,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         "longest": longest,
         "best_ms": min(times) * 1e3,
         "blocks_ms": [each * 1e3 for each in times],
+        "blocks_collecting_ms": [max(by_rank(each * 1e3, device)) for each in paused],
         "tokens_per_second": tokens,
         "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
         "peak_gib": peak,
@@ -179,6 +182,24 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         "torch": torch.__version__,
         "losses": (mean / dist.get_world_size()).tolist(),
     }
+
+
+@contextmanager
+def collections() -> Iterator[list[float]]:
+    """Seconds of each of Python's cyclic collections inside. A rank whose host collects is late for the others."""
+    found: list[float] = []
+
+    def collecting(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            found.append(-time.perf_counter())
+        elif found and found[-1] < 0:
+            found[-1] += time.perf_counter()
+
+    gc.callbacks.append(collecting)
+    try:
+        yield found
+    finally:
+        gc.callbacks.remove(collecting)
 
 
 def process_seconds() -> float:
