@@ -11,8 +11,8 @@ list. None of the kernels has atomics:
 4. sums of the heads of *groups* of chunks in one segment: a token may stand for a tenth of a batch, or for all of it;
 5. segments over several chunks: a tail, then heads and whole groups.
 
-Places without a mark are most of what is written, and all of these kernels but the third hardly need memory: beside the
-programs of each, others write some of those places.
+Places without a mark are most of what is written, and a sort hardly needs memory: other programs of its launches write
+some of those places, and those of walks the rest, behind them.
 
 Work is linear in the rows and in the table, and bytes are the least possible: every row is read once, every row of the
 table written once. Sums are made in float32, always in one order, and rounded once, where ATen's atomics round each
@@ -22,7 +22,7 @@ sparse sets", 1993).
 
 A program for each row of the table waits most of the time, for a row or two of its own: measured on an H200 (32768
 rows of 2048 bfloat16 into 128256), 214 us for uniform indices and 305 us for those of text, where walks of 32 take 167
-and 198 us.
+and 198 us. The sort, one after the other with what follows, took 6 us more than beside it, of 190.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ import torch
 
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.packed_sort import PackedSort
-from weft.inductor.multi_tensor.plan import Argument, Given, Job, Made, Plan, Pointers, Scratch, add_jobs
+from weft.inductor.multi_tensor.plan import ALIGNMENT, Argument, Given, Job, Made, Plan, Scratch, add_jobs
 from weft.inductor.multi_tensor.text import INDICES, POINTERS, TRITON_DTYPES, indented, number
 
 # Positions of the arguments of a call.
 ROWS, INDICES_, BASE = range(3)
 
 _MARKED = 256  # rows whose marks a program sets
-# How many of the places without a row are written in each launch, of those that there are: where most programs wait for
-# memory, others fill it.
-_BESIDE = {"sorted_blocks": 2, "sorted_places": 3, "segment_sums": 3, "group_sums": 1, "joined_sums": 2}
+# Of the places without a row, how many tenths are written beside each kernel. None beside the last ones took 2 us less
+# than a few: partial sums are in the cache when they are joined.
+_BESIDE = {"sorted_blocks": 3, "sorted_places": 3, "segment_sums": 4, "group_sums": 0, "joined_sums": 0}
 _CHUNK = 32  # rows of the sorted list that a program walks; 16 take 25% longer for text, which has more partial sums
 _WIDEST = 2048  # most columns a program sums, 16 a thread
 _AHEAD = 8  # rows whose loads are in flight together (4: 3% longer), where they fit:
@@ -104,7 +104,6 @@ class SegmentSum(MultiTensor):
         plan.scratch |= dict.fromkeys(("marks", "ends"), (self.size, torch.int32))
         for name, sums in (("heads", layout.chunks), ("tails", layout.chunks), ("groups", max(layout.groups, 1))):
             plan.scratch[name] = (sums * layout.columns, torch.float32)
-        plan.pointers["read"] = [(Given(ROWS, 0), *((Given(BASE, 0),) if base else ()))]
         jobs: dict[str, Job] = {}
         if len(indices) == 1:
             sort = PackedSort(self.size, self.wraps)
@@ -167,8 +166,8 @@ class SegmentSum(MultiTensor):
             "table": (POINTERS[layout.dtype], Made(0, 0)),
         }
         if layout.based:
-            lines = layout.reading(lines, lines)
-            arguments["read"] = ("*i64", Pointers("read"))
+            lines = _reading(("base",), layout.dtype, lines, lines)
+            arguments |= _read("base", layout.dtype)
         constants = {"COUNT": layout.count, "SIZE": self.size, "COLUMNS": layout.columns, "EMPTIED": layout.emptied}
         constants |= {"EMPTIED_WIDTH": layout.block, "EMPTIED_BLOCKS": layout.blocks}
         return Job(lines, arguments, constants, end - begin)
@@ -178,7 +177,8 @@ class SegmentSum(MultiTensor):
             return ["chunk = job // BLOCKS", _COLUMNS, *self._walk(layout, ahead)]
 
         arguments: dict[str, tuple[str, Argument]] = {
-            "read": ("*i64", Pointers("read")),
+            **_read("rows", layout.dtype),
+            **(_read("base", layout.dtype) if layout.based else {}),
             "keys": ("*i32", keys),
             "order": (order_type, order),
             "ends": ("*i32", Scratch("ends")),
@@ -186,8 +186,9 @@ class SegmentSum(MultiTensor):
             "tails": ("*fp32", Scratch("tails")),
             "table": (POINTERS[layout.dtype], Made(0, 0)),
         }
-        constants = layout.constants(layout.block)
-        return Job(layout.reading(lines(layout.ahead), lines(1)), arguments, constants, layout.chunks * layout.blocks)
+        names = ("rows", "base") if layout.based else ("rows",)
+        either = _reading(names, layout.dtype, lines(layout.ahead), lines(1))
+        return Job(either, arguments, layout.constants(layout.block), layout.chunks * layout.blocks)
 
     def _walk(self, layout: _Layout, at_once: int) -> list[str]:
         """Lines that sum the rows of ``chunk``, loading some at once, and write what they are of each segment."""
@@ -274,8 +275,8 @@ class SegmentSum(MultiTensor):
             "table": (POINTERS[layout.dtype], Made(0, 0)),
         }
         if layout.based:
-            lines = layout.reading(lines, lines)
-            arguments["read"] = ("*i64", Pointers("read"))
+            lines = _reading(("base",), layout.dtype, lines, lines)
+            arguments |= _read("base", layout.dtype)
         # The last chunk's segments end in it.
         return _adding(lines, arguments, layout, layout.chunks - 1)
 
@@ -367,20 +368,25 @@ class _Layout:
         sizes = {"COUNT": self.count, "SIZE": self.size, "CHUNK": _CHUNK, "GROUP": self.group}
         return sizes | {"COLUMNS": self.columns, "BLOCK": block, "BLOCKS": -(-self.columns // block)}
 
-    def reading(self, aligned: Sequence[str], otherwise: Sequence[str]) -> list[str]:
-        """Lines that read ``rows`` and ``base``: 16 bytes at a time where all are aligned, else one element."""
-        names = ("rows", "base") if self.based else ("rows",)
-        type_ = f"tl.pointer_type({TRITON_DTYPES[self.dtype]})"
-        # What is said of a pointer holds wherever it is used, so each branch makes its own.
-        found = {name: f"tl.load(read + {at}).to({type_})" for at, name in enumerate(names)}
-        return [
-            f"if tl.load(read + {len(names)}) != 0:",
-            *indented([f"{name} = tl.multiple_of({pointer}, 16)" for name, pointer in found.items()]),
-            *indented(aligned),
-            "else:",
-            *indented([f"{name} = {pointer}" for name, pointer in found.items()]),
-            *indented(otherwise),
-        ]
+
+def _read(name: str, dtype: torch.dtype) -> dict[str, tuple[str, Argument]]:
+    """The argument of what :func:`_reading` lets lines read as ``name``."""
+    return {f"{name}_given": (POINTERS[dtype], Given({"rows": ROWS, "base": BASE}[name], 0))}
+
+
+def _reading(names: Sequence[str], dtype: torch.dtype, aligned: Sequence[str], otherwise: Sequence[str]) -> list[str]:
+    """Lines that read ``names``: 16 bytes at a time where all are aligned, else one element."""
+    addresses = " | ".join(f"{name}_given.to(tl.int64)" for name in names)
+    # What is said of a pointer holds wherever it is used, so the first branch makes its own, of what is no mere cast.
+    multiple = f"// {ALIGNMENT} * {ALIGNMENT}).to(tl.pointer_type({TRITON_DTYPES[dtype]}))"
+    return [
+        f"if ({addresses}) % {ALIGNMENT} == 0:",
+        *indented(f"{name} = tl.multiple_of(({name}_given.to(tl.int64) {multiple}, {ALIGNMENT})" for name in names),
+        *indented(aligned),
+        "else:",
+        *indented(f"{name} = {name}_given" for name in names),
+        *indented(otherwise),
+    ]
 
 
 def _adding(lines: list[str], arguments: dict[str, tuple[str, Argument]], layout: _Layout, sums: int) -> Job:
