@@ -34,9 +34,11 @@ agreement_timeout_s: Annotated[
     float, "Seconds that a rank waits for the others to say which graph they captured before it gives up."
 ] = 30.0
 
-autotune: Annotated[bool, "Measure kernels that have alternatives on the GPU, and keep the fastest in the cache."] = (
-    False
-)
+autotune: Annotated[
+    bool,
+    "Measure which of cuBLAS's algorithms computes each large matrix product fastest on this GPU (seconds, the first"
+    " time; kept in the cache), and use that. Sums may be added up in another order than by cuBLAS's own choice.",
+] = False
 
 bucket_mib: Annotated[
     int,

@@ -101,15 +101,24 @@ def _agreed(
 
 def _of_rank_0(cluster: Cluster) -> Cluster:
     """The description that the decisions were made by: machines may have calibrated by themselves."""
-    if not _has_peers():
-        return cluster
     own = cluster_file.text(cluster)
-    text = _meeting("cluster").lead(own)
+    text = of_first_rank("cluster", lambda: own)
     return cluster if text == own else cluster_file.parse(text, Cluster, "the description of rank 0")
 
 
 # Groups of which some rank's cannot share memory, as all ranks have found out.
 _apart: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def of_first_rank(about: str, make: Callable[[], str]) -> str:
+    """What rank 0 makes, on all ranks, which call this in the same order.
+
+    Raises errors.PeersUnreachable where it does not come within ``knobs.peer_timeout_s``.
+    """
+    if not _has_peers():
+        return make()
+    meeting = _meeting(about)
+    return meeting.lead(make() if meeting.rank == 0 else "")
 
 
 def _has_peers() -> bool:

@@ -6,7 +6,7 @@ and filled once the tensors exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,8 +245,8 @@ class Job:
     """
 
     lines: Sequence[str]
-    arguments: dict[str, tuple[str, Argument]]
-    constants: dict[str, Any]
+    arguments: Mapping[str, tuple[str, Argument]]
+    constants: Mapping[str, Any]
     programs: int
 
 

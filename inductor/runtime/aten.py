@@ -13,8 +13,8 @@ import logging
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -26,9 +26,11 @@ from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame
 from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
 from weft.inductor.runtime.bindings import callable_of
+from weft.inductor.runtime.cublas_lt import Shape
 from weft.inductor.runtime.geometry import looks_into
 from weft.inductor.runtime.memory_plan import plan_memory
 from weft.inductor.runtime.placement import place
+from weft.inductor.runtime.products import chosen, product_callables
 from weft.inductor.runtime.writer import write_program
 from weft.torch_adapter import OpOverload
 
@@ -46,6 +48,9 @@ class AtenProgram:
     Updated inputs are written in place. Returns the values of the outputs that are ``Create`` or ``Return``,
     in order.
 
+    Args:
+        algorithms: by which products of some shapes are to be computed, see :mod:`weft.inductor.runtime.products`.
+
     Attributes:
         source: the Python text that runs.
 
@@ -54,7 +59,13 @@ class AtenProgram:
             effects (a hook of the user's) raises, come through as they are.
     """
 
-    def __init__(self, source: str, names: dict[str, Any], lines: list[Node | None]) -> None:
+    def __init__(
+        self,
+        source: str,
+        names: dict[str, Any],
+        lines: list[Node | None],
+        algorithms: Mapping[Shape, str] = MappingProxyType({}),
+    ) -> None:
         self.source = source
         self._lines = lines
         self._filename = f"<weft program {next(_count)}>"
@@ -66,10 +77,10 @@ class AtenProgram:
         )
         weakref.finalize(self, linecache.cache.pop, self._filename, None)
         called = re.compile(r"\b(\w+)\(").findall(source)
-        namespace = dict(names)
+        namespace, products = dict(names), product_callables(algorithms)
         for name in {*called} & {*names}:  # an operation that is handed to another one stays what it is
             if isinstance(names[name], OpOverload):
-                namespace[name] = callable_of(names[name])
+                namespace[name] = products.get(names[name]) or callable_of(names[name])
         exec(compile(source, self._filename, "exec"), namespace)
         self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
 
@@ -135,4 +146,4 @@ def compile_aten(step: StepGraph, *, device: torch.device | None = None, planned
     plan = plan_memory(step, placement) if planned else None
     if plan is not None:
         log.info("%s in %s of memory, %s at once", *map(format_bytes, (plan.made, plan.size, plan.held)))
-    return AtenProgram(*write_program(step, placement, device, plan))
+    return AtenProgram(*write_program(step, placement, device, plan), chosen(step.graph))

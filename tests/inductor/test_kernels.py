@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import inspect
-import json
 import struct
 import subprocess
 import sys
@@ -21,7 +20,6 @@ import torch
 
 from weft import errors, knobs, triton_adapter
 from weft.inductor.runtime import compile_pool, cuda, kernel_cache
-from weft.inductor.runtime.autotune import tune
 from weft.inductor.runtime.kernel_cache import Binary, Resources
 from weft.inductor.runtime.kernel_source import KernelSource
 from weft.inductor.runtime.kernels import CompiledKernel, compile_kernels, inspect_kernel
@@ -527,55 +525,6 @@ def test_much_shared_memory_is_asked_for_and_the_context_is_put_back(shared: int
 def test_an_argument_of_half_precision_is_refused() -> None:
     with pytest.raises(errors.UnsupportedKernelArgument, match="takes scale as bf16"):
         cuda.Arguments("scaled", {"x": "*bf16", "scale": "bf16"})
-
-
-# ---- the autotune table
-
-
-def alternatives() -> list[KernelSource]:
-    return [dataclasses.replace(ADD, constants={"BLOCK": block}) for block in (256, 512, 1024)]
-
-
-def test_the_fastest_is_measured_once_for_each_gpu() -> None:
-    now: list[KernelSource] = []
-    measured: list[KernelSource] = []
-
-    def measure(call: Callable[[], None]) -> float:
-        call()
-        measured.append(now[-1])
-        return abs(now[-1].constants["BLOCK"] - 512) + 0.5
-
-    with knobs.override(autotune=True):
-        assert tune(alternatives(), "H200", now.append, measure).constants == {"BLOCK": 512}
-        assert [source.constants["BLOCK"] for source in measured] == [256, 512, 1024]
-        assert tune(alternatives(), "H200", now.append, measure).constants == {"BLOCK": 512}
-        assert len(measured) == 3
-        tune(alternatives(), "H100", now.append, measure)
-        tune(alternatives()[:2], "H200", now.append, measure)
-        assert len(measured) == 8
-    # What was measured is used without being asked to measure, whatever the order of the guesses.
-    assert tune(alternatives()[::-1], "H200", now.append, measure).constants == {"BLOCK": 512}
-    assert len(measured) == 8
-
-
-def refuse(*arguments: Any) -> Any:
-    raise AssertionError("not to be measured")
-
-
-def test_nothing_is_measured_unless_asked() -> None:
-    assert tune(alternatives(), "H200", refuse, refuse) == alternatives()[0]
-    with knobs.override(autotune=True):
-        assert tune(alternatives()[:1], "H200", refuse, refuse) == alternatives()[0]
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"choice": {"constants": {"BLOCK": 3}}}'])
-def test_a_damaged_or_foreign_entry_is_not_used(content: bytes, cache: Path) -> None:
-    with knobs.override(autotune=True):
-        tune(alternatives(), "H200", lambda source: None, lambda call: 1.0)
-    (entry,) = (cache / "autotune").iterdir()
-    assert json.loads(entry.read_bytes())["gpu"] == "H200"
-    entry.write_bytes(content)
-    assert tune(alternatives(), "H200", refuse, refuse) == alternatives()[0]
 
 
 # ---- on a GPU
