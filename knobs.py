@@ -37,7 +37,8 @@ agreement_timeout_s: Annotated[
 autotune: Annotated[
     bool,
     "Measure which of cuBLAS's algorithms computes each large matrix product fastest on this GPU (seconds, the first"
-    " time; kept in the cache), and use that. Sums may be added up in another order than by cuBLAS's own choice.",
+    " time; kept in the cache), and use that. Sums may be added up in another order than by cuBLAS's own choice. The"
+    " same on all ranks.",
 ] = False
 
 bucket_mib: Annotated[

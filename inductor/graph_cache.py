@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # Knobs that say nothing about what is compiled.
 _ELSEWHERE = frozenset(
     {"cache_dir", "cluster", "dump_dir", "agreement_timeout_s", "peer_timeout_s", "schedule_timeout_s"}
-    | {"recapture_limit", "verify"}
+    | {"autotune", "recapture_limit", "verify"}
 )
 # What reading an entry raises that passed its checksum and means nothing to this weft.
 _MEANINGLESS = (ValueError, LookupError, TypeError, AttributeError, ImportError)

@@ -1,8 +1,8 @@
 """A compiled step as one Python file that needs torch and triton alone: kernels, what launches them, what calls them.
 
 The file is what runs, said plainly: each kernel with the user's lines it came from, a function that makes its results,
-or takes where they are to lie, and launches it, and the calls in order. Run as a script it runs once on tensors of
-zeros, for a profiler or an editor.
+or takes where they are to lie, and launches it, and the calls in order; but products are by cuBLAS's own choice, not by
+algorithms that ``knobs.autotune`` found. Run as a script it runs once on tensors of zeros, for a profiler or an editor.
 """
 
 from __future__ import annotations

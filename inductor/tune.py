@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
+from weft.errors import CacheUnusable
 from weft.inductor.comm.consensus import of_first_rank
 from weft.inductor.runtime import cublas_lt
 from weft.inductor.runtime.autotune import fastest
-from weft.inductor.runtime.cublas_lt import Product, Shape
+from weft.inductor.runtime.cublas_lt import Product, Shape, product_of
 from weft.inductor.runtime.products import shape_of
 
 log = logging.getLogger(__name__)
@@ -63,16 +64,20 @@ def _words(shape: Shape) -> dict[str, Any]:
 def _fastest(shape: Shape) -> str:
     """An algorithm in hexadecimal digits."""
     device = torch.device("cuda", torch.cuda.current_device())
-    product = Product(shape, device)
-    found = [algorithm.hex() for algorithm in product.algorithms()]
-    about = {"gpu": torch.cuda.get_device_name(device), "cublasLt": cublas_lt.version(), "product": _words(shape)}
     try:
-        return fastest(about, [_PLAIN, *found], lambda: _milliseconds(product, found, device))
-    except torch.OutOfMemoryError:
-        log.warning("no memory is left to measure products of %s: cuBLAS chooses their algorithm", shape)
+        product = product_of(shape, device)
+        found = [algorithm.hex() for algorithm in product.algorithms()]
+        about = {"gpu": torch.cuda.get_device_name(device), "cublasLt": cublas_lt.version(), "product": _words(shape)}
+
+        def measure() -> list[float]:
+            times = _milliseconds(product, found, device)
+            torch.cuda.empty_cache()
+            return times
+
+        return fastest(about, [_PLAIN, *found], measure)
+    except (RuntimeError, CacheUnusable) as error:  # no memory is left, say
+        log.warning("cuBLAS chooses the algorithm of products of %s: %s", shape, error)
         return _PLAIN
-    finally:
-        torch.cuda.empty_cache()
 
 
 def _milliseconds(product: Product, algorithms: list[str], device: torch.device) -> list[float]:
@@ -104,4 +109,5 @@ def _random(matrix: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     generator = torch.Generator(device).manual_seed(0)
     last = (rows - 1) * strides[0] + (columns - 1) * strides[1]
     flat = torch.randn(last + 1, dtype=dtype, device=device, generator=generator)
+    flat *= 2.0**-6  # hundreds of products are added up, in float16 too
     return flat.as_strided((rows, columns), strides)

@@ -35,7 +35,7 @@ PARAMS, GRADS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, LR, COEFFICIENT, G
 
 # Floats a tensor in the scratch memory: step size, sqrt of the second bias correction, 1 / that, decay.
 _RATES = 4
-# Keeps remainders of the smallest changes exact; a power of two, and so taken back without an error.
+# Keeps remainders of changes exact, but of those below 2**-126; a power of two, and so taken back without an error.
 _SCALE = 2.0**24
 _BLOCK = 128
 

@@ -122,7 +122,8 @@ class _Sum:
             index = self._flat_index(emit)
             if not self._compares():
                 indices: Any = self._sorted(emit, index)
-                call: MultiTensor = SegmentSum(self.size, self.skipped, float(self.scale), self.wraps)
+                wraps = self.wraps and len(indices) == 1
+                call: MultiTensor = SegmentSum(self.size, self.skipped, float(self.scale), wraps)
             else:
                 indices = index
                 call = OneHotSum(self.size, self.skipped, float(self.scale), self.wraps)

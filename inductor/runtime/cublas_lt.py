@@ -67,13 +67,13 @@ class Shape:
 
     @property
     def fits(self) -> bool:
-        """Whether both matrices lie row by row or column by column, aligned."""
+        """Whether both matrices lie row by row or column by column, aligned, no row over another."""
         wide = ALIGNMENT // 2
-        lies = all(
-            sorted((rows, columns))[0] == 1 and max(rows, columns) % wide == 0
-            for rows, columns in (self.a[2:], self.b[2:])
+        lie = all(
+            1 in strides and max(strides) % wide == 0 and max(strides) >= sizes[strides.index(1)]
+            for sizes, strides in ((matrix[:2], matrix[2:]) for matrix in (self.a, self.b))
         )
-        return lies and self.dtype in _DTYPES and self.b[1] % wide == 0 and min(*self.a[:2], self.b[1]) > 1
+        return lie and self.dtype in _DTYPES and self.b[1] % wide == 0 and min(*self.a[:2], self.b[1]) > 1
 
 
 class Product:
@@ -100,11 +100,11 @@ class Product:
             _set("cublasLtMatmulPreferenceSetAttribute", preference, attribute, ctypes.c_uint32(ALIGNMENT))
         found, count = (_Found * _MOST)(), ctypes.c_int(0)
         matrices = self._first, self._second, self._result, self._result
-        _call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            *(self._handle, self._description, *matrices, preference, _MOST, found, ctypes.byref(count)),
-        )
-        _call("cublasLtMatmulPreferenceDestroy", preference)
+        told = self._handle, self._description, *matrices, preference, _MOST, found, ctypes.byref(count)
+        try:
+            _call("cublasLtMatmulAlgoGetHeuristic", *told)
+        finally:
+            _call("cublasLtMatmulPreferenceDestroy", preference)
         return [bytes(each.algorithm) for each in found[: count.value] if each.state == 0]
 
     def run(self, algorithm: Any, a: Tensor, b: Tensor, result: Tensor) -> None:
@@ -138,6 +138,12 @@ class Product:
         )
         if status:
             raise RuntimeError(f"cublasLtMatmul failed: {status}")
+
+
+@functools.cache
+def product_of(shape: Shape, device: torch.device) -> Product:
+    """One for each shape and GPU: what cuBLASLt was told is never taken back."""
+    return Product(shape, device)
 
 
 def version() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weft.inductor.runtime.bindings import callable_of
-from weft.inductor.runtime.cublas_lt import ALIGNMENT, Product, Shape
+from weft.inductor.runtime.cublas_lt import ALIGNMENT, Shape, product_of
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -21,13 +21,15 @@ Run = Callable[[Tensor, Tensor, Tensor], bool]
 
 
 def shape_of(node: Node) -> Shape | None:
-    """The shape of the product that a node computes on one GPU, where an algorithm can be chosen for it: ``mm``, or
-    ``addmm`` over its addend."""
+    """The shape of the product that a node computes on the current GPU, ``mm`` or ``addmm`` over its addend, where an
+    algorithm can be chosen for it."""
     adds = node.target is aten.addmm.default and node.meta.get("inplace") is aten.addmm_.default
     if node.target is not aten.mm.default and not (adds and not node.kwargs):
         return None
     a, b = (operand.meta["val"] for operand in node.args[-2:])  # type: ignore[union-attr]
-    if not a.is_cuda or any(type(size) is not int for val in (a, b) for size in (*val.shape, *val.stride())):
+    if not a.is_cuda or a.device.index not in (None, torch.cuda.current_device()):
+        return None
+    if any(type(size) is not int for val in (a, b) for size in (*val.shape, *val.stride())):
         return None
     shape = Shape.of(a, b, adds)
     return shape if shape.fits and b.dtype == a.dtype == node.meta["val"].dtype else None
@@ -60,16 +62,16 @@ def product_callables(algorithms: Mapping[Shape, str]) -> dict[OpOverload, Calla
         run = runs.get((a.shape, a.stride(), b.shape, b.stride(), a.dtype, False))
         return out if run is not None and run(a, b, out) else plain_out(a, b, out=out)
 
-    def addmm_(c: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        run = runs.get((a.shape, a.stride(), b.shape, b.stride(), a.dtype, True))
-        return c if run is not None and run(a, b, c) else plain_add(c, a, b)
+    def addmm_(c: Tensor, a: Tensor, b: Tensor, **scaled: Any) -> Tensor:
+        run = None if scaled else runs.get((a.shape, a.stride(), b.shape, b.stride(), a.dtype, True))
+        return c if run is not None and run(a, b, c) else plain_add(c, a, b, **scaled)
 
     return {aten.mm.default: mm, aten.mm.out: mm_out, aten.addmm_.default: addmm_}
 
 
 def _run(shape: Shape, algorithm: str, device: torch.device) -> Run:
     """Computes a product, if all three matrices lie as the algorithm wants; says whether it did."""
-    product, words = Product(shape, device), ctypes.create_string_buffer(bytes.fromhex(algorithm), 64)
+    product, words = product_of(shape, device), ctypes.create_string_buffer(bytes.fromhex(algorithm), 64)
     strides = (shape.b[1], 1)
 
     def run(a: Tensor, b: Tensor, result: Tensor) -> bool:

@@ -77,6 +77,7 @@ OTHERS = {
     "float32": (matrix(64, 32, torch.float32), matrix(32, 16, torch.float32)),
     "rows that are not aligned": (matrix(64, 36)[:, :32], matrix(32, 16)),
     "a result that is not aligned": (matrix(64, 32), matrix(32, 12)),
+    "rows that lie over each other": (matrix(1, 1000).view(-1).as_strided((64, 32), (8, 1)), matrix(32, 16)),
     "every other column": (matrix(64, 64)[:, ::2], matrix(32, 16)),
     "one row": (matrix(1, 32), matrix(32, 16)),
 }
@@ -96,6 +97,39 @@ def test_products_on_a_cpu_are_left_alone() -> None:
     build = StepBuilder()
     a, b = (build.input(torch.randn(64, 64).bfloat16()) for _ in range(2))
     assert shape_of(build.call(aten.mm.default, a, b)) is None
+
+
+# ---- graphs
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_products_get_what_rank_0_found_for_their_shapes(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another rank nothing is measured, and a shape that rank 0 does not have is left to cuBLAS."""
+    build = StepBuilder()
+    x, y = (build.input(torch.randn(64, 64).bfloat16()) for _ in range(2))
+    nodes = [build.call(aten.mm.default, a, b) for a, b in ((x, y), (y, x), (x, x))]
+    build.returns(*nodes)
+    shapes = [Shape((64, n, n, 1), (n, 64, 64, 1), torch.bfloat16) for n in (32, 64, 32)]
+    found = {shapes[0]: "0a", shapes[1]: ""}
+    measured: list[Shape] = []
+
+    def fastest_of(shape: Shape) -> str:
+        measured.append(shape)
+        return found[shape]
+
+    monkeypatch.setattr(tune, "_LEAST", 0)
+    monkeypatch.setattr(tune, "shape_of", dict(zip(nodes, shapes, strict=True)).get)
+    monkeypatch.setattr(tune, "_fastest", fastest_of)
+    published: list[str] = []
+
+    def of_first_rank(about: str, find: Callable[[], str]) -> str:
+        published.append(find())
+        return published[0] if first else json.dumps(json.loads(published[0])[1:])
+
+    monkeypatch.setattr(tune, "of_first_rank", of_first_rank)
+    tune.tune_products(build.build(), everywhere=True)
+    assert measured == [shapes[0], shapes[1]]
+    assert [node.meta.get("algorithm") for node in nodes] == (["0a", None, "0a"] if first else [None] * 3)
 
 
 # ---- programs
@@ -120,7 +154,7 @@ def test_programs_call_the_chosen_ones_where_matrices_lie_as_they_want(monkeypat
             ran.append(self.adds)
             result.copy_(result + a @ b if self.adds else a @ b)
 
-    monkeypatch.setattr(products, "Product", Counted)
+    monkeypatch.setattr(products, "product_of", Counted)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     calls = product_callables({Shape.of(a, b): "0102", Shape.of(a, b, True): "0102"})
     mm, mm_out, addmm_ = (calls[op] for op in (aten.mm.default, aten.mm.out, aten.addmm_.default))
@@ -131,6 +165,7 @@ def test_programs_call_the_chosen_ones_where_matrices_lie_as_they_want(monkeypat
     assert addmm_(c, a, b) is c
     torch.testing.assert_close(c, wanted * 2)
     assert ran == [False, False, True]
+    torch.testing.assert_close(addmm_(c, a, b, beta=0.5, alpha=2), wanted * 3)
     # Another shape, other strides, an address that is no multiple of 16 bytes, and a result that does not lie in rows.
     torch.testing.assert_close(mm(at(0, 8, 32), b), at(0, 8, 32) @ b)
     torch.testing.assert_close(mm(at(0, 32, 16).t(), b), at(0, 32, 16).t() @ b)
@@ -174,6 +209,7 @@ def test_a_tuned_step_computes_what_an_eager_one_does(cache: Path, graphs: bool,
 
     def last(about: Any, alternatives: Sequence[str], measure: Callable[[], list[float]]) -> str:
         asked.append(measure())
+        ran.clear()  # what counts is what the program calls
         assert len(asked[-1]) == len(alternatives) > 1
         return alternatives[-1]
 
@@ -193,10 +229,8 @@ def test_a_tuned_step_computes_what_an_eager_one_does(cache: Path, graphs: bool,
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
     wanted = step(x.double(), w.double(), v.double())
+    monkeypatch.setattr(Product, "run", counted)
     with knobs.override(autotune=True, cuda_graphs=graphs):
-        compiled = weft.compile(step)
-        compiled(x, w, v)
-        monkeypatch.setattr(Product, "run", counted)
         found = weft.compile(step)(x, w, v)
     assert len(ran) >= 3
     assert all(time > 0 for times in asked for time in times)
