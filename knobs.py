@@ -37,8 +37,8 @@ agreement_timeout_s: Annotated[
 autotune: Annotated[
     bool,
     "Measure which of cuBLAS's algorithms computes each large matrix product fastest on this GPU (seconds, the first"
-    " time; kept in the cache), and use that. Sums may be added up in another order than by cuBLAS's own choice. The"
-    " same on all ranks.",
+    " time; kept in the cache), and use that. Sums may be added up in another order than by cuBLAS's own choice. Rank"
+    " 0's counts for all.",
 ] = False
 
 bucket_mib: Annotated[

@@ -105,8 +105,7 @@ def compile_graph(step: StepGraph, mode: str = "default", memory_limit: int | No
     if generates:
         ready = with_compiled_kernels(made, clock)
         made = clock("bind", lambda: bind(use_kernels(ready)))
-        if knobs.autotune:
-            made = clock("tune", lambda: tune_products(made, bool(step.collectives())))
+        made = clock("tune", lambda: tune_products(made, bool(step.collectives())))
     recorded = generates and knobs.cuda_graphs and (knobs.record_collectives or not made.collectives())
     program: Program = clock("program", lambda: compile_recorded(made) if recorded else compile_aten(made))
     if generates:

@@ -4,7 +4,7 @@ cuBLAS takes the first of the algorithms that it would try. Alternatives are run
 numbers: what a product draws depends on them, and power holds a GPU back. One that is not faster by a hundredth is not
 taken, which is how far measurements of one lie apart. Measured in turns on an H200, others compute a layer of Llama 8B
 in 0.96 of the time, single products in 0.90; its steps, which power holds back, take as long as without. All ranks
-compute by what rank 0 has found, so that they compute the same of the same.
+compute by what rank 0 has found, so that they compute the same of the same; its knob says for all whether to measure.
 
 Changes numerics: another algorithm may add up in another order.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.errors import CacheUnusable
 from weft.inductor.comm.consensus import of_first_rank
@@ -40,7 +41,8 @@ _PLAIN = ""  # the choice of cuBLAS
 
 
 def tune_products(step: StepGraph, everywhere: bool) -> StepGraph:
-    """Give each large product of ``step`` on a GPU the algorithm that is fastest there, in ``meta["algorithm"]``.
+    """Give each large product of ``step`` on a GPU the algorithm that is fastest there, in ``meta["algorithm"]``, where
+    ``knobs.autotune`` asks for it.
 
     Changes ``step``.
 
@@ -48,7 +50,8 @@ def tune_products(step: StepGraph, everywhere: bool) -> StepGraph:
         everywhere: whether all ranks call this, for the same step: they take what rank 0 finds.
     """
     nodes = [(node, shape) for node in step.graph.nodes if (shape := shape_of(node)) and shape.operations >= _LEAST]
-    find = lambda: json.dumps([[_words(shape), _fastest(shape)] for shape in dict.fromkeys(s for _, s in nodes)])
+    shapes = dict.fromkeys(shape for _, shape in nodes)
+    find = lambda: json.dumps([[_words(shape), _fastest(shape)] for shape in shapes if knobs.autotune])
     text = of_first_rank("products", find) if everywhere else find()
     found = {json.dumps(words): algorithm for words, algorithm in json.loads(text)}
     for node, shape in nodes:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import weft
-from harness import needs_gpu
+from harness import needs_gpu, run_ranks
 from step_builder import StepBuilder
 from weft import knobs
 from weft.inductor import tune
@@ -127,9 +128,38 @@ def test_products_get_what_rank_0_found_for_their_shapes(first: bool, monkeypatc
         return published[0] if first else json.dumps(json.loads(published[0])[1:])
 
     monkeypatch.setattr(tune, "of_first_rank", of_first_rank)
-    tune.tune_products(build.build(), everywhere=True)
+    with knobs.override(autotune=True):
+        tune.tune_products(build.build(), everywhere=True)
     assert measured == [shapes[0], shapes[1]]
     assert [node.meta.get("algorithm") for node in nodes] == (["0a", None, "0a"] if first else [None] * 3)
+
+
+def tuned_where_ranks_differ(rank: int, world: int, asks: int) -> list[str | None]:
+    """Rank ``asks`` alone asks for tuning, and every rank would find another algorithm."""
+    build = StepBuilder()
+    x = build.input(torch.randn(64, 64).bfloat16())
+    build.returns(node := build.call(aten.mm.default, x, x))
+    shape = Shape((64, 64, 64, 1), (64, 64, 64, 1), torch.bfloat16)
+    said: list[str | None] = []
+    with (
+        mock.patch.object(tune, "_LEAST", 0),
+        mock.patch.object(tune, "shape_of", {node: shape}.get),
+        mock.patch.object(tune, "_fastest", return_value=f"0{rank}"),
+        knobs.override(autotune=rank == asks, peer_timeout_s=20),
+    ):
+        for everywhere in (True, False, True):
+            node.meta.pop("algorithm", None)
+            tune.tune_products(build.build(), everywhere)
+            said.append(node.meta.get("algorithm"))
+    return said
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_rank_0_says_for_all_whether_and_how(asks: int) -> None:
+    found = run_ranks(tuned_where_ranks_differ, 2, asks)
+    together = "00" if asks == 0 else None
+    alone = [f"0{rank}" if rank == asks else None for rank in range(2)]
+    assert found == [[together, alone[rank], together] for rank in range(2)]
 
 
 # ---- programs

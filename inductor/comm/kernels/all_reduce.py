@@ -14,7 +14,6 @@ from weft.inductor.comm.kernels.reduction import Reduction
 from weft.inductor.comm.kernels.text import (
     blocks,
     find_places,
-    indented,
     load,
     look_up,
     places,
@@ -23,6 +22,7 @@ from weft.inductor.comm.kernels.text import (
     widened,
 )
 from weft.inductor.comm.kernels.transport import Transport
+from weft.inductor.multi_tensor.text import indented
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class AllReduce(Transport):
         return [
             f"for first_chunk in range(program * {self.round}, number, programs * {self.round}):",
             f"    for chunk in range(first_chunk, tl.minimum(first_chunk + {self.round}, number)):",
-            *indented(indented(look_up(self._words))),
+            *indented(look_up(self._words), 2),
             f"        source_at = {pointer('tl.load(member)', source)}",
             f"        own_at = {pointer(own, self.wire)}",
-            *indented(indented(blocks(["source_at", "own_at"], copy))),
+            *indented(blocks(["source_at", "own_at"], copy), 2),
         ]
 
     def _find(self) -> list[str]:

@@ -10,7 +10,6 @@ import torch
 from weft.inductor.comm.kernels.text import (
     blocks,
     find_places,
-    indented,
     load,
     look_up,
     places,
@@ -19,6 +18,7 @@ from weft.inductor.comm.kernels.text import (
     widened,
 )
 from weft.inductor.comm.kernels.transport import Transport
+from weft.inductor.multi_tensor.text import indented
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from weft.inductor.comm.kernels.reduction import Reduction
-from weft.inductor.comm.kernels.text import blocks, find_places, indented, look_up, places, pointer, rounded, store
+from weft.inductor.comm.kernels.text import blocks, find_places, look_up, places, pointer, rounded, store
 from weft.inductor.comm.kernels.transport import Transport
+from weft.inductor.multi_tensor.text import indented
 
 
 @dataclass(frozen=True, kw_only=True)

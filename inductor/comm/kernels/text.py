@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from weft.inductor.comm.kernels.failure import What
+from weft.inductor.multi_tensor.text import indented
 from weft.inductor.runtime.kernel_source import KernelSource, registers_alone
 
 # How a type is called in kernels, and in which type its values are computed.
@@ -87,12 +88,12 @@ def blocks(pointers: Sequence[str], body: Callable[[str], list[str]]) -> list[st
         *indented(f"{name} = tl.multiple_of({name}, 16)" for name in pointers),
         "    for first in range(0, CHUNK, BLOCK):",
         "        at = first + tl.arange(0, BLOCK)",
-        *indented(indented(body(""))),
+        *indented(body(""), 2),
         "else:",
         "    for first in range(0, count, TAIL):",
         "        at = first + tl.arange(0, TAIL)",
         "        inside = at < count",
-        *indented(indented(body(", mask=inside"))),
+        *indented(body(", mask=inside"), 2),
     ]
 
 
@@ -114,8 +115,3 @@ def widened(register: str, dtype: torch.dtype) -> str:
 def rounded(register: str, dtype: torch.dtype) -> str:
     """A block of elements as they would read back from memory of that type."""
     return widened(f"{register}.to({_TYPES[dtype][0]})", dtype)
-
-
-def indented(lines: Iterable[str]) -> list[str]:
-    """The lines one level deeper."""
-    return [f"    {line}" for line in lines]
