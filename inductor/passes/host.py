@@ -17,12 +17,17 @@ def host_nodes(step: StepGraph) -> set[Node]:
     """Inputs and calls whose results are numbers, or tensors on the CPU, and follow from such inputs alone.
 
     Learning rates and what is computed from them, counters that an optimizer keeps on the CPU, batches that are still
-    there; not what a GPU has to finish first.
+    there, what is drawn there by lot; not what a GPU has to finish first. All of them can be computed before the rest,
+    in their order: nothing else draws from the CPU's generator before the last of the draws among them.
     """
     found: set[Node] = set()
+    drawn_by_others = False
     for node in step.graph.nodes:
-        if (node.op == "placeholder" or (_is_pure(node) and found.issuperset(node.all_input_nodes))) and _on_host(node):
+        follows = found.issuperset(node.all_input_nodes) and not (is_random(node) and drawn_by_others)
+        if _on_host(node) and (node.op == "placeholder" or (_is_pure(node) and follows)):
             found.add(node)
+        elif _calls_python(node) or (is_random(node) and _on_host(node)):
+            drawn_by_others = True
     return found
 
 
@@ -58,9 +63,12 @@ def tensors_of(node: Node) -> list[torch.Tensor]:
 
 
 def _is_pure(node: Node) -> bool:
-    if node.op != "call_function" or is_random(node) or is_collective(node) or is_wait(node):
-        return False
-    return not isinstance(node.target, StreamCall) and (node.target is check or not node.meta.get("effect"))
+    """Whether the results are all that a call does, but for moving a generator on."""
+    return node.op == "call_function" and not (is_collective(node) or is_wait(node) or _calls_python(node))
+
+
+def _calls_python(node: Node) -> bool:
+    return isinstance(node.target, StreamCall) or (bool(node.meta.get("effect")) and node.target is not check)
 
 
 def _on_host(node: Node) -> bool:

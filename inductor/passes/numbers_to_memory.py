@@ -6,7 +6,7 @@ beforehand are put into one tensor on the GPU, and what reads them is given its 
 
 - multi-tensor operations and fused optimizers take an element of it as a 0-dim tensor, or a part of it as a list;
 - lowerings find the place in the meta of the number's node (:data:`IN_MEMORY`), and kernels load from it;
-- a 0-dim tensor on the CPU that an elementwise operation on a GPU reads, which is a number too, is copied there.
+- a 0-dim tensor on the CPU that an operation on a GPU reads, which is a number too, is copied there.
 
 Numbers are float64, as Python's are; lists are float32, as kernels of lists read them. No bit changes but in ATen's
 fused optimizers, which take a rate in memory as float32.
@@ -33,6 +33,8 @@ _WITH_RATE_IN_MEMORY = {
     for base in ("_fused_adam", "_fused_adamw", "_fused_sgd")
     for name in (base, f"{base}_")
 }
+# Beside the elementwise ones: ``x[..., 0] = 1`` is one of these.
+_TAKE_NUMBERS = frozenset({aten.fill.Tensor, aten.masked_fill.Tensor, aten.index_put.default})
 
 
 def numbers_to_memory(step: StepGraph) -> StepGraph:
@@ -72,12 +74,11 @@ class _Placer:
         self.order = {node: at for at, node in enumerate(self.step.graph.nodes)}
 
     def _move_tensors(self) -> None:
-        """Copy 0-dim tensors of the host's to the GPU for elementwise operations, whose result is no other for that."""
+        """Copy 0-dim tensors of the host's to the GPU for operations there, whose result is no other for that."""
         moved: dict[Node, Node] = {}
         for node in list(self.order):
-            if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not any(
-                t.is_cuda for t in tensors_of(node)
-            ):
+            takes_numbers = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _TAKE_NUMBERS
+            if not takes_numbers or not any(t.is_cuda for t in tensors_of(node)):
                 continue
             for used in node.all_input_nodes:
                 val = used.meta.get("val")

@@ -1,6 +1,7 @@
 """Cut a step into pieces, so that a CUDA graph holds as much of it as it can.
 
-The first piece is what the host can compute before all else: numbers, batches on their way to the GPU. The rest is cut
+The first piece is what the host can compute before all else: numbers, draws, batches on their way to the GPU. The rest
+is cut
 where something cannot be recorded: a number that the GPU brings to the host, a call of Python code, a collective over
 the CPU. Order is kept, but for the first piece.
 
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import Input, Output, Return, Role, StepGraph, Update, is_collective, is_wait
+from weft.capture.graph import Input, Output, Return, Role, StepGraph, Update, is_collective, is_random, is_wait
 from weft.inductor.passes.host import goes_to_gpu, host_nodes, tensors_of
 from weft.inductor.passes.order import waits_of
 from weft.inductor.runtime.capturable import where, why_not
@@ -82,8 +83,8 @@ class _Cutter:
         return [piece for piece in pieces if piece.step.outputs or self._matters(piece)]
 
     def _matters(self, piece: Piece) -> bool:
-        """Whether a piece without outputs does anything (checks of numbers, calls of Python code)."""
-        return any(node.meta.get("effect") or is_collective(node) for node in piece.step.graph.nodes)
+        """Whether a piece without outputs does anything (checks of numbers, draws, calls of Python code)."""
+        return any(node.meta.get("effect") or is_collective(node) or is_random(node) for node in piece.step.graph.nodes)
 
     # ---- which piece
 

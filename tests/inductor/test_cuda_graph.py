@@ -411,6 +411,60 @@ def test_constants_on_the_cpu_are_moved_and_cut_nothing() -> None:
     assert [g.replays for g in _graphed(program)] == [3]
 
 
+FILLED: dict[str, Callable[[StepBuilder, Node, Node], Node]] = {
+    "fill": lambda build, x, number: build.call(aten.fill.Tensor, x, number),
+    "masked_fill": lambda build, x, number: build.call(
+        aten.masked_fill.Tensor, x, build.call(aten.gt.Scalar, x, 0.0), number
+    ),
+    "index_put": lambda build, x, number: build.call(
+        aten.index_put.default, x, [build.call(aten.arange.default, 2, device=CPU)], number
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_numbers_on_the_cpu_that_are_put_somewhere_cut_nothing(name: str) -> None:
+    build = StepBuilder()
+    x, number = build.input(torch.ones(3), Role.BATCH), build.input(torch.tensor(7.0))
+    value = FILLED[name](build, x, number)
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    build.returns(value)
+    eager = compile_aten(build.build().copy())
+    program = compile_recorded(numbers_to_memory(_on_gpu(build, number)), FakeRecorder(), CPU)
+    for at in range(5):
+        x, number = torch.randn(3), torch.tensor(float(at))
+        assert torch.equal(program(x, number)[0], eager(x, number)[0])
+    assert [g.replays for g in _graphed(program)] == [3]
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "after a draw of the user's own"])
+def test_draws_on_the_cpu_are_those_of_eager_and_come_first_where_they_can(others: bool) -> None:
+    """One of them is of no use: it moves the generator on."""
+    build = StepBuilder()
+    x = build.input(torch.ones(3), Role.BATCH)
+    value = x
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    if others:
+        build.effect(lambda value: torch.rand([]), value)
+    draws = [build.call(aten.rand.default, [], device=CPU) for _ in range(2)]
+    value = build.call(aten.mul.Tensor, value, draws[1])
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    build.returns(value)
+    program = compile_recorded(numbers_to_memory(_on_gpu(build, *draws)), FakeRecorder(), CPU)
+    for at in range(5):
+        torch.manual_seed(at)
+        (found,) = program(torch.ones(3))
+        after = torch.rand([])
+        torch.manual_seed(at)
+        *_, drawn, following = [torch.rand([]) for _ in range(3 + others)]
+        assert torch.equal(after, following)
+        assert torch.equal(found, drawn * 2.0**18 * torch.ones(3))
+    assert [g.replays for g in _graphed(program)] == ([3, 3] if others else [3])
+
+
 def test_an_input_is_updated_after_its_last_reader_in_any_piece() -> None:
     """The old value of a parameter is read, through a view, after the piece that computes the new one."""
     order: list[float] = []
