@@ -108,6 +108,7 @@ def fresh_model(workload: Workload, options: Options) -> torch.nn.Module:
 def measure(workload: Workload, impl: str, options: Options) -> Row:
     """Times, memory and first losses of one implementation."""
     device = options.device
+    left = torch.cuda.memory_reserved() if device.type == "cuda" else 0
     model = fresh_model(workload, options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batches = workload.batches(4, device, tiny=options.tiny)
@@ -129,6 +130,7 @@ def measure(workload: Workload, impl: str, options: Options) -> Row:
         "best_ms": min(times),
         "peak_gib": torch.cuda.max_memory_allocated() / gib if device.type == "cuda" else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / gib if device.type == "cuda" else 0.0,
+        "left_gib": left / gib,  # what the one before has not given back
         "first_step_s": first,
         "losses": losses,
         **captured(step),
@@ -199,8 +201,8 @@ def serve(jobs: Connection, options: Options) -> None:
         jobs.send(row)
         if "error" in row and _broken():
             return
-        gc.collect()
         torch.compiler.reset()
+        gc.collect()  # of what the caches held too
         torch.cuda.empty_cache()
 
 
@@ -303,8 +305,9 @@ def _line(row: Row) -> str:
     if "gradient_error" in row:
         return f"{row['model']:18} {row['impl']:16} gradients {row['gradient_error']:.2e} from exact"
     capture = f"  {row['nodes']} nodes in {row['capture_s']:.1f} s" if "nodes" in row else ""
+    left = f" ({row['left_gib']:.1f} of the one before)" if row["left_gib"] > 0.1 else ""
     return (
-        f"{row['model']:18} {row['impl']:16} {row['step_ms']:8.2f} ms  reserved {row['reserved_gib']:5.1f} GiB"
+        f"{row['model']:18} {row['impl']:16} {row['step_ms']:8.2f} ms  reserved {row['reserved_gib']:5.1f} GiB{left}"
         f"  first step {row['first_step_s']:5.1f} s  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f}{capture}"
     )
 

@@ -32,11 +32,16 @@ class FakeRecorder:
         self.alone = alone
         self.failing = failing
         self.records = 0
+        self.asked_for_room = 0
+
+    def make_room(self) -> None:
+        self.asked_for_room += 1
 
     def record(self, run: Callable[[], list[Any]]) -> FakeRecording:
         if self.failing is not None:
             raise self.failing
         self.records += 1
+        assert self.asked_for_room >= self.records
         given = [t for t in inspect.getclosurevars(run).nonlocals["given"] if isinstance(t, torch.Tensor)]
         before = [tensor.detach().clone() for tensor in given]
         results = run()

@@ -154,6 +154,7 @@ class GraphedProgram:
         if self.recordings > min(_ADVANCE + self.replays / _PAID_BY, RECORDINGS - 1):
             self._give_up(f"it had to be recorded {self.recordings} times in {self.replays} calls: {self._change()}")
             return None
+        self.recorder.make_room()
         static: list[Any] = [
             StaticInput(value) if copied and tensor else value
             for value, copied, tensor in zip(inputs, self._copied, self._tensors, strict=True)

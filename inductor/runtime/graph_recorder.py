@@ -35,6 +35,9 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Records what a function starts on a device."""
 
+    def make_room(self) -> None:
+        """Give back what is cached of the device's memory, before what a recording needs outside it is made."""
+
     def record(self, run: Callable[[], list[Any]]) -> Recording:
         """Record ``run``, whose work is not done then. Raises whatever ``run`` or the recording of it raises."""
 
@@ -70,6 +73,11 @@ class CudaRecorder:
         self.era = 0
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory still points to them
+
+    def make_room(self) -> None:
+        """Recordings work in a pool of their own. A tensor made in a part of a block that is cached, such as what the
+        calls before worked in, would keep all of it from being given back."""
+        torch.cuda.empty_cache()
 
     def record(self, run: Callable[[], list[Any]]) -> CudaRecording:
         stream = torch.cuda.current_stream(self.device)
