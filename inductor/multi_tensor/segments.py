@@ -6,8 +6,8 @@ list. None of the kernels has atomics:
 1. each row marks its place in the table, by any of the numbers of its rows;
 2. the sort, where it is done here (:mod:`weft.inductor.multi_tensor.packed_sort`);
 3. programs walk *chunks* of the sorted list, loading rows ahead whichever segments they are in, and write a segment's
-   sum where it ends. What a chunk has of a segment that goes on in another is a partial sum: its *head* belongs to a
-   segment that began before, its *tail* to one that ends after;
+   sum where it ends. A chunk ends with its last segment if few more rows have that; else what it has of the segment is
+   a partial sum: the *head* of a chunk belongs to a segment that began before, its *tail* to one that ends after;
 4. sums of the heads of *groups* of chunks in one segment: a token may stand for a tenth of a batch, or for all of it;
 5. segments over several chunks: a tail, then heads and whole groups.
 
@@ -21,8 +21,8 @@ not be cleared: one counts if the row that it names has that place (Briggs and T
 sparse sets", 1993).
 
 A program for each row of the table waits most of the time, for a row or two of its own: measured on an H200 (32768
-rows of 2048 bfloat16 into 128256), 214 us for uniform indices and 305 us for those of text, where walks of 32 take 167
-and 198 us. The sort, one after the other with what follows, took 6 us more than beside it, of 190.
+rows of 2048 bfloat16 into 128256), 214 us for uniform indices and 305 us for those of text, where all of this takes
+181 and 176 us. The sort, one after the other with what follows, took 6 us more than beside it, of 190.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _MARKED = 256  # rows whose marks a program sets
 # Of the places without a row, how many tenths are written beside each kernel. None beside the last ones took 2 us less
 # than a few: partial sums are in the cache when they are joined.
 _BESIDE = {"sorted_blocks": 3, "sorted_places": 3, "segment_sums": 4, "group_sums": 0, "joined_sums": 0}
-_CHUNK = 32  # rows of the sorted list that a program walks; 16 take 25% longer for text, which has more partial sums
+_CHUNK = 64  # rows of the sorted list that a program walks; 32 take 2% longer for text, which has more partial sums
+_PAST = 8  # rows behind a chunk that it sums too where its last segment ends with them
 _WIDEST = 2048  # most columns a program sums, 16 a thread
 _AHEAD = 8  # rows whose loads are in flight together (4: 3% longer), where they fit:
 _IN_FLIGHT = 32768  # bytes of them, half the registers that a program has
-_EMPTIED = 16384  # elements of rows without a segment that a program writes
+_EMPTIED = 8192  # elements of rows without a segment that a program writes
 _COPIED = 4096  # the same where a base is read
 _JOINED = 16  # partial sums whose loads are in flight together
 _JOINED_WIDTH = 512  # most columns of them a program sums
@@ -195,16 +196,18 @@ class SegmentSum(MultiTensor):
         to_head = _store_partial("heads", "chunk")
         loads, adds = [], []
         for ahead in range(at_once):
-            # Rows after the last one are it once more: they belong to no segment.
-            place = f"tl.load(order + tl.minimum(at + {ahead}, COUNT - 1)).to(tl.int64) * COLUMNS"
-            loads.append(f"values{ahead} = tl.load(rows + {place} + column, mask=column < COLUMNS, other=0.0)")
+            row, after = f"at + {ahead}", f"at + {ahead + 1}"
+            place = f"tl.load(order + tl.minimum({row}, COUNT - 1)).to(tl.int64) * COLUMNS"
+            mask = f"(column < COLUMNS) & ({row} >= begin) & ({row} < end)"
+            loads.append(f"values{ahead} = tl.load(rows + {place} + column, mask={mask}, other=0.0)")
             adds += [
-                f"following = tl.load(keys + at + {ahead + 1}, mask=at + {ahead + 1} < COUNT, other=-1)",
+                # Rows of neighbours have no key, but for the one that says that a segment goes on.
+                f"following = tl.load(keys + {after}, mask=({after} >= begin) & ({after} < end + goes_on), other=-1)",
                 f"total += values{ahead}.to(tl.float32)",
                 "if following != key:",
                 "    if is_head:",
                 f"        {to_head}",
-                f"        tl.store(ends + key, at + {ahead + 1}, mask={self._is_kept()})",
+                f"        tl.store(ends + key, {after}, mask={self._is_kept()})",
                 f"    elif {self._is_kept()}:",
                 *indented(self._store_sum(layout), 2),
                 "    is_head = is_head & False",
@@ -217,11 +220,19 @@ class SegmentSum(MultiTensor):
             "last = tl.load(keys + tl.minimum(first + CHUNK, COUNT) - 1)",
             # Padding, or what belongs to another part of a table in parts, may be most of the rows.
             f"if (key != last) | {self._is_kept()}:",
-            "    is_head = (first > 0) & (tl.load(keys + tl.maximum(first - 1, 0)) == key)",
+            "    past = tl.arange(0, 2 * PAST)",
+            "    before = tl.load(keys + tl.maximum(first - 1, 0))",
+            f"    theirs = {_rows_past('first', 'before')}",
+            f"    beyond = {_rows_past('first + CHUNK', 'last')}",
+            "    is_head = (first > 0) & (theirs > PAST)",
+            "    goes_on = (beyond > PAST).to(tl.int32)",
+            "    begin = first + tl.where((first > 0) & (theirs <= PAST), theirs, 0)",
+            "    end = tl.minimum(first + CHUNK, COUNT) + tl.where(beyond <= PAST, beyond, 0)",
+            "    key = tl.where(begin > first, -1, key)",
             "    total = tl.zeros([BLOCK], tl.float32)",
-            f"    for at in range(first, first + CHUNK, {at_once}):",
+            f"    for at in range(first, end, {at_once}):",
             *indented([*loads, *adds], 2),
-            "    if key == last:",
+            "    if goes_on > 0:",
             "        if is_head:",
             f"            {to_head}",
             "        else:",
@@ -253,10 +264,11 @@ class SegmentSum(MultiTensor):
             "first = chunk * CHUNK",
             "key = tl.load(keys + first + CHUNK - 1)",
             "before = tl.load(keys + first - 1, mask=first > 0, other=-1)",
-            f"if (key == tl.load(keys + first + CHUNK)) & (key != before) & {self._is_kept()}:",
+            "beyond = tl.load(keys + first + CHUNK + PAST, mask=first + CHUNK + PAST < COUNT, other=-1)",
+            f"if (key == beyond) & (key != before) & {self._is_kept()}:",
             "    end = tl.load(ends + key)",
             # A segment without a whole group is all heads.
-            "    chunks_end = (end + CHUNK - 1) // CHUNK",
+            "    chunks_end = (end - PAST + CHUNK - 1) // CHUNK",
             "    group = (chunk + GROUP) // GROUP",
             "    groups_end = tl.maximum(end // (GROUP * CHUNK), group)",
             "    is_long = groups_end > group",
@@ -294,6 +306,12 @@ class SegmentSum(MultiTensor):
             f"result = {scaled}{added}",
             f"tl.store(table + to, result.to({TRITON_DTYPES[layout.dtype]}), mask=column < COLUMNS)",
         ]
+
+
+def _rows_past(place: str, key: str) -> str:
+    """How many rows from ``place`` on have the key of the one before it, or PAST + 1 of more."""
+    inside = f"(past <= PAST) & ({place} + past < COUNT)"
+    return f"tl.sum(({inside} & (tl.load(keys + {place} + past, mask={inside}, other=-1) == {key})).to(tl.int32))"
 
 
 # Which columns a program sums.
@@ -365,7 +383,7 @@ class _Layout:
 
     def constants(self, block: int) -> dict[str, Any]:
         """Of a kernel whose programs sum ``block`` columns."""
-        sizes = {"COUNT": self.count, "SIZE": self.size, "CHUNK": _CHUNK, "GROUP": self.group}
+        sizes = {"COUNT": self.count, "SIZE": self.size, "CHUNK": _CHUNK, "PAST": _PAST, "GROUP": self.group}
         return sizes | {"COLUMNS": self.columns, "BLOCK": block, "BLOCKS": -(-self.columns // block)}
 
 

@@ -15,9 +15,9 @@ from multi_tensor_kernels import interpret
 from weft.capture.aot import Source, step_graph
 from weft.capture.graph import Role, StepGraph
 from weft.inductor.lower import lower
-from weft.inductor.multi_tensor import packed_sort
+from weft.inductor.multi_tensor import packed_sort, segments
 from weft.inductor.multi_tensor.launcher import use_kernels
-from weft.inductor.multi_tensor.segments import _CHUNK, SegmentSum, _Layout
+from weft.inductor.multi_tensor.segments import _PAST, SegmentSum, _Layout
 from weft.inductor.passes import sum_segments as passes
 from weft.inductor.passes.sum_segments import sum_segments
 from weft.inductor.runtime.aten import compile_aten
@@ -26,6 +26,8 @@ from weft.inductor.runtime.kernels import inspect_kernel
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
+CHUNK = 16  # so that few rows are many chunks
+
 
 def by_kernels(call: SegmentSum, rows: Tensor, index: Tensor, base: Tensor | None = None) -> Tensor:
     """Of sorted indices and, the same bits, of those as they are."""
@@ -33,9 +35,10 @@ def by_kernels(call: SegmentSum, rows: Tensor, index: Tensor, base: Tensor | Non
     if len(index) % 2:
         order = order.int()
     based = [] if base is None else [base]
-    (found,) = interpret(call, [[rows], [keys, order], based])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "_CHUNK", CHUNK)
         patch.setattr(packed_sort, "_MOST_IN_BLOCK", 64)  # the interpreter takes a second to sort a whole block
+        (found,) = interpret(call, [[rows], [keys, order], based])
         (again,) = interpret(call, [[rows], [index], based])
     assert torch.equal(found, again)
     return found
@@ -85,14 +88,14 @@ def test_sums_of_any_rows(seed: int, size: int, count: int, columns: int, dtype:
 
 
 def test_a_short_segment_is_summed_in_the_order_of_its_rows() -> None:
-    """But where a chunk ends: what is before and what is after are summed apart."""
+    """But where a chunk ends, if many more come: what is before and what is after are summed apart."""
     rows = torch.randn(300, 48) * torch.logspace(-4, 4, 300)[:, None]
     index = torch.arange(300) % 20
     found = by_kernels(SegmentSum(20), rows, index)
     for key in range(20):
         total, parts = torch.zeros(48), []
         for at, row in enumerate(rows[key::20], start=15 * key):
-            if at % _CHUNK == 0:
+            if at % CHUNK == 0 and 15 * (key + 1) - at > _PAST:
                 parts, total = [total], torch.zeros(48)
             total = total + row
         assert torch.equal(found[key], sum(parts, torch.zeros(48)) + total)
@@ -100,19 +103,21 @@ def test_a_short_segment_is_summed_in_the_order_of_its_rows() -> None:
 
 def test_long_segments_begin_and_end_anywhere() -> None:
     """Segments of all lengths round those of a chunk and of a group: heads, groups and tails of all sizes come."""
-    group = _Layout(4200, 32, 1, torch.float32, False).group * _CHUNK
-    assert group == 16 * _CHUNK
-    lengths = [0, 1, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3, 2 * _CHUNK, 5 * _CHUNK + 7, 1200, 0, 2]
-    lengths += [9, group - 1, group, group + 1, 0, 2 * group + 3]
+    count = 2800
+    group = _Layout(count, 32, 1, torch.float32, False).group * CHUNK
+    assert group == 16 * CHUNK
+    lengths = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3, CHUNK + _PAST, CHUNK + _PAST + 1, 2 * CHUNK, 5 * CHUNK + 7, 600]
+    lengths += [0, 2, 9, group - 1, group, group + 1, group + _PAST, 0, 2 * group + 3]
     index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    index = torch.cat([index, torch.full((4200 - len(index),), len(lengths))])
-    rows = torch.randn(4200, 32)
+    index = torch.cat([index, torch.full((count - len(index),), len(lengths))])
+    assert index.bincount()[-1] > group
+    rows = torch.randn(count, 32)
     for first in (0, 5):  # where segments of the same lengths lie otherwise
         call = SegmentSum(len(lengths) + 2)
         near(by_kernels(call, rows[first:], index[first:]), in_float64(call, rows[first:], index[first:]), index)
 
 
-@pytest.mark.parametrize("count", [1023, 1024, 1025])
+@pytest.mark.parametrize("count", [511, 512, 513])
 def test_one_index_has_all_rows(count: int) -> None:
     rows, index = torch.randn(count, 40), torch.full((count,), 3)
     for call in (SegmentSum(5), SegmentSum(4), SegmentSum(5, skipped=3), SegmentSum(3)):
