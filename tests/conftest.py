@@ -1,4 +1,4 @@
-"""What every test run has: the size of each room at the end, for the reader to see it grow."""
+"""What every test run has: GPUs for those tests that need them, and the size of each room at the end."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (mark := item.get_closest_marker("gpu")) is not None:
+        count = mark.args[0] if mark.args else 1
+        if torch.cuda.device_count() < count:
+            pytest.skip(f"needs {count} GPU(s)")
 
 
 def lines_per_room() -> dict[str, int]:

@@ -121,11 +121,6 @@ def _start_server() -> None:
     process.join()
 
 
-def needs_gpu(count: int = 1) -> pytest.MarkDecorator:
-    """Decorator: skip the test where there are fewer than `count` GPUs."""
-    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPU(s)")
-
-
 @dataclass(frozen=True)
 class _Job:
     """What a rank is asked to do. `stacks` is the folder into which ranks write their stacks when asked."""

@@ -237,7 +237,6 @@ def test_the_stand_ins_are_as_they_were_after_a_capture() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_compiled_step_equals_the_eager_one() -> None:
     """Work before the step on a side stream, work after it on the same stream, events that live outside the
     step."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from harness import needs_gpu, run_ranks
+from harness import run_ranks
 from weft.distributed import fsdp as weft_fsdp
 
 pytestmark = pytest.mark.gloo
@@ -460,7 +460,7 @@ def test_one_rank_equals_torch() -> None:
     run_ranks(compare, 1, (1,), {k: MATRIX[k] for k in ("float32", "bfloat16", "tied", "accumulated, bfloat16")})
 
 
-@needs_gpu(2)
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("cases", [MATRIX, WRAPPING, RECOMPUTING], ids=["matrix", "wrapping", "recomputing"])
 def test_equals_torch_on_gpus(cases: dict[str, Callable[..., Any]]) -> None:
     run_ranks(compare, 2, (2,), cases, 1e-5, timeout=170, backend="nccl")

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from harness import needs_gpu, run_ranks
+from harness import run_ranks
 from weft import knobs
 from weft.inductor.runtime.cuda_graph import GraphedProgram
 from weft.inductor.runtime.graph_memory import graph_pool_bytes, peak_memory
 from weft.inductor.runtime.pieces import PiecewiseProgram
 
-pytestmark = needs_gpu()
+pytestmark = pytest.mark.gpu
 
 WIDTH = 64
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Callable[..., Any]], list[torch.Tensor]]
@@ -283,6 +283,19 @@ def test_peak_memory_counts_the_pool() -> None:
     assert peak_memory() >= set_aside + sum(p.numel() * 4 for p in model.parameters()) * 3
 
 
+def test_calls_before_the_recording_give_their_memory_back() -> None:
+    """Also where a copy of an argument fits into it."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))).cuda()
+    run, x = weft.compile(_training_step(model, _adamw(model))), torch.randn(32768, 1024, device="cuda")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for _ in range(4):
+        run(x)
+    set_aside, _ = graph_pool_bytes()
+    assert set_aside >= 4 * x.nbytes
+    assert torch.cuda.memory_reserved() - before - set_aside <= 2 * x.nbytes  # states of AdamW, and the copy
+
+
 def _trained_with_all_reduce(rank: int, world: int, compiled: bool) -> tuple[list[torch.Tensor], list[str | None]]:
     model = _model()
     opt = _adamw(model)
@@ -306,7 +319,7 @@ def _trained_with_all_reduce(rank: int, world: int, compiled: bool) -> tuple[lis
     return [p.detach().cpu() for p in model.parameters()], whys
 
 
-@needs_gpu(2)
+@pytest.mark.gpu(2)
 def test_collectives_of_nccl_are_recorded() -> None:
     (wanted, _), _ = run_ranks(_trained_with_all_reduce, 2, False, backend="nccl", timeout=240)
     results = run_ranks(_trained_with_all_reduce, 2, True, backend="nccl", timeout=240)

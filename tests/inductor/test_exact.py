@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from harness import needs_gpu
 from weft.inductor.multi_tensor.exact import quotient, reciprocal, root
 from weft.inductor.multi_tensor.text import function
 from weft.inductor.runtime.kernel_source import KernelSource
@@ -81,7 +80,6 @@ def test_roots_of_all_magnitudes_are_numpys() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu(1)
 def test_roots_and_quotients_are_a_gpus_exact_ones() -> None:
     a, b = operands(1 << 26, "cuda")
     roots, quotients, exact_roots, exact_quotients = run(a, b)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from harness import needs_gpu, run_ranks
+from harness import run_ranks
 from weft.capture.graph import StepGraph
 from weft.inductor.passes.noops import drop_noops
 from weft.inductor.passes.pack import pack
@@ -175,8 +175,7 @@ def test_bits_are_kept(world: int) -> None:
             assert all(torch.equal(a, b) for a, b in zip(eager, other, strict=True))
 
 
-@needs_gpu(2)
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_bits_are_kept_on_gpus() -> None:
     for eager, *others in run_ranks(with_and_without_on_gpus, 2, timeout=120, backend="nccl"):
         for other in others:

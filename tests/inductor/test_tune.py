@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import weft
-from harness import needs_gpu, run_ranks
+from harness import run_ranks
 from step_builder import StepBuilder
 from weft import knobs
 from weft.inductor import tune
@@ -214,7 +214,6 @@ def layer(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.gpu
-@needs_gpu(1)
 def test_every_algorithm_computes_every_product() -> None:
     for operands in FITTING.values():
         a, b = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda").normal_() for t in operands)
@@ -230,7 +229,6 @@ def test_every_algorithm_computes_every_product() -> None:
 
 
 @pytest.mark.gpu
-@needs_gpu(1)
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_tuned_step_computes_what_an_eager_one_does(cache: Path, graphs: bool, monkeypatch: Any) -> None:
     """By the last guesses, so that they are others than cuBLAS would take."""

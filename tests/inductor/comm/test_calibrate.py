@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import needs_gpu, run_ranks
+from harness import run_ranks
 from weft.errors import MulticastNotOff
 from weft.inductor.comm import calibrate as calibration
 from weft.inductor.comm.calibrate import FULL, TINY, Calibration, calibrate
@@ -229,8 +229,7 @@ def test_ways_over_peers_run_and_have_a_cost() -> None:
     assert names >= {"push", "copy_engine", "pull", "copy_sum", "one_shot", "two_shot"}
 
 
-@pytest.mark.gpu
-@needs_gpu(2)
+@pytest.mark.gpu(2)
 def test_gpus() -> None:
     found = run_ranks(measured_on_gpus, 2, backend="nccl")[0]
     assert {transport.name for transport, _ in found.transports} == {"nccl", *(way.transport for way in peer_ways())}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from peer_steps import COPIES, KERNELS, device, model, over_peers, sharded, step_of, train
 
-from harness import needs_gpu, run_ranks
+from harness import run_ranks
 from weft import errors, knobs
 from weft.inductor.comm.symmetric import reachable, symmetric_buffer
 
-pytestmark = [pytest.mark.gpu, needs_gpu(2)]
+pytestmark = pytest.mark.gpu(2)
 
 WORLD = min(8, torch.cuda.device_count())
 
