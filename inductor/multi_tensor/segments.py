@@ -220,6 +220,7 @@ class SegmentSum(MultiTensor):
             "last = tl.load(keys + tl.minimum(first + CHUNK, COUNT) - 1)",
             # Padding, or what belongs to another part of a table in parts, may be most of the rows.
             f"if (key != last) | {self._is_kept()}:",
+            # Both neighbours of a bound find it by the same rows: where a segment is cut, or behind it.
             "    past = tl.arange(0, 2 * PAST)",
             "    before = tl.load(keys + tl.maximum(first - 1, 0))",
             f"    theirs = {_rows_past('first', 'before')}",

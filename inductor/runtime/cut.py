@@ -1,9 +1,8 @@
 """Cut a step into pieces, so that a CUDA graph holds as much of it as it can.
 
 The first piece is what the host can compute before all else: numbers, draws, batches on their way to the GPU. The rest
-is cut
-where something cannot be recorded: a number that the GPU brings to the host, a call of Python code, a collective over
-the CPU. Order is kept, but for the first piece.
+is cut where something cannot be recorded: a number that the GPU brings to the host, a call of Python code, a collective
+over the CPU. Order is kept, but for the first piece.
 
 Between pieces go tensors and numbers that operations made. Views and sizes are made again where they are needed, and an
 input is updated in the last piece that reads its memory, or later.
