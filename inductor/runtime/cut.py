@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import Input, Output, Return, Role, StepGraph, Update, is_collective, is_random, is_wait
+from weft.capture.graph import Input, Output, Return, Role, StepGraph, Update, is_collective, is_effect, is_wait
 from weft.inductor.passes.host import goes_to_gpu, host_nodes, tensors_of
 from weft.inductor.passes.order import waits_of
 from weft.inductor.runtime.capturable import where, why_not
@@ -83,7 +83,7 @@ class _Cutter:
 
     def _matters(self, piece: Piece) -> bool:
         """Whether a piece without outputs does anything (checks of numbers, draws, calls of Python code)."""
-        return any(node.meta.get("effect") or is_collective(node) or is_random(node) for node in piece.step.graph.nodes)
+        return any(node.op == "call_function" and is_effect(node) for node in piece.step.graph.nodes)
 
     # ---- which piece
 
