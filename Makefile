@@ -5,11 +5,13 @@
 #   RANKS       processes of the demo; all GPUs where there are any, else 2
 #   DEMO_ARGS   more arguments for examples/train_lm.py (--help lists them)
 #   TEST_ARGS   more arguments for pytest
+#   SECONDS     how long `make explore` tries new random examples on all property tests, and `make stress` runs threads
 
 PYTHON ?= python3
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+SECONDS ?= 600
 PY := .venv/bin/python
 HAS = $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$(1)') is None)"
 
@@ -19,7 +21,7 @@ export NCCL_NVLS_ENABLE = 0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST = 1
 export NVSHMEM_DISABLE_NVLS = 1
 
-.PHONY: demo test check clean
+.PHONY: demo test explore stress check clean
 
 demo: .venv/ready
 	@ranks=$${RANKS:-$$($(PY) -c "import torch; print(torch.cuda.device_count() or 2)")}; \
@@ -28,6 +30,12 @@ demo: .venv/ready
 test: check
 	@if $(call HAS,xdist); then parallel="-n 2"; else echo "pytest-xdist is not installed: one process"; fi; \
 	$(PY) -m pytest $$parallel $(TEST_ARGS)
+
+explore: .venv/ready
+	$(PY) tests/exploration.py --seconds $(SECONDS) $(TEST_ARGS)
+
+stress: .venv/ready
+	$(PY) tests/thread_stress.py --seconds $(SECONDS)
 
 check: .venv/ready
 	@if $(call HAS,ruff); then $(PY) -m ruff check .; else echo "ruff is not installed: skipped"; fi

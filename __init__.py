@@ -7,17 +7,18 @@ next to nothing (DTensor alone takes half a second to import) and starts no CUDA
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.capture.fake_world import fake_world as fake_world
+    from weft.capture.fake.fake_world import fake_world as fake_world
     from weft.capture.graph import StepGraph as StepGraph
-    from weft.capture.marks import mark_dynamic as mark_dynamic
-    from weft.capture.marks import mark_static as mark_static
-    from weft.capture.marks import maybe_mark_dynamic as maybe_mark_dynamic
-    from weft.capture.opaque import opaque as opaque
+    from weft.capture.guards.dynamic_marks import mark_dynamic as mark_dynamic
+    from weft.capture.guards.dynamic_marks import mark_static as mark_static
+    from weft.capture.guards.dynamic_marks import maybe_mark_dynamic as maybe_mark_dynamic
+    from weft.capture.record.opaque import opaque as opaque
     from weft.compile import CompiledStep as CompiledStep
     from weft.compile import capture as capture
     from weft.compile import compile as compile
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from weft.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
     from weft.distributed.fsdp import fully_shard as fully_shard
     from weft.distributed.materialize import materialize as materialize
+    from weft.distributed.stop_signal import stopping as stopping
+    from weft.distributed.train_state import TrainState as TrainState
     from weft.errors import WeftError as WeftError
     from weft.explain import explain as explain
 
@@ -36,6 +39,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ReplicateModule",
     "StepGraph",
+    "TrainState",
     "WeftError",
     "capture",
     "compile",
@@ -48,6 +52,7 @@ __all__ = [
     "maybe_mark_dynamic",
     "opaque",
     "replicate",
+    "stopping",
 ]
 
 _HOMES = {
@@ -56,18 +61,20 @@ _HOMES = {
     "MixedPrecisionPolicy": "weft.distributed.fsdp",
     "ReplicateModule": "weft.distributed.ddp",
     "StepGraph": "weft.capture.graph",
+    "TrainState": "weft.distributed.train_state",
     "WeftError": "weft.errors",
     "capture": "weft.compile",
     "compile": "weft.compile",
     "explain": "weft.explain",
-    "fake_world": "weft.capture.fake_world",
+    "fake_world": "weft.capture.fake.fake_world",
     "fully_shard": "weft.distributed.fsdp",
-    "mark_dynamic": "weft.capture.marks",
-    "mark_static": "weft.capture.marks",
+    "mark_dynamic": "weft.capture.guards.dynamic_marks",
+    "mark_static": "weft.capture.guards.dynamic_marks",
     "materialize": "weft.distributed.materialize",
-    "maybe_mark_dynamic": "weft.capture.marks",
-    "opaque": "weft.capture.opaque",
+    "maybe_mark_dynamic": "weft.capture.guards.dynamic_marks",
+    "opaque": "weft.capture.record.opaque",
     "replicate": "weft.distributed.ddp",
+    "stopping": "weft.distributed.stop_signal",
 }
 
 
@@ -81,7 +88,9 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        before = random.getstate()  # a package that is imported below draws from Python's generator
         value = getattr(importlib.import_module(_HOMES[name]), name)
+        random.setstate(before)
         super().__setattr__(name, value)
         return value
 

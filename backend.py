@@ -1,7 +1,7 @@
-"""``torch.compile(model, backend="weft")``: the second door, for people who want Dynamo's guards and graph breaks.
+"""``torch.compile(model, backend="weft")``: weft as a Dynamo backend, with Dynamo's guards and graph breaks.
 
-Dynamo hands over the graph of a function, AOTAutograd makes functional forward and backward graphs of it, and each of
-these goes the way of a captured step: StepGraph, passes, program.
+Dynamo traces a function. AOTAutograd turns its graph into functional forward and backward graphs. weft compiles each of
+these like a captured step: StepGraph, passes, Program.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.fx
 
 from weft import knobs, torch_adapter
-from weft.capture.aot import Source, dynamo_sources, step_graph
+from weft.argument_checks import ArgumentChecks
 from weft.capture.graph import StepGraph
-from weft.errors import UnknownOption
+from weft.capture.record.aot import Source, dynamo_sources, step_graph
 from weft.inductor.compiler import MODES, compile_graph
-from weft.inductor.lower import device_kind
-from weft.inductor.passes.noops import same_tensor
+from weft.inductor.lowering.lower import device_kind
+from weft.inductor.passes.drop_noops import same_tensor
 from weft.inductor.passes.write_in_place import write_in_place
 from weft.inductor.runtime.aten import AtenProgram
 
@@ -35,20 +35,24 @@ def weft(
     mode: str = "default",
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's; what ``torch.compile`` calls.
+    """Compile one Dynamo graph. ``torch.compile`` calls this.
 
     Args:
         mode: ``"default"`` runs generated kernels on GPUs; ``"bitwise"`` runs ATen kernels everywhere.
-        options: values of knobs (``weft.knobs``) that hold while this model is compiled.
+        options: values of knobs (``weft.knobs``) while this model is compiled.
 
     Raises:
         UnknownOption: a mode that weft does not know.
-        UnknownKnob, InvalidKnob: an option that is no knob, or a value that it does not take.
+        UnknownKnob, InvalidKnob: an option that is no knob, or a value that the knob does not accept.
+        InvalidArgumentType: ``options`` is no dictionary of names.
     """
-    if mode not in MODES:
-        raise UnknownOption("mode", mode, list(MODES))
+    checks = ArgumentChecks('torch.compile(backend="weft")')
+    checks.one_of("mode", mode, list(MODES))
+    if not (options is None or (isinstance(options, dict) and all(isinstance(name, str) for name in options))):
+        allowed, remedy = "a dictionary from names of knobs to values", 'Write options={"verify_graphs": True}'
+        raise checks.wrong_type("options", options, allowed, remedy)
     with knobs.override(**(options or {})):
-        pass  # a mistake in the options is said before the work
+        pass  # raises for invalid options before any work
     sources = dynamo_sources(module)
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -60,12 +64,12 @@ def weft(
 
 
 def _simplify(joint: torch.fx.Graph) -> None:
-    """Take from forward and backward together what forward would save, and hand over at every call, for no use."""
+    """Remove operations of the joint graph whose results forward would save without need."""
     for node in joint.nodes:
         if node.op != "call_function":
             continue
         if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])  # in training the running statistics are not read
+            node.args = (*node.args[:3], None, None, *node.args[5:])  # training does not read the running statistics
         same = same_tensor(node)
         if same is not None:
             node.replace_all_uses_with(same)
@@ -75,8 +79,6 @@ def _simplify(joint: torch.fx.Graph) -> None:
 def _compile(graph: torch.fx.GraphModule, sources: Sequence[Source], mode: str) -> Boxed:
     """A callable over the list of inputs of ``graph``, which it empties."""
     step, constants = step_graph(graph, sources)
-    if mode == "bitwise" or device_kind(step.graph.nodes) == "cpu":
-        step = write_in_place(step)
     log.debug("%s", step)
     program = _program(step, mode)
     log.info("compiled a graph of %d nodes, %d inputs", len(step), len(step.inputs))
@@ -90,9 +92,10 @@ def _compile(graph: torch.fx.GraphModule, sources: Sequence[Source], mode: str) 
 
 
 def _program(step: StepGraph, mode: str) -> AtenProgram:
-    """How graphs of this door become programs: not as CUDA graphs, which would copy all that forward saves for
-    backward."""
+    """The program of a Dynamo graph. It is not recorded as a CUDA graph: results of a replay are copied, and that would
+    copy everything that forward saves for backward."""
+    on_aten = mode == "bitwise" or device_kind(step.graph.nodes) == "cpu"
     with knobs.override(cuda_graphs=False):
-        program = compile_graph(step, mode)
+        program = compile_graph(step, mode, first=[write_in_place] if on_aten else [])
     assert isinstance(program, AtenProgram)
     return program

@@ -7,27 +7,44 @@ when a guard fails the step is captured again, with sizes that changed kept symb
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import logging
+import threading
 import types
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from weft import knobs, torch_adapter
-from weft.capture.agreement import agree
-from weft.capture.dynamic import MARKS
-from weft.capture.fake_world import current_fake_world
-from weft.capture.garbage import no_collections
-from weft.capture.graph import Role, StepGraph
-from weft.capture.guards import Guards
-from weft.capture.reading import Places
-from weft.capture.recorder import recording
-from weft.capture.signature import signature
-from weft.capture.tracer import CapturedStep, capture_step
-from weft.errors import AgreementTimeout, GraphMismatch, StoreLost, UnknownOption, WeftError
+from weft.argument_checks import ArgumentChecks
+from weft.capture.agreement.agreement import agree
+from weft.capture.agreement.signature import signature
+from weft.capture.fake.fake_world import current_fake_world
+from weft.capture.garbage_collection import garbage_collection_paused
+from weft.capture.graph import StepGraph
+from weft.capture.guards.compiled_forms import CompiledForms
+from weft.capture.guards.guards import Guards
+from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
+from weft.capture.record.dynamic_sizes import MARKS
+from weft.capture.record.generator_states import generators_kept
+from weft.capture.record.recorder import recording
+from weft.capture.record.tracer import CapturedStep, capture_step
+from weft.capture.state.state_reader import PlaceReader
+from weft.capture.step_interface import Role
+from weft.capture.step_threads import PATIENCE_S, capturing, enter_step, in_step, inside_step, leave_step, out_of_step
+from weft.errors import (
+    AgreementTimeout,
+    CannotCopyStep,
+    CaptureValueEscaped,
+    GraphMismatch,
+    StaleAutocastCopy,
+    StoreLost,
+    WeftError,
+)
 from weft.inductor.compiler import MODES, compile_graph
-from weft.inductor.passes.split_all_reduce import ranks_on_a_host
+from weft.inductor.graph.collectives import ranks_on_a_host
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
@@ -36,19 +53,35 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Entry:
+class _CompiledForm:
     """One captured form of a step with its guards and its program."""
 
-    def __init__(self, captured: CapturedStep, mode: str, memory_limit: int | None) -> None:
+    def __init__(self, captured: CapturedStep, guards: Guards, mode: str, memory_limit: int | None) -> None:
         self.captured = captured
-        self.guards = Guards(captured)
+        self.guards = guards
+        self.busy = False  # whether its program is running, with buffers that serve one call at a time
         self.program = compile_graph(captured.graph, mode, memory_limit)
-        self._inputs = Places(captured.places)
+        self._inputs = PlaceReader(captured.places)
+        updated = {entry.name for entry, _ in captured.graph.updates()}
+        inputs = zip(captured.graph.inputs, captured.places, strict=True)
+        self._updated = [place for entry, place in inputs if entry.name in updated and entry.role is not Role.SCALAR]
 
     def run(self, leaves: list[Any]) -> Any:
+        """Run the program for a call with these argument leaves. Must not be busy."""
+        self.busy = True
+        try:
+            return self._run(leaves)
+        finally:
+            self.busy = False
+
+    def _run(self, leaves: list[Any]) -> Any:
         captured = self.captured
         captured.arguments.bind(leaves)
+        if captured.autocast_copies:
+            check_copies(captured.autocast_copies)
         outputs = self.program(*self._inputs.read())
+        for at in captured.aliases:
+            outputs[at] = outputs[at].detach()
         # All values first: one effect may move what another one replaces.
         values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
         result = captured.result.fill(outputs)
@@ -57,6 +90,8 @@ class _Entry:
                 effect.container.remove(effect.key)
             else:
                 effect.container.set(effect.key, value)
+        if known_copies:
+            weights_updated(self._updated)
         return result
 
 
@@ -64,7 +99,7 @@ class CompiledStep(Generic[P, R]):
     """A step that runs compiled; called like the function it was made from.
 
     Attributes:
-        entries: captured forms, the one used last first.
+        entries: captured forms, the one used last first; at most ``knobs.form_limit``.
         captures: how often the step was captured, with the reason of each.
     """
 
@@ -78,6 +113,7 @@ class CompiledStep(Generic[P, R]):
         verify: bool = False,
         fallback: str | None = None,
     ) -> None:
+        _check_options(ArgumentChecks("weft.CompiledStep"), step, mode, dynamic, verify, fallback)
         functools.update_wrapper(self, step)
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self.__qualname__: str = getattr(step, "__qualname__", self.__name__)
@@ -87,48 +123,83 @@ class CompiledStep(Generic[P, R]):
         self.memory_limit = memory_limit
         self.verify = verify
         self.fallback = fallback
-        self.entries: list[_Entry] = []
+        self.entries: CompiledForms[_CompiledForm] = CompiledForms()
         self.captures: list[str] = []
         self._changed: dict[Any, set[tuple[int, int]]] = {}
-        self._agreed: set[str] = set()
+        self._agreed: set[bytes] = set()
         self._uncompiled = False
+        self._lock = threading.RLock()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
+    def __copy__(self) -> NoReturn:
+        raise CannotCopyStep("copy.copy", self.__name__)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise CannotCopyStep("copy.deepcopy", self.__name__)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CannotCopyStep("pickle", self.__name__)
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._uncompiled or recording() is not None:  # a step inside a step is captured as part of it
             return self.step(*args, **kwargs)
-        leaves, spec = torch_adapter.flatten((args, kwargs))
-        reasons: list[str] = []
-        entry = self._find(leaves, spec, reasons)
-        return self._first_call(args, kwargs, reasons) if entry is None else entry.run(leaves)
+        if not self._lock.acquire(blocking=False) and not self._wait():
+            return self.step(*args, **kwargs)
+        try:
+            leaves, spec = torch_adapter.flatten((args, kwargs))
+            reasons: list[str] = []
+            record = enter_step()
+            try:
+                entry = self._find(leaves, spec, reasons)
+                if entry is not None:
+                    # Where an opaque function of the step calls the step again, its program is in use.
+                    return self.step(*args, **kwargs) if entry.busy else self._run(entry, leaves, args, kwargs)
+            finally:
+                leave_step(record)
+            return self._first_call(args, kwargs, reasons)
+        finally:
+            self._lock.release()
 
-    def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Entry:
+    def _wait(self) -> bool:
+        """Wait for the thread that is calling this step: one call at a time uses its arguments and buffers.
+
+        Returns:
+            Whether this thread holds the lock now. A thread that is in a step already does not wait, or two threads
+            might wait for each other: it calls the uncompiled step.
+        """
+        if inside_step():
+            return False
+        while not self._lock.acquire(timeout=PATIENCE_S):
+            log.warning("%s has been running in another thread for %d s", self.__name__, PATIENCE_S)
+        return True
+
+    def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CompiledForm:
         """The captured form that serves this call, captured now where there is none; nothing runs."""
         reasons: list[str] = []
-        return self._find(*torch_adapter.flatten((args, kwargs)), reasons) or self.capture(args, kwargs, reasons)
+        with self._lock:
+            with in_step():
+                entry = self._find(*torch_adapter.flatten((args, kwargs)), reasons)
+            return entry or self.capture(args, kwargs, reasons)
 
-    def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> _Entry | None:
-        """The form whose guards hold, moved to the front; why the others do not serve goes to ``reasons``."""
-        for at, entry in enumerate(self.entries):
-            if entry.guards.unchanged(leaves, spec):
-                return self._to_front(at)
-        for at, entry in enumerate(self.entries):
-            if (why := entry.guards.failure(leaves, spec)) is None:
-                return self._to_front(at)
-            reasons.append(why)
+    def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> _CompiledForm | None:
+        """The form that serves a call, see :meth:`CompiledForms.find`."""
+        try:
+            return self.entries.find(leaves, spec, reasons)
+        except RuntimeError:
+            # Sparse and nested tensors have no strides or sizes to ask for. No form serves them; a capture names them.
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            if all(leaf.layout is torch.strided and not leaf.is_nested for leaf in tensors):
+                raise
+            reasons.append("an argument is not strided")
         return None
-
-    def _to_front(self, at: int) -> _Entry:
-        self.entries.insert(0, self.entries.pop(at))
-        return self.entries[0]
 
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
         try:
             entry = self.capture(args, kwargs, reasons)
-        except (GraphMismatch, AgreementTimeout, StoreLost):
-            raise  # ranks that differ must not go on, compiled or not
+        except (GraphMismatch, AgreementTimeout, StoreLost, CaptureValueEscaped):
+            raise  # ranks that differ must not go on, compiled or not, nor a model with values of the capture inside
         except WeftError as error:
             if self.fallback != "eager":
                 raise
@@ -136,16 +207,32 @@ class CompiledStep(Generic[P, R]):
             self._uncompiled = True
             return self.step(*args, **kwargs)
         leaves, _ = torch_adapter.flatten((args, kwargs))
-        if self.verify and len(self.entries) == 1:
-            return verify_first_call(self.step, entry.captured, args, kwargs, functools.partial(entry.run, leaves))
-        return entry.run(leaves)
+        with in_step():
+            if self.verify and len(self.entries) == 1:
+                return verify_first_call(self.step, entry.captured, args, kwargs, functools.partial(entry.run, leaves))
+            return self._run(entry, leaves, args, kwargs)
 
-    @no_collections()
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _Entry:
+    def _run(self, entry: _CompiledForm, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return entry.run(leaves)
+        except StaleAutocastCopy:  # raised before anything ran
+            if self.fallback != "eager":
+                raise
+            return self.step(*args, **kwargs)
+
+    @generators_kept()
+    @garbage_collection_paused()
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _CompiledForm:
         """Capture one call, agree with the other ranks, and keep the result at the front of ``entries``."""
+        with out_of_step():
+            return self._capture(args, kwargs, reasons)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _CompiledForm:
         self._say_why(reasons)
         try:
-            captured = capture_step(self.step, args, kwargs, dynamic=self._dynamic_dims(args, kwargs))
+            with capturing():
+                captured = capture_step(self.step, args, kwargs, dynamic=self._dynamic_dims(args, kwargs))
+                guards = Guards(captured)
         except Exception as error:
             self._tell_of_failure(error)
             raise
@@ -155,16 +242,17 @@ class CompiledStep(Generic[P, R]):
             f"{_sizes(captured.graph)}{_hosts(captured.graph)}"
             f"collectives on CPUs in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead"
         )
-        self.entries.insert(0, _Entry(captured, self.mode, self.memory_limit))
+        form = self.entries.add(_CompiledForm(captured, guards, self.mode, self.memory_limit))
         nodes, seen = len(captured.graph), captured.recorded
         log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
-        return self.entries[0]
+        return form
 
     def _agree(self, text: str) -> None:
         """Show that all ranks run the same operations and collectives, once for each form of the step."""
-        if text not in self._agreed and torch_adapter.world_size() > 1 and current_fake_world() is None:
+        digest = hashlib.sha256(text.encode()).digest()  # texts of ever new forms would be kept for ever
+        if digest not in self._agreed and torch_adapter.world_size() > 1 and current_fake_world() is None:
             agree(self.__qualname__, text)
-        self._agreed.add(text)
+        self._agreed.add(digest)
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none."""
@@ -263,25 +351,39 @@ def compile(
 
     Raises:
         UnknownOption: an option has a value weft does not know.
+        InvalidArgumentType, InvalidArgument: the step cannot be called, or an option is of another type or range.
     """
-    if mode not in MODES:
-        raise UnknownOption("mode", mode, list(MODES))
-    if fallback not in (None, "eager"):
-        raise UnknownOption("fallback", fallback, [None, "eager"])
-    if memory_limit is not None and not memory_limit > 0:
-        raise UnknownOption("memory_limit", memory_limit, ["GiB, more than 0", None])
+    checks = ArgumentChecks("weft.compile")
+    _check_options(checks, step if step is not None else compile, mode, dynamic, verify, fallback)
+    limit = checks.gibibytes("memory_limit", memory_limit)
     options: dict[str, Any] = {"mode": mode, "dynamic": dynamic, "verify": verify, "fallback": fallback}
     if step is None:
         return functools.partial(compile, memory_limit=memory_limit, **options)
     options["verify"] = knobs.verify if verify is None else verify
-    limit = None if memory_limit is None else int(memory_limit * 2**30)
     return CompiledStep(step, memory_limit=limit, **options)
+
+
+def _check_options(checks: ArgumentChecks, step: Any, mode: Any, dynamic: Any, verify: Any, fallback: Any) -> None:
+    below = isinstance(step, (classmethod, staticmethod, property))
+    remedy = "Write @weft.compile below that decorator" if below else "Write @weft.compile above a function"
+    checks.function_or_callable("step", step, remedy)
+    if inspect.iscoroutinefunction(step):
+        remedy = "Move the training step to an ordinary function, call that"
+        raise checks.wrong_type("step", step, "a function that runs when it is called", remedy)
+    checks.one_of("mode", mode, list(MODES))
+    checks.boolean("dynamic", dynamic, optional=True)
+    checks.boolean("verify", verify, optional=True)
+    checks.one_of("fallback", fallback, [None, "eager"])
 
 
 def capture(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
     """Capture one call ``step(*args, **kwargs)`` and return its graph; nothing runs.
 
     Works on real tensors and, inside :func:`weft.fake_world`, on fake ones.
+
+    Raises:
+        InvalidArgumentType: ``step`` cannot be called.
     """
+    ArgumentChecks("weft.capture").function_or_callable("step", step, "Pass the function and then its arguments")
     inner = step.step if isinstance(step, CompiledStep) else step
     return capture_step(inner, args, kwargs).graph

@@ -5,14 +5,99 @@ A message says what happened, where (rank, mesh axis, the user's file and line) 
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import re
+import reprlib
+from collections.abc import Sequence
+
 HOW_TO_REDUCE = (
     "To see which few operations it takes, run again with WEFT_DUMP_DIR=<directory>, where the step's graph is then "
-    "written, and reduce that: python -m weft.inductor.minify <directory>/step_<process>_<number>_graph.py"
+    "written, and reduce that: python -m weft.launch.minify <directory>/step_<process>_<number>_graph.py"
 )
+
+
+_MAX_NAMES = 10
+
+
+def listed(names: Sequence[str]) -> str:
+    """At most ten names, and how many more there are."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _choices(value: object, known: Sequence[object]) -> str:
+    """At most ten of the values that an option takes, those first that look like the one given."""
+    near = difflib.get_close_matches(str(value), [one for one in known if isinstance(one, str)])
+    return listed([repr(one) for one in sorted(known, key=lambda one: one not in near)])
+
+
+def _gibibytes(size: int) -> str:
+    """Bytes as GiB, with three digits."""
+    return f"{size / 2**30:.3g} GiB"
+
+
+def shown(value: object) -> str:
+    """A user's value as a message shows it: short, on one line, without addresses in memory."""
+    return _shown.repr(value)
+
+
+class _ShownValues(reprlib.Repr):
+    """Texts, numbers and containers as Python writes them, other values by their type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 100
+
+    def repr1(self, x: object, level: int) -> str:
+        if isinstance(x, type):
+            return f"the class {_without_scope(x.__qualname__)}"
+        if inspect.isroutine(x):
+            name = _without_scope(str(getattr(x, "__qualname__", type(x).__qualname__)))
+            return "a lambda" if name == "<lambda>" else f"the function {name}"
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            kind = "tensor" if hasattr(x, "untyped_storage") else type(x).__qualname__
+            return f"a {x.dtype} {kind} of shape {tuple(x.shape)}"
+        return super().repr1(x, level)
+
+    def repr_instance(self, x: object, level: int) -> str:
+        text = "" if hasattr(x, "named_modules") else super().repr_instance(x, level)
+        plain = text and "\n" not in text and re.search(r" at 0x|<", text) is None
+        return text if plain else f"a {_without_scope(type(x).__qualname__)}"
+
+
+def _without_scope(qualname: str) -> str:
+    """The name of a function or class without that of the function it was defined in."""
+    return qualname.rpartition("<locals>.")[2]
+
+
+_shown = _ShownValues()
 
 
 class WeftError(RuntimeError):
     """Base of all errors raised by weft."""
+
+
+# ---- arguments of public functions
+
+
+class InvalidArgument(WeftError, ValueError):
+    """A public function was given a value that it does not take."""
+
+    def __init__(self, function: str, argument: str, value: object, allowed: str, remedy: str) -> None:
+        super().__init__(f"{function}: {argument} is {self._given(value)}, and must be {allowed}. {remedy}")
+
+    def _given(self, value: object) -> str:
+        return shown(value)
+
+
+class InvalidArgumentType(InvalidArgument, TypeError):
+    """A public function was given a value of a type that it does not take."""
+
+    def _given(self, value: object) -> str:
+        text = shown(value)
+        named = value is None or text.startswith(("a ", "the ", f"{type(value).__name__}("))
+        return text if named else f"{text} (of type {type(value).__name__})"
 
 
 class MalformedGraph(WeftError):
@@ -24,12 +109,31 @@ class MalformedGraph(WeftError):
         )
 
 
-class MalformedNest(WeftError):
-    """A loop nest broke its grammar: a fault of weft's own."""
+class MalformedProgram(WeftError):
+    """A generated program broke a rule of programs: a fault of weft's own."""
 
-    def __init__(self, what: str, nest: str) -> None:
+    def __init__(self, what: str, lines: str) -> None:
+        super().__init__(f"the program is malformed: {what}. This is a fault in weft; please report it with\n{lines}")
+
+
+class MalformedSchedule(WeftError):
+    """A schedule would not compute what the step does, or not within its memory: a fault of weft's own."""
+
+    def __init__(self, stage: str, what: str, neighbourhood: str) -> None:
         super().__init__(
-            f"the loop nest is malformed: {what}. This is a fault in weft; please report it with\n{nest}\n"
+            f"the schedule is malformed after {stage}: {what}. This is a fault in weft; please report it with\n"
+            f"{neighbourhood}"
+        )
+
+
+class MalformedNest(WeftError):
+    """A loop nest broke its grammar: a fault of weft's own. ``stage`` made it, of the operations at ``origin``."""
+
+    def __init__(self, what: str, nest: str, stage: str, origin: str) -> None:
+        where = f" after {stage}" if stage else ""
+        source = f", of {origin}" if origin else ""
+        super().__init__(
+            f"a loop nest is malformed{where}: {what}{source}. This is a fault in weft; please report it with\n{nest}\n"
             f"{HOW_TO_REDUCE}"
         )
 
@@ -79,24 +183,76 @@ class MeshOfFakeTensor(WeftError):
         )
 
 
+class NoSuchDimension(WeftError, IndexError):
+    """A dimension of a tensor was named that it does not have."""
+
+    def __init__(self, function: str, dim: int, count: int) -> None:
+        there = f"choose one from {-count} to {count - 1}" if count else "leave the call out"
+        super().__init__(f"{function}: dim is {dim}, and the tensor has {count} dimensions; {there}")
+
+
 # ---- distributed: wrapping modules
 
 
-class InvalidMesh(WeftError):
-    """A wrapper was given a mesh that it cannot use."""
+class InvalidMesh(WeftError, ValueError):
+    """A wrapper was given a mesh that it cannot use. ``what`` says why, and what to do."""
 
     def __init__(self, wrapper: str, mesh: object, what: str) -> None:
-        super().__init__(f"{wrapper} cannot use {mesh}: {what}")
+        super().__init__(f"{wrapper} cannot use mesh={mesh}: {what}")
+
+
+class NoProcessGroup(WeftError, ValueError):
+    """A wrapper was to use all ranks in a process without a process group."""
+
+    def __init__(self, wrapper: str) -> None:
+        super().__init__(
+            f"{wrapper}: mesh is None, which means all ranks, and this process has no process group. Call "
+            "torch.distributed.init_process_group() in a script that torchrun starts, or pass mesh=, or plan for many "
+            "ranks in one process: with weft.fake_world(8)"
+        )
+
+
+class ContainerWithoutForward(WeftError, ValueError):
+    """A list or dict of modules was to be wrapped, whose hooks would never run."""
+
+    def __init__(self, wrapper: str, kind: str) -> None:
+        super().__init__(
+            f"{wrapper} cannot wrap a {kind}: it has no forward, so its parameters would never be exchanged. Wrap the "
+            f"modules in it, each by itself or together as a list: weft.{wrapper}(list(modules))"
+        )
+
+
+class NotTheRoot(WeftError):
+    """A method of the outermost wrapped module was called on one inside it."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(
+            f"{method} belongs to the root FSDP module, the outermost one that runs, and this one runs inside another. "
+            "Call it on the root"
+        )
 
 
 class AlreadyWrapped(WeftError):
-    """A module that is wrapped already was to be wrapped again, or copied."""
+    """A module that is wrapped already was to be wrapped again."""
 
-    def __init__(self, action: str, kind: str) -> None:
-        super().__init__(f"cannot apply {action} to a {kind}: it is wrapped already. Do it before wrapping the module")
+    def __init__(self, wrapper: str, kind: str) -> None:
+        super().__init__(
+            f"cannot apply {wrapper} to a {kind}: it is wrapped already. Wrap each module once: modules that need "
+            "another setting first, then the one around them"
+        )
 
 
-class UnsupportedPolicy(WeftError):
+class CannotCopyWrapped(WeftError):
+    """A wrapped module was to be copied."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"cannot apply copy.deepcopy to a {kind}, whose parameters belong to process groups. Copy the module "
+            "before wrapping it and wrap both, or load the state_dict() of one into the other"
+        )
+
+
+class UnsupportedPolicy(WeftError, NotImplementedError):
     """A wrapper was asked for something that weft does not do."""
 
     def __init__(self, wrapper: str, what: str) -> None:
@@ -145,6 +301,45 @@ class NumpyOnTensor(WeftError):
         )
 
 
+class MemoryOfTensor(WeftError):
+    """The step looks at the memory of a tensor, or changes it, while there is none."""
+
+    def __init__(self, what: str, line: str, remedy: str) -> None:
+        super().__init__(
+            f"cannot capture {what} at {line}: tensors have no memory while a step is captured. Instead, {remedy}; or "
+            "move it into a function marked @weft.opaque"
+        )
+
+
+class TextOfValue(WeftError):
+    """The step makes text of a tensor or of a number that the data decides."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(
+            f"a tensor or a number that was read from one becomes text at {line}: while a step is captured it has no "
+            "value, and the text would be the same at every call. Give the value itself to print or to the logger "
+            '(print("loss", loss.item()), logger.info("loss %s", loss.item())), or make the text in a function marked '
+            "@weft.opaque or outside the step"
+        )
+
+
+class OutsideEffect(WeftError):
+    """The step does something to the world outside, which a compiled step would not repeat."""
+
+    def __init__(self, what: str, line: str) -> None:
+        super().__init__(
+            f"the step {what} at {line}: a compiled step runs no Python, so it would happen once only. Do it in a "
+            "function marked @weft.opaque, which every call runs, or outside the step"
+        )
+
+
+class UncapturableWrapper(WeftError):
+    """A module of the step is wrapped by something that keeps state of its own which no capture can follow."""
+
+    def __init__(self, path: str, wrapper: str, remedy: str) -> None:
+        super().__init__(f"cannot capture a step with {path}, which is wrapped by {wrapper}: {remedy}")
+
+
 class UncapturableLayout(WeftError):
     """An operation of the step makes a tensor that is not strided."""
 
@@ -157,13 +352,20 @@ class UncapturableLayout(WeftError):
         )
 
 
-class UnstridedArgument(WeftError):
+class UnstridedArgument(WeftError, NotImplementedError):
     """An argument of the step is a tensor that is not strided."""
 
-    def __init__(self, path: str, layout: object) -> None:
+    def __init__(self, path: str, layout: object, is_nested: bool) -> None:
+        if not is_nested:
+            remedy = f"pass {path}.to_dense()"
+        elif str(layout) == "torch.jagged":
+            remedy = f"pass {path}.values() and {path}.offsets(), or {path}.to_padded_tensor(0.0)"
+        else:
+            remedy = f"pass torch.nested.to_padded_tensor({path}, 0.0) and a mask, or its tensors as a list"
+        kind = f"nested {layout}" if is_nested else layout
         super().__init__(
-            f"{path} is a {layout} tensor, and graphs hold strided ones only: pass {path}.to_dense(), or run the step "
-            'uncompiled with weft.compile(..., fallback="eager")'
+            f"{path} is a {kind} tensor, and graphs hold strided ones only: {remedy}, "
+            'or run the step uncompiled with weft.compile(..., fallback="eager")'
         )
 
 
@@ -176,21 +378,131 @@ class RuntimeCheckFailed(WeftError):
         super().__init__(
             f"the numbers in the tensors of this call do not fit together{where}: {condition} does not hold for "
             f"{found}. "
-            "Sizes taken from tensors (splits of an all-to-all, lengths) must be sizes that the same line would accept "
-            "without weft.compile"
+            "Pass data for which the same line runs without weft.compile, or check sizes before the step: splits of an "
+            "all-to-all and lengths that are read from tensors must fit the tensors they are used with"
         )
 
 
 class CannotCapture(WeftError):
     """Python needed the value of a tensor to go on, while the step was captured."""
 
-    def __init__(self, line: str, why: str) -> None:
+    def __init__(self, line: str, why: str, remedy: str = "") -> None:
+        remedy = remedy or (
+            "Use torch.where or a mask instead of a branch, keep the number in a tensor instead of .item(), "
+            "move the code out of the step or into a function marked @weft.opaque"
+        )
         super().__init__(
             f"the step cannot be captured at {line}\n  {why}\n"
             "A tensor's value decides here what Python does next, and it does not exist until the step runs. "
-            "Use torch.where or a mask instead of a branch, keep the number in a tensor instead of .item(), "
-            "move the code out of the step or into a function marked @weft.opaque, "
-            'or run the step uncompiled with weft.compile(..., fallback="eager").'
+            f'{remedy}, or run the step uncompiled with weft.compile(..., fallback="eager").'
+        )
+
+
+class StaleAutocastCopy(WeftError):
+    """A region of autocast that began before the call keeps a copy of a weight from before an update.
+
+    Args:
+        step: name of the step.
+        weight: name of the weight.
+        dtype: of the copy.
+        line: of the call.
+    """
+
+    def __init__(self, step: str, weight: str, dtype: str, line: str) -> None:
+        super().__init__(
+            f"{step} was called at {line} in a region of torch.autocast that was open when {weight} was last updated. "
+            f"Autocast casts a weight once in a region, and eager would go on with the {dtype} copy from before the "
+            "update until the outermost region ends: the forward would not see what training changed. "
+            "Put `with torch.autocast(...)` around the forward inside the step, or open it anew for each call, or pass "
+            "cache_enabled=False to the outermost region.",
+        )
+
+
+class AnomalyModeAround(WeftError):
+    """A compiled step was called while autograd's anomaly mode checks gradients for NaN.
+
+    Args:
+        step: name of the step.
+        line: of the call.
+    """
+
+    def __init__(self, step: str, line: str) -> None:
+        super().__init__(
+            f"{step} was called at {line} in autograd's anomaly mode, which checks what backward functions return "
+            "for NaN. A compiled step has no backward functions and would not check. Look for it in the uncompiled "
+            'step (weft.compile(..., fallback="eager") runs it), or pass check_nan=False to torch.autograd.'
+            "set_detect_anomaly.",
+        )
+
+
+class FunctionModeAround(WeftError):
+    """A TorchFunctionMode was active around a call of a compiled step.
+
+    Args:
+        step: name of the step.
+        mode: type of the mode.
+        line: of the call.
+    """
+
+    def __init__(self, step: str, mode: str, line: str) -> None:
+        super().__init__(
+            f"{step} was called at {line} inside the TorchFunctionMode {mode}. The mode sees calls of torch functions, "
+            "and a compiled step makes none. Enter the mode inside the step, which captures what it does, "
+            'use a TorchDispatchMode, or run the step uncompiled with weft.compile(..., fallback="eager").',
+        )
+
+
+class UsedDuringCapture(WeftError):
+    """A thread used a tensor of a step that another thread was capturing.
+
+    Args:
+        step: name of the step.
+        thread: name of the thread that used the tensor.
+        line: where it did.
+    """
+
+    def __init__(self, step: str, thread: str, line: str) -> None:
+        super().__init__(
+            f"thread {thread} used a tensor of the step {step} at {line}, while another thread captured that step. "
+            "During a first call the gradients, the optimizer state and all results of a step hold no data. "
+            "Let other threads that train with the same model wait for the first call of the step; move what the step "
+            "itself does in threads to a function marked @weft.opaque.",
+        )
+
+
+class DrawDecidesPython(CannotCapture):
+    """Python needed the value of a random number or a time to go on, while the step was captured."""
+
+    def __init__(self, line: str, sources: list[str]) -> None:
+        WeftError.__init__(
+            self,
+            f"the step cannot be captured at {line}\n"
+            f"  {' and '.join(sources)} decides here what Python does next, and each call of the compiled step gets "
+            "another number. Use the number in arithmetic or torch.where instead of a branch, call the function before "
+            "the step and pass the result as an argument (one capture for each value), move the code into a function "
+            'marked @weft.opaque, or run the step uncompiled with weft.compile(..., fallback="eager").',
+        )
+
+
+class UncapturableDraw(WeftError):
+    """The step draws or reads something from outside that a graph cannot hold: an array, a choice among objects."""
+
+    def __init__(self, what: str, line: str, why: str, remedy: str) -> None:
+        super().__init__(
+            f"cannot capture {what} at {line}: {why}, and a compiled step runs no Python. Remedy: {remedy}. Or run the "
+            'step uncompiled with weft.compile(..., fallback="eager")'
+        )
+
+
+class UnrecordedDraw(WeftError):
+    """The step used a random generator in a way that the capture could not see."""
+
+    def __init__(self, generators: list[str], line: str | None) -> None:
+        super().__init__(
+            f"the step uses {' and '.join(generators)} at {line} through a function that the capture cannot see, so "
+            "the compiled step would use the numbers of its first call for ever. Call the generator as an attribute of "
+            "its module or object (random.random(), rng.random()), draw with torch, or draw before the step and pass "
+            "the result as an argument"
         )
 
 
@@ -208,9 +520,28 @@ class EscapedTensor(WeftError):
     """A tensor made by the step was stored inside an object that cannot be rebuilt from its parts."""
 
     def __init__(self, kind: type, where: str) -> None:
+        lazy = any(hasattr(kind, name) for name in ("__next__", "__await__", "__anext__"))
+        remedy = (
+            "it computes its values after the step has ended, where nothing is captured: make them a list in the step"
+            if lazy
+            else "register the type with torch.utils._pytree.register_pytree_node or use a dataclass, dict, list or "
+            "tuple"
+        )
+        super().__init__(f"{where} holds a {kind.__qualname__} with tensors inside; {remedy}")
+
+
+class CaptureValueEscaped(WeftError):
+    """A fake tensor or symbolic number of the capture was stored where the capture could not put things back."""
+
+    def __init__(self, step: str, place: str, kind: str, line: str, failure: BaseException | None) -> None:
+        known = f"{failure}\nBesides, " if isinstance(failure, WeftError) else ""
+        made = f", made at {line}," if line else ""
         super().__init__(
-            f"{where} holds a {kind.__qualname__} with tensors inside; register the type with "
-            "torch.utils._pytree.register_pytree_node or use a dataclass, dict, list or tuple"
+            f"{known}{step} stored a {kind} of the capture{made} in {place}. A compiled step cannot store there at "
+            "each call, because weft does not follow that object. The value was taken out; if something else was in "
+            "its place before, make that object anew before you go on. Return the value from the step, keep it in an "
+            "attribute, list or dictionary that the code of the step names, or store it in a function marked "
+            "@weft.opaque"
         )
 
 
@@ -243,6 +574,16 @@ class MarkedDynamicSpecialised(WeftError):
             "Do not compare that size with a number there or turn it into one (int, range, a list of that "
             "length), or mark "
             "it with weft.maybe_mark_dynamic: then each value that needs it gets a capture of its own"
+        )
+
+
+class CannotCopyStep(WeftError, TypeError):
+    """A compiled step was to be copied or written with pickle."""
+
+    def __init__(self, action: str, name: str) -> None:
+        super().__init__(
+            f"cannot apply {action} to the compiled step {name}: its graphs and programs belong to this process and to "
+            "the objects that the step uses. Copy or send the function itself, and compile it there: weft.compile(...)"
         )
 
 
@@ -283,7 +624,7 @@ class UnknownOption(WeftError, ValueError):
     """An option has a value weft does not know."""
 
     def __init__(self, name: str, value: object, known: list[object]) -> None:
-        super().__init__(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, known))}")
+        super().__init__(f"{name}={shown(value)} is not known; choose one of {_choices(value, known)}")
 
 
 class VerifyFailed(WeftError):
@@ -338,13 +679,30 @@ class UnwaitedCollective(WeftError):
 
 
 class StepFailed(WeftError):
-    """An operation of a compiled step raised; the original error is the cause."""
+    """An operation of a compiled step raised; the original error is the cause.
 
-    def __init__(self, operation: str, stack: list[str], error: BaseException) -> None:
+    Attributes:
+        fails_eagerly: see the constructor.
+    """
+
+    def __init__(self, operation: str, stack: list[str], error: BaseException, fails_eagerly: bool | None) -> None:
+        """``fails_eagerly``: whether the same operation fails on the same operands by itself; None: not known."""
+        self.fails_eagerly = fails_eagerly
         where = "".join(f"\n  {line}" for line in stack) or "\n  (no line of yours: an operation that weft added)"
+        if fails_eagerly:
+            verdict = "The operation by itself fails on these operands too. Correct the step or its data at that line."
+        elif fails_eagerly is None:
+            verdict = (
+                "Run the step without weft.compile: if it raises at that line too, the mistake is in the step or its "
+                "data; if not, this is a fault in weft; please report it."
+            )
+        else:
+            verdict = (
+                "The operation by itself accepts these operands, so this is a fault in weft; please report it. "
+                f"{HOW_TO_REDUCE}"
+            )
         super().__init__(
-            f"{operation} failed in a compiled step: {type(error).__name__}: {error}\nIt came from{where}\n"
-            "The same step without weft.compile raises at that line if the mistake is in the step or its data."
+            f"{operation} failed in a compiled step: {type(error).__name__}: {error}\nIt came from{where}\n{verdict}"
         )
 
 
@@ -352,7 +710,7 @@ class StepFailed(WeftError):
 
 
 class InvalidShardPlacement(WeftError, ValueError):
-    """A parameter cannot be split as asked."""
+    """A parameter cannot be split as asked. ``what`` says why, and what to do."""
 
     def __init__(self, path: str, what: str) -> None:
         super().__init__(f"fully_shard cannot split parameter {path}: {what}")
@@ -361,9 +719,22 @@ class InvalidShardPlacement(WeftError, ValueError):
 class InvalidReshardSize(WeftError, ValueError):
     """`reshard_after_forward` named a number of ranks that does not fit the mesh."""
 
-    def __init__(self, value: int, size: int, has_mesh_dims: bool) -> None:
-        why = "with dp_mesh_dims it must be a bool" if has_mesh_dims else f"it must divide the {size} ranks that shard"
-        super().__init__(f"fully_shard cannot reshard to reshard_after_forward={value} ranks: {why}")
+    def __init__(self, value: int, size: int) -> None:
+        fitting = [str(ranks) for ranks in range(1, size + 1) if size % ranks == 0]
+        super().__init__(
+            f"fully_shard cannot reshard to reshard_after_forward={value} ranks: the number must divide the {size} "
+            f"ranks that shard. Choose one of {listed(fitting)}, or pass True, False or None"
+        )
+
+
+class ReshardSizeWithMeshDims(WeftError, ValueError, NotImplementedError):
+    """`reshard_after_forward` named a number of ranks beside `dp_mesh_dims`."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(
+            f"fully_shard: reshard_after_forward is {value}, and a number of ranks is not supported together with "
+            "dp_mesh_dims. Pass True, False or None"
+        )
 
 
 class UnshardableParameter(WeftError, ValueError):
@@ -389,10 +760,10 @@ class HookBeforeSharding(WeftError):
 class ParameterReplaced(WeftError):
     """Something else was put in the place of a sharded parameter."""
 
-    def __init__(self, path: str, kind: str) -> None:
+    def __init__(self, path: str, value: object) -> None:
         super().__init__(
-            f"in the place of sharded parameter {path} there is a {kind} now. Change parameters before fully_shard, or "
-            "put a DTensor of the same layout there (load_state_dict does)"
+            f"in the place of sharded parameter {path} there is {shown(value)} now. Change parameters before "
+            "fully_shard, or put a DTensor of the same layout there (load_state_dict does)"
         )
 
 
@@ -401,23 +772,26 @@ class MetaParameters(WeftError):
 
     def __init__(self, paths: list[str]) -> None:
         super().__init__(
-            f"sharded parameters are still on the meta device: {', '.join(paths)}. Call weft.materialize(model, "
+            f"sharded parameters are still on the meta device: {listed(paths)}. Call weft.materialize(model, "
             "device=...) before the first forward"
         )
 
 
-class InvalidKnob(WeftError):
+class InvalidKnob(WeftError, ValueError):
     """A knob was given a value it does not take."""
 
     def __init__(self, what: str, value: object, wanted: str) -> None:
-        super().__init__(f"{what} = {value!r}: this knob takes {wanted} (see docs/knobs.md)")
+        super().__init__(
+            f"{what} = {shown(value)} is not accepted: this knob takes {wanted}. Set such a value, or leave the knob "
+            "out; docs/knobs.md describes all of them"
+        )
 
 
-class UnknownKnob(WeftError):
+class UnknownKnob(WeftError, ValueError):
     """knobs.override was given a name that is no knob."""
 
     def __init__(self, name: str, known: list[str]) -> None:
-        super().__init__(f"knobs.{name} does not exist; there are {', '.join(known)}")
+        super().__init__(f"knobs.{name} does not exist; choose one of {_choices(name, known)}. docs/knobs.md lists all")
 
 
 class GraphMismatch(WeftError):
@@ -469,7 +843,7 @@ class CannotInitialize(WeftError):
 
     def __init__(self, paths: list[str], what: str) -> None:
         super().__init__(
-            f"weft.materialize: {', '.join(paths)} {what}. Give the module that owns them a reset_parameters() "
+            f"weft.materialize: {what}: {listed(paths)}. Give the module that owns them a reset_parameters() "
             "that fills "
             "its parameters and buffers, or build that module off the meta device"
         )
@@ -503,6 +877,27 @@ class NotOnGpu(WeftError):
         super().__init__(
             f"kernel {kernel} cannot be measured: it was generated, but not for a GPU of this machine. Run the step on "
             "a GPU, and measure what weft.explain(step) says of it there"
+        )
+
+
+class NotASavedGraph(WeftError, ValueError):
+    """A file that was to be reduced is none that weft wrote."""
+
+    def __init__(self, path: object, why: str) -> None:
+        super().__init__(
+            f"{path} is no graph that weft saved: {why}. Run the step with WEFT_DUMP_DIR=<directory> and name the file "
+            "that is then written there, step_<process>_<number>_graph.py"
+        )
+
+
+class InvalidEnvironment(WeftError, ValueError):
+    """Environment variables of the launcher do not describe a process of a job."""
+
+    def __init__(self, variable: str, value: str | None, wanted: str) -> None:
+        given = "is not set" if value is None else f"is {value!r}"
+        super().__init__(
+            f"{variable} {given}, and must be {wanted} where RANK is set. Start the processes with torchrun, which "
+            "sets it, or unset RANK"
         )
 
 
@@ -561,11 +956,23 @@ class CacheUnusable(WeftError):
         super().__init__(f"the cache in {directory} cannot be used: {error}. Set WEFT_CACHE_DIR to another directory")
 
 
-class InvalidCluster(WeftError):
+class InvalidCluster(WeftError, ValueError):
     """The description of a cluster says something it cannot say."""
 
     def __init__(self, file: str, what: str) -> None:
-        super().__init__(f"{file}: {what}. docs/clusters.md has all keys of such a file")
+        super().__init__(
+            f"{file}: {what}. Correct that line of the description; docs/clusters.md has all keys and their units"
+        )
+
+
+class NoClusterFile(WeftError, ValueError):
+    """The description of a cluster was named by a path at which there is no file."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"cluster={path!r} is no file. Name a description that exists, one of docs/clusters.md by its name, or "
+            "write one with weft calibrate --out"
+        )
 
 
 class NoClusterHere(WeftError):
@@ -594,7 +1001,7 @@ class CannotCarry(WeftError):
     def __init__(self, transport: str, kind: str, dtype: str, group: str, nodes: int) -> None:
         super().__init__(
             f"transport {transport} does not carry an {kind} of {dtype} over {group!r}, which is on {nodes} "
-            f"node{'s' if nodes > 1 else ''}: see weft.inductor.comm.collective_cost.transports_for"
+            f"node{'s' if nodes > 1 else ''}: see weft.inductor.cost.collective_cost.transports_for"
         )
 
 
@@ -712,19 +1119,25 @@ class MemoryLimitUnreachable(WeftError):
 
     Attributes:
         limit: bytes that it may use.
-        peak: bytes that the least demanding order holds.
+        peak: bytes that the least demanding order found holds.
         task: what runs when it does.
         inputs: those of them that hold the step's inputs.
         held: the largest of the others, each with the operation that makes it.
+        certain: whether recomputation cannot help: the inputs with the operands of one operation exceed the limit.
     """
 
-    def __init__(self, limit: int, peak: int, task: str, inputs: int, held: list[tuple[int, str]]) -> None:
+    def __init__(
+        self, limit: int, peak: int, task: str, inputs: int, held: list[tuple[int, str]], certain: bool = False
+    ) -> None:
         self.limit, self.peak, self.task, self.inputs, self.held = limit, peak, task, inputs, held
-        largest = ", ".join(f"{size:,} of {maker}" for size, maker in held)
+        self.certain = certain
+        largest = "".join(f"\n  {_gibibytes(size)} made by {maker}" for size, maker in held)
+        more = f"up to {_gibibytes(peak - limit)}" if certain else _gibibytes(peak - limit)
         super().__init__(
-            f"no order of the step's operations fits {limit:,} bytes: the least demanding holds {peak:,} while {task} "
-            f"runs, {inputs:,} of them inputs. The largest others are {largest}. Allow {peak - limit:,} bytes more, "
-            "take a smaller batch, checkpoint activations, or shard over more ranks"
+            f"no order of the step's operations fits memory_limit={_gibibytes(limit)}: the least demanding holds "
+            f"{_gibibytes(peak)}, of which {_gibibytes(inputs)} are parameters, optimizer state and other inputs, "
+            f"while this runs: {task}. The largest others are{largest}\nAllow {more} more, take a smaller batch, "
+            "checkpoint activations, or shard over more ranks"
         )
 
 
@@ -733,6 +1146,69 @@ class NotScheduled(WeftError):
 
     def __init__(self, step: str) -> None:
         super().__init__(
-            f"{step} has no schedule of communication: it runs on CPUs, or does not communicate. "
-            'weft.explain(...).scheduled("h200x8") makes the one that it would have on a cluster'
+            f"{step} has no schedule of communication: it runs on CPUs, or does not communicate. Call "
+            'weft.explain(...).scheduled("h200x8") for the one that it would have on a cluster'
         )
+
+
+class CannotWrite(WeftError, OSError):
+    """A file that the user named cannot be written."""
+
+    def __init__(self, what: str, path: object, error: OSError) -> None:
+        reason = error.strerror or type(error).__name__
+        super().__init__(
+            f"{what}: path is {shown(str(path))}, which cannot be written: {reason}. Name a file in a folder that "
+            "exists and that this process may write to"
+        )
+
+
+# ---- checkpoints
+
+
+class CheckpointDamaged(WeftError):
+    """A checkpoint is not what was written. ``damages`` says which files, and which tensors they hold."""
+
+    def __init__(self, folder: object, damages: Sequence[str]) -> None:
+        self.folder, self.damages = folder, list(damages)
+        shown = self.damages[:10]
+        more = f"; and {len(self.damages) - 10} more files" if len(self.damages) > 10 else ""
+        super().__init__(f"the checkpoint {folder} is damaged: {'; '.join(shown)}{more}.")
+
+
+class CheckpointMismatch(WeftError):
+    """A checkpoint is one of another model, optimizer or set of objects."""
+
+    def __init__(self, path: object, missing: Sequence[str], other: Sequence[str]) -> None:
+        lacking = f"it has no {', '.join(missing[:10])}" + (f" and {len(missing) - 10} more" if missing[10:] else "")
+        differing = "; ".join(other[:10]) + (f"; and {len(other) - 10} more" if other[10:] else "")
+        what = "; ".join(part for part in (lacking if missing else "", differing) if part)
+        super().__init__(
+            f"the checkpoint {path} does not fit this training run: {what}. Build the model, the optimizer and "
+            f"TrainState as the run that wrote it did, or load from another folder."
+        )
+
+
+class CheckpointNotSaved(WeftError):
+    """A checkpoint could not be written. Checkpoints of before are still there."""
+
+    def __init__(self, step: int, folder: object, reason: str) -> None:
+        super().__init__(
+            f"the checkpoint of step {step} was not saved to {folder}: {reason}. Checkpoints of before are unchanged."
+        )
+
+
+class NotMainThread(WeftError, ValueError):
+    """``weft.stopping`` was called first where Python cannot install signal handlers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "weft.stopping() was called in another thread than the main one, and Python handles signals in the main "
+            "thread. Call it there once before the training loop."
+        )
+
+
+class CannotCheckpoint(WeftError, TypeError):
+    """An argument of TrainState is nothing that can be saved and loaded again."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"weft.TrainState: {name}: {what}.")

@@ -1,7 +1,8 @@
-"""``weft.explain``: what a step was captured as and what runs of it, in numbers."""
+"""``weft.explain``: the captured graph of a step, its kernels, its schedule, and their numbers."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -17,38 +18,41 @@ from rich.table import Table
 from rich.text import Text
 
 from weft import knobs, torch_adapter
-from weft.capture.costs import collective_bytes, format_bytes, tensor_bytes
-from weft.capture.dynamic import Specialised
-from weft.capture.graph import Role, StepGraph, group_of
-from weft.capture.guards import Guard
-from weft.capture.opaque import OpaqueCall
+from weft.argument_checks import ArgumentChecks
+from weft.capture.graph import StepGraph
+from weft.capture.guards.guards import Guard
+from weft.capture.node_kinds import group_of
 from weft.capture.printer import operation
-from weft.capture.tracer import CapturedStep
+from weft.capture.record.dynamic_sizes import Specialised
+from weft.capture.record.opaque import OpaqueCall
+from weft.capture.record.tracer import CapturedStep
+from weft.capture.sizes_in_bytes import collective_bytes, format_bytes, tensor_bytes
+from weft.capture.step_interface import Role
 from weft.compile import CompiledStep
-from weft.errors import NotCapturedYet, NotOnGpu, NotScheduled
-from weft.inductor.clock import Clock
-from weft.inductor.comm import tables
-from weft.inductor.comm.cluster import load_cluster
-from weft.inductor.comm.consensus import number
-from weft.inductor.comm.schedule import Schedule
-from weft.inductor.comm.timeline import write_trace
-from weft.inductor.compiler import compilation_of, kernel_graph, planned, schedule_of
-from weft.inductor.lower import device_kind
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
-from weft.inductor.program_file import program_file
-from weft.inductor.report import KernelReport, KernelUse, report
-from weft.inductor.retarget import retarget
-from weft.inductor.roofline import gpu_called, gpu_of
-from weft.inductor.runtime.cut import cut
-from weft.inductor.runtime.pieces import Program
+from weft.errors import CannotWrite, NotCapturedYet, NotOnGpu, NotScheduled
+from weft.inductor.compiler import compilation_of, kernel_graph, schedule_of, scheduled_graph
+from weft.inductor.cost.chrome_trace import write_trace
+from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.cost.kernel_report import KernelReport, KernelUse, report
+from weft.inductor.cost.roofline import gpu_called, gpu_of
+from weft.inductor.graph.pass_runner import PassRunner
+from weft.inductor.graph.retarget import retarget
+from weft.inductor.lowering.lower import device_kind
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
+from weft.inductor.runtime.cudagraph_partition import partition_step
+from weft.inductor.runtime.piecewise_cudagraph import Program
+from weft.inductor.runtime.program_file import program_file
+from weft.inductor.schedule import schedule_tables
+from weft.inductor.schedule.planner import Schedule
 
 _WIDTH = 120
+_CHECKS = ArgumentChecks("weft.explain")
 
 
 @dataclass(frozen=True)
 class CollectiveCount:
-    """Collectives of one kind over one group; ``bytes`` sums their larger sides, None where only the data
-    decides."""
+    """Collectives of one kind over one group; ``bytes`` sums their larger sides, None if sizes depend on
+    data."""
 
     kind: str
     group: str
@@ -58,7 +62,7 @@ class CollectiveCount:
 
 @dataclass(frozen=True)
 class HookFired:
-    """How often one hook ran in the capture, and so runs in each step."""
+    """How often one hook ran in the capture; it runs as often in each step."""
 
     owner: str
     kind: str
@@ -88,28 +92,28 @@ class InputBytes:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a step was captured as. ``print`` shows it as tables.
+    """The captured form of a step. ``print`` shows it as tables.
 
     Attributes:
         name: of the step.
         operations_run: operations that the step dispatched while it was captured.
-        operations_captured: those among them that were recorded; the others run once and not in later steps
-            (making the state of an optimizer).
-        nodes: calls in the graph. Views and writes add some, what nothing uses is gone.
+        operations_captured: operations that were recorded. The others run once only: they create optimizer
+            state.
+        nodes: calls in the graph. Views and writes add nodes; unused results are removed.
         opaque_calls: functions marked with ``weft.opaque`` that the graph calls, in order.
         collectives: by kind and group.
-        hooks: each hook that was registered.
-        guards: what must hold for the graph to be used again.
+        hooks: every registered hook.
+        guards: conditions for a later call to use this graph.
         symbolic: sizes that are symbols in the graph.
-        specialised: sizes that were to be, and are numbers after all.
+        specialised: sizes that were to be symbolic and became numbers.
         captures: the reason of every capture of the step so far.
         inputs: by role.
         seconds: how long this capture took.
         graph: the captured graph; prints as Python.
-        program: the Python text that runs.
-        kernels: the kernels that run on a GPU, None where ATen's run; :meth:`on` says what they would be.
-        schedule: how its collectives are issued on GPUs; None where it has none, or runs on CPUs; :meth:`scheduled`
-            says what it would be.
+        program: the Python text of the Program.
+        kernels: the generated kernels on a GPU; None if ATen kernels run. :meth:`on` predicts them.
+        schedule: the schedule of the collectives on GPUs; None without collectives and on CPUs. :meth:`scheduled`
+            predicts it.
     """
 
     name: str
@@ -133,20 +137,20 @@ class Explanation:
     def on(self, gpu: str = "H200") -> Explanation:
         """The same, with the kernels that would run on a kind of GPU ("H200": those of docs/clusters.md), compiled for
         it. No GPU is needed: a step that was captured on a CPU, or in a fake world, is moved to one
-        (:mod:`weft.inductor.retarget` says what that leaves out).
+        (:mod:`weft.inductor.graph.retarget` says what that leaves out).
 
         Raises:
             UnknownOption: a GPU that weft does not know.
             TritonMissing: kernels cannot be compiled.
         """
-        clock = Clock()
+        _CHECKS.kind("gpu", gpu, str, "the name of a GPU", 'Write "H200" or another name of docs/clusters.md')
+        runner = PassRunner()
         kind = gpu_called(gpu)
         on_cpu = device_kind(self.graph.graph.nodes) == "cpu"
         graph = retarget(self.graph.copy()) if on_cpu else self.graph
-        passed = clock("passes", lambda: run_passes(graph, EVERY_PASS))
-        made = kernel_graph(passed, clock)
-        kernels = clock("compile", lambda: report(made, kind, clock.seconds))
-        return replace(self, kernels=replace(kernels, seconds=clock.seconds))
+        graph = kernel_graph(runner.run("graph", graph.copy(), KERNEL_PASSES), runner)
+        kernels = runner.timed("compile", lambda: report(graph, kind, runner.seconds))
+        return replace(self, kernels=replace(kernels, seconds=runner.seconds))
 
     def scheduled(self, cluster: str = "h200x8", memory_limit: float | None = None) -> Explanation:
         """The same, with the schedule that it would have on a cluster, predicted: no GPU is needed. The process groups
@@ -161,22 +165,24 @@ class Explanation:
             MemoryLimitUnreachable: no schedule fits.
             GroupGone: a process group of the step is not there any more.
         """
+        limit = _CHECKS.gibibytes("memory_limit", memory_limit)
+        description = load_cluster(cluster)
         graph = self.graph.copy()
         graph = retarget(graph) if device_kind(graph.graph.nodes) == "cpu" else graph
-        number(graph)
-        limit = None if memory_limit is None else int(memory_limit * 2**30)
-        _, found = planned(graph, load_cluster(cluster), limit, True, Clock())
+        _, found = scheduled_graph(graph, description, limit, True, PassRunner())
         return replace(self, schedule=found)
 
     def write_trace(self, path: str | Path) -> None:
-        """Write the predicted schedule as a Chrome trace, which Perfetto opens: computation, each lane, memory.
+        """Write the predicted schedule as a Chrome trace, which Perfetto opens: computation, each communicator, memory.
 
         Raises:
             NotScheduled: the step has no schedule.
+            CannotWrite: there can be no such file.
         """
         if self.schedule is None:
             raise NotScheduled(self.name)
-        write_trace(path, self.schedule.simulation)
+        with _written(path):
+            write_trace(path, self.schedule.simulation)
 
     def measured(self) -> Explanation:
         """The same, with the time that each kernel takes on this machine's GPU.
@@ -189,12 +195,18 @@ class Explanation:
         return replace(self, kernels=self.kernels.measured())
 
     def write(self, path: str | Path) -> None:
-        """Write what runs as one Python file: kernels, what launches them, what calls them."""
-        graph = self.kernels.graph if self.kernels is not None else run_passes(self.graph)
-        Path(path).write_text(program_file(graph))
+        """Write what runs as one Python file: kernels, what launches them, what calls them.
+
+        Raises:
+            CannotWrite: there can be no such file.
+        """
+        with _written(path):
+            graph = self.kernels.graph if self.kernels is not None else run_passes(self.graph)
+            Path(path).write_text(program_file(graph))
 
     @property
     def guards_by_kind(self) -> dict[str, int]:
+        """Number of guards by kind, such as ``tensor`` or ``number``."""
         return dict(Counter(guard.kind for guard in self.guards))
 
     def __rich__(self) -> RenderableType:
@@ -208,6 +220,16 @@ class Explanation:
         return "\n".join(line.rstrip() for line in text.get().splitlines())
 
 
+@contextlib.contextmanager
+def _written(path: str | Path) -> Iterator[None]:
+    """Inside, errors of the file system are those of the file that the user named."""
+    _CHECKS.kind("path", path, (str, os.PathLike), "the path of a file", 'Write "step.py"')
+    try:
+        yield
+    except OSError as error:
+        raise CannotWrite("weft.explain", path, error) from error
+
+
 def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Say what a step was captured as.
 
@@ -218,7 +240,9 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
         NotCapturedYet: a compiled step never ran and no arguments were given.
+        InvalidArgumentType: ``step`` cannot be called.
     """
+    _CHECKS.function_or_callable("step", step, "Pass a compiled step, or a function and its arguments")
     compiled = step if isinstance(step, CompiledStep) else CompiledStep(step)
     given = bool(args or kwargs) or not isinstance(step, CompiledStep)
     if not given and not compiled.entries:
@@ -256,7 +280,7 @@ def _kernels(program: Program) -> KernelReport | None:
     graph = compilation.graph
     recorded: list[tuple[int, str | None]] = [(len(graph), "WEFT_CUDA_GRAPHS=0")]
     if knobs.cuda_graphs:
-        recorded = [(len(piece.step), piece.why_not) for piece in cut(graph)]
+        recorded = [(len(partition.step), partition.why_not) for partition in partition_step(graph)]
     vals = (node.meta.get("val") for node in graph.graph.nodes)
     device = next(val.device for val in vals if isinstance(val, torch.Tensor) and val.is_cuda)
     return report(graph, gpu_of(device), compilation.seconds, recorded)
@@ -331,8 +355,8 @@ def _tables(explained: Explanation) -> Iterator[RenderableType]:
     if explained.kernels is not None:
         yield from _kernel_tables(explained.kernels)
     if explained.schedule is not None:
-        yield Text(tables.summary(explained.schedule.simulation), style="bold")
-        for rows in tables.tables(explained.schedule):
+        yield Text(schedule_tables.summary(explained.schedule.simulation), style="bold")
+        for rows in schedule_tables.tables(explained.schedule):
             yield from _table(*rows)
 
 

@@ -15,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 import logging
+import math
 import os
+import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from weft import errors
@@ -28,82 +31,137 @@ log = logging.getLogger(__name__)
 
 PREFIX = "WEFT_"
 
+SHIPPED_CLUSTERS = Path(__file__).parent / "inductor" / "cost" / "clusters"
+"""Folder of the cluster descriptions that come with weft."""
+
+TRANSPORTS = ("copy_engine", "push", "copy_sum", "pull", "one_shot", "two_shot")
+"""Transports over symmetric memory, as ``transports`` names them. A test compares them with the compiler's."""
+
+
+# ---- what values are accepted
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Which values of its type a knob takes: a condition, and the same in words."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _known_transports(value: str) -> bool:
+    names = [name.strip() for name in value.split(",") if name.strip()]
+    return names == ["all"] or all(re.fullmatch(rf"nccl|gloo|({'|'.join(TRANSPORTS)})(_\d+)?", name) for name in names)
+
+
+def _known_cluster(value: str) -> bool:
+    return not value or (SHIPPED_CLUSTERS / f"{value}.toml").is_file() or Path(value).is_file()
+
+
+_POSITIVE = Limit("a finite number of more than 0", lambda value: 0 < value < math.inf)
+_AT_LEAST_ONE = Limit("a whole number of at least 1", lambda value: value >= 1)
+_NOT_NEGATIVE = Limit("a whole number of at least 0", lambda value: value >= 0)
+_TRANSPORT_NAMES = Limit(f"all, or names separated by commas: nccl, {', '.join(TRANSPORTS)}", _known_transports)
+_CLUSTER_NAME = Limit("the name of a description that comes with weft, or the path of a file", _known_cluster)
+
+
 # ---- the knobs
 
 agreement_timeout_s: Annotated[
-    float, "Seconds that a rank waits for the others to say which graph they captured before it gives up."
+    float,
+    "Seconds that a rank waits for the other ranks to report the graph they captured before it raises.",
+    _POSITIVE,
 ] = 30.0
-
-autotune: Annotated[
-    bool,
-    "Measure which of cuBLAS's algorithms computes each large matrix product fastest on this GPU (seconds, the first"
-    " time; kept in the cache), and use that. Sums may be added up in another order than by cuBLAS's own choice. Rank"
-    " 0's counts for all.",
-] = False
 
 bucket_mib: Annotated[
     int,
-    "Most MiB of inputs that neighbouring collectives of tensors on the CPU, which go through one buffer, may have. On"
-    " GPUs the schedule decides by what it costs.",
+    "Maximum MiB of inputs in one bucket of adjacent collectives on the CPU. On GPUs the scheduler decides from"
+    " predicted times.",
+    _AT_LEAST_ONE,
 ] = 256
 
 cluster: Annotated[
     str,
-    "Description of the cluster, by name (h200x8) or path; where it is empty, the one that fits this machine's GPUs.",
+    "Cluster description, by name (h200x8) or path. Empty: the description that matches this machine's GPUs.",
+    _CLUSTER_NAME,
 ] = ""
 
-cuda_graphs: Annotated[bool, "Record steps as CUDA graphs: whole, or in pieces where not all can be recorded."] = True
+cuda_graphs: Annotated[bool, "Record steps as CUDA graphs, in pieces if not all of a step can be recorded."] = True
 
-disable_passes: Annotated[str, "Names of passes over the graph that are left out, separated by commas."] = ""
+disable_passes: Annotated[str, "Names of graph passes to skip, separated by commas."] = ""
 
 dump_dir: Annotated[
     str,
-    "Directory where each step that is compiled is written: `..._graph.py`, which `python -m weft.inductor.minify`"
-    " reduces where kernels go wrong, and `..._program.py`, what runs as one file; none where it is empty.",
+    "Directory to which every compiled step is written: `..._graph.py`, the input of `python -m weft.launch.minify`,"
+    " and `..._program.py`, the program as one file. Empty: nothing is written.",
 ] = ""
 
-cache_dir: Annotated[str, "Directory of compiled kernels and measurements; all in it can be made again."] = (
-    "~/.cache/weft"
-)
+cache_dir: Annotated[
+    str,
+    "Directory of compiled kernels, graphs and measurements. It can be deleted at any time. One that others can write"
+    " to, or that cannot be written, is not used. Empty: nothing is kept.",
+] = "~/.cache/weft"
 
 even_batches: Annotated[
     bool,
-    "Every rank's batches have the same sizes, which ranks check when they capture: embeddings may then be looked up in"
-    " their shards, and no whole table is gathered, and no whole gradient of one reduced, for a few rows.",
+    "States that batches have the same sizes on all ranks; ranks check this at capture. Embeddings are then looked up"
+    " in their shards: rows are communicated instead of whole tables and whole gradients.",
 ] = False
+
+form_limit: Annotated[
+    int,
+    "Maximum number of compiled forms that a step keeps. The one that was used longest ago is dropped first, and is"
+    " captured again if a call needs it. Must be the same on all ranks.",
+    _AT_LEAST_ONE,
+] = 64
 
 peer_timeout_s: Annotated[
     float,
-    "Seconds that a rank waits for the others in a collective over shared memory, and when such memory is made, before"
-    " it gives up.",
+    "Seconds that a rank waits for the other ranks in a collective over symmetric memory, and while symmetric memory is"
+    " allocated, before it raises.",
+    _POSITIVE,
 ] = 600.0
 
 prefetch_mib: Annotated[
     int,
-    "Most MiB of gathered parameters that are started ahead of their use, and of gradients whose reduction is"
-    " not waited for yet, in steps on the CPU. On GPUs the schedule decides by what it costs. The same on all ranks.",
+    "Maximum MiB of prefetched parameters, and of gradients in pending reductions, in steps on the CPU. On GPUs the"
+    " scheduler decides from predicted times. Must be the same on all ranks.",
+    _NOT_NEGATIVE,
 ] = 1024
 
-recapture_limit: Annotated[int, "How often a step is captured anew before a warning says what keeps changing."] = 8
+recapture_limit: Annotated[
+    int,
+    "Number of recaptures of a step before a warning names the value that keeps changing.",
+    _NOT_NEGATIVE,
+] = 8
 
 record_collectives: Annotated[
-    bool, "Record steps that communicate over NCCL as CUDA graphs too; otherwise they run kernel by kernel."
+    bool, "Also record steps with collectives as CUDA graphs. By default they run kernel by kernel."
 ] = False
 
 schedule_timeout_s: Annotated[
     float,
-    "Seconds that ranks wait for each other to compile, before rank 0 makes the schedule of a step for all of them.",
+    "Seconds that a rank waits for the other ranks to compile and for rank 0's schedule before it raises.",
+    _POSITIVE,
 ] = 600.0
 
 transports: Annotated[
     str,
-    "Transports over symmetric memory that may carry collectives between GPUs of one host where they cost less than"
-    " NCCL, separated by commas: copy_engine, push, copy_sum, pull, one_shot, two_shot, with _ and a number of programs"
-    " behind, as the cluster's description names them; or all. With nccl, or empty, NCCL carries everything.",
+    "Transports over symmetric memory that the scheduler may use between GPUs of one host, separated by commas:"
+    " copy_engine, push, copy_sum, pull, one_shot, two_shot. A suffix gives the number of thread blocks, as in push_32."
+    " `all`: those of the cluster description. `nccl` or empty: NCCL only.",
+    _TRANSPORT_NAMES,
 ] = "all"
 
 verify: Annotated[
-    bool, "Run the first call of every compiled step also uncompiled, and compare loss, gradients and state."
+    bool, "Run the first call of every compiled step eagerly too, and compare loss, gradients and state."
+] = False
+
+verify_graphs: Annotated[
+    bool,
+    "Verify what each stage of the compiler hands to the next (graphs, loop nests, schedules, programs) and raise an"
+    " error at the first fault. After every pass, the fake value of each changed node is computed again from its"
+    " operands. Finds faults of weft's own passes; compilation takes longer. Always on in weft's tests.",
 ] = False
 
 
@@ -119,6 +177,7 @@ class Knob:
     optional: bool
     default: Any
     doc: str
+    limit: Limit | None = None
 
     @property
     def variable(self) -> str:
@@ -130,21 +189,28 @@ class Knob:
         if self.optional and text == "":
             return None
         try:
-            return _SWITCH[text.lower()] if self.type is bool else self.type(text)
+            value = _SWITCH[text.lower()] if self.type is bool else self.type(text)
         except (KeyError, ValueError):
             raise errors.InvalidKnob(self.variable, text, self.wanted()) from None
+        return self._within_limit(self.variable, value)
 
     def check(self, value: Any) -> Any:
         """`value`, where it has the knob's type. Raises errors.InvalidKnob."""
         if value is None and self.optional:
             return None
         if type(value) is self.type or (self.type is float and type(value) is int):
-            return self.type(value)
+            return self._within_limit(f"knobs.{self.name}", self.type(value))
         raise errors.InvalidKnob(f"knobs.{self.name}", value, self.wanted())
+
+    def _within_limit(self, what: str, value: Any) -> Any:
+        if self.limit is not None and not self.limit.holds(value):
+            raise errors.InvalidKnob(what, value, self.wanted())
+        return value
 
     def wanted(self) -> str:
         """The values it takes, in words."""
         values = "0 or 1" if self.type is bool else self.type.__name__
+        values = f"{values}: {self.limit.words}" if self.limit is not None else values
         return f"{values}, or nothing" if self.optional else values
 
 
@@ -156,10 +222,10 @@ def _collect() -> dict[str, Knob]:
     found = {}
     for name, hint in get_type_hints(sys.modules[__name__], include_extras=True).items():
         if get_origin(hint) is Annotated:
-            kind, doc = get_args(hint)
+            kind, doc, *limit = get_args(hint)
             kinds = get_args(kind) if get_origin(kind) is types.UnionType else (kind,)
             (plain,) = (k for k in kinds if k is not types.NoneType)
-            found[name] = Knob(name, plain, types.NoneType in kinds, globals()[name], doc)
+            found[name] = Knob(name, plain, types.NoneType in kinds, globals()[name], doc, *limit)
     return found
 
 
@@ -201,8 +267,8 @@ def page() -> str:
     lines = [
         "# Knobs",
         "",
-        "Each is a name in `weft/knobs.py` and an environment variable, read when weft first needs one.",
-        "`with weft.knobs.override(name=value):` sets one for the length of a block.",
+        "Each knob is a variable of `weft.knobs` and an environment variable, which is read on first use.",
+        "`with weft.knobs.override(name=value):` sets one inside a block.",
         "",
         "| knob | environment variable | type | default | what it does |",
         "|---|---|---|---|---|",
@@ -213,7 +279,13 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-globals().update(read_environment(os.environ))
+try:
+    globals().update(read_environment(os.environ))
+except errors.InvalidKnob as error:
+    # `python -m weft.capture` and the like are programs of their own: a mistake in their environment ends them.
+    if sys.orig_argv[1:2] == ["-m"] and sys.orig_argv[2:3][0].partition(".")[0] == "weft":
+        sys.exit(f"weft: {error}")
+    raise
 
 if __name__ == "__main__":
     sys.stdout.write(page())

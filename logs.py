@@ -18,6 +18,7 @@ class RankedRecord(logging.LogRecord):
     """A log record of weft."""
 
     def getMessage(self) -> str:
+        """The message, with the rank in front where torch's own formatter does not print it."""
         message = super().getMessage()
         rank, in_group = _rank()
         asked_by_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")

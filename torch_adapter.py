@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, cast
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
@@ -26,12 +30,14 @@ from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy.numbers import int_oo
 from torch.utils.hooks import RemovableHandle
+
+from weft import thread_patches
 
 # ---- capture: what a recording dispatch mode needs
 
@@ -50,14 +56,13 @@ def is_plain_tensor_type(kind: type) -> bool:
 class _FakesUnnoticed(ModuleType):
     """``torch._subclasses`` while libraries are not to see fakes: for them nothing is a ``FakeTensor``."""
 
-    asked: list[str]
-
     @property
     def FakeTensor(self) -> type:
         module = sys._getframe(1).f_globals.get("__name__", "")
-        if module.partition(".")[0] == "torch":
+        asked = getattr(_asking, "asked", None)  # None in threads that capture nothing
+        if asked is None or module.partition(".")[0] == "torch":
             return FakeTensor
-        self.asked.append(module)
+        asked.append(module)
         return _NoTensor
 
 
@@ -65,18 +70,21 @@ class _NoTensor:
     """What no tensor is an instance of."""
 
 
+_asking = threading.local()
+
+
 @contextlib.contextmanager
 def fakes_unnoticed() -> Iterator[list[str]]:
-    """A library that asks whether a tensor is fake hears that it is not; yields the names of the modules that asked."""
+    """A library that asks in this thread whether a tensor is fake hears that it is not; yields the names of the modules
+    that asked. One thread at a time."""
     module: Any = torch._subclasses
-    asked: list[str] = []
+    _asking.asked = asked = []
     module.__class__ = _FakesUnnoticed
-    module.__dict__["asked"] = asked
     try:
         yield asked
     finally:
         module.__class__ = ModuleType
-        del module.__dict__["asked"]
+        _asking.asked = None
 
 
 @contextlib.contextmanager
@@ -131,6 +139,48 @@ def fake_process_group(world_size: int, rank: int) -> None:
     )
 
 
+class _GroupsOfThread:
+    """Torch's record of the process groups, with another record in its place in some threads."""
+
+    def __init__(self, of_process: Any) -> None:
+        vars(self).update(of_process=of_process, mine=threading.local())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self.mine, "groups", self.of_process), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(getattr(self.mine, "groups", self.of_process), name, value)
+
+
+class _OwnGroups(distributed_c10d._World):
+    """A record of process groups that keeps to itself what torch's own keeps in globals of its module."""
+
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = None  # type: ignore[assignment]
+    group_count = 0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag"):
+            setattr(self, name, {})
+
+
+_GROUPS: Any = _GroupsOfThread(distributed_c10d._world)
+
+
+@contextlib.contextmanager
+def process_groups_of_thread() -> Iterator[None]:
+    """Inside, this thread has no process group but those that it makes, and no other thread sees them.
+
+    Torch tests its own process groups in threads in this way (``torch.testing._internal``'s ``ThreadLocalWorld``).
+    """
+    _GROUPS.mine.groups = _OwnGroups()
+    try:
+        with thread_patches.stand_in(distributed_c10d, "_world", _GROUPS):
+            yield
+    finally:
+        del _GROUPS.mine.groups
+
+
 def dispatch_through(mode: FakeTensorMode, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Let `change` rewrite the keyword arguments of every operation that reaches `mode`.
 
@@ -142,6 +192,27 @@ def dispatch_through(mode: FakeTensorMode, change: Callable[[dict[str, Any]], di
         return original(func, types, args, change(kwargs or {}))
 
     mode.dispatch = dispatch  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def in_this_thread_alone(mode: FakeTensorMode, refuse: Callable[[], Exception]) -> Iterator[None]:
+    """Inside, operations on the fakes of `mode` in another thread raise what `refuse` makes there."""
+    before = vars(mode).get("dispatch")
+    dispatch, thread = mode.dispatch, threading.get_ident()
+
+    def checked(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if threading.get_ident() != thread:
+            raise refuse()
+        return dispatch(func, types, args, kwargs)
+
+    mode.dispatch = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if before is None:
+            del mode.dispatch
+        else:
+            mode.dispatch = before  # type: ignore[method-assign]
 
 
 def forget_fakes(mode: FakeTensorMode, tensors: Iterable[torch.Tensor]) -> None:
@@ -182,6 +253,17 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
+    """Whether torch's own ``fully_shard`` wraps a module; does not import it where nobody else did."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)
+
+
+def version_getter() -> Any:
+    """The function that torch function modes see where code reads the version counter of a tensor."""
+    return cast(Any, torch.Tensor)._version.__get__
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which runs as it is under torch.compile, and so does all that it calls."""
     return torch._disable_dynamo(function)
@@ -201,6 +283,14 @@ def has_later_post_accumulate_hook(param: torch.Tensor, handle: RemovableHandle)
 def in_backward() -> bool:
     """Whether the autograd engine is running in this thread (its callbacks at the end included)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def function_modes() -> list[Any]:
+    """The function modes of this thread, the innermost last; the device in the place of ``with torch.device(...)``."""
+    if not torch._C._len_torch_function_stack():
+        return []
+    modes = torch.overrides._get_current_function_mode_stack()
+    return [mode.device if isinstance(mode, DeviceContext) else mode for mode in modes]
 
 
 def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -290,9 +380,31 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def fresh_number(shape_env: ShapeEnv, dtype: torch.dtype) -> torch.SymInt | torch.SymFloat | torch.SymBool:
     """A new symbol for a number of this dtype that only the data decides."""
-    if dtype == torch.bool:
-        return shape_env.create_unbacked_symbool()
-    return shape_env.create_unbacked_symfloat() if dtype.is_floating_point else shape_env.create_unbacked_symint()
+    with _without_line(shape_env):
+        if dtype == torch.bool:
+            return shape_env.create_unbacked_symbool()
+        return shape_env.create_unbacked_symfloat() if dtype.is_floating_point else shape_env.create_unbacked_symint()
+
+
+@contextlib.contextmanager
+def _without_line(shape_env: ShapeEnv) -> Iterator[None]:
+    """Torch notes which line of the user's asked for a symbol; to know its own lines it imports all of torch.export.
+    Inside, no line is noted."""
+    shape_env._get_user_frame = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del shape_env._get_user_frame
+
+
+def constrain(number: torch.SymInt | torch.SymFloat, low: float | None, high: float | None) -> None:
+    """State that a number made by :func:`fresh_number` lies in [low, high]; None where nothing is known."""
+    if low is not None or high is not None:
+        infinite = int_oo if isinstance(number, torch.SymInt) else sympy.oo
+        bounds = -infinite if low is None else low, infinite if high is None else high
+        shape_env = number.node.shape_env
+        with _without_line(shape_env):
+            shape_env.constrain_symbol_range(symbol_of(number), *bounds)
 
 
 def new_runtime_asserts(shape_env: ShapeEnv, seen: set[Any]) -> Iterator[tuple[Any, str]]:
@@ -311,13 +423,8 @@ def lr_symbol(shape_env: ShapeEnv, value: float, name: str) -> torch.SymFloat:
     from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
 
     source = ConstantSource(name)
-    # Torch notes which line of the user's asked for a symbol; to know its own lines it imports all of torch.export.
-    # Nobody's line asked for this one.
-    shape_env._get_user_frame = lambda: None  # type: ignore[method-assign]
-    try:
+    with _without_line(shape_env):
         symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    finally:
-        del shape_env._get_user_frame
     return cast(torch.SymFloat, shape_env.create_symfloatnode(symbol, hint=value, source=source))
 
 
@@ -359,6 +466,11 @@ def hint(number: int | torch.SymInt) -> int | None:
 def symbol_of(number: torch.SymInt | torch.SymFloat) -> Any:
     """The symbol that a number was made as, whatever it was found equal to since."""
     return number.node._expr
+
+
+def shape_env_of_number(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
+    """The ShapeEnv that a symbolic number belongs to; None for one that C++ made by itself."""
+    return getattr(number.node, "shape_env", None)
 
 
 def expression(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
@@ -414,15 +526,29 @@ def detached_fake(fake: torch.Tensor) -> torch.Tensor:
     return new_fake(fake.fake_mode, fake.fake_device, *layout, fake.untyped_storage())
 
 
+def forget_data_memos(fake: FakeTensor) -> None:
+    """Let a fake tensor forget the symbols that stand for its data (``.item()``, the length of ``nonzero``).
+
+    Torch keeps them for as long as the fake's own version counter stands still, which writes through ``.data`` or to
+    the real tensor that the fake stands for do not move.
+    """
+    for name in ("item_memo", "nonzero_memo", "unique_memo", "unique_consecutive_memo"):
+        if name in vars(FakeTensor):
+            setattr(fake, name, None)
+
+
 def replaced(shape_env: ShapeEnv, symbol: Any) -> Any:
     """What a trace found a symbol to be equal to, in the end; itself where to nothing."""
     return shape_env.replace(symbol)
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Let an optimizer of torch's make the state it would make in its first step; False where it cannot be asked."""
+    """Let an optimizer of torch's make the state it would make in its first step; False where it cannot be asked.
+
+    The same method of a user's optimizer may do anything, and is not called.
+    """
     make = getattr(optimizer, "_init_group", None)
-    if make is None:
+    if make is None or not getattr(make, "__module__", "").startswith("torch.optim."):
         return False
     lists = len(inspect.signature(make).parameters) - 1
     for group in optimizer.param_groups:
@@ -494,16 +620,121 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> list[tuple[str, dict[in
     return [("step-pre", optimizer._optimizer_step_pre_hooks), ("step-post", optimizer._optimizer_step_post_hooks)]
 
 
+# Torch's dictionaries of hooks on all modules and on the steps of all optimizers; also of users' hooks.
+_FORWARD_PRE: Any = nn_module._global_forward_pre_hooks
+_FORWARD: Any = nn_module._global_forward_hooks
+_STEP_PRE: Any = torch_optimizer._global_optimizer_pre_hooks
+_STEP_POST: Any = torch_optimizer._global_optimizer_post_hooks
+
+
 def global_hooks() -> list[tuple[str, dict[int, Any]]]:
-    """Kind and dictionary of the hooks registered on all modules, and on the steps of all optimizers."""
+    """Kind and dictionary of the hooks that users registered on all modules, and on the steps of all optimizers."""
     return [
-        ("forward-pre", nn_module._global_forward_pre_hooks),
-        ("forward", nn_module._global_forward_hooks),
+        ("forward-pre", _FORWARD_PRE),
+        ("forward", _FORWARD),
         ("full-backward-pre", nn_module._global_backward_pre_hooks),
         ("full-backward", nn_module._global_backward_hooks),
-        ("step-pre", torch_optimizer._global_optimizer_pre_hooks),
-        ("step-post", torch_optimizer._global_optimizer_post_hooks),
+        ("step-pre", _STEP_PRE),
+        ("step-post", _STEP_POST),
     ]
+
+
+class _HooksOfThread(OrderedDict[Any, Any]):
+    """A dictionary of global hooks that shows hooks of weft's own, in one thread, after those of users.
+
+    In place of torch's dictionary while a step is captured. Registering a hook there for that time would run it in all
+    threads, and change a dictionary that another thread's optimizer is in the middle of. Everything else happens to
+    the dictionary itself. Dynamo, in another thread, can trace look-ups in an ordered dictionary only.
+    """
+
+    def __init__(self, users: Any) -> None:
+        super().__init__()
+        self._users = users
+        self._own = threading.local()
+
+    @contextlib.contextmanager
+    def showing(self, key: object, hook: Any) -> Iterator[None]:
+        """Inside, this thread sees ``hook`` too."""
+        before = self._extra()
+        self._own.hooks = [*before, (key, hook)]
+        try:
+            yield
+        finally:
+            self._own.hooks = before
+
+    def _extra(self) -> list[tuple[Any, Any]]:
+        return getattr(self._own, "hooks", [])
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict(self.items())[key]
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        self._users[key] = hook
+
+    def __delitem__(self, key: Any) -> None:
+        del self._users[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._users or any(own is key for own, _ in self._extra())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([key for key, _ in self.items()])
+
+    def __len__(self) -> int:
+        return len(self._users) + len(self._extra())
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def values(self) -> Any:
+        """The hooks that this thread sees; a view of torch's own dictionary in all others."""
+        extra = self._extra()
+        return [*self._users.values(), *(hook for _, hook in extra)] if extra else self._users.values()
+
+    def items(self) -> Any:
+        """As values(), with the keys."""
+        extra = self._extra()
+        return [*self._users.items(), *extra] if extra else self._users.items()
+
+
+# One for each dictionary and for good: the handle of a hook that a step registers refers to it weakly.
+_OF_THREAD = {
+    name: (module, _HooksOfThread(getattr(module, name)))
+    for module, name in (
+        (nn_module, "_global_forward_pre_hooks"),
+        (nn_module, "_global_forward_hooks"),
+        (nn_module, "_global_forward_hooks_always_called"),
+        (torch_optimizer, "_global_optimizer_pre_hooks"),
+        (torch_optimizer, "_global_optimizer_post_hooks"),
+    )
+}
+
+
+@contextlib.contextmanager
+def _global_hooks(**hooks: Any) -> Iterator[None]:
+    """Show hooks in torch's dictionaries of these names to this thread."""
+    with contextlib.ExitStack() as stack:
+        key = object()
+        for name, hook in hooks.items():
+            module, of_thread = _OF_THREAD[name]
+            stack.enter_context(thread_patches.stand_in(module, name, of_thread))
+            stack.enter_context(of_thread.showing(key, hook))
+        yield
+
+
+@contextlib.contextmanager
+def around_module_calls(enter: Callable[[Any], None], leave: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``enter(module)`` before the forward of every module that this thread calls, and ``leave(module, output)``
+    after it; output is None where an exception ended it."""
+    users = _FORWARD_PRE, _FORWARD, nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks
+    hooks = {
+        "_global_forward_pre_hooks": lambda module, args: enter(module),
+        "_global_forward_hooks": lambda module, args, output: leave(module, output),
+        "_global_forward_hooks_always_called": True,
+    }
+    # torch.compile warns of global hooks; those of users alone count.
+    with _global_hooks(**hooks), thread_patches.replaced(nn_module, "_has_any_global_hook", lambda: any(users)):
+        yield
 
 
 @contextlib.contextmanager
@@ -511,18 +742,15 @@ def node_registrations(
     exchange: Callable[[Any], Any], registered: Callable[[RemovableHandle, Any], None]
 ) -> Iterator[None]:
     """Register ``exchange(hook)`` for each hook on an autograd node, and tell ``registered`` about it."""
-    original = _HookMixin._register_hook
+    register = thread_patches.present(_HookMixin, "_register_hook")
 
     def exchanged(hooks: Any, hook: Any) -> Any:
-        hooks, handle = original(hooks, exchange(hook))
+        hooks, handle = register(hooks, exchange(hook))
         registered(handle, hook)
         return hooks, handle
 
-    _HookMixin._register_hook = staticmethod(exchanged)  # type: ignore[method-assign]
-    try:
+    with thread_patches.replaced(_HookMixin, "_register_hook", staticmethod(exchanged)):
         yield
-    finally:
-        _HookMixin._register_hook = staticmethod(original)  # type: ignore[method-assign]
 
 
 def register_dataclasses(tree: Any) -> None:
@@ -535,6 +763,7 @@ def register_dataclasses(tree: Any) -> None:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves of a pytree in order, and the spec that :func:`unflatten` needs."""
     return _pytree.tree_flatten(tree)
 
 
@@ -543,7 +772,23 @@ def flatten_with_paths(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], An
     return _pytree.tree_flatten_with_path(tree)
 
 
+class _Size(tuple):
+    """Stands for a ``torch.Size`` in a tree, which pytrees would put together again as a tuple."""
+
+
+_pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes, _: torch.Size(sizes))
+
+
+def exact_spec(tree: Any) -> Any:
+    """The spec of a tree for :func:`unflatten`, which gives back sizes of tensors as ``torch.Size`` too."""
+    is_size = lambda node: isinstance(node, torch.Size)
+    if any(map(is_size, _pytree.tree_leaves(tree, is_leaf=is_size))):
+        tree = _pytree.tree_map(lambda leaf: _Size(leaf) if is_size(leaf) else leaf, tree, is_leaf=is_size)
+    return _pytree.tree_flatten(tree)[1]
+
+
 def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The pytree of ``spec`` with ``leaves`` as its leaves."""
     return _pytree.tree_unflatten(leaves, spec)
 
 
@@ -573,11 +818,14 @@ def describe_group(name: str) -> str:
 
 @contextlib.contextmanager
 def force_eager() -> Iterator[None]:
-    """Functions compiled by torch.compile run as they were written, so that a capture sees their operations."""
+    """Functions compiled by torch.compile run as they were written, so that a capture sees their operations.
+
+    As ``torch.compiler.set_stance("force_eager")`` does, but in this thread alone.
+    """
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with thread_patches.replaced(torch._dynamo.eval_frame, "_callback_from_stance", lambda callback: None):
         yield
 
 
@@ -605,18 +853,11 @@ def dtensors_in_captures() -> Iterator[None]:
 
         return run
 
-    names = "propagate_op_sharding", "propagate_op_sharding_non_cached"
-    before = {name: propagator.__dict__.get(name) for name in names}
-    for name in names:
-        setattr(propagator, name, placed(_placed_once_a_column(getattr(propagator, name))))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("propagate_op_sharding", "propagate_op_sharding_non_cached"):
+            place = placed(_placed_once_a_column(thread_patches.present(propagator, name)))
+            stack.enter_context(thread_patches.replaced(propagator, name, place))
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                delattr(propagator, name)
-            else:
-                setattr(propagator, name, value)
 
 
 def _placed_once_a_column(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -668,16 +909,13 @@ def _is_list(value: Any) -> bool:
 
 @contextlib.contextmanager
 def around_optimizer_steps(before: Callable[[Any], None], after: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``before(optimizer)`` and ``after(optimizer)`` around every optimizer's step."""
-    handles = [
-        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: before(optimizer)),
-        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: after(optimizer)),
-    ]
-    try:
+    """Call ``before(optimizer)`` and ``after(optimizer)`` around every optimizer's step in this thread."""
+    hooks = {
+        "_global_optimizer_pre_hooks": lambda optimizer, args, kwargs: before(optimizer),
+        "_global_optimizer_post_hooks": lambda optimizer, args, kwargs: after(optimizer),
+    }
+    with _global_hooks(**hooks):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
@@ -754,6 +992,22 @@ def scripted_from(function: Any) -> Callable[..., Any] | None:
 # ---- execution: what a generated program needs
 
 
+def references_from_cpp(tensor: torch.Tensor) -> int:
+    """How many of the references that ``sys.getrefcount`` counts for a tensor object are held in C++ and no Python
+    object's: by views of it and by autograd."""
+    return int(_counts_cpp_references() and cast(Any, tensor)._use_count() > 1)
+
+
+@functools.cache
+def _counts_cpp_references() -> bool:
+    """Torch keeps a tensor's Python object while C++ holds the tensor; newer versions count that as a reference."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        base = torch.zeros(2)
+        before = sys.getrefcount(base)
+        view = base[0]
+        return sys.getrefcount(base) > before and view is not None
+
+
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors, views included, hold on to the memory of this one (and Python, where it looked at it)."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -786,6 +1040,50 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
 def storage_key(tensor: torch.Tensor) -> int:
     """What tells one storage from another, for fake tensors too, while both are alive."""
     return tensor.untyped_storage()._cdata
+
+
+def in_autocast_region() -> bool:
+    """Whether this thread is in a region of autocast, be it a disabled one: its cache lives until the region ends."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
+
+
+class _SeesCopy(TorchDispatchMode):
+    """Under a matrix product: notes its operand, as autocast has it, and makes that one where ``make`` says so."""
+
+    def __init__(self, make: bool) -> None:
+        super().__init__()
+        self.make = make
+        self.made = False
+        self.operand: torch.Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.made = True
+            return func(*args, **kwargs) if self.make else torch.empty(0, dtype=kwargs["dtype"])
+        self.operand = args[0]
+        return torch.empty(0, dtype=args[0].dtype)
+
+
+def autocast_copy(weight: torch.Tensor, dtype: torch.dtype | None, *, make: bool) -> torch.Tensor | None:
+    """The copy of a float32 leaf that autocast keeps in the region that this thread is in.
+
+    Args:
+        weight: the leaf.
+        dtype: of the copy to make; None stands for the region's.
+        make: whether to let autocast make the copy where it has none. If not, it gets an empty one, so the caller must
+            clear the cache.
+
+    Returns:
+        The very tensor that autocast would use; None where it has none (``make=False``), or does not keep copies.
+    """
+    kind = weight.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return None
+    mode = _SeesCopy(make)
+    with only_mode(), torch.enable_grad(), torch.autocast(kind, dtype or torch.get_autocast_dtype(kind)), mode:
+        torch.mm(weight, weight)
+    return None if mode.made and not make else mode.operand
 
 
 def no_autocast() -> contextlib.AbstractContextManager[Any]:
@@ -824,39 +1122,33 @@ def world_size() -> int:
 def redirected_collective(name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Make the function `name` of torch.distributed do `replacement` instead, where this torch has it.
 
-    It is exchanged by name. Most of these functions are also wrappers around an inner one, which is exchanged
-    too, so that references made earlier (`from torch.distributed import ...`) are served.
+    It is exchanged by name, in this thread. Most of these functions are also wrappers around an inner one, which is
+    exchanged too, so that references made earlier (`from torch.distributed import ...`) are served.
     """
-    function = getattr(distributed_c10d, name, None)
-    if function is None:
+    held = getattr(distributed_c10d, name, None)
+    if held is None:
         yield
         return
+    function = thread_patches.original(held)
     inner = getattr(function, "__wrapped__", None)
-    cells = [c for c in function.__closure__ or () if inner is not None and c.cell_contents is inner]
-    modules = [m for m in (dist, distributed_c10d) if m.__dict__.get(name) is function]
-    try:
+    cells = [
+        c for c in function.__closure__ or () if inner is not None and thread_patches.original(c.cell_contents) is inner
+    ]
+    with contextlib.ExitStack() as stack:
         for cell in cells:
-            cell.cell_contents = replacement
-        for module in modules:
-            setattr(module, name, replacement)
+            stack.enter_context(thread_patches.replaced(cell, "cell_contents", replacement))
+        for module in (dist, distributed_c10d):
+            if module.__dict__.get(name) is held:
+                stack.enter_context(thread_patches.replaced(module, name, replacement))
         yield
-    finally:
-        for cell in cells:
-            cell.cell_contents = inner
-        for module in modules:
-            setattr(module, name, function)
 
 
 @contextlib.contextmanager
 def functional_collectives_waited() -> Iterator[None]:
     """Functional collectives called from Python return waited plain tensors, as in torch's own traces."""
     module: Any = _functional_collectives
-    wrap = module._maybe_wrap_tensor
-    module._maybe_wrap_tensor = module.wait_tensor
-    try:
+    with thread_patches.replaced(module, "_maybe_wrap_tensor", module.wait_tensor):
         yield
-    finally:
-        _functional_collectives._maybe_wrap_tensor = wrap
 
 
 @contextlib.contextmanager
@@ -873,12 +1165,8 @@ def gloo_all_to_all_without_scatter() -> Iterator[None]:
     if module is None:
         yield
         return
-    own = module._AlltoAll.__dict__["forward"]
-    module._AlltoAll.forward = staticmethod(forward)
-    try:
+    with thread_patches.replaced(module._AlltoAll, "forward", staticmethod(forward)):
         yield
-    finally:
-        module._AlltoAll.forward = own
 
 
 def surely(condition: bool | torch.SymBool) -> bool:
@@ -945,3 +1233,64 @@ _FASTEST_CLOCK = 3e9  # cycles a second; no GPU has more
 def occupy_gpu(seconds: float) -> None:
     """Give the current stream something to do for at least ``seconds``, which the host does not wait for."""
     torch.cuda._sleep(round(seconds * _FASTEST_CLOCK))
+
+
+def fakes_unsupported_errors() -> tuple[type[Exception], ...]:
+    """What operations on fakes raise whose result only the data decides, or that have no fake implementation."""
+    return (
+        *data_dependent_errors(),
+        fake_tensor.UnsupportedOperatorException,
+        fake_tensor.UnsupportedFakeTensorException,
+    )
+
+
+@contextlib.contextmanager
+def recomputing(mode: FakeTensorMode) -> Iterator[None]:
+    """Run operations on fakes of ``mode`` once more: without new guards on its symbols, and without the real kernels
+    on zeros that torch runs for operations that have no fake implementation."""
+    quiet = contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
+    fallback, mode.allow_fallback_kernels = mode.allow_fallback_kernels, False
+    try:
+        with only_mode(mode), torch.no_grad(), quiet:
+            yield
+    finally:
+        mode.allow_fallback_kernels = fallback
+
+
+def unbacked_symbols(tensor: torch.Tensor) -> frozenset[Any]:
+    """The symbols in a fake tensor's sizes, strides and offset whose values depend on data."""
+    return frozenset(symbolic_shapes.free_unbacked_symbols(tensor))
+
+
+def surely_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all values of their symbols that the graph is made for. Adds no guard."""
+    if type(a) is int and type(b) is int:
+        return a == b
+    if str(a) == str(b):
+        return True
+    return bool(symbolic_shapes.statically_known_true(a == b))
+
+
+# ---- checkpoints
+
+
+def checkpoint_index_classes() -> dict[tuple[str, str], Any]:
+    """What the index of a distributed checkpoint (DCP's ``.metadata``) is made of: module and name to class or
+    function. None of them does more than hold values."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    names = (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+    return {
+        **{(metadata.__name__, name): getattr(metadata, name) for name in names},
+        (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    }

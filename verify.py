@@ -1,10 +1,9 @@
-"""Run one call of a step both ways and compare everything it leaves behind.
+"""Run one call of a step eagerly and compiled, and compare everything that the step changed.
 
-Where the compiled step runs eager's own kernels, all must be the same to the bit. Generated kernels take sums in
-another order and round less often, so there the question is another: is the compiled step as close to the truth as the
-eager one? The truth is the eager step followed in float64 (:mod:`weft.capture.exact`). That a result is compared with a
-run of more digits, and may be a few times as far from it as eager is, is how torch checks its own compiler
-(``torch._dynamo.utils.same``).
+If the compiled step runs eager's own kernels, every bit must be equal. Generated kernels sum in another order and
+round less often. Their results are compared with a float64 reference: the eager step with every value also computed in
+float64 (:mod:`weft.capture.record.float64_shadow`). The compiled error may be a few times the eager error. PyTorch
+checks its compiler in the same way (``torch._dynamo.utils.same``).
 """
 
 from __future__ import annotations
@@ -18,55 +17,61 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.exact import ExactRun, draws
-from weft.capture.graph import Role
-from weft.capture.hooks import HookCounts
-from weft.capture.modules import ModulePath
-from weft.capture.opaque import silenced
-from weft.capture.state import State, plain
-from weft.capture.tracer import CapturedStep
+from weft.capture.record.float64_shadow import Float64ShadowMode, draws
+from weft.capture.record.generator_states import GeneratorStates
+from weft.capture.record.hook_counts import HookCounts
+from weft.capture.record.module_path import ModulePath
+from weft.capture.record.opaque import silenced
+from weft.capture.record.tracer import CapturedStep
+from weft.capture.state.reachable_state import ReachableState
+from weft.capture.state.tensor_memory import inner_tensor
+from weft.capture.step_interface import Role
 from weft.capture.user_code import format_frame
 from weft.errors import RandomStepUnverified, VerifyFailed
 
 Tensors = dict[str, torch.Tensor]
 
-# How many times as far from the truth as eager the compiled step may be: other sums have other errors, by chance.
+# Allowed ratio of the compiled error to the eager error. Another order of summation has another error, by chance.
 _FACTOR = 4.0
-# The mean of few elements is more a matter of chance.
+# The mean error of few elements varies more.
 _FEW, _FACTOR_OF_FEW = 512, 8.0
-# Where eager is this far off, in parts of a tensor's size, noise is most of what the tensor holds: the gradient of a
-# bias before a normalization is zero but for rounding. Two samples of noise compare less well, and may differ by what
-# is next to nothing in tensors of the kind.
+# If eager's relative error is above _NOISE, the tensor is mostly rounding noise: the gradient of a bias in front of a
+# normalization is zero except for rounding. Two samples of noise differ more, so the allowed ratio is larger, and an
+# absolute error that is small compared with other tensors of the same kind is accepted.
 _NOISE = 0.25
 _FACTOR_OF_NOISE = 16.0
-# Most that one element may be off, in parts of the tensor's largest.
+# Largest error of one element, relative to the tensor's largest element.
 _ONE_ELEMENT = 0.1
-# An optimizer that divides a gradient by its size (Adam) takes a whole step one way or the other where rounding decides
-# the sign of a gradient. So a parameter may be off by two steps in an element.
+# Adam divides a gradient by its magnitude, so it takes a full step up or down where rounding decides the gradient's
+# sign. One element of a parameter may therefore be off by two optimizer steps.
 _STEPS = 2.5
 
 
 @dataclass
-class _Moment:
-    """Values of all tensors a step can reach, and of the generators."""
+class _Snapshot:
+    """Values of all tensors that a step can reach, and states of the random generators if the step uses them."""
 
     tensors: Tensors
     generators: list[torch.Tensor]
+    host_generators: GeneratorStates | None
 
     @classmethod
-    def now(cls, step: Callable[..., Any]) -> _Moment:
-        tensors = {place.path: _copy(place.get()) for place in State(step).places.values()}
-        return cls(
-            tensors,
-            [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])],
-        )
+    def now(cls, step: Callable[..., Any], draws: bool, objects: list[Any]) -> _Snapshot:
+        tensors = {place.path: _copy(place.get()) for place in ReachableState(step).places.values()}
+        if not draws:  # another thread may draw, and must not do so twice
+            return cls(tensors, [], None)
+        on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(tensors, [torch.get_rng_state(), *on_gpus], GeneratorStates(objects))
 
     def restore(self, step: Callable[..., Any]) -> None:
         with torch.no_grad():
-            for place in State(step).places.values():
+            for place in ReachableState(step).places.values():
                 if place.path in self.tensors:
                     place.get().copy_(self.tensors[place.path])
-        torch.set_rng_state(self.generators[0])
+        if self.host_generators is not None:
+            self.host_generators.restore()
+        if self.generators:
+            torch.set_rng_state(self.generators[0])
         if len(self.generators) > 1:
             torch.cuda.set_rng_state_all(self.generators[1:])
 
@@ -80,15 +85,15 @@ def verify_first_call(
     *,
     generated: bool = False,
 ) -> Any:
-    """Run ``step(*args, **kwargs)``, take it back, call ``run``, and compare.
+    """Run ``step(*args, **kwargs)`` eagerly, undo its changes, call ``run``, and compare both.
 
-    Compared are the return value, parameters, gradients, buffers and optimizer state, and how often each hook fired.
+    Compares the return value, parameters, gradients, buffers, optimizer state, and the number of calls of each hook.
     Opaque functions run once, in the compiled step.
 
     Args:
-        generated: whether ``run`` runs generated kernels, so that floating point values are compared with the eager
-            step in float64 instead of bit for bit. This takes twice the time of an eager step, and for every value
-            that is alive twice the memory of a float32 one.
+        generated: whether ``run`` runs generated kernels. Floating-point values are then compared with the float64
+            reference instead of bit for bit. The reference takes twice the time of an eager step, and 8 bytes per
+            element of every live value.
 
     Returns:
         What ``run`` returned.
@@ -103,12 +108,13 @@ def verify_first_call(
     leaves = [leaf for leaf in captured.arguments.leaves if isinstance(leaf, torch.Tensor)]
     inputs = [(leaf, leaf.detach().clone()) for leaf in leaves]
     gradients = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves if leaf.is_leaf]
-    before = _Moment.now(step)
+    draws = any(map(_uses_generators, captured.graph.graph.nodes))
+    before = _Snapshot.now(step, draws, captured.state.objects)
     captured.state.refresh()
-    exact_run = ExactRun() if generated else None
+    exact_run = Float64ShadowMode() if generated else None
     hooks, eager_result = _counting_hooks(step, captured, args, kwargs, exact_run)
-    eager = _left_behind(step, captured, eager_result, _copy)
-    exact = _left_behind(step, captured, eager_result, exact_run.value) if exact_run is not None else {}
+    eager = _results_of(step, captured, eager_result, _copy)
+    exact = _results_of(step, captured, eager_result, exact_run.value) if exact_run is not None else {}
     captured.state.notice_new_hooks()
     captured.state.restore()
     before.restore(step)
@@ -121,7 +127,7 @@ def verify_first_call(
                 gradient.copy_(value)
     captured.hooks.compare(hooks)
     result = run()
-    compiled = _left_behind(step, captured, result, _copy)
+    compiled = _results_of(step, captured, result, _copy)
     if exact_run is None:
         differences = _different_bits(eager, compiled)
     else:
@@ -129,6 +135,12 @@ def verify_first_call(
     if differences:
         raise VerifyFailed(differences)
     return result
+
+
+def _uses_generators(node: torch.fx.Node) -> bool:
+    """Whether a node draws random numbers, or may: effects run functions of the user and set seeds."""
+    op = getattr(node.target, "op", node.target)  # an operation made functional says which it is
+    return node.op == "call_function" and (bool(node.meta.get("effect")) or draws(op, node.args, node.kwargs))
 
 
 def _refuse_randomness(captured: CapturedStep) -> None:
@@ -144,30 +156,30 @@ def _counting_hooks(
     captured: CapturedStep,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    exact_run: ExactRun | None,
+    exact_run: Float64ShadowMode | None,
 ) -> tuple[HookCounts, Any]:
     """Run the step as it is; also returns how often each hook fired."""
     path = ModulePath(captured.state)
     arguments = [
-        (leaf, name) for leaf, name in captured.arguments.differentiable if id(leaf) not in captured.state.homes
+        (leaf, name) for leaf, name in captured.arguments.differentiable if id(leaf) not in captured.state.places_by_id
     ]
     hooks = HookCounts(captured.state, path, arguments)
     with silenced(), path.followed(), hooks.counted(), exact_run or contextlib.nullcontext():
         return hooks, step(*args, **kwargs)
 
 
-# ---- what a step leaves behind
+# ---- results of a run
 
 
-def _left_behind(
+def _results_of(
     step: Callable[..., Any], captured: CapturedStep, result: Any, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> Tensors:
-    """The state of the step, gradients of its arguments and what it returned, each tensor as ``read`` gives it."""
-    named = {place.path: place.get() for place in State(step).places.values()}
+    """The step's state, gradients of its arguments and its return value, each tensor passed through ``read``."""
+    named = {place.path: place.get() for place in ReachableState(step).places.values()}
     named |= {f"{path}.grad": leaf.grad for leaf, path in captured.arguments.differentiable if leaf.grad is not None}
     returned = enumerate(torch_adapter.flatten(result)[0])
     named |= {f"return value[{at}]": leaf for at, leaf in returned if isinstance(leaf, torch.Tensor)}
-    return {path: read(plain(tensor)[0]) for path, tensor in named.items()}
+    return {path: read(inner_tensor(tensor)[0]) for path, tensor in named.items()}
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,7 +187,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _different_kinds(eager: Tensors, compiled: Tensors) -> list[str]:
-    """What only one run left behind, or left in another form."""
+    """Tensors that only one run has, or that differ in shape or dtype."""
     wrong = [
         f"{path}: only in the {'eager' if path in eager else 'compiled'} run"
         for path in sorted(eager.keys() ^ compiled.keys())
@@ -188,7 +200,7 @@ def _different_kinds(eager: Tensors, compiled: Tensors) -> list[str]:
 
 
 def _alike(eager: Tensors, compiled: Tensors) -> list[str]:
-    """The paths of tensors that both runs left behind in one form, in order."""
+    """Paths of the tensors that have the same shape and dtype in both runs, sorted."""
     paths = sorted(eager.keys() & compiled.keys())
     return [p for p in paths if eager[p].shape == compiled[p].shape and eager[p].dtype == compiled[p].dtype]
 
@@ -204,19 +216,19 @@ def _different_bits(eager: Tensors, compiled: Tensors) -> list[str]:
     return sorted(wrong)
 
 
-# ---- as close to the truth as eager
+# ---- errors against the float64 reference
 
 
 @dataclass(frozen=True)
 class _Errors:
-    """How far both runs are from the truth in one tensor.
+    """Errors of both runs against the float64 reference, for one tensor.
 
     Attributes:
-        size: the mean of the tensor's elements, or of what the step changed them by; ``size_worst`` the largest.
-        count: how many elements there are.
-        eager, compiled: mean errors in parts of ``size``.
-        eager_worst, compiled_worst: the largest errors of an element.
-        digits: the error that is expected of a long computation in the tensor's dtype.
+        size: mean magnitude of the elements, or of their change if the tensor existed before; ``size_worst``: largest.
+        count: number of elements.
+        eager, compiled: mean errors relative to ``size``.
+        eager_worst, compiled_worst: largest errors of an element.
+        digits: error expected of a long computation in the tensor's dtype: the square root of its epsilon.
     """
 
     path: str
@@ -232,25 +244,26 @@ class _Errors:
 
     @property
     def kind(self) -> str:
-        """What tensors are called that hold the like of it: ``grad``, ``exp_avg``, ``weight``."""
+        """Last part of the path, equal for comparable tensors: ``grad``, ``exp_avg``, ``weight``."""
         return self.path.rpartition(".")[2]
 
 
 class _Comparison:
-    """Compares what an eager and a compiled run left behind with the exact values.
+    """Compares the results of an eager and a compiled run with the float64 reference.
 
-    A tensor that was there before is judged by what the step changed: what an update of a parameter gets wrong is
-    nothing beside the parameter.
+    A tensor that existed before the step is judged relative to its change: the error of an update is negligible
+    relative to the parameter itself.
     """
 
     def __init__(
         self, step: Callable[..., Any], before: Tensors, exact: Tensors, eager: Tensors, compiled: Tensors
     ) -> None:
-        self._parameters = {place.path for place in State(step).places.values() if place.role is Role.PARAMETER}
+        places = ReachableState(step).places.values()
+        self._parameters = {place.path for place in places if place.role is Role.PARAMETER}
         self._before, self._exact, self._eager, self._compiled = before, exact, eager, compiled
 
     def differences(self) -> list[str]:
-        """What is wrong, in words, the worst first."""
+        """A line per tensor that differs too much, the worst first."""
         wrong = _different_kinds(self._eager, self._compiled)
         paths = _alike(self._eager, self._compiled)
         numbers = [path for path in paths if self._has_digits(path)]
@@ -268,7 +281,7 @@ class _Comparison:
         return wrong + [text for _, text in sorted(judged, key=lambda pair: -pair[0]) if text]
 
     def _different_choices(self, path: str) -> str:
-        """What is wrong with whole numbers or booleans: as many as eager itself chooses wrongly may differ."""
+        """A line if too many integers or booleans differ: up to _FACTOR times as many as eager has wrong."""
         exact, eager, compiled = self._exact[path], self._eager[path], self._compiled[path]
         count, wrong = int((compiled != eager).sum()), int((exact != eager).sum())
         return f"{path}: {count} elements differ; eager has {wrong} wrong" if count > _FACTOR * wrong else ""
@@ -308,12 +321,12 @@ class _Comparison:
 
 
 def _judged(errors: _Errors, typical: float, step: float, alike: list[_Errors]) -> tuple[float, str]:
-    """How many times what is allowed the error is, and what is wrong in words, "" for nothing.
+    """The ratio of the error to the allowed error, and a line about it; "" if it is allowed.
 
     Args:
-        typical: eager's error in the median tensor; a tensor of few elements may be right by chance.
-        step: the largest change of a parameter.
-        alike: the errors of all tensors of the kind.
+        typical: eager's error in the median tensor; eager may be accurate by chance in a tensor of few elements.
+        step: largest change of a parameter.
+        alike: errors of all tensors of the same kind.
     """
     is_noise = errors.eager >= _NOISE
     factor = _FACTOR_OF_NOISE if is_noise else _FACTOR_OF_FEW if errors.count <= _FEW else _FACTOR

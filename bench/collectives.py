@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.inductor.comm.calibrate import ways
-from weft.inductor.comm.cluster import Cluster, cluster_here
-from weft.inductor.comm.collective_cost import Collective, transfer
-from weft.inductor.comm.measure_gpu import seconds_of
-from weft.inductor.comm.symmetric import refuse_multicast
-from weft.inductor.comm.ways import Peers
+from weft.inductor.cost.calibrate import collective_benchmarks
+from weft.inductor.cost.cluster import Cluster, cluster_here
+from weft.inductor.cost.collective_cost import Collective, transfer
+from weft.inductor.cost.measure_gpu import seconds_of
+from weft.inductor.cost.nccl_benchmarks import BenchmarkGroup
+from weft.inductor.transports.symmetric_memory import refuse_multicast
 
 KIB = (64, 256, 1024, 2048, 4096, 8192, 16384, 65536, 262144, 524288)
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -42,7 +42,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     refuse_multicast()
     assert isinstance(dist.group.WORLD, dist.ProcessGroup)
-    peers = Peers(dist.group.WORLD, tuple(range(dist.get_world_size())), device)
+    peers = BenchmarkGroup(dist.group.WORLD, tuple(range(dist.get_world_size())), device)
     cluster = cluster_here()
     rows = [row for kind in KINDS for kib in options.kib for row in timed(kind, kib << 10, peers, cluster)]
     if dist.get_rank() == 0:
@@ -52,19 +52,21 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def timed(kind: str, size: int, peers: Peers, cluster: Cluster) -> list[dict[str, Any]]:
-    """Every way to carry out ``kind`` on ``size`` bytes of bfloat16; the first is NCCL's."""
+def timed(kind: str, size: int, peers: BenchmarkGroup, cluster: Cluster) -> list[dict[str, Any]]:
+    """Time ``kind`` on ``size`` bytes of bfloat16 over every transport; the first is NCCL."""
     rows: list[dict[str, Any]] = []
-    for way in (way for way in ways("nccl") if way.kind == kind):
-        given = size // torch.bfloat16.itemsize * way.dtype.itemsize
-        start = way.prepare(peers, given, 1)
+    for benchmark in (benchmark for benchmark in collective_benchmarks("nccl") if benchmark.kind == kind):
+        given = size // torch.bfloat16.itemsize * benchmark.dtype.itemsize
+        start = benchmark.prepare(peers, given, 1)
         dist.barrier(peers.group)
         seconds = seconds_of(lambda start=start: start()(), peers.device, ahead=True)
-        predicted = transfer(cluster, Collective(kind, peers.ranks, "", given, way.dtype), way.transport).seconds
+        predicted = transfer(
+            cluster, Collective(kind, peers.ranks, "", given, benchmark.dtype), benchmark.transport
+        ).seconds
         rows.append(
             {
                 "kind": kind,
-                "way": f"{way.transport} {way.dtype}".replace("torch.", ""),
+                "transport": f"{benchmark.transport} {benchmark.dtype}".replace("torch.", ""),
                 "size": size,
                 "us": seconds * 1e6,
                 "speed": rows[0]["us"] / (seconds * 1e6) if rows else 1.0,
@@ -78,8 +80,8 @@ def report(rows: list[dict[str, Any]], description: str) -> None:
     for row in rows:
         size = f"{row['size'] / 2**20:g} MiB"
         print(
-            f"{row['kind']:15} {row['way']:20} {size:>11} {row['us']:9.1f} us  {row['speed']:5.2f} of NCCL's speed"
-            f"  predicted {row['predicted']:.2f}"
+            f"{row['kind']:15} {row['transport']:20} {size:>11} {row['us']:9.1f} us"
+            f"  {row['speed']:5.2f} of NCCL's speed  predicted {row['predicted']:.2f}"
         )
     errors = [abs(row["predicted"] - 1) for row in rows]
     print(f"predicted by {description}: median error {statistics.median(errors):.1%} of {len(rows)}")

@@ -28,17 +28,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import knobs
-from weft.capture.garbage import no_collections
+from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
-from weft.inductor.clock import Clock
+from weft.inductor.cache.graph_cache import cached
+from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.compiler import kernel_graph
-from weft.inductor.graph_cache import cached
-from weft.inductor.kernel_call import KernelCall
+from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.aten import compile_aten
-from weft.inductor.runtime.kernel_source import KernelSource
 
 ARCH = 90
 LLAMAS = {f"llama-{size}{kind}": (size, kind) for size in SHAPES for kind in ("", "-fsdp")}
@@ -67,26 +67,24 @@ def row_of(name: str, options: argparse.Namespace) -> str:
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every stage of one model."""
     with tempfile.TemporaryDirectory() as cache, knobs.override(cache_dir=cache):
-        clock = _Profiled(options.profile)
+        runner = _Profiled(options.profile)
         with weft.fake_world(8 if name.endswith("-fsdp") else 1):
             step, arguments = llama(name, options) if name in LLAMAS else library(name)
             began = time.perf_counter()
-            graph = clock("capture", lambda: weft.capture(step, *arguments))
-        with no_collections():
-            made = compiled(graph, clock)
-            write_s = cpu_seconds(
-                lambda: cached(graph, lambda step: kernel_graph(run_passes(step, EVERY_PASS), Clock()))
-            )
+            graph = runner.timed("capture", lambda: weft.capture(step, *arguments))
+        with garbage_collection_paused():
+            made = compiled(graph, runner)
+            write_s = cpu_seconds(lambda: cached(graph, lambda step: kernel_graph(run_passes(step, KERNEL_PASSES))))
             warm_s = cpu_seconds(lambda: compile_aten(cached(graph, unexpected), planned=True))
-        row: dict[str, Any] = {"model": name, "nodes": len(graph), "seconds": rounded(clock)}
+        row: dict[str, Any] = {"model": name, "nodes": len(graph), "seconds": rounded(runner)}
         kernels = [node.target for node in made.graph.nodes if isinstance(node.target, KernelCall)]
         if not options.no_compile:
             sources = [*(call.generated.source for call in kernels), *multi_tensor_sources(made)]
             row["compile_s"] = round(cpu_seconds(lambda: compile_pool.build(sources, ARCH)), 2)
             row["compile_again_s"] = round(cpu_seconds(lambda: compile_pool.build(sources, ARCH)), 2)
             row["different"] = len(set(sources))
-        row["total_s"] = round(sum(clock.seconds.values()) + row.get("compile_s", 0.0), 2)
-        row["after_capture_s"] = round(sum(clock.seconds.values()) - clock.seconds["capture"], 2)
+        row["total_s"] = round(sum(runner.seconds.values()) + row.get("compile_s", 0.0), 2)
+        row["after_capture_s"] = round(sum(runner.seconds.values()) - runner.seconds["capture"], 2)
         row["write_cache_s"] = round(write_s, 2)
         row["warm_after_capture_s"] = round(warm_s + row.get("compile_again_s", 0.0), 2)
         row["wall_s"] = round(time.perf_counter() - began, 2)
@@ -94,14 +92,13 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def compiled(graph: StepGraph, clock: Clock) -> StepGraph:
+def compiled(graph: StepGraph, runner: PassRunner) -> StepGraph:
     """Everything that ``weft.compile`` does after the capture but for compiling and loading kernels."""
-    step = clock("copy", graph.copy)
-    for pass_ in EVERY_PASS:
-        step = clock(pass_.__name__, lambda step=step, pass_=pass_: pass_(step))
-        step = clock("check", step.check)
-    made = kernel_graph(step, clock)
-    clock("program", lambda: compile_aten(made, planned=True))
+    step = runner.timed("copy", graph.copy)
+    for pass_ in KERNEL_PASSES:
+        step = runner.run(pass_.__name__, step, [pass_])
+    made = kernel_graph(step, runner)
+    runner.timed("program", lambda: compile_aten(made, planned=True))
     return made
 
 
@@ -167,19 +164,20 @@ def library(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 # ---- measuring
 
 
-class _Profiled(Clock):
-    """A clock that prints the profile of some stages."""
+class _Profiled(PassRunner):
+    """A runner that prints the profile of some stages."""
 
     def __init__(self, stages: list[str]) -> None:
         super().__init__()
         self.stages = stages
 
-    def __call__(self, name: str, run: Callable[[], Any]) -> Any:
-        if name not in self.stages:
-            return super().__call__(name, run)
+    def timed(self, stage: str, run: Callable[[], Any]) -> Any:
+        """As a runner's, with the profile of some stages."""
+        if stage not in self.stages:
+            return super().timed(stage, run)
         with cProfile.Profile() as profile:
-            result = super().__call__(name, run)
-        print(name)
+            result = super().timed(stage, run)
+        print(stage)
         for order in ("tottime", "cumtime"):
             pstats.Stats(profile).sort_stats(order).print_stats(35)
         return result
@@ -192,8 +190,8 @@ def cpu_seconds(run: Callable[[], Any]) -> float:
     return sum(ended[:4]) - sum(began[:4])
 
 
-def rounded(clock: Clock) -> dict[str, float]:
-    return {name: round(seconds, 2) for name, seconds in clock.seconds.items()}
+def rounded(runner: PassRunner) -> dict[str, float]:
+    return {name: round(seconds, 2) for name, seconds in runner.seconds.items()}
 
 
 if __name__ == "__main__":

@@ -34,15 +34,15 @@ from kernel_cases import Case, Make, Tensors, cases
 
 import weft
 from weft import knobs
-from weft.inductor.comm.measure_gpu import seconds_of
+from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.compiler import make_kernels
-from weft.inductor.kernel_call import KernelCall
-from weft.inductor.multi_tensor.launcher import use_kernels
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.cost.measure_gpu import seconds_of
+from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten
-from weft.inductor.runtime.geometry import looks_into
-from weft.inductor.runtime.kernel_source import KernelSource
 from weft.inductor.runtime.kernels import compile_kernels, inspect_kernel
+from weft.inductor.runtime.multi_tensor import use_kernels
 
 Row = dict[str, Any]
 Run = Callable[[], Tensors]
@@ -165,7 +165,7 @@ def weft_kernels(problem: Problem) -> Run:
 
 
 def weft_graph(problem: Problem) -> weft.StepGraph:
-    return make_kernels(run_passes(weft.capture(problem.case.step, *problem.held), EVERY_PASS))
+    return make_kernels(run_passes(weft.capture(problem.case.step, *problem.held), KERNEL_PASSES))
 
 
 def _program(graph: weft.StepGraph, held: Tensors) -> Run:

@@ -26,8 +26,8 @@ from train_llama import BLOCK, train_step
 
 import weft
 from weft import knobs
-from weft.inductor.comm.measure_gpu import seconds_of
-from weft.inductor.comm.measured import MeasuredSpan, measured_spans
+from weft.inductor.cost.measure_gpu import seconds_of
+from weft.inductor.cost.trace_timings import MeasuredSpan, measured_spans
 from weft.inductor.runtime.graph_memory import peak_memory
 
 # Parts of the names of kernels of products and of attention: cuBLAS's, cuDNN's, flash attention's.

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from llama import SHAPES, Llama
 
-from weft.inductor.multi_tensor import plan as planning
+from weft.inductor.multi_tensor import launch_plan as planning
 from weft.inductor.multi_tensor.adam import Adam
-from weft.inductor.multi_tensor.bound import Bound
 from weft.inductor.multi_tensor.norm import Norm
+from weft.inductor.runtime.bound_plan import BoundLaunches
 
 LR, BETAS, EPS, DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 Update = Callable[[], Any]
@@ -144,10 +144,10 @@ def weft_kernels(state: State, clip: bool) -> Update:
     lists = [params, state.grads, state.averages, state.squares, [], state.steps]
     call = Adam(True, *BETAS, DECAY, EPS)
     step_arguments = [*lists, lr, coefficient, None, None]
-    step = Bound(call.plan(step_arguments), device)
+    step = BoundLaunches(call.plan(step_arguments), device)
     step.bind(step_arguments, [])
     norms = torch.empty(len(params), dtype=params[0].dtype, device=device)
-    norm = Bound(Norm(2.0).plan([state.grads]), device)
+    norm = BoundLaunches(Norm(2.0).plan([state.grads]), device)
     norm.bind([state.grads], [[norms]])
     stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
 

@@ -20,17 +20,16 @@ from rich.console import Console
 from rich.table import Table
 
 import weft
-from weft.capture.garbage import no_collections
+from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
-from weft.inductor.clock import Clock
-from weft.inductor.comm.build import build
-from weft.inductor.comm.cluster import Cluster, load_cluster
-from weft.inductor.comm.compute_cost import is_attention
-from weft.inductor.comm.problem import Kind
-from weft.inductor.comm.products import is_product
 from weft.inductor.compiler import kernel_graph
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
-from weft.inductor.retarget import retarget
+from weft.inductor.cost.build_task_graph import build
+from weft.inductor.cost.cluster import Cluster, load_cluster
+from weft.inductor.cost.compute_cost import is_attention
+from weft.inductor.cost.gemm_shapes import is_product
+from weft.inductor.cost.task_graph import Kind
+from weft.inductor.graph.retarget import retarget
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 
 PARTS = ("matmul", "attention", "rest")
 Step = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, list[torch.Tensor | None]]]
@@ -91,8 +90,8 @@ def compiled(workload: Workload, layers: int | None) -> StepGraph:
     with weft.fake_world(1):
         step, ids = llama_step(workload, layers)
         graph = weft.capture(step, ids, torch.zeros_like(ids))
-    with no_collections():
-        return kernel_graph(run_passes(retarget(graph), EVERY_PASS), Clock())
+    with garbage_collection_paused():
+        return kernel_graph(run_passes(retarget(graph), KERNEL_PASSES))
 
 
 def llama_step(workload: Workload, layers: int | None) -> tuple[Step, torch.Tensor]:
@@ -113,12 +112,12 @@ def llama_step(workload: Workload, layers: int | None) -> tuple[Step, torch.Tens
 
 def milliseconds(step: StepGraph, cluster: Cluster) -> tuple[dict[str, float], int]:
     """Predicted milliseconds by part, and how many calls take any."""
-    problem, nodes = build(step, cluster)
+    task_graph, nodes = build(step, cluster)
     found = dict.fromkeys(PARTS, 0.0)
-    for task, node in zip(problem.tasks, nodes, strict=True):
+    for task, node in zip(task_graph.tasks, nodes, strict=True):
         part = "matmul" if is_product(node) else "attention" if is_attention(node) else "rest"
         found[part] += task.seconds * 1e3
-    return found, sum(task.kind is Kind.COMPUTE for task in problem.tasks)
+    return found, sum(task.kind is Kind.COMPUTE for task in task_graph.tasks)
 
 
 if __name__ == "__main__":

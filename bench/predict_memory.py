@@ -22,15 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 import weft
-from weft.capture.garbage import no_collections
+from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor.clock import Clock
-from weft.inductor.comm.cluster import Cluster, load_cluster
-from weft.inductor.comm.schedule import Schedule, schedule
 from weft.inductor.compiler import kernel_graph
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
-from weft.inductor.retarget import retarget
+from weft.inductor.cost.cluster import Cluster, load_cluster
+from weft.inductor.graph.retarget import retarget
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
+from weft.inductor.schedule.planner import Schedule, schedule
 
 GIB = 2**30
 COLUMNS = ["limit GiB", "peak GiB", "step ms", "tok/s/GPU", "exposed ms", "slowed ms", "gathers", "calls", "nodes/s"]
@@ -48,9 +47,9 @@ def main() -> None:
     for column in table.columns:
         column.justify = "right"
     cluster = load_cluster(options.cluster)
-    with weft.fake_world(8), no_collections():
+    with weft.fake_world(8), garbage_collection_paused():
         step, arguments = llama(f"llama-{options.size}-fsdp", options)
-        made = kernel_graph(run_passes(retarget(weft.capture(step, *arguments)), EVERY_PASS), Clock())
+        made = kernel_graph(run_passes(retarget(weft.capture(step, *arguments)), KERNEL_PASSES))
         for limit, found, seconds in schedules(made, cluster, options.limits):
             table.add_row(*row(limit, found, options.length), f"{len(made) / seconds:,.0f}")
     Console(width=120).print(table)

@@ -37,10 +37,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import weft
 from weft import knobs
 from weft.compile import CompiledStep
-from weft.inductor.comm.layout import shared_bytes
-from weft.inductor.comm.measured import MeasuredSpan, exposed_seconds, measured_spans
-from weft.inductor.comm.timeline import write_trace
+from weft.inductor.cost.chrome_trace import write_trace
+from weft.inductor.cost.trace_timings import MeasuredSpan, exposed_seconds, measured_spans
 from weft.inductor.runtime.graph_memory import peak_memory
+from weft.inductor.transports.arena_layout import shared_bytes
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PEAK_BF16 = 989e12
@@ -215,10 +215,10 @@ def profiled(step: Callable[[], Any], device: torch.device) -> list[MeasuredSpan
         step()
         step()
         torch.cuda.synchronize()
-    lanes: dict[str, list[MeasuredSpan]] = {}
+    queues: dict[str, list[MeasuredSpan]] = {}
     for span in measured_spans(profile, device.index):
-        lanes.setdefault(span.lane, []).append(span)
-    second = [span for spans in lanes.values() for span in spans[len(spans) // 2 :]]
+        queues.setdefault(span.queue, []).append(span)
+    second = [span for spans in queues.values() for span in spans[len(spans) // 2 :]]
     first = min((span.start for span in second), default=0.0)
     rebased = [span._replace(start=span.start - first, end=span.end - first) for span in second]
     return sorted(rebased, key=lambda span: span.start)
@@ -235,8 +235,8 @@ def by_kernel(spans: list[MeasuredSpan], most: int = 40) -> list[tuple[str, str,
     """Lane, name, how often and milliseconds of the kernels that took most of a step."""
     times: dict[tuple[str, str], list[float]] = {}
     for span in spans:
-        times.setdefault((span.lane, span.name), []).append((span.end - span.start) * 1e3)
-    found = [(lane, name, len(each), sum(each)) for (lane, name), each in times.items()]
+        times.setdefault((span.queue, span.name), []).append((span.end - span.start) * 1e3)
+    found = [(queue, name, len(each), sum(each)) for (queue, name), each in times.items()]
     return sorted(found, key=lambda row: -row[3])[:most]
 
 

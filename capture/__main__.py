@@ -1,4 +1,4 @@
-"""``python -m weft.capture``: the graph that a toy training step is captured as."""
+"""``python -m weft.capture`` prints the captured graph of the toy training step."""
 
 from __future__ import annotations
 

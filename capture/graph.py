@@ -4,18 +4,12 @@ The graph is a plain :class:`torch.fx.Graph` of ATen and ``_c10d_functional`` op
 mutates anything a later node reads. What an in-place operation of the step did is written as the functional operation
 that computes the new value, and the output list says which input that value replaces.
 
-Every node carries in ``node.meta``:
-
-``val``      the fake tensor (or size, or list of them) that stands for its result
-``frames``   the user's file and line, innermost first, as :class:`weft.capture.user_code.Frame`
-``module``   dotted path of the module whose forward made it ("" outside any module)
-``stage``    ``"forward"``, ``"backward"`` or ``"optimizer"``
-``inplace``  the in-place operation the step really called, where there was one (an executor may use it again)
+What a node carries in ``node.meta`` is declared in :mod:`weft.capture.node_meta`: its fake value, the user's line, the
+module and the stage that it belongs to, and what the compiler decided about it.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,59 +17,11 @@ from typing import Any
 import torch
 import torch.fx
 
+from weft.capture.node_kinds import group_of, is_collective, is_effect, is_wait
+from weft.capture.node_meta import meta_fault
+from weft.capture.printer import print_graph
+from weft.capture.step_interface import Input, Output, Update
 from weft.errors import MalformedGraph
-
-
-class Role(enum.Enum):
-    """What an input of the step is to the training run."""
-
-    PARAMETER = "parameter"
-    GRADIENT = "gradient"
-    OPTIMIZER_STATE = "optimizer state"
-    BUFFER = "buffer"
-    BATCH = "batch"
-    SCALAR = "scalar"
-
-
-@dataclass(frozen=True)
-class Input:
-    """One placeholder of the graph.
-
-    Attributes:
-        name: the placeholder's name in the graph.
-        role: what the tensor or number is.
-        path: where it lives, as the user would write it (``model.blocks.0.weight``, ``args[0]``).
-        sharding: text of global shape, mesh and placements where the tensor is one rank's part of a DTensor, else "".
-    """
-
-    name: str
-    role: Role
-    path: str
-    sharding: str = ""
-
-
-@dataclass(frozen=True)
-class Update:
-    """An output that becomes the new value of the input called ``input``."""
-
-    input: str
-
-
-@dataclass(frozen=True)
-class Create:
-    """An output that is put at a place in the user's Python state (``path``) where no tensor was before."""
-
-    path: str
-
-
-@dataclass(frozen=True)
-class Return:
-    """An output that the step returns: leaf number ``index`` of its flattened return value."""
-
-    index: int
-
-
-Output = Update | Create | Return
 
 
 @dataclass
@@ -84,10 +30,10 @@ class StepGraph:
 
     Attributes:
         graph: the FX graph; its output node holds one flat tuple, aligned with ``outputs``.
-        inputs: one entry a placeholder, in order.
-        outputs: what becomes of each output.
-        groups: names of process groups as they stand in the graph (mesh axis names, the same on every rank) to the
-            names torch registered them under on this rank.
+        inputs: one entry per placeholder, in order.
+        outputs: the meaning of each output.
+        groups: for each name of a process group in the graph (a mesh axis, equal on every rank) the name that torch
+            gave the group on this rank.
     """
 
     graph: torch.fx.Graph
@@ -97,6 +43,7 @@ class StepGraph:
 
     @property
     def placeholders(self) -> list[torch.fx.Node]:
+        """The placeholder nodes, aligned with ``inputs``."""
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property
@@ -105,6 +52,7 @@ class StepGraph:
         return self.graph.output_node().args[0]  # type: ignore[return-value]
 
     def input(self, name: str) -> Input:
+        """The input whose placeholder has this name."""
         return next(entry for entry in self.inputs if entry.name == name)
 
     def updates(self) -> Iterator[tuple[Input, torch.fx.Node]]:
@@ -115,10 +63,11 @@ class StepGraph:
                 yield by_name[what.input], node
 
     def collectives(self) -> list[torch.fx.Node]:
+        """The nodes that start collectives, in order."""
         return [node for node in self.graph.nodes if is_collective(node)]
 
     def copy(self) -> StepGraph:
-        """A graph of its own nodes, which passes may change; fake values are shared."""
+        """A copy with nodes of its own, which passes may change; the fake values are shared."""
         graph = torch.fx.Graph()
         nodes: dict[torch.fx.Node, torch.fx.Node] = {}
         results = graph.graph_copy(self.graph, nodes)
@@ -130,7 +79,9 @@ class StepGraph:
 
         Raises:
             MalformedGraph: a placeholder without an entry, an output without a meaning, a node that uses a later one,
-                a call that mutates its arguments, a collective that nothing waits for, an unknown process group.
+                a call that mutates its arguments, a collective that nothing waits for, an unknown process group,
+                metadata that does not follow the schema of :mod:`weft.capture.node_meta`, an update of other sizes or
+                dtype than its input.
         """
         _check(self)
         return self
@@ -139,54 +90,16 @@ class StepGraph:
         return len(self.graph.nodes)
 
     def __str__(self) -> str:
-        from weft.capture.printer import print_graph
-
         return print_graph(self)
 
 
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-# Of operations that start collectives: torch's, and weft's (see inductor/passes/wire_dtype.py).
-_NAMESPACES = ("_c10d_functional", "weft_c10d")
-
-
-def is_collective(node: torch.fx.Node) -> bool:
-    """Whether the node starts a collective (its wait is a node of its own): an operation, or a callable that says so
-    (``collective``) and over which group (``group``)."""
-    if node.op != "call_function" or node.target is WAIT:
-        return False
-    return getattr(node.target, "namespace", "") in _NAMESPACES or getattr(node.target, "collective", False)
-
-
-def is_wait(node: torch.fx.Node) -> bool:
-    """Whether the node waits for a collective and hands on what it is given: the operation, or a callable that says so
-    (``waits``)."""
-    return node.target is WAIT or getattr(node.target, "waits", False)
-
-
-def is_effect(node: torch.fx.Node) -> bool:
-    """Whether the node must stay even when nothing uses its result (collectives, checks, opaque calls, random
-    state)."""
-    return (
-        node.op in ("placeholder", "output")
-        or is_collective(node)
-        or is_wait(node)
-        or bool(node.meta.get("effect"))
-        or is_random(node)
-    )
-
-
-def is_random(node: torch.fx.Node) -> bool:
-    """Whether the node draws from a random generator, so that its order among such nodes matters."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
 def drop_dead(graph: torch.fx.Graph) -> int:
-    """Erase nodes without users and without effects, last first; returns how many."""
+    """Erase nodes without users and without effects, last first; returns their number."""
     erased = 0
     for node in reversed(graph.nodes):
         if not node.users and not is_effect(node):
             graph.erase_node(node)
+            node.meta.pop("val", None)  # torch keeps erased nodes for as long as the graph
             erased += 1
     return erased
 
@@ -200,31 +113,33 @@ def _check(step: StepGraph) -> None:
     known = set(names)
     for what in step.outputs:
         _require(not isinstance(what, Update) or what.input in known, step, None, f"{what} updates no input")
+    _check_updates(step)
     for node in nodes:
         _require(all(order[used] < order[node] for used in node.all_input_nodes), step, node, "uses a later node")
         if node.op == "call_function":
             _require(not _mutates(node.target), step, node, "mutates an argument")
         if is_collective(node):
             _require(any(_waited(user) for user in node.users), step, node, "collective that nothing waits for")
+        fault = meta_fault(node)
+        _require(fault is None, step, node, fault or "")
         group = group_of(node)
         _require(not group or group in step.groups, step, node, f"unknown process group {group!r}")
+
+
+def _check_updates(step: StepGraph) -> None:
+    """The new value of an input has its sizes and its dtype."""
+    placeholders = {node.name: node.meta.get("val") for node in step.placeholders}
+    for entry, node in step.updates():
+        old, new = placeholders[entry.name], node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            same = old.dtype == new.dtype and [*map(str, old.shape)] == [*map(str, new.shape)]
+            what = f"the new value of {entry.path} is {new.dtype} {list(new.shape)}, not {old.dtype} {list(old.shape)}"
+            _require(same, step, node, what if not same else "")
 
 
 def _waited(user: torch.fx.Node) -> bool:
     """Coalesced collectives return a list: each element is waited for after its getitem."""
     return is_wait(user) or any(is_wait(after) for after in user.users)
-
-
-def group_of(node: torch.fx.Node) -> str:
-    """Name of the process group that a node's operation works over, "" for one that takes no group."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.target.group if is_collective(node) else ""  # type: ignore[union-attr]
-    for at, argument in enumerate(schema.arguments):
-        if argument.name in ("group_name", "group"):
-            named = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-            return named if isinstance(named, str) else ""
-    return ""
 
 
 def _mutates(target: Callable[..., Any] | str) -> bool:

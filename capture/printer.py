@@ -1,7 +1,7 @@
-"""A StepGraph as readable Python: typed inputs, one line a node, the user's lines as comments.
+"""Prints a StepGraph as readable Python: typed inputs, one line per node, the user's lines as comments.
 
-The text parses as Python and is for reading, not for running: names of operations are short (``aten.mm``) and
-types are written ``f32[4, 16]``.
+The text parses as Python, but it is for reading and not for running. Names of operations are short (``aten.mm``), and
+types are written as ``f32[4, 16]``.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
 
-from weft.capture.costs import collective_bytes, format_bytes, tensor_bytes
-from weft.capture.graph import Input, Return, StepGraph, Update, group_of, is_collective
+from weft.capture.node_kinds import group_of, is_collective
+from weft.capture.sizes_in_bytes import collective_bytes, format_bytes, tensor_bytes
+from weft.capture.step_interface import Input, Return, Update
 from weft.capture.user_code import Frame
+
+if TYPE_CHECKING:
+    from weft.capture.graph import StepGraph
 
 _WIDTH = 120
 _MANY = 4
-_SPACE = "\0"  # one inside a string, where a line must not break
+_SPACE = "\0"  # stands for a space inside a string, where a line must not break
 _SHORT = {
     torch.float64: "f64",
     torch.float32: "f32",
@@ -60,10 +64,9 @@ _OPERATORS = {
 
 
 def print_graph(step: StepGraph) -> str:
-    """The text of ``step``: a header of counts, a function with one argument an input, its nodes, what
-    becomes of them.
+    """The text of ``step``: a header with counts, a function with one argument per input, its nodes and its outputs.
 
-    A comment and an empty line mark where the user's line, the module or the stage changes. Bytes of a
+    A comment after an empty line marks where the user's line, the module or the stage changes. The bytes of a
     collective are those of its larger side.
     """
     lines = [*_header(step), "def step("]
@@ -167,7 +170,7 @@ def _call(node: torch.fx.Node) -> str:
 
 
 def _word(value: Any) -> str:
-    """``value`` as an expression that parses."""
+    """``value`` as text that parses as an expression."""
     if isinstance(value, torch.fx.Node):
         return value.name
     if isinstance(value, (list, tuple)):
@@ -203,7 +206,7 @@ def _results(step: StepGraph) -> Iterator[str]:
 
 
 def _wrapped(makes: str, call: str, note: str) -> Iterator[str]:
-    """One statement, on one line or with its arguments broken at spaces where that is too long."""
+    """One statement, on one line, or with its arguments broken at spaces where the line is too long."""
     line = f"    {makes}{call}"
     if len(line) <= _WIDTH or "(" not in call:
         yield line + note

@@ -1,7 +1,7 @@
-"""A training step small enough to read whole: two layers in a data-parallel run, a loss, SGD.
+"""A small training step for demonstrations: two sharded layers, a loss, SGD.
 
-Each room shows what it makes of it: ``python -m weft.capture``, ``python -m weft.inductor``. Its code counts
-as a user's.
+``python -m weft.capture`` and ``python -m weft.inductor`` print what they make of it. The code of this file counts as
+user code.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.capture.fake_world import fake_world
+from weft.capture.fake.fake_world import fake_world
 from weft.capture.graph import StepGraph
-from weft.capture.tracer import capture_step
+from weft.capture.record.tracer import capture_step
 from weft.distributed.fsdp import fully_shard
 
 
 def capture_toy(world_size: int = 4, width: int = 8) -> StepGraph:
-    """One rank's step, sharded over ``world_size`` ranks that are not there; nothing is allocated."""
+    """The graph of one rank's step, sharded over ``world_size`` simulated ranks; no memory is allocated for tensors.
+
+    ``width`` is the number of features.
+    """
     with fake_world(world_size, target_device="cpu"):
         mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("data",))
         model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))

@@ -1,14 +1,17 @@
-"""Which lines of the user's own code are running now.
+"""The lines of the user's code that are running now, for the metadata of nodes and for error messages.
 
-Every node of a graph and every error carries them, so the walk is cheap: a few microseconds, one dictionary
-look-up a frame.
+Every node of a graph carries them, so finding them is cheap: a few microseconds, one dictionary look-up per frame.
 """
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
+from types import CodeType, TracebackType
 from typing import NamedTuple
 
 import torch
@@ -20,32 +23,78 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 class Frame(NamedTuple):
-    """One line of user code: where it is (1-based line) and the function it is in."""
+    """One line of user code: file, line number from 1, and the name of the function."""
 
     filename: str
     lineno: int
     name: str
 
 
+class RunningCall(NamedTuple):
+    """A call that is running in user code, kept as code and position: its text is read only where it is shown."""
+
+    code: CodeType
+    instruction: int
+    lineno: int
+
+    def text(self) -> str:
+        """Its source, such as ``labels.max().item()``; the whole line, or "", where Python knows no more."""
+        line = linecache.getline(self.code.co_filename, self.lineno)
+        positions = next(itertools.islice(self.code.co_positions(), self.instruction // 2, None), (None,) * 4)
+        first, last, start, end = positions
+        if line and first == last == self.lineno and start is not None and end is not None:
+            line = line.encode()[start:end].decode(errors="replace")
+        return line.strip()
+
+
 def user_frames(limit: int = 8) -> tuple[Frame, ...]:
     """The innermost `limit` frames of the calling thread that are the user's code, innermost first.
 
-    Left out: torch, the standard library, generated code, and weft itself (its tests, examples and benchmarks
-    are user code). Empty when there is none, for example in a thread that torch started.
+    Frames of torch, the standard library, generated code and weft itself are left out. Installed packages, and weft's
+    tests, examples and benchmarks, are user code. Where all of these frames are in installed packages, the last one is
+    replaced by the innermost frame outside them: a line of a library alone does not tell the user where to look.
+    Empty where no user code is running, for example in a thread that torch started.
     """
     found: list[Frame] = []
+    own = limit < 2  # whether a line outside installed packages is among them
     frame = sys._getframe(1)
     is_user = _is_user_file
-    while frame is not None and len(found) < limit:
+    while frame is not None and (len(found) < limit or not own):
         code = frame.f_code
         filename = code.co_filename
         known = is_user.get(filename)
         if known is None:
             known = is_user[filename] = _classify(filename)
         if known:
-            found.append(Frame(filename, frame.f_lineno, code.co_name))
+            installed = known == _LIBRARY
+            if len(found) < limit:
+                found.append(Frame(filename, frame.f_lineno, code.co_name))
+            elif not installed:
+                found[-1] = Frame(filename, frame.f_lineno, code.co_name)
+            own = own or not installed
         frame = frame.f_back
     return tuple(found)
+
+
+def running_call() -> RunningCall | None:
+    """What the innermost frame of user code is doing; None where no user code is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return RunningCall(frame.f_code, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def frames_of(traceback: TracebackType | None) -> list[Frame]:
+    """The frames of user code that an error passed through, innermost first."""
+    found: list[Frame] = []
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            found.append(Frame(code.co_filename, traceback.tb_lineno, code.co_name))
+        traceback = traceback.tb_next
+    return found[::-1]
 
 
 def format_frame(frame: Frame) -> str:
@@ -53,25 +102,84 @@ def format_frame(frame: Frame) -> str:
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
+def format_frames(frames: Sequence[Frame], *, source: bool = False) -> str:
+    """The innermost frame, and where that is in an installed package also the innermost outside of it.
+
+    Args:
+        frames: innermost first, at least one.
+        source: whether the text of the first line follows.
+    """
+    first = frames[0]
+    text = format_frame(first)
+    if source and (line := linecache.getline(first.filename, first.lineno).strip()):
+        text += f": `{line}`"
+    caller = next((frame for frame in frames if not _is_installed(frame.filename)), None)
+    return text if caller is None or caller is first else f"{text}, called from {format_frame(caller)}"
+
+
+def printable(text: str) -> str:
+    """``text`` with every unprintable character as a Python escape sequence.
+
+    File names, function names and parameter names are the user's: a line feed in one of them, written into a comment
+    of generated code, would end the comment and make the rest a statement.
+    """
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def user_line() -> str:
-    """The innermost user frame, formatted; `<no user code on the stack>` when there is none."""
-    frames = user_frames(1)
-    return format_frame(frames[0]) if frames else "<no user code on the stack>"
+    """The innermost user frame, formatted, and where that is a library's the user's line that led to it;
+    `<no user code on the stack>` when there is none."""
+    frames = user_frames(2)
+    return format_frames(frames) if frames else "<no user code on the stack>"
+
+
+def nearest_package(*skipped: str) -> str:
+    """The top-level package of the innermost running code that is in none of ``skipped``, modules and packages."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        package = name.split(".")[0]
+        if name not in skipped and package not in skipped:
+            return package
+        frame = frame.f_back
+    return ""
+
+
+def called_by_user(*skipped: str) -> bool:
+    """Whether the code that called the caller of this function is the user's, not counting files that end like
+    ``skipped``. The standard library reads clocks and the environment for its own ends."""
+    frame = sys._getframe(2)
+    while frame is not None and skipped and frame.f_code.co_filename.endswith(skipped):
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether code from this file is the user's."""
+    """Whether code from this file is user code, that of installed packages included."""
     if filename not in _is_user_file:
         _is_user_file[filename] = _classify(filename)
-    return _is_user_file[filename]
+    return bool(_is_user_file[filename])
 
 
-_is_user_file: dict[str, bool] = {}
+def _is_installed(filename: str) -> bool:
+    return is_user_file(filename) and _is_user_file[filename] == _LIBRARY
 
 
-def _classify(filename: str) -> bool:
+# What a file is; all but machinery (torch, the standard library, weft) counts as user code.
+_MACHINERY, _OWN, _LIBRARY = 0, 1, 2
+
+_is_user_file: dict[str, int] = {}
+
+
+def _classify(filename: str) -> int:
+    if not _is_users(filename):
+        return _MACHINERY
+    return _LIBRARY if any(folder in _INSTALLED for folder in filename.split(os.sep)) else _OWN
+
+
+def _is_users(filename: str) -> bool:
     if filename.startswith("<"):
-        # `python -c`, a pipe and notebooks are users; frozen importlib and code generated by fx are not.
+        # Code from `python -c`, a pipe or a notebook is user code; frozen importlib and code generated by fx is not.
         return filename.startswith(("<string>", "<stdin>", "<ipython-input"))
     spellings = {os.path.abspath(filename), os.path.realpath(filename)}
     return not any(_is_machinery(path) for path in spellings)

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft import torch_adapter
+from weft.argument_checks import ArgumentChecks
 from weft.distributed.ddp import ReplicateModule, broadcast_state
 from weft.distributed.fsdp.mesh import mesh_device
-from weft.distributed.fsdp.param import ShardedParameter, Slot
+from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
 from weft.distributed.fsdp.state import states_in
 from weft.errors import CannotInitialize
 
@@ -38,14 +39,17 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         model: sharded, replicated or neither; parameters and buffers that have memory are left alone.
         device: by default that of the mesh, or the CPU where nothing is sharded.
 
-    Raises CannotInitialize: at once, for modules that have parameters on the meta device while neither they
-    nor a module around them have a `reset_parameters`; at the end, for parameters and buffers that none has
-    filled.
+    Raises InvalidArgument and InvalidArgumentType. Raises CannotInitialize at once, for modules that have parameters
+    on the meta device while neither they nor a module around them have a `reset_parameters`; at the end, for parameters
+    and buffers that none has filled.
     """
+    checks = ArgumentChecks("weft.materialize")
+    checks.kind("model", model, nn.Module, "a torch.nn.Module", "Pass the model, built under torch.device('meta')")
+    target = None if device is None else _checked_device(checks, device)
     lacking = list(_without_reset(model, "", False))
     if lacking:
-        raise CannotInitialize(lacking, "have parameters on the meta device, and no reset_parameters method")
-    work = _Materialization(_device_of(model) if device is None else torch.device(device), _meta_places(model))
+        raise CannotInitialize(lacking, "modules have parameters on the meta device and no reset_parameters")
+    work = _Materialization(_device_of(model) if target is None else target, _meta_places(model))
     with torch.no_grad():
         work.visit(model, "", within_reset=False)
     for state in states_in(model.modules()):
@@ -53,10 +57,23 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
             member.param.home.put(work.done.get(member.param, member.param.sharded))
         state.adopt()
     if work.untouched:
-        raise CannotInitialize(work.untouched, "have memory but no values: no reset_parameters fills them")
+        raise CannotInitialize(work.untouched, "tensors have memory but no values; no reset_parameters fills them")
     if any(isinstance(module, ReplicateModule) for module in model.modules()):
         broadcast_state(model)
     return model
+
+
+def _checked_device(checks: ArgumentChecks, device: Any) -> torch.device:
+    """`device` as a device that has memory."""
+    allowed, remedy = "a torch.device that has memory, or its name", 'Write "cuda", "cuda:0" or "cpu", or leave it out'
+    checks.kind("device", device, (str, int, torch.device), allowed, remedy)
+    try:
+        found = torch.device(device)
+    except RuntimeError:  # no device has this name
+        raise checks.invalid("device", device, allowed, remedy) from None
+    if found.type == "meta":
+        raise checks.invalid("device", device, allowed, remedy)
+    return found
 
 
 @dataclass(eq=False)
@@ -83,7 +100,7 @@ class _Place:
         if self.is_buffer:
             self.module._buffers[self.name] = tensor
         else:
-            Slot(self.module, self.name).put(tensor)
+            ParameterSlot(self.module, self.name).put(tensor)
 
     def allocate(self, device: torch.device) -> None:
         memory = torch.empty(self.meta.shape, dtype=self.meta.dtype, device=device)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from weft.launch.cli import main
+from weft.launch.entry import main
 
 main()

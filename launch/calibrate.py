@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from weft.inductor.comm.calibrate import FULL, TINY, Calibration
-from weft.inductor.comm.calibrate import calibrate as measure
-from weft.inductor.comm.cluster import Cluster, calibrated_folder, save_cluster
+from weft.errors import CannotWrite, InvalidEnvironment
+from weft.inductor.cost.calibrate import FULL, TINY, Calibration
+from weft.inductor.cost.calibrate import calibrate as measure
+from weft.inductor.cost.cluster import Cluster, calibrated_folder, save_cluster
 
 
 def calibrate(out: Path | None = None, scale: Literal["full", "tiny"] | None = None) -> None:
@@ -28,17 +30,31 @@ def calibrate(out: Path | None = None, scale: Literal["full", "tiny"] | None = N
         out: The file to write; one below WEFT_CACHE_DIR, where weft finds it by itself, if none is named.
         scale: How much to measure; full on GPUs and tiny on CPUs if nothing is said.
     """
+    if out is not None and out.is_dir():  # said before minutes of measurements
+        raise CannotWrite("--out", out, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+    rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     chosen = {"full": FULL, "tiny": TINY, None: FULL if on_gpu else TINY}[scale]
     with _process_group(device):
         result = measure(device, chosen)
         path = out or calibrated_folder() / f"{result.cluster.name}.toml"
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # on every host, so that all find the same
-            save_cluster(result.cluster, path, _comment(result))
-        if int(os.environ.get("RANK", "0")) == 0:
+        if local_rank == 0:  # on every host, so that all find the same
+            try:
+                save_cluster(result.cluster, path, _comment(result))
+            except OSError as error:
+                raise CannotWrite("--out", path, error) from error
+        if rank == 0:
             show(result, Console())
             print(f"written to {path}")
+
+
+def _number(variable: str) -> int:
+    """A number of the launcher's environment, 0 where it is not set. Raises InvalidEnvironment."""
+    value = os.environ.get(variable, "0")
+    if not value.isdecimal():
+        raise InvalidEnvironment(variable, value, "a whole number")
+    return int(value)
 
 
 @contextlib.contextmanager
@@ -47,6 +63,10 @@ def _process_group(device: torch.device) -> Iterator[None]:
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise InvalidEnvironment(name, os.environ.get(name), "that of the job")
+    _number("WORLD_SIZE")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device)

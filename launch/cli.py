@@ -9,10 +9,11 @@ from collections.abc import Sequence
 import tyro
 
 from weft.errors import WeftError
-from weft.inductor.comm.symmetric import NO_MULTICAST
+from weft.inductor.transports.symmetric_memory import NO_MULTICAST
 from weft.launch.calibrate import calibrate
+from weft.launch.checkpoint import checkpoint
 
-COMMANDS = {"calibrate": calibrate}
+COMMANDS = {"calibrate": calibrate, "checkpoint": checkpoint}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,17 +1,58 @@
-"""What every test run has: GPUs for those tests that need them, and the size of each room at the end."""
+"""What every test run has: fixed seeds, GPUs for those tests that need them, and the size of each room at the end."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import random
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from exploration import register_profiles
+
+# Verifiers run after every pass and stage, in processes that tests start too. Set before weft reads its knobs.
+os.environ.setdefault("WEFT_VERIFY_GRAPHS", "1")
 
 ROOT = Path(__file__).parents[1]
 
+# Some machines with GPUs have no hypothesis. Tests without it run there.
+if importlib.util.find_spec("hypothesis") is not None:
+    register_profiles()
+
+
+def seed_generators() -> None:
+    """Seed the global generators of torch, Python and numpy.
+
+    The draws of a test then do not depend on which tests ran before it, nor on the time.
+    """
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.Module):  # test files draw tensors when they are imported
+        seed_generators()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("property")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed_generators()  # again after the fixtures, of which some run once for many tests
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    seed_generators()
     if (mark := item.get_closest_marker("gpu")) is not None:
         count = mark.args[0] if mark.args else 1
         if torch.cuda.device_count() < count:

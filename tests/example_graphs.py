@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.capture.fake_world import fake_world
+from weft.capture.fake.fake_world import fake_world
 from weft.capture.graph import StepGraph
-from weft.capture.tracer import capture_step
+from weft.capture.record.tracer import capture_step
 
 
 class LlamaBlock(nn.Module):

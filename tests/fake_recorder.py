@@ -42,11 +42,11 @@ class FakeRecorder:
             raise self.failing
         self.records += 1
         assert self.asked_for_room >= self.records
-        given = [t for t in inspect.getclosurevars(run).nonlocals["given"] if isinstance(t, torch.Tensor)]
-        before = [tensor.detach().clone() for tensor in given]
+        inputs = [t for t in inspect.getclosurevars(run).nonlocals["recorded_inputs"] if isinstance(t, torch.Tensor)]
+        before = [tensor.detach().clone() for tensor in inputs]
         results = run()
         with torch.no_grad():
-            for tensor, old in zip(given, before, strict=True):
+            for tensor, old in zip(inputs, before, strict=True):
                 if not torch.equal(tensor, old):
                     tensor.copy_(old)
         return FakeRecording(run, results, self.alone)

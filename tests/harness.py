@@ -22,6 +22,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import tempfile
@@ -251,6 +252,10 @@ def _rank_main(rank: int, job: _Job, connection: Connection) -> None:
 
 def _run(rank: int, job: _Job) -> Any:
     torch.set_num_threads(1)
+    # torch's default generator has the same fixed seed in every process; Python's and numpy's differ by run.
+    random.seed(rank)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(rank)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
     if job.backend == "gloo":

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import weft
 from weft.capture.graph import StepGraph
-from weft.inductor.retarget import retarget
+from weft.inductor.graph.retarget import retarget
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from llama import SHAPES, Llama

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from weft.inductor.multi_tensor.bound import Bound
 from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.runtime.bound_plan import BoundLaunches
 
 Tensor = torch.Tensor
 
@@ -30,7 +30,7 @@ def interpret(call: MultiTensor, arguments: Sequence[Any], number_type: str = "f
         return torch.tensor(float(argument), dtype=kinds[number_type]) if number_type in kinds else float(argument)
 
     held = [passed(argument) for argument in arguments]
-    bound = Bound(plan, torch.device("cpu"))
+    bound = BoundLaunches(plan, torch.device("cpu"))
     bound.bind(held, fresh)
     bound.launch()
     return [tensor for list_ in (*fresh, *(arguments[at] for at in call.updated)) for tensor in list_]

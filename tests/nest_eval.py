@@ -9,10 +9,22 @@ from typing import Any
 import sympy
 import torch
 
-from weft.inductor.ir import Call, Const, Index, Load, Nest, Part, Position, Reduce, Scalar, Value
-from weft.inductor.lower import Lowered
-from weft.inductor.lowering.registry import SEEDS, Buffer
-from weft.inductor.ops import OPS
+from weft.inductor.loop_ir.ir import (
+    Buffer,
+    Call,
+    Const,
+    Index,
+    Load,
+    Nest,
+    Position,
+    Reduce,
+    ReductionResult,
+    Scalar,
+    Value,
+)
+from weft.inductor.loop_ir.ops import OPS
+from weft.inductor.lowering.lowered_step import Lowered
+from weft.inductor.lowering.registry import SEEDS
 
 
 def evaluate(nest: Nest, buffers: Mapping[str, torch.Tensor], numbers: Mapping[str, float] | None = None) -> None:
@@ -62,7 +74,7 @@ def _positions(
     total = torch.full([1] * len(sizes), _number(index.offset, numbers))
     for axis, stride in index.strides:
         total = total + _along(axis, sizes) * _number(stride, numbers)
-    for value, stride in index.picks:
+    for value, stride in index.indirect:
         total = total + values[value] * _number(stride, numbers)
     return total
 
@@ -90,7 +102,7 @@ def _value(
         return torch.where(mask, found, torch.tensor(value.other, dtype=value.dtype))
     if isinstance(value, Call):
         return OPS[value.op].eager(*(values[arg] for arg in value.args)).to(value.dtype)
-    if isinstance(value, Part):
+    if isinstance(value, ReductionResult):
         assert isinstance(value.reduce, Reduce)
         return _reduce(value.reduce, values, sizes)[value.at].to(value.dtype)
     assert isinstance(value, Reduce), value

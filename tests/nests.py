@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.inductor.ir import Call, Const, Index, Load, Nest, Position, Reduce, Store, Value
+from weft.inductor.loop_ir.ir import Call, Const, Index, Load, Nest, Position, Reduce, Store, Value
 
 f32 = torch.float32
 

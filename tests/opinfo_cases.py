@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 import weft
 import weft.backend
-from weft.capture.exact import ExactRun
+from weft.capture.record.float64_shadow import Float64ShadowMode
 from weft.errors import CannotCapture, UncapturableLayout, UnstridedArgument
 from weft.inductor.compiler import make_kernels
-from weft.inductor.multi_tensor.launcher import use_kernels
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten
+from weft.inductor.runtime.multi_tensor import use_kernels
 
 Tensor = torch.Tensor
 
@@ -165,7 +165,7 @@ def _compiled(step: _Step, outcome: Outcome, dynamo: bool, interpreted: bool) ->
 def _by_kernels(fast: weft.CompiledStep, *tensors: Tensor) -> Any:
     """Call the step with a program of generated kernels, which are interpreted."""
     entry = fast.entry_for(tensors, {})
-    entry.program = compile_aten(use_kernels(make_kernels(run_passes(entry.captured.graph, EVERY_PASS))))
+    entry.program = compile_aten(use_kernels(make_kernels(run_passes(entry.captured.graph, KERNEL_PASSES))))
     return fast(*tensors)
 
 
@@ -273,7 +273,7 @@ def _difference(step: _Step, found: Any, wanted: Any, outcome: Outcome, dynamo: 
 
 def _is_as_close_as_eager(step: _Step, found: Any) -> bool:
     """Whether results are at most 16 times as far from those in float64 as eager's are, which are few numbers."""
-    with ExactRun() as run:
+    with Float64ShadowMode() as run:
         wanted = step.run(step)
     for ours, theirs in zip(tree_leaves(found), tree_leaves(wanted), strict=True):
         if not isinstance(theirs, Tensor) or not (theirs.is_floating_point() or theirs.is_complex()):

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.capture.tracer import capture_step
-from weft.inductor.passes.pipeline import Pass, run_passes
+from weft.capture.record.tracer import capture_step
+from weft.inductor.graph.pass_runner import Pass
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
+from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.runtime.aten import compile_aten
+
+# In the order of the pipeline.
+BIT_KEEPING: list[Pass] = [pass_ for pass_ in (*KERNEL_PASSES, schedule_waits) if not pass_.numeric_effect]
 
 
 class Run:

@@ -16,22 +16,22 @@ import weft
 from both_ways import detached
 from weft import MixedPrecisionPolicy
 from weft.capture.graph import StepGraph
-from weft.inductor.comm.bind import bind
-from weft.inductor.comm.buckets import Member, join, sequences
-from weft.inductor.comm.carry import carry
-from weft.inductor.comm.transports import why_not
-from weft.inductor.comm.updates import split_updates
 from weft.inductor.compiler import make_kernels
 from weft.inductor.passes.common_subexpressions import common_subexpressions
+from weft.inductor.passes.drop_noops import drop_noops
+from weft.inductor.passes.drop_unused_gathers import drop_unused_gathers
 from weft.inductor.passes.fold_casts import fold_casts
 from weft.inductor.passes.group_casts import group_casts
-from weft.inductor.passes.noops import drop_noops
 from weft.inductor.passes.pipeline import run_passes
 from weft.inductor.passes.schedule_waits import schedule_waits
-from weft.inductor.passes.unused_gathers import drop_unused_gathers
 from weft.inductor.passes.wire_dtype import wire_dtype
 from weft.inductor.runtime.aten import compile_aten
-from weft.inductor.runtime.pieces import Program, compile_recorded
+from weft.inductor.runtime.piecewise_cudagraph import Program, compile_recorded
+from weft.inductor.schedule.bucketing import BucketEntry, bucketable_sequences, merge_buckets
+from weft.inductor.schedule.split_optimizer import split_updates
+from weft.inductor.transports.apply_transports import use_transports
+from weft.inductor.transports.instantiate import bind
+from weft.inductor.transports.peer_calls import unsupported_reason
 
 PASSES = [drop_noops, drop_unused_gathers, fold_casts, common_subexpressions, wire_dtype, group_casts]
 
@@ -46,23 +46,25 @@ def transported(
     made = run_passes(step, passes)
     if kernels:
         made = make_kernels(made)
-    for members in sequences(made):
-        join(made, in_fours(members))
+    for members in bucketable_sequences(made):
+        merge_buckets(made, in_fours(members))
     schedule_waits(split_updates(made))
     chosen = {}
     for node in made.collectives():
-        chosen[node] = next((name for name in transports if why_not(made, node, name) is None), dist.get_backend())
-    carry(made, chosen, dist.get_backend())
+        chosen[node] = next(
+            (name for name in transports if unsupported_reason(made, node, name) is None), dist.get_backend()
+        )
+    use_transports(made, chosen, dist.get_backend())
     return made.check()
 
 
-def in_fours(members: Sequence[Member]) -> list[list[Member]]:
+def in_fours(members: Sequence[BucketEntry]) -> list[list[BucketEntry]]:
     """Buckets of up to four neighbours."""
-    buckets: list[list[Member]] = []
+    buckets: list[list[BucketEntry]] = []
     for member in members:
         joined = [*buckets[-1], member] if buckets else []
         fits = 2 <= len(joined) <= 4
-        if fits and (member.early or max(m.at for m in joined) < min(m.until for m in joined)):
+        if fits and (member.from_shards or max(m.position for m in joined) < min(m.latest for m in joined)):
             buckets[-1].append(member)
         else:
             buckets.append([member])

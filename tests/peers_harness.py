@@ -19,18 +19,18 @@ from pathlib import Path
 
 import torch
 
-from weft.inductor.comm.kernels import failure
-from weft.inductor.comm.kernels.barrier import Barrier
-from weft.inductor.comm.kernels.failure import Failure
-from weft.inductor.comm.kernels.transport import Peers, Transport
-from weft.inductor.multi_tensor.plan import addresses
+from weft.inductor.multi_tensor.launch_plan import pointer_table
 from weft.inductor.runtime.kernels import compile_kernels
+from weft.inductor.transports.kernels import failure
+from weft.inductor.transports.kernels.barrier import Barrier
+from weft.inductor.transports.kernels.failure import Failure
+from weft.inductor.transports.kernels.peer_kernel import PeerGroup, PeerKernel
 
 BUFFER = 1 << 22  # bytes
 PAD = 1 << 14
 
 # Readings of the slots until a rank is given up: a minute, where four ranks share two cores.
-PATIENCE = 20_000
+MAX_POLLS = 20_000
 
 _CPU = torch.device("cpu")
 
@@ -53,7 +53,7 @@ class Here:
         record: its record of a failure.
     """
 
-    def __init__(self, path: str, rank: int, world: int, patience: int = PATIENCE) -> None:
+    def __init__(self, path: str, rank: int, world: int, max_polls: int = MAX_POLLS) -> None:
         size = BUFFER + PAD
         file = torch.from_file(path, shared=True, size=world * size, dtype=torch.uint8)
         self.buffers = [part[:BUFFER] for part in file.split(size)]
@@ -61,11 +61,11 @@ class Here:
         self.pad = file.split(size)[rank][BUFFER:].view(torch.uint32)
         self.record = torch.zeros(failure.WORDS, dtype=torch.int32)
         bases = torch.arange(world) * size + file.data_ptr()
-        self.peers = Peers(world, rank, bases, bases + BUFFER, self.record, patience)
+        self.peers = PeerGroup(world, rank, bases, bases + BUFFER, self.record, max_polls)
 
     def launch(
         self,
-        transport: Transport,
+        transport: PeerKernel,
         rows: Sequence[Sequence[int]],
         *others: torch.Tensor,
         collective: int = 0,
@@ -73,7 +73,7 @@ class Here:
     ) -> None:
         """Run the kernel of a transport on all of its programs."""
         (kernel,) = compile_kernels([transport.kernel], _CPU)
-        chunks, members = transport.chunks, addresses(rows)
+        chunks, members = transport.chunks, pointer_table(rows)
         kernel.launch(transport.grid, 0, *transport.arguments(self.peers, slots, collective, chunks, members, *others))
 
     def meet(self, collective: int = 0, slots: int = 0) -> None:

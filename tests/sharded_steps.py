@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from step_builder import StepBuilder
-from weft.capture.graph import Role, StepGraph
+from weft.capture.graph import StepGraph
+from weft.capture.step_interface import Role
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

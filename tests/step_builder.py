@@ -9,8 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from weft.capture.functional import effects
-from weft.capture.graph import Create, Input, Output, Return, Role, StepGraph, Update
+from weft.capture.graph import StepGraph
+from weft.capture.record.functional_ops import effects
+from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.user_code import Frame, user_frames
 
 Node = torch.fx.Node

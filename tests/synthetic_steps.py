@@ -1,4 +1,4 @@
-"""Training steps as scheduling problems: the shapes of parallelism, with times and sizes in small round numbers.
+"""Training steps as scheduling task graphs: the shapes of parallelism, with times and sizes in small round numbers.
 
 Seconds are thousandths of what they say, sizes bytes; a collective interferes only if told to.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from weft.inductor.comm.problem import Kind, Problem, Storage, Task
+from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 
 
 class Value(NamedTuple):
@@ -19,15 +19,15 @@ class Value(NamedTuple):
 
 
 class Steps:
-    """Writes a problem, task by task, in the order that eager execution has."""
+    """Writes a task graph, task by task, in the order that eager execution has."""
 
     def __init__(self, interference: float = 0.0) -> None:
         self.tasks: list[Task] = []
         self.storages: list[Storage] = []
         self.interference = interference
 
-    def problem(self) -> Problem:
-        return Problem(self.tasks, self.storages)
+    def task_graph(self) -> TaskGraph:
+        return TaskGraph(self.tasks, self.storages)
 
     def compute(self, name: str, seconds: float, reads: Sequence[Value] = (), makes: int = 0) -> Value:
         return self._task(Task(name, Kind.COMPUTE, seconds=seconds), reads, makes)
@@ -37,10 +37,10 @@ class Steps:
         return Value(len(self.tasks) - 1, of.storage)
 
     def collective(
-        self, name: str, seconds: float, reads: Sequence[Value], makes: int, lane: str, link: str = "wire"
+        self, name: str, seconds: float, reads: Sequence[Value], makes: int, queue: str, link: str = "wire"
     ) -> Value:
         """A START and its WAIT, one after the other."""
-        task = Task(name, Kind.START, seconds=seconds, lane=lane, link=link, interference=self.interference)
+        task = Task(name, Kind.START, seconds=seconds, queue=queue, link=link, interference=self.interference)
         started = self._task(task, reads, makes)
         self.tasks.append(Task(f"{name} waited", Kind.WAIT, needs=(started.task,)))
         started.storage.readers += (len(self.tasks) - 1,)
@@ -65,10 +65,10 @@ def fsdp(
     product: float = 1.0,
     products: int = 4,
     views: int = 0,
-    lanes: tuple[str, str] = ("gather", "reduce"),
+    queues: tuple[str, str] = ("gather", "reduce"),
     links: tuple[str, str] = ("out", "in"),
     interference: float = 0.0,
-) -> Problem:
+) -> TaskGraph:
     """Fully sharded: a layer is gathered before its products, forward and backward, and its gradients are reduced.
 
     A gathered layer has 400 bytes, its gradient 800, an activation 50.
@@ -77,7 +77,7 @@ def fsdp(
 
     def gathered(layer: int, when: str) -> Value:
         cast = steps.compute(f"cast {when} {layer}", 0.01, (), 50)
-        full = steps.collective(f"gather {when} {layer}", gather, (cast,), 400, lanes[0], links[0])
+        full = steps.collective(f"gather {when} {layer}", gather, (cast,), 400, queues[0], links[0])
         for at in range(views):
             full = steps.view(f"view {when} {layer}.{at}", full)
         return full
@@ -100,17 +100,17 @@ def fsdp(
                 steps.compute(f"weight {layer}.{at}", product, (gradient, inputs[layer][at]), 800 // products)
             )
             gradient = steps.compute(f"input {layer}.{at}", product, (gradient, full, inputs[layer][at]), 50)
-        reduced.append(steps.collective(f"reduce {layer}", reduce, weights, 100, lanes[1], links[1]))
+        reduced.append(steps.collective(f"reduce {layer}", reduce, weights, 100, queues[1], links[1]))
     norm = steps.compute("norm", 0.1, reduced, 1)
-    norm = steps.collective("reduce norm", 0.2, (norm,), 1, lanes[1], links[1])
+    norm = steps.collective("reduce norm", 0.2, (norm,), 1, queues[1], links[1])
     for layer, shard in zip(reversed(range(layers)), reduced, strict=True):
         steps.compute(f"update {layer}", 0.1, (norm, shard))
-    return steps.problem()
+    return steps.task_graph()
 
 
 def tensor_parallel(
     layers: int = 8, *, gather: float = 0.8, reduce: float = 0.8, product: float = 1.0, interference: float = 0.0
-) -> Problem:
+) -> TaskGraph:
     """Tensor parallel with sequence-sharded activations: gather, two products, reduce, one after the other; backward
     the gradients of weights are off that path."""
     steps = Steps(interference)
@@ -138,10 +138,10 @@ def tensor_parallel(
         out = collective(f"reduce gradient {layer}", reduce, out, 10)
         gradient = steps.compute(f"add gradient {layer}", 0.05, (gradient, out), 10)
     steps.compute("update", 1.0, weights)
-    return steps.problem()
+    return steps.task_graph()
 
 
-def data_parallel(layers: int = 8, *, reduce: float = 3.0, product: float = 1.0, products: int = 2) -> Problem:
+def data_parallel(layers: int = 8, *, reduce: float = 3.0, product: float = 1.0, products: int = 2) -> TaskGraph:
     """Replicated parameters: the gradients of each layer are summed over all ranks."""
     steps = Steps()
     x = steps.compute("embed", 0.5, (), 50)
@@ -160,12 +160,12 @@ def data_parallel(layers: int = 8, *, reduce: float = 3.0, product: float = 1.0,
             weights = []
     for each in reduced:
         steps.compute("update", 0.1, (each,))
-    return steps.problem()
+    return steps.task_graph()
 
 
 def mixture_of_experts(
     layers: int = 8, *, exchange: float = 1.2, attention: float = 1.0, expert: float = 2.0, shared: float = 1.0
-) -> Problem:
+) -> TaskGraph:
     """Forward of layers whose tokens go to experts on other ranks and come back, while a shared expert of two products
     computes."""
     steps = Steps()
@@ -178,10 +178,10 @@ def mixture_of_experts(
         aside = steps.compute(f"shared up {layer}", shared, (inner,), 80)
         aside = steps.compute(f"shared down {layer}", shared, (aside,), 50)
         x = steps.compute(f"add {layer}", 0.1, (back, aside), 50)
-    return steps.problem()
+    return steps.task_graph()
 
 
-def hybrid(layers: int = 8, *, reduce: float = 1.0, sum_: float = 1.0, product: float = 1.0) -> Problem:
+def hybrid(layers: int = 8, *, reduce: float = 1.0, sum_: float = 1.0, product: float = 1.0) -> TaskGraph:
     """Backward of a step sharded within a node and replicated between nodes: gradients are reduced over wires inside,
     and what is left is summed over wires outside."""
     steps = Steps()
@@ -193,4 +193,4 @@ def hybrid(layers: int = 8, *, reduce: float = 1.0, sum_: float = 1.0, product: 
         part = steps.collective(f"reduce {layer}", reduce, (weight,), 20, "inside", "nvlink")
         summed.append(steps.collective(f"sum {layer}", sum_, (part,), 20, "outside", "infiniband"))
     steps.compute("update", 0.5, summed)
-    return steps.problem()
+    return steps.task_graph()

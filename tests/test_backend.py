@@ -18,7 +18,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import weft
 import weft.backend
-from weft.capture.graph import Role, StepGraph
+from weft.capture.graph import StepGraph
+from weft.capture.step_interface import Role
 
 Tensor = torch.Tensor
 

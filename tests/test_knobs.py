@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from weft import errors, knobs
+from weft.inductor.graph.collectives import LIBRARIES, TRANSPORTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,6 +52,12 @@ def test_environment(variable: str, text: str, name: str, value: object) -> None
 def test_a_value_that_does_not_parse_is_named(variable: str, text: str) -> None:
     with pytest.raises(errors.InvalidKnob, match=f"{variable} = '{text}'"):
         knobs.read_environment({variable: text})
+
+
+def test_the_transports_of_the_knob_are_those_of_the_compiler() -> None:
+    assert {*knobs.TRANSPORTS} == {*TRANSPORTS} - {*LIBRARIES}
+    for accepted in ("", "nccl", "all", "push, pull_16", "gloo,two_shot_8"):
+        assert knobs.KNOBS["transports"].check(accepted) == accepted
 
 
 def test_optional_knobs() -> None:

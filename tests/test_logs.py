@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from weft import logs
-from weft.capture.fake_world import fake_world
+from weft.capture.fake.fake_world import fake_world
 
 log = logging.getLogger("weft.capture.somewhere")
 

@@ -18,7 +18,39 @@ OUTSIDE = ("tests", "examples", "bench", "docs")
 
 # From the ground up: each floor imports only from those before it. The basement may be imported by all.
 FLOORS = ["distributed", "capture", "inductor", "plan", "verify", "compile", "backend", "explain", "launch"]
-BASEMENT = ["errors", "gloo", "logs", "torch_adapter", "triton_adapter", "knobs", "dynamo_entry"]
+BASEMENT = [
+    "errors",
+    "argument_checks",
+    "gloo",
+    "logs",
+    "thread_patches",
+    "torch_adapter",
+    "triton_adapter",
+    "knobs",
+    "dynamo_entry",
+]
+
+# The floors inside inductor/, from the ground up: a file imports only from its own folder and from those before it.
+INNER_FLOORS = [
+    "graph",
+    "loop_ir",
+    "lowering",
+    "codegen",
+    "multi_tensor",
+    "passes",
+    "cache",
+    "runtime",
+    "transports",
+    "cost",
+    "fusion",
+    "schedule",
+    "compiler",
+]
+
+# The folders inside capture/, from the ground up, under the same rule. Its files at the top may be imported by all of
+# them; the last two files stand above the folders.
+CAPTURE_FLOORS = ["fake", "state", "record", "guards", "agreement"]
+CAPTURE_ROOF = ["toy", "__main__"]
 
 # All that the compiler sees of a wrapper is collectives in a graph.
 FORBIDDEN = {("inductor", "distributed")}
@@ -42,6 +74,7 @@ PUBLIC = [
     "MixedPrecisionPolicy",
     "ReplicateModule",
     "StepGraph",
+    "TrainState",
     "WeftError",
     "capture",
     "compile",
@@ -54,6 +87,7 @@ PUBLIC = [
     "maybe_mark_dynamic",
     "opaque",
     "replicate",
+    "stopping",
 ]
 
 
@@ -147,6 +181,83 @@ def test_every_room_stands_on_a_floor() -> None:
     assert {source.room for source in sources()} <= {*FLOORS, *BASEMENT, ""}
 
 
+def test_a_folder_of_the_compiler_imports_only_from_folders_below_it() -> None:
+    wrong = []
+    for source in sources("inductor"):
+        if len(source.path.parts) == 2 and source.path.name in ("__init__.py", "__main__.py"):
+            continue
+        floor = source.path.parts[1].removesuffix(".py")
+        assert floor in INNER_FLOORS, f"{source.path} is on no inner floor"
+        for line, name in source.names():
+            parts = name.split(".")
+            if parts[:2] == ["weft", "inductor"] and len(parts) > 2:
+                below = INNER_FLOORS.index(parts[2]) if parts[2] in INNER_FLOORS else len(INNER_FLOORS)
+                if below > INNER_FLOORS.index(floor):
+                    wrong.append(f"{source.path}:{line}: {name}")
+    assert not wrong, "imports that climb:\n" + "\n".join(sorted(set(wrong)))
+
+
+def test_a_folder_of_the_capture_imports_only_from_folders_below_it() -> None:
+    """``toy.py`` and ``__main__.py`` stand above the folders, all other files of capture/ below them."""
+    wrong = []
+    order = {name: at for at, name in enumerate([*CAPTURE_FLOORS, *CAPTURE_ROOF], start=1)}
+    for source in sources("capture"):
+        first = source.path.parts[1].removesuffix(".py")
+        assert first in order or len(source.path.parts) == 2, f"{source.path} is on no floor of capture/"
+        for line, name in source.names():
+            parts = name.split(".")
+            if parts[:2] == ["weft", "capture"] and len(parts) > 2 and order.get(parts[2], 0) > order.get(first, 0):
+                wrong.append(f"{source.path}:{line}: {name}")
+    assert not wrong, "imports that climb:\n" + "\n".join(sorted(set(wrong)))
+
+
+def test_files_do_not_import_each_other_in_a_cycle() -> None:
+    """Imports inside functions count; those for type checkers alone do not."""
+    modules = {module_name(source.path): source for source in sources()}
+    imports = {name: imported_modules(source, modules) - {name} for name, source in modules.items()}
+    finished: set[str] = set()
+    for start in sorted(imports):
+        walk(start, imports, [], finished)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(["weft", *path.with_suffix("").parts]).removesuffix(".__init__")
+
+
+def imported_modules(source: Source, modules: dict[str, Source]) -> set[str]:
+    found: set[str] = set()
+    pending: list[ast.AST] = [source.tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in modules else str(node.module))
+        pending.extend(ast.iter_child_nodes(node))
+    return found & set(modules) - {"weft"}
+
+
+def walk(module: str, imports: dict[str, set[str]], path: list[str], finished: set[str]) -> None:
+    assert module not in path, "files import each other: " + " -> ".join([*path[path.index(module) :], module])
+    if module not in finished:
+        for imported in sorted(imports[module]):
+            walk(imported, imports, [*path, module], finished)
+        finished.add(module)
+
+
+def test_class_names_are_unique() -> None:
+    homes: dict[str, list[str]] = {}
+    for source in sources():
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(source.path))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
+
+
 def test_private_torch_names_stay_in_the_adapter() -> None:
     wrong = {
         f"{source.path}:{line}: {name}"
@@ -183,7 +294,7 @@ def test_inductor_is_a_peer_and_not_a_dependency() -> None:
 def test_files_stay_small() -> None:
     sizes = {source.path: len((ROOT / source.path).read_text().splitlines()) for source in sources()}
     # One file each by rule, whatever they hold: functions and classes that do not depend on each other.
-    limits = {Path("torch_adapter.py"): 1000, Path("errors.py"): 1000}
+    limits = {Path("torch_adapter.py"): 1300, Path("errors.py"): 1300}
     assert not {str(path): size for path, size in sizes.items() if size >= limits.get(path, MAX_LINES)}
 
 
@@ -230,3 +341,16 @@ def test_importing_weft_is_cheap_and_starts_no_cuda() -> None:
     answers = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(2)]
     assert min(float(seconds) for seconds, _ in answers) < 0.2
     assert {started for _, started in answers} == {"False"}
+
+
+def test_public_names_have_docstrings() -> None:
+    """Functions, classes and the methods of public classes, in every folder of the package."""
+    missing = []
+    for source in sources():
+        for node in source.tree.body:
+            is_public_class = isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+            for member in [node, *(node.body if is_public_class else ())]:
+                named = isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+                if named and not member.name.startswith("_") and ast.get_docstring(member) is None:
+                    missing.append(f"{source.path}:{member.lineno}: {member.name}")
+    assert not missing, "\n".join(missing)

@@ -16,9 +16,9 @@ import weft
 from weft import torch_adapter
 from weft.errors import RandomStepUnverified, VerifyFailed
 from weft.inductor.compiler import make_kernels
-from weft.inductor.multi_tensor.launcher import use_kernels
-from weft.inductor.passes.pipeline import EVERY_PASS, run_passes
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten
+from weft.inductor.runtime.multi_tensor import use_kernels
 from weft.verify import verify_first_call
 
 Tensor = torch.Tensor
@@ -71,7 +71,7 @@ def verified(training: Training, change: Callable[[Program], Program] = lambda p
     """Verify a step whose program of generated kernels, interpreted, is changed by ``change``."""
     compiled = weft.compile(training.step)
     entry = compiled.entry_for((training.ids,), {})
-    program = compile_aten(use_kernels(make_kernels(run_passes(entry.captured.graph, EVERY_PASS))))
+    program = compile_aten(use_kernels(make_kernels(run_passes(entry.captured.graph, KERNEL_PASSES))))
     assert program.operations["generated"] > 10
     entry.program = change(program)
     leaves, _ = torch_adapter.flatten(((training.ids,), {}))
@@ -100,7 +100,7 @@ def test_the_same_step_is_not_eager_to_the_bit() -> None:
     training = Training(autocast=True)
     compiled = weft.compile(training.step)
     entry = compiled.entry_for((training.ids,), {})
-    entry.program = compile_aten(use_kernels(make_kernels(run_passes(entry.captured.graph, EVERY_PASS))))
+    entry.program = compile_aten(use_kernels(make_kernels(run_passes(entry.captured.graph, KERNEL_PASSES))))
     run = functools.partial(entry.run, [training.ids])
     with pytest.raises(VerifyFailed, match="largest difference"):
         verify_first_call(training.step, entry.captured, (training.ids,), {}, run)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weft import torch_adapter
-from weft.distributed.ddp.slots import Slot
+from weft.distributed.ddp.slots import ModuleSlot
 
 
 class ParameterCast:
@@ -25,16 +25,17 @@ class ParameterCast:
     several places is cast once.
     """
 
-    def __init__(self, slots: Sequence[Slot], modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, slots: Sequence[ModuleSlot], modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._running: list[nn.Module] = []
-        self._replaced: list[tuple[Slot, torch.Tensor]] = []
-        by_owner: dict[nn.Module, list[Slot]] = {}
+        self._replaced: list[tuple[ModuleSlot, torch.Tensor]] = []
+        by_owner: dict[nn.Module, list[ModuleSlot]] = {}
         for slot in slots:
             by_owner.setdefault(slot.owner, []).append(slot)
         self._under = {m: [s for part in m.modules() for s in by_owner.get(part, ())] for m in modules}
 
     def install(self) -> None:
+        """Register the forward hooks that put cast tensors in the place of parameters during forward."""
         for module in self._under:
             module.register_forward_pre_hook(self._enter, prepend=True)
             # Also when forward raises: checkpointing stops a second forward early with an exception.
@@ -51,7 +52,7 @@ class ParameterCast:
         if not self._running:
             self._restore()
 
-    def _replace(self, slots: Iterable[Slot]) -> None:
+    def _replace(self, slots: Iterable[ModuleSlot]) -> None:
         casts: dict[torch.Tensor, torch.Tensor] = {}
         for slot in slots:
             param = slot.get()
@@ -68,7 +69,7 @@ class ParameterCast:
         self._replaced.clear()
 
 
-def _put(slot: Slot, tensor: torch.Tensor) -> None:
+def _put(slot: ModuleSlot, tensor: torch.Tensor) -> None:
     # Not setattr: it refuses a tensor that is not a Parameter in the place of one.
     slot.owner._parameters[slot.name] = tensor  # type: ignore[assignment]
     if isinstance(slot.owner, nn.RNNBase):

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft import errors, torch_adapter
-from weft.distributed.ddp.slots import Slot, parameters
+from weft.distributed.ddp.slots import ModuleSlot, parameters
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class GradientReduction:
         self._hooked: MutableMapping[nn.Parameter, RemovableHandle] = WeakTensorKeyDictionary()
         self._pending: dict[nn.Parameter, _Pending] = {}
 
-    def attach(self, slots: Sequence[Slot]) -> None:
+    def attach(self, slots: Sequence[ModuleSlot]) -> None:
         """Put the hook on every trainable parameter that is in a slot now and has none.
 
         Raises UnsupportedParameter for a parameter that is a DTensor.

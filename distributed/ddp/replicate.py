@@ -14,18 +14,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from weft import errors, torch_adapter
+from weft.argument_checks import ArgumentChecks
+from weft.distributed.arguments import (
+    check_divide_factor,
+    check_ignored,
+    check_mesh,
+    check_mesh_dim_names,
+    check_policies,
+    default_mesh,
+    wrapped_modules,
+)
 from weft.distributed.ddp.precision import ParameterCast
 from weft.distributed.ddp.reduction import GradientReduction
 from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
 from weft.distributed.mixed_precision import cast_floating
 
 _log = logging.getLogger(__name__)
+_ARGUMENTS = ArgumentChecks("replicate")
+_METHODS = ArgumentChecks("ReplicateModule")
 _STATE = "_weft_replicate_state"
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -39,7 +50,8 @@ def replicate(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
-) -> _M: ...
+) -> _M:
+    """Replicate one module; return it."""
 
 
 @overload
@@ -51,7 +63,8 @@ def replicate(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
-) -> list[nn.Module]: ...
+) -> list[nn.Module]:
+    """Replicate the modules of a list together; return the list."""
 
 
 def replicate(
@@ -79,15 +92,14 @@ def replicate(
         ignored_params: neither broadcast, nor cast, nor reduced.
         dp_mesh_dims: torch's DataParallelMeshDims with `replicate` names only: what to average over.
 
-    Raises InvalidMesh, AlreadyWrapped, UnsupportedParameter (a DTensor), UnsupportedPolicy (offloading), and
-    ValueError for a container without a forward of its own.
+    Raises InvalidArgument, InvalidArgumentType, InvalidMesh, NoProcessGroup, AlreadyWrapped, UnsupportedParameter (a
+    DTensor), UnsupportedPolicy (offloading), ContainerWithoutForward.
     """
-    roots = module if isinstance(module, list) else [module]
-    for root in roots:
-        _check_module(root)
-    if type(offload_policy) is not OffloadPolicy:
-        raise errors.UnsupportedPolicy("replicate", f"offload_policy={offload_policy}")
-    state = _State(roots, _replica_mesh(mesh, dp_mesh_dims), mp_policy, ignored_params or set())
+    roots = wrapped_modules(_ARGUMENTS, module, (ReplicateModule,))
+    check_mesh(_ARGUMENTS, mesh, dp_mesh_dims)
+    check_policies(_ARGUMENTS, mp_policy, offload_policy)
+    ignored = check_ignored(_ARGUMENTS, ignored_params)
+    state = _State(roots, _replica_mesh(mesh, dp_mesh_dims), mp_policy, ignored)
     state.install()
     for root in roots:
         root.__dict__[_STATE] = state
@@ -102,6 +114,8 @@ def broadcast_state(module: nn.Module) -> None:
     memory. Collective: all ranks of the mesh call it. Raises NotMaterialized where something is still on the
     meta device.
     """
+    checks = ArgumentChecks("broadcast_state")
+    checks.kind("module", module, nn.Module, "a torch.nn.Module", "Pass the model that weft.replicate has wrapped")
     for state in _states_in(module.modules()):
         state.broadcast()
 
@@ -121,15 +135,18 @@ class ReplicateModule:
         """Whether backward averages gradients; without, they add up locally until one backward averages the
         sum.
         """
+        _METHODS.boolean("requires_gradient_sync", requires_gradient_sync)
         for state in self._states(recurse):
             state.reduction.enabled = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """The same as `set_requires_gradient_sync`: the all-reduce is all there is to synchronize."""
+        _METHODS.boolean("requires_all_reduce", requires_all_reduce)
         self.set_requires_gradient_sync(requires_all_reduce, recurse=recurse)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` instead of the number of replicas."""
+        check_divide_factor(_METHODS, factor)
         self._replicate_state.reduction.divide_factor = factor
 
     @contextlib.contextmanager
@@ -145,28 +162,36 @@ class ReplicateModule:
                 state.reduction.enabled = enabled
 
     def unshard(self, async_op: bool = False) -> None:
+        """Does nothing: replicated parameters are always whole. Logged once; for code written for FSDPModule."""
         _means_nothing("unshard")
 
     def reshard(self) -> None:
+        """Does nothing, as :meth:`unshard`."""
         _means_nothing("reshard")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Does nothing: gradients are reduced in every backward. Logged once."""
         _means_nothing("set_is_last_backward")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Does nothing, as :meth:`unshard`."""
         _means_nothing("set_reshard_after_forward")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Does nothing, as :meth:`unshard`."""
         _means_nothing("set_reshard_after_backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Does nothing: there is no all-gather to prefetch. Logged once."""
         _means_nothing("set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Does nothing, as :meth:`set_modules_to_forward_prefetch`."""
         _means_nothing("set_modules_to_backward_prefetch")
 
     def _states(self, recurse: bool) -> list[_State]:
         assert isinstance(self, nn.Module)
+        _METHODS.boolean("recurse", recurse)
         return _states_in(self.modules() if recurse else [self])
 
 
@@ -249,26 +274,18 @@ def _states_in(modules: Iterable[nn.Module]) -> list[_State]:
     return list({m._replicate_state: None for m in modules if isinstance(m, ReplicateModule)})
 
 
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, ReplicateModule):
-        raise errors.AlreadyWrapped("replicate", type(module).__name__)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        raise ValueError(f"replicate does not support containers that do not implement forward: {module}")
-
-
 def _replica_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
     if mesh is None:
-        device = torch.accelerator.current_accelerator(check_available=True)
-        kind = device.type if device is not None else "cpu"
-        return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("replicate",))
+        return default_mesh("replicate", ("replicate",))
     if dp_mesh_dims is not None:
         if dp_mesh_dims.shard is not None:
             raise errors.InvalidMesh("replicate", mesh, "dp_mesh_dims names a dimension to shard over; use fully_shard")
         names = dp_mesh_dims.replicate
         names = (names,) if isinstance(names, str) else tuple(names)
+        check_mesh_dim_names("replicate", mesh, names)
         return torch_adapter.flat_submesh(mesh, names)
     if mesh.ndim != 1:
-        raise errors.InvalidMesh("replicate", mesh, "a mesh of one dimension is needed; take one with mesh['name']")
+        raise errors.InvalidMesh("replicate", mesh, "it must have one dimension. Take one of them, mesh['name']")
     return mesh
 
 
@@ -283,7 +300,7 @@ def _replicated_class(cls: type) -> type:
 
 
 def _no_deepcopy(self: nn.Module, _memo: Any) -> NoReturn:
-    raise errors.AlreadyWrapped("copy.deepcopy", type(self).__name__)
+    raise errors.CannotCopyWrapped(type(self).__name__)
 
 
 _said: set[str] = set()

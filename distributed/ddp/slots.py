@@ -14,7 +14,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Slot:
+class ModuleSlot:
     """A place in a module that holds a parameter: `owner.name`, known to the user as `path`."""
 
     owner: nn.Module
@@ -22,6 +22,7 @@ class Slot:
     path: str
 
     def get(self) -> torch.Tensor | None:
+        """The tensor registered under this name now; None where the module registered None."""
         return self.owner._parameters[self.name]
 
 
@@ -42,17 +43,17 @@ def managed_modules(roots: Sequence[nn.Module], excluded: Iterable[nn.Module]) -
     return found
 
 
-def parameter_slots(modules: dict[nn.Module, str], ignored: set[nn.Parameter]) -> list[Slot]:
+def parameter_slots(modules: dict[nn.Module, str], ignored: set[nn.Parameter]) -> list[ModuleSlot]:
     """Every place of a parameter in `modules`, tied parameters once for each place."""
     return [
-        Slot(module, name, f"{path}.{name}" if path else name)
+        ModuleSlot(module, name, f"{path}.{name}" if path else name)
         for module, path in modules.items()
         for name, param in module._parameters.items()
         if param is not None and param not in ignored
     ]
 
 
-def parameters(slots: Iterable[Slot]) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters(slots: Iterable[ModuleSlot]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters now in `slots`, each once, with the path of its first place."""
     seen: set[nn.Parameter] = set()
     for slot in slots:

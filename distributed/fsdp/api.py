@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -14,23 +15,26 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft import torch_adapter
+from weft.argument_checks import ArgumentChecks
+from weft.distributed.arguments import check_ignored, check_mesh, check_policies, wrapped_modules
 from weft.distributed.ddp import ReplicateModule
 from weft.distributed.fsdp.layout import layout_of
 from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, data_parallel_mesh, mesh_device
 from weft.distributed.fsdp.module import FSDPModule, wrap_class
-from weft.distributed.fsdp.param import ShardedParameter, Slot
+from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
 from weft.distributed.fsdp.reduction import ReduceOptions
-from weft.distributed.fsdp.state import Member, ShardedState, set_state, state_of, states_in
+from weft.distributed.fsdp.state import ManagedParameter, ShardedState, set_state, state_of, states_in
 from weft.errors import (
-    AlreadyWrapped,
     HookBeforeSharding,
     InvalidReshardSize,
+    ReshardSizeWithMeshDims,
     UnshardableParameter,
-    UnsupportedPolicy,
 )
 
 _M = TypeVar("_M", bound=nn.Module)
 Placement = Callable[[nn.Parameter], Any]
+
+_ARGUMENTS = ArgumentChecks("fully_shard")
 
 # Whole parameters that were sharded: what is tied to one by a module wrapped later is recognized by it.
 _sharded_from = WeakTensorKeyDictionary()
@@ -47,7 +51,8 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
-) -> _M: ...
+) -> _M:
+    """Shard one module; return it."""
 
 
 @overload
@@ -61,7 +66,8 @@ def fully_shard(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
-) -> list[nn.Module]: ...
+) -> list[nn.Module]:
+    """Shard the modules of a list together; return the list."""
 
 
 def fully_shard(
@@ -103,19 +109,21 @@ def fully_shard(
         are
             DTensors on it, and these dimensions of it are for data.
 
-    Raises InvalidMesh, InvalidShardPlacement, InvalidReshardSize, UnshardableParameter, UnsupportedPolicy,
-    HookBeforeSharding, AlreadyWrapped, and ValueError for a container without a forward of its own.
+    Raises InvalidArgument, InvalidArgumentType, InvalidMesh, NoProcessGroup, InvalidShardPlacement,
+    InvalidReshardSize, ReshardSizeWithMeshDims, UnshardableParameter, UnsupportedPolicy, HookBeforeSharding,
+    AlreadyWrapped, ContainerWithoutForward.
     """
-    modules = tuple(module) if isinstance(module, list) else (module,)
-    for one in modules:
-        _check_module(one)
-    if type(offload_policy) is not OffloadPolicy:
-        raise UnsupportedPolicy("fully_shard", f"offload_policy={offload_policy}")
+    modules = wrapped_modules(_ARGUMENTS, module, (FSDPModule, ReplicateModule))
+    check_mesh(_ARGUMENTS, mesh, dp_mesh_dims)
+    check_policies(_ARGUMENTS, mp_policy, offload_policy)
+    ignored = check_ignored(_ARGUMENTS, ignored_params)
+    _check_resharding(reshard_after_forward)
+    if shard_placement_fn is not None:
+        _check_placement_fn(shard_placement_fn)
     axes = data_parallel_mesh(mesh, dp_mesh_dims)
     device = mesh_device(axes.mesh)
     small, reshard = _resharding(reshard_after_forward, axes)
     options = ReduceOptions()
-    ignored = ignored_params or set()
     managed = _managed_modules(modules)
     members = []
     for slots, path in _parameters(managed, ignored):
@@ -123,7 +131,7 @@ def fully_shard(
         if param is None:
             param = _shard(slots, path, axes, shard_placement_fn, mp_policy, options, device)
             param.small = small
-        members.append(Member(param, slots))
+        members.append(ManagedParameter(param, slots))
     for member in members:
         member.put(member.param.sharded)
     _move_buffers(managed, device)
@@ -138,12 +146,19 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a sharded module gather parameters as `forward` does; nothing on other modules."""
+    """Make a method of a sharded module gather parameters as `forward` does; nothing on other modules.
+
+    Raises InvalidArgumentType, and InvalidArgument where the module has no such method.
+    """
+    checks = ArgumentChecks("register_fsdp_forward_method")
+    checks.kind("module", module, nn.Module, "a torch.nn.Module", "Pass the sharded module that has the method")
+    checks.kind("method_name", method_name, str, "the name of a method", 'Write its name as text: "encode"')
     state = state_of(module)
     if state is None:
         return
-    if not hasattr(module, method_name):
-        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    if not callable(getattr(module, method_name, None)):
+        allowed = f"the name of a method of {type(module).__name__}"
+        raise checks.invalid("method_name", method_name, allowed, "Choose one that the module's class defines")
     method = getattr(module, method_name)
 
     @functools.wraps(method)
@@ -159,11 +174,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, sharded_method)
 
 
-def _check_module(module: nn.Module) -> None:
-    if isinstance(module, FSDPModule):
-        raise AlreadyWrapped("fully_shard", type(module).__name__)
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+def _check_resharding(value: Any) -> None:
+    allowed = "True, False, None or a whole number of ranks"
+    _ARGUMENTS.kind("reshard_after_forward", value, (bool, int, type(None)), allowed, "Pass one of these")
+
+
+def _check_placement_fn(function: Any) -> None:
+    remedy = "Write lambda parameter: Shard(0), or leave it out"
+    _ARGUMENTS.function_or_callable("shard_placement_fn", function, remedy)
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise _ARGUMENTS.wrong_type("shard_placement_fn", function, "a function of one parameter", remedy) from None
+    except ValueError:  # a function written in C, whose arguments Python does not know
+        return
 
 
 def _resharding(value: bool | int | None, axes: DataParallelMesh) -> tuple[Axis | None, bool | None]:
@@ -171,8 +195,10 @@ def _resharding(value: bool | int | None, axes: DataParallelMesh) -> tuple[Axis 
     if value is None or isinstance(value, bool):
         return None, value
     size = axes.shard_size
-    if axes.whole is not None or not 1 <= value <= size or size % value:
-        raise InvalidReshardSize(value, size, axes.whole is not None)
+    if axes.whole is not None:
+        raise ReshardSizeWithMeshDims(value)
+    if not 1 <= value <= size or size % value:
+        raise InvalidReshardSize(value, size)
     if value in (1, size):
         return None, value != 1
     ranks = axes.mesh.mesh.view(-1, value)
@@ -201,14 +227,14 @@ def _is_wrapped(module: nn.Module) -> bool:
     return state_of(module) is not None or isinstance(module, ReplicateModule)
 
 
-def _parameters(modules: dict[nn.Module, str], ignored: set[nn.Parameter]) -> list[tuple[list[Slot], str]]:
+def _parameters(modules: dict[nn.Module, str], ignored: set[nn.Parameter]) -> list[tuple[list[ParameterSlot], str]]:
     """Each parameter's places in `modules` and the path of the first."""
-    found: dict[nn.Parameter, tuple[list[Slot], str]] = {}
+    found: dict[nn.Parameter, tuple[list[ParameterSlot], str]] = {}
     for module, path in modules.items():
         for name, param in module._parameters.items():
             if param is not None and param not in ignored:
                 slots, _ = found.setdefault(param, ([], f"{path}.{name}" if path else name))
-                slots.append(Slot(module, name))
+                slots.append(ParameterSlot(module, name))
     return list(found.values())
 
 
@@ -226,7 +252,7 @@ def _already_sharded(param: nn.Parameter, roots: Sequence[nn.Module]) -> Sharded
 
 @torch.no_grad()
 def _shard(
-    slots: list[Slot],
+    slots: list[ParameterSlot],
     path: str,
     axes: DataParallelMesh,
     placement_fn: Placement | None,

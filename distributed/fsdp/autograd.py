@@ -29,12 +29,14 @@ class ReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, sharded: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
+        """The anchor: the gathered parameter's shape in the compute dtype, every stride 0, one element of memory."""
         ctx.param = param
         return torch.empty((), dtype=param.compute_dtype, device=sharded.device).expand(param.layout.shape)
 
     @staticmethod
     @torch_adapter.untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        """Reduce-scatter the whole gradient (the gathered parameter's shape); the result is this rank's shard of it."""
         ctx.param.on_gradient()
         with torch.no_grad():
             return ctx.param.reduce(grads[0]), None
@@ -49,12 +51,14 @@ class Attach(torch.autograd.Function):
     def forward(ctx: Any, anchor: torch.Tensor, gathered: list[torch.Tensor], param: ShardedParameter) -> torch.Tensor:
         # The graph keeps the anchor alive: a later gather of the same forward finds it
         # (ShardedParameter.anchor).
+        """The gathered tensor itself, now with ``anchor`` as its autograd input."""
         ctx.anchor, ctx.param = anchor, param
         return gathered[0]
 
     @staticmethod
     @torch_adapter.untraced
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Pass the gradient of the gathered tensor on to the anchor."""
         return ctx.param.layout.unwrap_gradient(grads[0]), None, None
 
 
@@ -63,6 +67,7 @@ class AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``inputs`` as they are."""
         ctx.done = done
         ctx.set_materialize_grads(False)
         return inputs
@@ -70,5 +75,6 @@ class AfterBackward(torch.autograd.Function):
     @staticmethod
     @torch_adapter.untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Call ``done``; gradients pass unchanged."""
         ctx.done()
         return None, *grads

@@ -15,9 +15,14 @@ from weft.distributed.fsdp.mesh import DataParallelMesh
 from weft.distributed.ops import shard_length, shard_rows
 from weft.errors import InvalidShardPlacement
 
+_NOT_ON_WHOLE_MESH = (
+    "with dp_mesh_dims every parameter must be a DTensor on the given mesh. Create it with "
+    "torch.distributed.tensor.distribute_tensor, or pass the mesh of the data-parallel ranks without dp_mesh_dims"
+)
+
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How one parameter is cut.
 
     Args:
@@ -85,7 +90,7 @@ class Layout:
         return torch_adapter.local_tensor(grad.redistribute(mesh, placements))
 
 
-def layout_of(param: torch.Tensor, placement: Shard | None, data_parallel: DataParallelMesh, path: str) -> Layout:
+def layout_of(param: torch.Tensor, placement: Shard | None, data_parallel: DataParallelMesh, path: str) -> ShardLayout:
     """The layout of `param`, split in the dimension of `placement` (None: 0).
 
     Raises InvalidShardPlacement where there is no such dimension, and, with `dp_mesh_dims`, where the
@@ -105,21 +110,23 @@ def layout_of(param: torch.Tensor, placement: Shard | None, data_parallel: DataP
         mesh = torch_adapter.joined_mesh([data_parallel.mesh, param.device_mesh])
         placements = (*_data_placements(data_parallel, shard), *param.placements)
         before = (param.device_mesh, tuple(param.placements))
-        return Layout(data_parallel, dim, shape, mesh, placements, param.shape, param.stride(), before)
+        return ShardLayout(data_parallel, dim, shape, mesh, placements, param.shape, param.stride(), before)
     placements = _data_placements(data_parallel, shard)
-    return Layout(data_parallel, dim, shape, data_parallel.mesh, placements, param.shape, param.stride())
+    return ShardLayout(data_parallel, dim, shape, data_parallel.mesh, placements, param.shape, param.stride())
 
 
 def _shard_dim(shape: torch.Size, placement: Any, path: str) -> int:
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
-        raise InvalidShardPlacement(path, f"shard_placement_fn returned {placement!r}; return a Shard or None")
+        what = f"shard_placement_fn returned {placement!r}. Make it return Shard(dim) or None"
+        raise InvalidShardPlacement(path, what)
     dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
     if not shape:
         return 0
     if not 0 <= dim < len(shape):
-        raise InvalidShardPlacement(path, f"{placement} is out of range for its shape {tuple(shape)}")
+        what = f"shard_placement_fn returned {placement!r}, and its shape is {tuple(shape)}. Return a dimension of it"
+        raise InvalidShardPlacement(path, what)
     return dim
 
 
@@ -128,22 +135,26 @@ def _data_placements(data_parallel: DataParallelMesh, shard: Placement) -> tuple
     return replicate if data_parallel.shard is None else (*replicate, shard)
 
 
-def _on_whole_mesh(param: torch.Tensor, dim: int | None, data_parallel: DataParallelMesh, path: str) -> Layout:
+def _on_whole_mesh(param: torch.Tensor, dim: int | None, data_parallel: DataParallelMesh, path: str) -> ShardLayout:
     """A parameter that is a DTensor on the mesh of every kind of parallelism (`dp_mesh_dims`)."""
     whole = data_parallel.whole
     assert whole is not None
     if not isinstance(param, DTensor) or param.device_mesh != whole:
-        raise InvalidShardPlacement(path, "with dp_mesh_dims every parameter must be a DTensor on the given mesh")
+        raise InvalidShardPlacement(path, _NOT_ON_WHOLE_MESH)
     names = whole.mesh_dim_names or ()
     data = [names.index(name) for name in (*data_parallel.shard_names, *data_parallel.replicate_names)]
     before = tuple(param.placements)
     if any(not before[i].is_replicate() for i in data):
-        raise InvalidShardPlacement(path, f"its placements {before} must be Replicate() on {[names[i] for i in data]}")
+        raise InvalidShardPlacement(path, _not_replicated(before, [names[i] for i in data]))
     mesh, placements = _split_whole(whole, before, dim, data_parallel)
     shape = torch_adapter.local_tensor(param).shape
-    return Layout(
+    return ShardLayout(
         data_parallel, dim, shape, mesh, placements, param.shape, param.stride(), (whole, before), tuple(data)
     )
+
+
+def _not_replicated(placements: tuple[Placement, ...], names: list[str]) -> str:
+    return f"its placements {placements} must be Replicate() on {names}. Create it with such placements"
 
 
 def _split_whole(

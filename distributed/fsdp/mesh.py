@@ -6,10 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from weft import torch_adapter
+from weft.distributed.arguments import check_mesh_dim_names, default_mesh
 from weft.errors import InvalidMesh
+
+_TOO_MANY = (
+    "it must have one dimension (shard) or two (replicate, shard). Pass a part of it, such as mesh['dp'], or "
+    "dp_mesh_dims="
+)
+_NO_NAMES = "a mesh of two dimensions needs names. Create it with mesh_dim_names=('replicate', 'shard')"
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,7 @@ class Axis:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, dim: int) -> Axis:
+        """The axis of ``mesh``'s dimension ``dim``, with this rank's position on it."""
         group = mesh.get_group(dim)
         return cls(group.group_name, mesh.size(dim), group.rank())
 
@@ -47,16 +55,19 @@ class DataParallelMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, shard_dim: int | None, replicate_dim: int | None) -> DataParallelMesh:
+        """The axes of a mesh by the numbers of its dimensions; None for an axis that it does not have."""
         shard = None if shard_dim is None else Axis.of(mesh, shard_dim)
         replicate = None if replicate_dim is None else Axis.of(mesh, replicate_dim)
         return cls(mesh, shard, replicate)
 
     @property
     def shard_size(self) -> int:
+        """Number of ranks that a parameter is split over; 1 without a shard axis."""
         return 1 if self.shard is None else self.shard.size
 
     @property
     def shard_rank(self) -> int:
+        """This rank's position on the shard axis; 0 without one."""
         return 0 if self.shard is None else self.shard.rank
 
     @property
@@ -68,17 +79,17 @@ class DataParallelMesh:
 def data_parallel_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DataParallelMesh:
     """What `fully_shard(mesh=, dp_mesh_dims=)` means; None is all ranks, on an accelerator if there is one.
 
-    Raises InvalidMesh for a mesh that is not 1-D or 2-D, a 2-D one without names, and unknown names.
+    Raises InvalidMesh for a mesh that is not 1-D or 2-D, a 2-D one without names, and unknown names; NoProcessGroup.
     """
-    mesh = mesh or _default_mesh()
+    mesh = mesh or default_mesh("fully_shard")
     if dp_mesh_dims is not None:
         return _named_axes(mesh, dp_mesh_dims)
     if mesh.ndim == 1:
         return DataParallelMesh.of(mesh, 0, None)
     if mesh.ndim != 2:
-        raise InvalidMesh("fully_shard", mesh, "it must have one dimension (shard) or two (replicate, shard)")
+        raise InvalidMesh("fully_shard", mesh, _TOO_MANY)
     if mesh.mesh_dim_names is None:
-        raise InvalidMesh("fully_shard", mesh, "a mesh of two dimensions needs mesh_dim_names=")
+        raise InvalidMesh("fully_shard", mesh, _NO_NAMES)
     return DataParallelMesh.of(mesh, 1, 0)
 
 
@@ -89,19 +100,9 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _default_mesh() -> DeviceMesh:
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    kind = "cpu" if accelerator is None else accelerator.type
-    return init_device_mesh(kind, (torch.distributed.get_world_size(),))
-
-
 def _named_axes(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
     shard, replicate = _as_names(dims.shard), _as_names(dims.replicate)
-    unknown = [name for name in (*shard, *replicate) if name not in (mesh.mesh_dim_names or ())]
-    if unknown:
-        raise InvalidMesh("fully_shard", mesh, f"dp_mesh_dims names {unknown}, which are not among its dimensions")
+    check_mesh_dim_names("fully_shard", mesh, (*shard, *replicate))
     parts = [torch_adapter.flat_submesh(mesh, names) for names in (replicate, shard) if names]
     joined = parts[0] if len(parts) == 1 else torch_adapter.joined_mesh(parts)
     return DataParallelMesh(

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.argument_checks import ArgumentChecks
+from weft.distributed.arguments import check_divide_factor
 from weft.distributed.fsdp.state import ShardedState, state_of, states_in
-from weft.errors import AlreadyWrapped
+from weft.errors import CannotCopyWrapped, NotTheRoot
 
 _log = logging.getLogger(__name__)
+_ARGUMENTS = ArgumentChecks("FSDPModule")
 
 
 class UnshardHandle:
@@ -57,6 +60,7 @@ class FSDPModule:
 
         With `async_op` only start, and return a handle to wait on; forward waits by itself.
         """
+        _ARGUMENTS.boolean("async_op", async_op)
         state = self._state()
         if async_op:
             state.launch()
@@ -71,28 +75,31 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: forget that iteration, accumulated gradients included.
 
-        Raises RuntimeError on a module that is not the root.
+        Raises NotTheRoot on a module that is not the root.
         """
         state = self._state()
         if not state.is_root:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+            raise NotTheRoot("reset_iter_state")
         state.context.reset()
 
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; without, they add up, whole and in the reduce dtype."""
+        _ARGUMENTS.boolean("requires_gradient_sync", requires_gradient_sync)
         for state in self._states(recurse):
             state.options.reduce = requires_gradient_sync
             state.options.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """For HSDP: whether reduce-scattered gradients are all-reduced too; without, their shards add up."""
+        _ARGUMENTS.boolean("requires_all_reduce", requires_all_reduce)
         for state in self._states(recurse):
             state.options.all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by `factor` instead of the number of ranks."""
+        check_divide_factor(_ARGUMENTS, factor)
         self._state().options.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -101,10 +108,12 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Only sums on the wire, with a division of its own after."""
+        _ARGUMENTS.boolean("enable", enable)
         self._state().options.force_sum = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters without a gradient take part in the reduction with zeros."""
+        _ARGUMENTS.boolean("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for state in self._states(recurse):
             state.options.reduce_unused = reduce_scatter_unused_params
 
@@ -114,17 +123,17 @@ class FSDPModule:
         Parameters are reduced one by one, so it is called once for each of them, with this rank's (padded)
         shard in the reduce dtype. `stream` is ignored: the hook is part of the step like any other code.
         """
+        _ARGUMENTS.function_or_callable("hook", hook, "Pass a function of one tensor; without a hook, do not call this")
         state = self._state()
         if stream is not None and any(m.param.layout.data_parallel.replicate is not None for m in state.members):
-            raise ValueError("stream cannot be set when using native HSDP")
+            raise _ARGUMENTS.invalid("stream", stream, "None with a mesh of two dimensions (HSDP)", "Leave stream out")
         state.options.all_reduce_hook = hook
 
     # ---- when parameters are gathered
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether to let go of parameters after forward and gather them again in backward."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        _ARGUMENTS.boolean("reshard_after_forward", reshard_after_forward)
         for state in self._states(recurse):
             state.reshard = reshard_after_forward
             for member in state.members:
@@ -132,45 +141,56 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether to let go of parameters after backward; without, the next forward finds them gathered."""
+        _ARGUMENTS.boolean("reshard_after_backward", reshard_after_backward)
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether to gather before backward; False where backward needs none of the parameters."""
+        _ARGUMENTS.boolean("unshard_in_backward", unshard_in_backward)
         self._state().unshard_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Wrapped modules whose all-gathers are started when this module has gathered in forward."""
-        self._state().forward_prefetch = [_sharded(module) for module in modules]
+        self._state().forward_prefetch = _sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Wrapped modules whose all-gathers are started when this module has gathered in backward."""
-        self._state().backward_prefetch = [_sharded(module) for module in modules]
+        self._state().backward_prefetch = _sharded(modules)
 
     # ---- what means nothing here
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Does nothing: gradients are reduced in every backward that synchronizes. Logged once."""
         _means_nothing("set_is_last_backward")
 
     def set_post_optim_event(self, event: Any) -> None:
+        """Does nothing: all-gathers run on the caller's stream, or where the compiler puts them. Logged once."""
         _means_nothing("set_post_optim_event")
 
     def set_custom_all_gather(self, comm: Any) -> None:
+        """Does nothing: the compiler chooses how all-gathers are carried out. Logged once."""
         _means_nothing("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Does nothing: the compiler chooses how reduce-scatters are carried out. Logged once."""
         _means_nothing("set_custom_reduce_scatter")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Does nothing: each parameter has a reduce-scatter of its own. Logged once."""
+        _ARGUMENTS.number("max_input_buffers", max_input_buffers, least=1, whole=True)
         _means_nothing("set_reduce_scatter_max_input_buffers")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Does nothing: the compiler chooses communicators. Logged once."""
         _means_nothing("set_separate_reduce_scatter_group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Does nothing: the compiler plans communication memory. Logged once."""
         _means_nothing("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Does nothing: knobs.transports says whether symmetric memory is used. Logged once."""
         _means_nothing("set_symm_mem_for_comm")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -192,14 +212,14 @@ class FSDPModule:
         return state
 
     def _states(self, recurse: bool) -> list[ShardedState]:
+        _ARGUMENTS.boolean("recurse", recurse)
         module = _as_module(self)
         return states_in(module.modules() if recurse else iter([module]))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Torch's way to let several roots share streams; there are none here to share."""
-    for module in modules:
-        _sharded(module)
+    _sharded(modules)
     _means_nothing("share_comm_ctx")
 
 
@@ -217,7 +237,7 @@ def wrap_class(modules: Iterable[nn.Module]) -> None:
 
 
 def _no_deepcopy(self: nn.Module, _memo: Any) -> Any:
-    raise AlreadyWrapped("copy.deepcopy", type(self).__name__)
+    raise CannotCopyWrapped(type(self).__name__)
 
 
 def _as_module(module: Any) -> nn.Module:
@@ -225,10 +245,13 @@ def _as_module(module: Any) -> nn.Module:
     return module
 
 
-def _sharded(module: Any) -> ShardedState:
-    if not isinstance(module, FSDPModule):
-        raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return module._state()
+def _sharded(modules: Any) -> list[ShardedState]:
+    """The states of a list of sharded modules."""
+    allowed, remedy = "a list of sharded modules", "Pass modules that weft.fully_shard has wrapped, as a list"
+    _ARGUMENTS.kind("modules", modules, (list, tuple), allowed, remedy)
+    for at, module in enumerate(modules):
+        _ARGUMENTS.kind(f"modules[{at}]", module, FSDPModule, "a sharded module", remedy)
+    return [module._state() for module in modules]
 
 
 _said: set[str] = set()

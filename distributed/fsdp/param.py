@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from weft import torch_adapter
 from weft.distributed.fsdp.autograd import Attach, ReduceGradient
-from weft.distributed.fsdp.layout import Layout
+from weft.distributed.fsdp.layout import ShardLayout
 from weft.distributed.fsdp.mesh import Axis
 from weft.distributed.fsdp.reduction import (
     Division,
@@ -28,17 +28,19 @@ from weft.errors import ParameterReplaced
 
 
 @dataclass(eq=False, frozen=True)
-class Slot:
+class ParameterSlot:
     """A place in a module that holds a parameter."""
 
     module: nn.Module
     name: str
 
     def get(self) -> Any:
+        """The tensor registered under this name: sharded, or gathered while the module is unsharded."""
         return self.module._parameters[self.name]
 
     def put(self, tensor: torch.Tensor) -> None:
         # Not setattr: it refuses a tensor with a history in the place of a parameter.
+        """Register ``tensor`` under this name."""
         self.module._parameters[self.name] = tensor  # type: ignore[assignment]
         if isinstance(self.module, nn.RNNBase):
             torch_adapter.refresh_rnn_weights(self.module)
@@ -67,9 +69,9 @@ class ShardedParameter:
     """
 
     path: str
-    home: Slot
+    home: ParameterSlot
     sharded: nn.Parameter
-    layout: Layout
+    layout: ShardLayout
     policy: MixedPrecisionPolicy
     options: ReduceOptions
     small: Axis | None = None
@@ -106,7 +108,7 @@ class ShardedParameter:
         if self.holders or (current := self.home.get()) is self.sharded:
             return
         if not isinstance(current, DTensor):
-            raise ParameterReplaced(self.path, type(current).__name__)
+            raise ParameterReplaced(self.path, current)
         assert isinstance(current, nn.Parameter)
         self.sharded = current
         self.forget_gathered()

@@ -34,6 +34,7 @@ class View:
     order: tuple[int, ...] | None = None
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The view of ``whole``, a contiguous tensor of the gathered parameter's shape."""
         if self.order is None:
             return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
         for dim, start, length in self.cuts:
@@ -74,6 +75,7 @@ class Recipe:
     spec: Any = None
 
     def follow(self, whole: torch.Tensor) -> torch.Tensor:
+        """The saved tensor, as a view of the parameter gathered again."""
         if self.spec is None:
             return self.view.of(whole)
         return torch_adapter.dtensor_with(self.view.of(torch_adapter.local_tensor(whole)), self.spec)

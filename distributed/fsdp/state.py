@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from weft import torch_adapter
 from weft.distributed.fsdp.autograd import AfterBackward
-from weft.distributed.fsdp.param import ShardedParameter, Slot
+from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
 from weft.distributed.fsdp.reduction import ReduceOptions
 from weft.distributed.fsdp.saved import saved_as_recipes
 from weft.distributed.mixed_precision import cast_floating, map_tensors, move_to, tensors_in
@@ -33,13 +33,14 @@ class Phase(enum.Enum):
 
 
 @dataclass(eq=False, frozen=True)
-class Member:
+class ManagedParameter:
     """A parameter of a wrapped module and the places in it where the parameter stands."""
 
     param: ShardedParameter
-    slots: list[Slot]
+    slots: list[ParameterSlot]
 
     def put(self, tensor: torch.Tensor) -> None:
+        """Register ``tensor`` in every module that uses the parameter."""
         for slot in self.slots:
             slot.put(tensor)
 
@@ -112,7 +113,7 @@ class ShardedState:
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
-        members: list[Member],
+        members: list[ManagedParameter],
         policy: MixedPrecisionPolicy,
         options: ReduceOptions,
         reshard: bool | None,
@@ -152,6 +153,7 @@ class ShardedState:
 
     @property
     def reshard_after_forward(self) -> bool:
+        """Whether parameters are resharded after forward; without a setting, everywhere but at the root module."""
         return not self.is_root if self.reshard is None else self.reshard
 
     def launch(self) -> None:
@@ -184,7 +186,7 @@ class ShardedState:
             member.param.adopt()
             member.put(member.param.sharded)
 
-    def _check(self, member: Member) -> None:
+    def _check(self, member: ManagedParameter) -> None:
         if not self.is_unsharded and member.slots[0].get() is not member.param.sharded:
             self.adopt()
         if member.param.shard.is_meta:

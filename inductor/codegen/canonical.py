@@ -1,11 +1,11 @@
-"""One form for all nests that are the same loop over different tensors.
+"""The canonical form of a nest: the same for equal loops over different tensors.
 
-Buffers and symbols become ``b0``, ``b1``, ... and ``s0``, ``s1``, ... in the order in which they occur, axes that say
-nothing are gone, operations on constants are done. So the layers of a network give one kernel, and its text has no
-trace of the graph that it came from.
+Buffers and symbols are renamed to ``b0``, ``b1``, ... and ``s0``, ``s1``, ... in the order of their use, axes of one
+element are removed, and operations on constants are folded. So equal layers of a network share one kernel, and its text
+does not depend on the graph that it came from.
 
-Whole numbers that are affine in the axes become elements of :data:`POSITIONS`, a buffer that does not exist: its
-element ``k`` is ``k``. So they are simplified and printed as the indices that they are.
+Integers that are affine in the axes become loads from :data:`POSITIONS`, a virtual buffer whose element ``k`` is ``k``.
+So they are simplified and printed by the code for indices.
 """
 
 from __future__ import annotations
@@ -13,31 +13,30 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import sympy
 import torch
 
-from weft.inductor import axes
-from weft.inductor.ir import (
+from weft.inductor.loop_ir import axes
+from weft.inductor.loop_ir.ir import (
+    POSITIONS,
     Call,
     Const,
     Index,
     Int,
     Load,
     Nest,
-    Part,
     Position,
     Reduce,
+    ReductionResult,
     Scalar,
     Store,
     Value,
+    is_position,
     map_values,
     rewrite,
 )
-from weft.inductor.ops import OPS
-
-POSITIONS = "positions"
+from weft.inductor.loop_ir.ops import OPS
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ class Canonical:
 
 def canonical(nest: Nest) -> Canonical:
     """The canonical form of a nest."""
-    nest = axes.merge(axes.squeeze(_without_idle_axes(simplified(axes.squeeze(nest)))))
+    # Simplifying may remove the last use of an axis, so axes are dropped before it and after.
+    nest = axes.merge(axes.squeeze(_without_unused_axes(simplified(axes.squeeze(nest)))))
     buffers = list(dict.fromkeys([load.buffer for load in nest.reads if not is_position(load)] + nest.writes))
     scalars = _scalars(nest)
     names = {POSITIONS: POSITIONS} | {buffer: f"b{k}" for k, buffer in enumerate(buffers)}
@@ -69,21 +69,19 @@ def symbol(k: int) -> sympy.Symbol:
     return sympy.Symbol(f"s{k}", integer=True, nonnegative=True)
 
 
-def is_position(value: Value) -> bool:
-    """Whether a value is an element of :data:`POSITIONS`."""
-    return isinstance(value, Load) and value.buffer == POSITIONS
-
-
 def simplified(nest: Nest) -> Nest:
-    """The nest with positions as elements of :data:`POSITIONS`, and without what is known now."""
+    """The nest with positions as loads from :data:`POSITIONS`, and with constants folded.
+
+    Folding runs the operation's eager form, so a folded value has the bits that the kernel would compute.
+    """
     roots = [root for store in nest.stores for root in store.values()]
     new = rewrite(roots, lambda value: _simpler(value, nest.sizes))
     stores = [map_values(store, new) for store in nest.stores]
     return Nest(nest.sizes, tuple(replace(store, index=_without_positions(store.index)) for store in stores))
 
 
-def _without_idle_axes(nest: Nest) -> Nest:
-    """The nest with one point along axes that nothing changes along any more."""
+def _without_unused_axes(nest: Nest) -> Nest:
+    """The nest with size 1 along axes that no store and no reduction uses any more."""
     used = frozenset().union(*(store.axes for store in nest.stores), *(reduce.over for reduce in nest.reduces))
     return Nest(tuple(size if axis in used else 1 for axis, size in enumerate(nest.sizes)), nest.stores)
 
@@ -93,18 +91,20 @@ def _simpler(value: Value, sizes: Sequence[Int]) -> Value:
         return Load(POSITIONS, Index([(value.axis, 1)]), torch.int64)
     if isinstance(value, Load):
         value = Load(value.buffer, _without_positions(value.index), value.dtype, value.mask, value.other)
+    # The eager forms of random operations draw from torch's generator, not from the kernel's Philox counters.
     if isinstance(value, Call) and value.op not in ("rand", "randn") and all(isinstance(a, Const) for a in value.args):
         return _computed(value)
     if isinstance(value, Call) and value.dtype == torch.int64 and (index := _affine(value)) is not None:
         return Load(POSITIONS, index, torch.int64)
     if isinstance(value, Load) and isinstance(value.mask, Const):
         return Load(value.buffer, value.index, value.dtype) if value.mask.value else _other(value)
+    # All reduced axes had one element and were squeezed: the reduction is its argument.
     if isinstance(value, Reduce) and not value.over and value.kind in _ONE:
         return _converted(value.args[0], value.dtype)
     if isinstance(value, Reduce) and value.kind == "sum":
-        return _sum_of_one(value, sizes)
-    if isinstance(value, Part) and isinstance(value.reduce, Reduce) and not value.reduce.over:
-        return _part_of_one(value.reduce, value)
+        return _sum_of_single_term(value, sizes)
+    if isinstance(value, ReductionResult) and isinstance(value.reduce, Reduce) and not value.reduce.over:
+        return _part_of_single_term(value.reduce, value)
     return value
 
 
@@ -112,7 +112,7 @@ _ONE = frozenset({"sum", "prod", "max", "min", "any", "all"})
 
 
 def _affine(value: Value) -> Index | None:
-    """A whole number as an index, None where it is not affine in the axes."""
+    """An integer as an index, None where it is not affine in the axes."""
     if is_position(value):
         assert isinstance(value, Load)
         return value.index
@@ -123,40 +123,31 @@ def _affine(value: Value) -> Index | None:
     if not isinstance(value, Call) or value.op not in ("add", "sub", "mul"):
         return None
     a, b = (_affine(arg) for arg in value.args)
+    # Without an axis it is a number, not a position.
     if a is None or b is None or not (a.strides or b.strides):
         return None
-    if value.op == "add":
-        return _plus(a, b)
-    if value.op == "sub":
-        return _plus(a, _scaled(b, -1))
-    return _scaled(a, b.offset) if not b.strides else _scaled(b, a.offset) if not a.strides else None
-
-
-def _plus(a: Index, b: Index) -> Index:
-    strides: dict[int, Any] = dict(a.strides)
-    offset: Any = a.offset
-    for axis, stride in b.strides:
-        strides[axis] = strides.get(axis, 0) + stride
-    return Index(strides.items(), offset + b.offset, a.picks)
-
-
-def _scaled(index: Index, factor: Any) -> Index:
-    return Index([(axis, factor * stride) for axis, stride in index.strides], factor * index.offset)
+    if value.op != "mul":
+        return axes.add_scaled(a, b, -1 if value.op == "sub" else 1)
+    if a.strides and b.strides:
+        return None
+    return axes.add_scaled(Index(), a, b.offset) if a.strides else axes.add_scaled(Index(), b, a.offset)
 
 
 def _without_positions(index: Index) -> Index:
-    """The index with what it picks by affine positions among its strides."""
-    total = Index(index.strides, index.offset, [pick for pick in index.picks if not is_position(pick[0])])
-    for value, stride in index.picks:
+    """The index with affine indirect terms folded into its strides."""
+    total = Index(index.strides, index.offset, [pick for pick in index.indirect if not is_position(pick[0])])
+    for value, stride in index.indirect:
         if is_position(value):
             assert isinstance(value, Load)
-            total = _plus(total, _scaled(value.index, stride))
+            total = axes.add_scaled(total, value.index, stride)
     return total
 
 
-def _sum_of_one(total: Reduce, sizes: Sequence[Int]) -> Value:
-    """A sum along one axis with one term that is not zero, at a position that does not change along the axis: that
-    term, if the position is there. (The gradient of a loss of classes, summed over the classes.)"""
+def _sum_of_single_term(total: Reduce, sizes: Sequence[Int]) -> Value:
+    """A sum along one axis of ``where(position == at, value, 0)``: ``value`` where ``at`` is a position of the axis.
+
+    The gradient of a cross-entropy, summed over the classes, has this form; the loop over the classes goes away.
+    """
     term = total.args[0]
     if not (len(total.over) == 1 and isinstance(term, Call) and term.op == "where" and term.dtype == total.dtype):
         return total
@@ -172,6 +163,7 @@ def _sum_of_one(total: Reduce, sizes: Sequence[Int]) -> Value:
     at = next((arg for arg in here.args if arg is not along), along)
     if along not in here.args or axis in at.axes or at.dtype != torch.int64:
         return total
+    # An index outside the axis (`ignore_index`) equals no position: its sum is zero.
     others.append(Call("ge", (at, Const(0, torch.int64)), torch.bool))
     others.append(Call("lt", (at, axes.integer(sizes[axis])), torch.bool))
     return Call("where", (functools.reduce(_both, others), value, zero), term.dtype)
@@ -201,8 +193,8 @@ def _converted(value: Value, dtype: torch.dtype) -> Value:
     return value if value.dtype == dtype else Call("to", (value,), dtype)
 
 
-def _part_of_one(reduce: Reduce, part: Part) -> Value:
-    """What a reduction with several results gives for a single element."""
+def _part_of_single_term(reduce: Reduce, part: ReductionResult) -> Value:
+    """A result of a reduction with several results, over a single element."""
     value = reduce.args[0]
     if reduce.kind in ("argmax", "argmin"):
         return _converted(reduce.args[part.at], part.dtype)
@@ -213,12 +205,13 @@ def _part_of_one(reduce: Reduce, part: Part) -> Value:
 
 
 def _scalars(nest: Nest) -> list[Scalar]:
-    """The numbers a nest needs when it is called: symbols of its sizes, strides and offsets; and its Scalars."""
+    """The scalar arguments of a nest: symbols of its sizes, strides and offsets, and its Scalars."""
     found: dict[Scalar, None] = {}
 
     def add(*expressions: Int) -> None:
         for expression in expressions:
             if isinstance(expression, sympy.Expr):
+                # Sets have no fixed order, and the text must be the same on every rank.
                 for free in sorted(expression.free_symbols, key=str):
                     found.setdefault(Scalar(free, torch.int64))
 
@@ -234,7 +227,7 @@ def _scalars(nest: Nest) -> list[Scalar]:
 
 
 def _add_index(add: Callable[..., None], index: Index) -> None:
-    add(index.offset, *(stride for _, stride in index.strides), *(stride for _, stride in index.picks))
+    add(index.offset, *(stride for _, stride in index.strides), *(stride for _, stride in index.indirect))
 
 
 def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symbol]) -> Nest:
@@ -249,7 +242,7 @@ def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symb
 
     def index(old: Index) -> Index:
         strides = [(axis, size(stride)) for axis, stride in old.strides]
-        return Index(strides, size(old.offset), [(value, size(stride)) for value, stride in old.picks])
+        return Index(strides, size(old.offset), [(value, size(stride)) for value, stride in old.indirect])
 
     def change(value: Value) -> Value:
         if isinstance(value, Load):

@@ -1,6 +1,6 @@
-"""How each operation is written in Triton.
+"""The Triton text of each operation of the loop IR.
 
-Texts carry how tightly they bind, so that parentheses are written only where they are needed.
+A text carries the precedence of its outermost operator, so that parentheses are written only where they are needed.
 """
 
 from __future__ import annotations
@@ -11,40 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.inductor.ir import Call, Const
-
-TRITON_DTYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
-
-_NAMES = {
-    torch.float64: "tl.float64",
-    torch.float32: "tl.float32",
-    torch.int64: "tl.int64",
-    torch.int32: "tl.int32",
-    torch.int16: "tl.int16",
-    torch.int8: "tl.int8",
-    torch.uint8: "tl.uint8",
-    torch.bool: "tl.int1",
-}
+from weft.inductor.codegen.triton_text import dtype_name, literal_text
+from weft.inductor.loop_ir.ir import Call, Const
 
 COMPARE, OR, XOR, AND, SHIFT, SUM, PRODUCT, UNARY, ATOM = range(9)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The type of registers that hold ``dtype``, in a kernel."""
-    return _NAMES[dtype]
 
 
 @dataclass(frozen=True)
@@ -86,14 +56,11 @@ def cast(text: Text, dtype: torch.dtype) -> Text:
 
 def literal(value: float, dtype: torch.dtype) -> Text:
     """A number as it is written next to an operand of the same type."""
+    text = literal_text(value, dtype)
     if dtype == torch.bool:
-        return Text(str(bool(value)))
-    if not dtype.is_floating_point:
-        return Text(str(int(value)), ATOM if value >= 0 else UNARY, narrow=abs(value) < 2**31)
-    value = float(value)
-    if math.isfinite(value):
-        return Text(repr(value), ATOM if math.copysign(1, value) > 0 else UNARY)
-    return Text(f'float("{value}")')
+        return Text(text)
+    level = UNARY if text.startswith("-") else ATOM
+    return Text(text, level, narrow=not dtype.is_floating_point and abs(value) < 2**31)
 
 
 def typed(value: float, dtype: torch.dtype) -> Text:
@@ -112,7 +79,7 @@ def extreme(kind: float, dtype: torch.dtype) -> float:
 
 
 def write(value: Call, operands: Sequence[Text]) -> Text:
-    """A call over the texts of its operands. Functions without ``tl.`` are those of codegen/device.py."""
+    """A call over the texts of its operands. Functions without ``tl.`` are those of codegen/device_functions.py."""
     return _WRITE[value.op](value, *operands)
 
 
@@ -128,7 +95,7 @@ def _function(name: str) -> Write:
 
 
 def _helper(name: str) -> Write:
-    """A call of a function of codegen/device.py, to which a number without a type is no value."""
+    """A call of a function of codegen/device_functions.py, to which a number without a type is no value."""
 
     def write(value: Call, *texts: Text) -> Text:
         pairs = zip(value.args, texts, strict=True)
@@ -142,11 +109,17 @@ def _by_kind(floats: Write, integers: Write) -> Write:
 
 
 def _negative(value: Call, a: Text) -> Text:
+    """Triton 3.6 computes ``-a`` as ``0 - a``, which gives 0.0 for 0.0; a product with -1 keeps the sign of zeros."""
+    if value.dtype.is_floating_point:
+        return infix("*", PRODUCT, a, Text("-1.0", UNARY))
     return Text(f"-{a.at(UNARY)}", UNARY)
 
 
 def _division(value: Call, a: Text, b: Text) -> Text:
-    """IEEE where every element has its own divisor; elsewhere, within two units of the last place."""
+    """Correctly rounded where every element has its own divisor; elsewhere within two units in the last place.
+
+    A divisor that is a power of two becomes an exact product, up to 2**100, whose reciprocal is a normal number.
+    """
     numerator, divisor = value.args
     if isinstance(divisor, Const) and _is_power_of_two(divisor.value):
         return infix("*", PRODUCT, a, literal(1.0 / divisor.value, value.dtype))

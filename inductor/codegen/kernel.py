@@ -1,4 +1,7 @@
-"""From a nest to a kernel that can be launched."""
+"""From a nest to a kernel that can be launched: canonical form, plan, reduction forms, text.
+
+Kernels are cached by canonical nest, so a layer that is repeated 32 times is generated and compiled once.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,27 @@ import torch
 
 from weft.errors import UnsupportedNest
 from weft.inductor.codegen import canonical
-from weft.inductor.codegen.expressions import TRITON_DTYPES
-from weft.inductor.codegen.held import with_held
-from weft.inductor.codegen.passes import for_plan
-from weft.inductor.codegen.plan import Plan, plan
-from weft.inductor.codegen.seams import cut_at_seams
-from weft.inductor.codegen.triton import Body
-from weft.inductor.ir import Call, Int, Nest, Reduce, Scalar
-from weft.inductor.ops import OPS
-from weft.inductor.runtime.kernel_source import KernelSource
+from weft.inductor.codegen.kernel_body import KernelBody
+from weft.inductor.codegen.kernel_plan import KernelPlan, plan_kernel
+from weft.inductor.codegen.kernel_source import KernelSource
+from weft.inductor.codegen.mask_splitting import split_at_mask_boundaries
+from weft.inductor.codegen.reduction_forms import choose_reduction_forms
+from weft.inductor.codegen.register_tiling import plan_register_tiles
+from weft.inductor.codegen.triton_text import argument_type, indented, parameter_list, pointer_type, write_kernel
+from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.loop_ir.ir import Call, Int, Nest, Reduce, Scalar
+from weft.inductor.loop_ir.ops import OPS
 
 
+@serializable
 @dataclass(frozen=True)
 class GeneratedKernel:
     """A kernel and what it is called with.
 
     Attributes:
         buffers: the tensors, in the order of the arguments.
-        scalars: the numbers behind them, in the order of the arguments.
+        scalars: the scalar arguments, which follow the tensors.
         blocks: the (size, block) of each dimension of the grid; sizes are over the symbols ``s0``, ``s1``, ... that
             stand for ``scalars``.
     """
@@ -53,20 +59,27 @@ class GeneratedKernel:
 
 
 def supports(nest: Nest) -> str | None:
-    """Why one kernel cannot compute a nest; None where it can."""
+    """Why one kernel cannot compute a nest, as a sentence; None where it can.
+
+    The answer depends on the nest alone: neither on the dtypes of buffers nor on the GPU, so that fusion decides the
+    same on every rank.
+    """
     try:
         form = canonical.canonical(nest)
-        plan(form.nest, {f"b{k}": torch.float32 for k in range(len(form.buffers))})
+        plan_kernel(form.nest, {f"b{k}": torch.float32 for k in range(len(form.buffers))})
     except UnsupportedNest as error:
         return str(error)
     return None
 
 
-def generate(nest: Nest, buffers: Mapping[str, torch.dtype]) -> GeneratedKernel:
+def generate(
+    nest: Nest, buffers: Mapping[str, torch.dtype], multiprocessors: int = HOPPER_MULTIPROCESSORS
+) -> GeneratedKernel:
     """The kernel of a nest. Nests that are the same but for names give the same text.
 
     Args:
         buffers: the type of each buffer in memory.
+        multiprocessors: of the GPU that the kernel is for.
 
     Raises:
         UnsupportedNest: :func:`supports` says why.
@@ -74,36 +87,42 @@ def generate(nest: Nest, buffers: Mapping[str, torch.dtype]) -> GeneratedKernel:
     form = canonical.canonical(nest)
     dtypes = tuple(buffers[name] for name in form.buffers)
     kinds = tuple(scalar.dtype for scalar in form.scalars)
-    source, order, blocks = _printed(form.nest, dtypes, kinds)
+    source, order, blocks = _generate_canonical(form.nest, dtypes, kinds, multiprocessors)
     return GeneratedKernel(source, tuple(form.buffers[at] for at in order), form.scalars, blocks)
 
 
 @functools.cache
-def _printed(
-    nest: Nest, dtypes: tuple[torch.dtype, ...], kinds: tuple[torch.dtype, ...]
+def _generate_canonical(
+    nest: Nest, dtypes: tuple[torch.dtype, ...], kinds: tuple[torch.dtype, ...], multiprocessors: int
 ) -> tuple[KernelSource, tuple[int, ...], tuple[tuple[Int, int], ...]]:
     """The kernel of a canonical nest, the order of its buffers, and its grid."""
     types = {f"b{k}": dtype for k, dtype in enumerate(dtypes)}
-    nest = cut_at_seams(nest)
-    layout = plan(nest, types)
-    nest = for_plan(nest, layout)
-    layout = with_held(layout, nest, types)
+    # Splitting comes first, as it changes the sizes to plan for. The final forms of reductions decide how many
+    # accumulators there are, so registers are counted after them.
+    nest = split_at_mask_boundaries(nest)
+    layout = plan_kernel(nest, types, multiprocessors)
+    nest = choose_reduction_forms(nest, layout)
+    layout = plan_register_tiles(layout, nest, types)
     pointers = _pointers(nest, types)
     order = tuple(int(buffer[1:]) for buffer in pointers)
-    signature = {pointers[buffer]: f"*{TRITON_DTYPES[types[buffer]]}" for buffer in pointers}
-    signature |= {f"s{k}": TRITON_DTYPES[kind] for k, kind in enumerate(kinds)}
+    signature = {pointers[buffer]: pointer_type(types[buffer]) for buffer in pointers}
+    signature |= {f"s{k}": argument_type(kind) for k, kind in enumerate(kinds)}
     constants = {dim.block_name: dim.block for dim in layout.tile}
-    body = Body(nest, layout, types, pointers).statements()
+    body = KernelBody(nest, layout, types, pointers).statements()
     for name, value in (("ARCH", 0), ("ALIGNED", True)):
         constants |= {name: value} if any(name in line for line in body) else {}
-    title = _title(nest, layout)
-    arguments = ", ".join([*signature, *(f"{block}: tl.constexpr" for block in constants)])
-    code = "\n".join(f"    {line}" for line in body)
-    name = f"{title}_{hashlib.sha256(f'{arguments}{code}'.encode()).hexdigest()[:6]}"
-    text = f"@triton.jit\ndef {name}({arguments}):\n{code}\n"
-    text = "\n\n".join(["import triton\nimport triton.language as tl\n", *(f"{h}\n" for h in _helpers(text)), text])
-    divisible = frozenset(pointers.values())
-    source = KernelSource(name, text, signature, constants, divisible, layout.num_warps, 1, layout.registers)
+    title = _kernel_name(nest, layout)
+    content = parameter_list(signature, constants) + "\n".join(indented(body))
+    source = write_kernel(
+        f"{title}_{hashlib.sha256(content.encode()).hexdigest()[:6]}",
+        body,
+        signature,
+        constants,
+        divisible=pointers.values(),
+        num_warps=layout.num_warps,
+        registers=layout.registers,
+        helpers=_helpers(content),
+    )
     return source, order, tuple((dim.size, dim.block) for dim in layout.grid)
 
 
@@ -116,8 +135,8 @@ def _pointers(nest: Nest, types: Mapping[str, torch.dtype]) -> dict[str, str]:
     return found
 
 
-def _title(nest: Nest, layout: Plan) -> str:
-    """What the kernel does: its shape, its reductions and its dearest operations."""
+def _kernel_name(nest: Nest, layout: KernelPlan) -> str:
+    """A name that says what the kernel does: its shape, its reductions and its three most expensive operations."""
     values = nest.values()
     reduces = dict.fromkeys(value.kind for value in values if isinstance(value, Reduce))
     calls = dict.fromkeys(value.op for value in values if isinstance(value, Call) and value.op not in ("to", "where"))
@@ -127,11 +146,12 @@ def _title(nest: Nest, layout: Plan) -> str:
 
 
 def _helpers(text: str) -> list[str]:
-    """The sources of the functions of device.py that a kernel's text calls, and of those that they call."""
+    """The sources of the functions of device_functions.py that a kernel's text calls, with those that they call."""
     sources = _device_functions()
     needed: set[str] = set()
     waiting = [text]
     while waiting:
+        # Functions that are called, and those that are passed to `tl.reduce`.
         called = {name for name in re.findall(r"(?<![.\w])(\w+)(?=[(,)])", waiting.pop()) if name in sources}
         waiting += [sources[name] for name in called - needed]
         needed |= called
@@ -140,7 +160,7 @@ def _helpers(text: str) -> list[str]:
 
 @functools.cache
 def _device_functions() -> dict[str, str]:
-    file = Path(__file__).with_name("device.py")
+    file = Path(__file__).with_name("device_functions.py")
     text = file.read_text()
     lines = text.splitlines()
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""Where a program is: the variables for positions along the dimensions of a kernel, and masks for their ends."""
+"""Index variables of a kernel: positions along its dimensions, and the masks of their tails."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sympy
 from torch.utils._sympy.printers import PythonPrinter
 
 from weft.inductor.codegen.expressions import Text
-from weft.inductor.codegen.plan import Dim, Plan, product
-from weft.inductor.ir import Index, Int, Value
+from weft.inductor.codegen.kernel_plan import Dim, KernelPlan, product
+from weft.inductor.loop_ir.ir import Index, Int, Value
 
 
 class Scope:
     """A block of statements: the function's body, or that of a loop.
 
     Args:
-        goes_on: the block whose statements these are too; only their values have names of their own.
+        goes_on: a block that this one appends its statements to; only the names of values are its own.
     """
 
     def __init__(self, outer: Scope | None = None, goes_on: Scope | None = None) -> None:
@@ -33,18 +33,19 @@ class Scope:
         return self.outer.text(value)
 
     def statements(self) -> list[str]:
+        """The lines of the block, index variables first."""
         return [*(f"{name} = {code}" for name, code in self.head.items()), *self.lines]
 
 
 class Positions:
-    """Writes positions. Each variable is made when it is first needed, at the head of the block where it belongs.
+    """Writes index variables. Each is defined on first use, at the head of its block, so unused ones do not appear.
 
     Args:
         sizes: of the nest's axes.
         body: the function's own block.
     """
 
-    def __init__(self, plan: Plan, sizes: Sequence[Int], body: Scope) -> None:
+    def __init__(self, plan: KernelPlan, sizes: Sequence[Int], body: Scope) -> None:
         self.plan, self.sizes, self.body = plan, sizes, body
 
     def tile(self, axes: Iterable[int]) -> frozenset[Dim]:
@@ -58,7 +59,8 @@ class Positions:
         return f"[{', '.join(dim.block_name if dim in dims else '1' for dim in self.plan.tile)}]"
 
     def _home(self, dim: Dim, scope: Scope) -> Scope:
-        return scope if dim.walk == "loop" else self.body
+        # The index of a loop changes with each iteration; all others are computed once, before any loop.
+        return scope if dim.tiling == "loop" else self.body
 
     def index(self, dim: Dim, scope: Scope) -> str:
         """The variable that says where along a dimension the program is."""
@@ -66,22 +68,23 @@ class Positions:
         if dim.name not in head and (start := self._start(dim)) is not None:
             offsets = f"tl.arange(0, {dim.block_name}){self._along(dim)}"
             code = offsets if not start else f"{start} + {offsets}" if dim.block > 1 else start
-            if dim.wide and dim.walk != "grid":
+            if dim.wide and dim.tiling != "grid":
                 code = f"tl.full([], {start}, tl.int64)" if dim.block == 1 else f"({code}).to(tl.int64)"
             head[dim.name] = code
         return dim.name
 
     def _start(self, dim: Dim) -> str | None:
         """Where a dimension's block starts; None where the loop's variable is the index."""
-        if dim.walk == "whole":
+        if dim.tiling == "whole":
             return ""
-        if dim.walk == "loop":
+        if dim.tiling == "loop":
             return f"{dim.name}_start" if dim.block > 1 or dim.wide else None
         block = self._program(dim)
         return f"{block} * {dim.block_name}" if dim.block > 1 else block
 
     def _program(self, dim: Dim) -> str:
         """Which block of a dimension the program takes."""
+        # Grids are launched along one axis, as CUDA limits the others to 65,535 programs.
         grid = self.plan.grid
         pid = "tl.program_id(0).to(tl.int64)" if any(other.wide for other in grid) else "tl.program_id(0)"
         if len(grid) == 1:
@@ -90,6 +93,7 @@ class Positions:
         at = grid.index(dim)
         for other in grid[: at + 1][: len(grid) - 1]:
             self.body.head.setdefault(f"{other.name}_blocks", _blocks(other))
+        # Fastest dimension first; the slowest needs no remainder.
         inner = [f"{other.name}_blocks" for other in grid[:at]]
         code = " // ".join(["pid", *inner])
         return code if at == len(grid) - 1 else f"{code} % {dim.name}_blocks"
@@ -123,12 +127,13 @@ class Positions:
         return name
 
     def terms(self, index: Index, dim: Dim, scope: Scope, form: str = "{}") -> list[str]:
-        """What a dimension adds to an offset: one term for each run of axes that memory is walked along evenly."""
+        """The terms of a dimension in an offset: one for each run of neighbouring axes with a common stride."""
         terms = []
         last = len(dim.axes) - 1
         while last >= 0:
             stride = index.stride(dim.axes[last])
             first, reach = last, product([stride, self.sizes[dim.axes[last]]])
+            # Axes whose strides multiply out are walked by one variable: no division to separate them.
             while stride != 0 and first > 0 and index.stride(dim.axes[first - 1]) == reach:
                 first -= 1
                 reach = product([reach, self.sizes[dim.axes[first]]])

@@ -1,7 +1,7 @@
-"""How reductions are written: across a tile, and over the iterations of a loop.
+"""The text of reductions: across a tile, and over the iterations of a loop.
 
-In a loop every element of the tile gathers its own result, and the tile is reduced once behind the loop: an iteration
-then needs no exchange between threads.
+In a loop every element of the tile has its own accumulator, and the tile is reduced once after the loop. So an
+iteration needs no exchange between threads.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.inductor.codegen.expressions import SUM, Text, dtype_name, exponential, extreme, literal
-from weft.inductor.codegen.spread import Spread
-from weft.inductor.ops import REDUCTIONS
+from weft.inductor.codegen.expressions import SUM, Text, exponential, extreme, literal
+from weft.inductor.codegen.thread_layout import ThreadLayout
+from weft.inductor.codegen.triton_text import dtype_name
+from weft.inductor.loop_ir.ops import REDUCTIONS
 
 
 @dataclass(frozen=True)
 class Across:
-    """The dimensions of a tile that go, and how the result is shaped to stand next to tiles again.
+    """Which dimensions of a tile are reduced, and how the result is shaped to broadcast against tiles again.
 
     Attributes:
         positions: which dimensions of the tile, last first.
@@ -35,7 +36,7 @@ class Across:
         return text + self.suffix
 
 
-LAST = 2**63 - 1  # behind every position
+LAST = 2**63 - 1  # greater than every position
 
 _ACROSS = {
     "sum": "tl.sum({}, {})",
@@ -61,7 +62,7 @@ def _extremum(kind: str, dtype: torch.dtype) -> str:
 
 
 def identity(kind: str, dtype: torch.dtype, result: int = 0) -> str:
-    """What an element that does not exist counts as."""
+    """The identity of a reduction, which masked elements count as."""
     return str(literal(extreme(REDUCTIONS[kind].identity[result], dtype), dtype))
 
 
@@ -72,6 +73,7 @@ def arg_across(
     best = how.reduce(_extremum(kind.removeprefix("arg"), dtype), value)
     here = f"{value} == {{best}}"
     if dtype.is_floating_point:
+        # The extreme value is NaN if there is one. NaN equals nothing, so it is found as what differs from itself.
         here = f"({here}) | ({value} != {value})"
     if mask is not None:
         here = f"({here}) & {mask}"
@@ -79,23 +81,29 @@ def arg_across(
 
 
 class Accumulator:
-    """A reduction over a loop: variables before it, statements in it, results behind it."""
+    """A reduction over a loop: variables before it, statements in it, results after it."""
 
     def __init__(
-        self, kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across, spread: Spread | None = None
+        self,
+        kind: str,
+        name: str,
+        dtypes: Sequence[torch.dtype],
+        shape: str,
+        how: Across,
+        thread_layout: ThreadLayout | None = None,
     ) -> None:
         self.kind, self.name, self.dtypes, self.shape, self.how = kind, name, tuple(dtypes), shape, how
-        self.spread = spread
+        self.thread_layout = thread_layout
 
     def _full(self, value: str, dtype: torch.dtype) -> str:
         return f"tl.full({self.shape}, {value}, {dtype_name(dtype)})"
 
     def before(self) -> list[str]:
-        """The statements that make the variables."""
+        """The statements that define the accumulators."""
         return [f"{self.name} = {self._full(identity(self.kind, self.dtypes[0]), self.dtypes[0])}"]
 
     def step(self, args: Sequence[str], mask: str | None) -> list[str]:
-        """The statements that take one tile in; ``mask`` is where it has elements (None: everywhere)."""
+        """The statements that accumulate one tile; ``mask`` says where it has elements (None: everywhere)."""
         name, dtype = self.name, self.dtypes[0]
         arg = args[0] if mask is None else f"tl.where({mask}, {args[0]}, {identity(self.kind, dtype)})"
         if dtype == torch.bool:
@@ -108,7 +116,7 @@ class Accumulator:
         return [f"{name} = tl.{self.kind}imum({name}, {arg})"]
 
     def after(self) -> tuple[list[str], list[str]]:
-        """Statements, and the expressions that the results are."""
+        """Statements after the loop, and the expressions of the results."""
         return [], [across(self.kind, self.name, self.dtypes[0], self.how)]
 
 
@@ -116,14 +124,17 @@ class ArgAccumulator(Accumulator):
     """``argmax`` and ``argmin``: the extreme value, and the first position of it. NaN is the most extreme."""
 
     def before(self) -> list[str]:
+        """The accumulators: the best value so far, and its position."""
         value = self._full(identity(self.kind, self.dtypes[0]), self.dtypes[0])
         return [f"{self.name} = {value}", f"{self.name}_at = {self._full(str(LAST), torch.int64)}"]
 
     def step(self, args: Sequence[str], mask: str | None) -> list[str]:
+        """Keep the better of the accumulator and the tile; among equal values, the smaller position."""
         value, position = args
         name, sign = self.name, ">" if self.kind == "argmax" else "<"
         more, same = f"({value} {sign} {name})", f"({value} == {name})"
         if self.dtypes[0].is_floating_point:
+            # NaN beats every number. Among NaNs, as among equal numbers, the first position counts.
             more = f"({more} | ({value} != {value}) & ({name} == {name}))"
             same = f"({same} | ({value} != {value}) & ({name} != {name}))"
         better = f"{more} | {same} & ({position} < {name}_at)"
@@ -136,43 +147,47 @@ class ArgAccumulator(Accumulator):
         ]
 
     def after(self) -> tuple[list[str], list[str]]:
+        """The best value of all accumulators, and the first position that has it."""
         best, position = arg_across(self.kind, self.name, f"{self.name}_at", None, self.dtypes[0], self.how)
         return [f"{self.name}_best = {best}"], [f"{self.name}_best", position.format(best=f"{self.name}_best")]
 
 
 class OnlineSoftmax(Accumulator):
-    """The greatest value and the sum of exponentials below it, in one pass (Milakov and Gimelshein, 2018).
+    """The maximum and the sum of exponentials relative to it, in one pass (Milakov and Gimelshein, 2018).
 
-    Where it is known which elements of a tile a thread has, these share one result: so the sum is rescaled once for all
-    of them, and 16 elements cost 17 exponentials instead of 32.
+    Where the thread layout of the tile is known, the elements of a thread share one accumulator. The sum is then
+    rescaled once for all of them: 16 elements cost 17 exponentials instead of 32.
     """
 
     def before(self) -> list[str]:
-        if self.spread is not None:
-            self.shape = f"[{self.spread.threads}]"
+        """The accumulators: the maximum so far, and the sum of exponentials relative to it."""
+        if self.thread_layout is not None:
+            self.shape = f"[{self.thread_layout.threads}]"
         dtype = self.dtypes[0]
         lowest = self._full('float("-inf")', dtype)
         return [f"{self.name}_max = {lowest}", f"{self.name}_sum = {self._full('0.0', dtype)}"]
 
     def step(self, args: Sequence[str], mask: str | None) -> list[str]:
+        """Raise the maximum to that of the tile, rescale the sum to it, and add the tile's exponentials."""
         x, top, total, base = (f"{self.name}_{part}" for part in ("x", "max", "sum", "base"))
         new = f"{self.name}_new"
         arg = args[0] if mask is None else f'tl.where({mask}, {args[0]}, float("-inf"))'
         here, terms = x, self._power(f"{x} - {base}")
-        if self.spread is not None:
-            arg = f"tl.reshape({arg}, [{', '.join(map(str, self.spread))}])"
+        if self.thread_layout is not None:
+            arg = f"tl.reshape({arg}, [{', '.join(map(str, self.thread_layout))}])"
             here = f"tl.reduce(tl.reduce({x}, 2, greatest), 0, greatest)"
             terms = f"tl.sum(tl.sum({self._power(f'{x} - {base}[None, :, None]')}, 2), 0)"
         return [
             f"{x} = {arg}",
             f"{new} = greatest({top}, {here})",
-            # Nothing but -inf so far: 0 is subtracted, or -inf - -inf would be NaN.
+            # While the maximum is -inf, 0 is subtracted: -inf - -inf would be NaN.
             f'{base} = tl.where({new} == float("-inf"), 0.0, {new})',
             f"{total} = {total} * {self._power(f'{top} - {base}')} + {terms}",
             f"{top} = {new}",
         ]
 
     def after(self) -> tuple[list[str], list[str]]:
+        """The maximum of all accumulators, and their sums rescaled to it and added."""
         best = self.how.reduce(_extremum("max", self.dtypes[0]), f"{self.name}_max")
         scaled = f"{self.name}_sum * {self._power(f'{self.name}_max - {self.name}_best')}"
         return [f"{self.name}_best = {best}"], [f"{self.name}_best", self.how.reduce("tl.sum({}, {})", scaled)]
@@ -185,10 +200,12 @@ class Welford(Accumulator):
     """Mean, squared deviations and count in one pass (Welford, 1962; joined as Chan and others, 1983)."""
 
     def before(self) -> list[str]:
+        """The accumulators: mean, sum of squared deviations, and count, all zero."""
         zero = self._full("0.0", self.dtypes[0])
         return [f"{self.name}_{part} = {zero}" for part in ("mean", "square", "count")]
 
     def step(self, args: Sequence[str], mask: str | None) -> list[str]:
+        """Update mean, squared deviations and count by one element per accumulator."""
         mean, square, count, apart = (f"{self.name}_{part}" for part in ("mean", "square", "count", "apart"))
         one, share = "1.0", f"{apart} / {count}"
         if mask is not None:
@@ -203,12 +220,14 @@ class Welford(Accumulator):
         ]
 
     def after(self) -> tuple[list[str], list[str]]:
+        """Combine the accumulators: mean, sum of squared deviations from it, and count."""
         mean, square, count = (f"{self.name}_{part}" for part in ("mean", "square", "count"))
         total, center = f"{self.name}_total", f"{self.name}_center"
         statements = [
             f"{total} = {self.how.reduce('tl.sum({}, {})', count)}",
             f"{center} = {self.how.reduce('tl.sum({}, {})', f'{mean} * {count}')} / {total}",
         ]
+        # Chan and others: squared deviations from the joint mean grow by count * (mean - joint mean)**2.
         squares = f"{square} + {count} * ({mean} - {center}) * ({mean} - {center})"
         return statements, [center, self.how.reduce("tl.sum({}, {})", squares), total]
 
@@ -222,7 +241,7 @@ ACCUMULATORS = {
 
 
 def accumulator(
-    kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across, spread: Spread | None
+    kind: str, name: str, dtypes: Sequence[torch.dtype], shape: str, how: Across, thread_layout: ThreadLayout | None
 ) -> Accumulator:
     """The accumulator of a reduction of ``kind``."""
-    return ACCUMULATORS.get(kind, Accumulator)(kind, name, dtypes, shape, how, spread)
+    return ACCUMULATORS.get(kind, Accumulator)(kind, name, dtypes, shape, how, thread_layout)

@@ -1,4 +1,4 @@
-"""Copies, casts, and tensors of one number or of positions."""
+"""Copies, casts, and constant tensors: full, zeros, ones, arange, eye."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from typing import Any
 
 import torch
 
-from weft.inductor.ir import Position
-from weft.inductor.lowering.elementwise import arguments, loaded, put, storable
+from weft.inductor.loop_ir.ir import Position
+from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, call, constant
-from weft.inductor.lowering.registry import Lowering, Node, lowers
+from weft.inductor.lowering.registry import Lowering, Node, register_lowering
 
 aten = torch.ops.aten
 
 _ROUNDS = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 
 
-@lowers(aten._to_copy.default, aten.clone.default)
+@register_lowering(aten._to_copy.default, aten.clone.default)
 def _copy(out: Lowering, node: Node) -> bool:
     source = node.args[0]
-    if not storable(out):
+    if not has_distinct_elements(out):
         return False
-    put(out, cast(out, source))
+    store_result(out, cast(out, source))
     return True
 
 
-@lowers(aten.copy.default)
+@register_lowering(aten.copy.default)
 def _copy_from(out: Lowering, node: Node) -> bool:
-    if not storable(out):
+    if not has_distinct_elements(out):
         return False
-    put(out, cast(out, node.args[1]))
+    store_result(out, cast(out, node.args[1]))
     return True
 
 
 def cast(out: Lowering, source: Any) -> Expression:
-    """A tensor at each element of the result, with exactly the bits that a cast to the result's type leaves."""
-    given, wanted = source.meta["val"].dtype, out.fake().dtype
-    value = loaded(out, source, given)
-    if wanted in _ROUNDS and given != wanted:
-        return call(_ROUNDS[wanted], value.to(torch.float32))
-    return value.to(wanted)
+    """A tensor at each element of the result, rounded as a cast to the result's dtype rounds it."""
+    source_dtype, dtype = source.meta["val"].dtype, out.fake().dtype
+    value = load_operand(out, source, source_dtype)
+    if dtype in _ROUNDS and source_dtype != dtype:
+        return call(_ROUNDS[dtype], value.to(torch.float32))
+    return value.to(dtype)
 
 
-@lowers(
+@register_lowering(
     aten.full.default,
     aten.full_like.default,
     aten.new_full.default,
@@ -50,52 +50,52 @@ def cast(out: Lowering, source: Any) -> Expression:
     aten.fill.Scalar,
 )
 def _full(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    return _filled(out, next(given[name] for name in ("fill_value", "s", "value") if name in given))
+    args = arguments(node)
+    return _filled(out, next(args[name] for name in ("fill_value", "s", "value") if name in args))
 
 
-@lowers(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
+@register_lowering(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default, aten.zero.default)
 def _zeros(out: Lowering, node: Node) -> bool:
     return _filled(out, 0)
 
 
-@lowers(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+@register_lowering(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
 def _ones(out: Lowering, node: Node) -> bool:
     return _filled(out, 1)
 
 
 def _filled(out: Lowering, number: Any) -> bool:
-    if isinstance(number, complex) or not storable(out):
+    if isinstance(number, complex) or not has_distinct_elements(out):
         return False
     dtype = out.fake().dtype
     if isinstance(number, (bool, int, float)):
-        put(out, constant(number, dtype))
+        store_result(out, constant(number, dtype))
     else:
-        put(out, loaded(out, number, dtype))
+        store_result(out, load_operand(out, number, dtype))
     return True
 
 
-@lowers(aten.fill.Tensor)
+@register_lowering(aten.fill.Tensor)
 def _fill_tensor(out: Lowering, node: Node) -> bool:
-    if not storable(out):
+    if not has_distinct_elements(out):
         return False
-    put(out, loaded(out, node.args[1], out.fake().dtype))
+    store_result(out, load_operand(out, node.args[1], out.fake().dtype))
     return True
 
 
-@lowers(aten.arange.default, aten.arange.start, aten.arange.start_step)
+@register_lowering(aten.arange.default, aten.arange.start, aten.arange.start_step)
 def _arange(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    start, step, dtype = given.get("start", 0), given.get("step", 1), out.fake().dtype
+    args = arguments(node)
+    start, step, dtype = args.get("start", 0), args.get("step", 1), out.fake().dtype
     # Eager counts in double on the CPU, in the type of the sum on a GPU; with whole numbers all agree.
     if dtype.is_floating_point and not all(isinstance(number, int) for number in (start, step)):
         return False
     position = Expression(Position(0))
-    put(out, (position * step + start).to(dtype))
+    store_result(out, (position * step + start).to(dtype))
     return True
 
 
-@lowers(aten.eye.default, aten.eye.m)
+@register_lowering(aten.eye.default, aten.eye.m)
 def _eye(out: Lowering, node: Node) -> bool:
-    put(out, Expression(Position(0)) == Expression(Position(1)))
+    store_result(out, Expression(Position(0)) == Expression(Position(1)))
     return True

@@ -1,4 +1,4 @@
-"""Elementwise operations from formulas: arguments by name, torch's type promotion, broadcasting, the store.
+"""Elementwise operations as formulas, with torch's type promotion and broadcasting.
 
 :func:`elementwise` turns a formula over expressions into a lowering. Positional parameters of the formula are the first
 arguments of the operation's schema (tensors or numbers), its keyword parameters the other arguments that it looks at,
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from weft.inductor.ir import register_dtype
+from weft.inductor.loop_ir.ir import register_dtype
 from weft.inductor.lowering.expressions import Expression, constant
-from weft.inductor.lowering.registry import Lower, Lowering, Node, lowers
+from weft.inductor.lowering.registry import Lower, Lowering, Node, register_lowering
 
 Formula = Callable[..., "Expression | None"]
 
@@ -23,53 +23,59 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def elementwise(
-    *targets: Any, floats: bool = False, truths: bool = False, exact: bool = False, masks: tuple[str, ...] = ()
+    *targets: Any,
+    promote_to_float: bool = False,
+    as_bools: bool = False,
+    round_numbers: bool = False,
+    masks: tuple[str, ...] = (),
 ) -> Callable[[Formula], Formula]:
     """Register a formula as the lowering of ATen operations.
 
     Args:
-        floats: integers become floats first.
-        truths: every operand becomes a boolean first.
-        exact: numbers are rounded to the promoted type first, as eager's comparisons do.
+        promote_to_float: integers become floats first.
+        as_bools: every operand becomes a boolean first.
+        round_numbers: numbers are rounded to the promoted type first, as eager's comparisons do.
         masks: parameters that are booleans and take no part in type promotion.
 
     The formula returns None where it does not cover a case.
     """
 
     def register(formula: Formula) -> Formula:
-        lowers(*targets)(_lowering(formula, floats, truths, exact, masks))
+        register_lowering(*targets)(_lowering(formula, promote_to_float, as_bools, round_numbers, masks))
         return formula
 
     return register
 
 
-def _lowering(formula: Formula, floats: bool, truths: bool, exact: bool, masks: tuple[str, ...]) -> Lower:
+def _lowering(
+    formula: Formula, promote_to_float: bool, as_bools: bool, round_numbers: bool, masks: tuple[str, ...]
+) -> Lower:
     parameters = inspect.signature(formula).parameters.values()
     operands = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     options = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
     def lower(out: Lowering, node: Node) -> bool:
-        given = arguments(node)
-        tensors = dict(zip(operands, given.values(), strict=False))
+        args = arguments(node)
+        tensors = dict(zip(operands, args.values(), strict=False))
         numbers = [tensors[name] for name in operands if name not in masks and tensors[name] is not None]
-        if any(isinstance(number, complex) for number in given.values()) or not storable(out):
+        if any(isinstance(number, complex) for number in args.values()) or not has_distinct_elements(out):
             return False
-        dtype = torch.bool if truths else promoted(*numbers)
-        if floats and not dtype.is_floating_point:
+        dtype = torch.bool if as_bools else promoted(*numbers)
+        if promote_to_float and not dtype.is_floating_point:
             dtype = torch.get_default_dtype()
         sizes = out.result().sizes
         values: list[Expression | None] = []
         for name in operands:
             arg, wanted = tensors[name], torch.bool if name in masks else dtype
-            if exact and dtype in HALVES and isinstance(arg, (int, float)):
+            if round_numbers and dtype in HALVES and isinstance(arg, (int, float)):
                 values.append(constant(arg, dtype))
             else:
                 values.append(None if arg is None else Expression(out.value(arg, sizes, dtype=None)).to(wanted))
-        given["promoted"] = dtype
-        result = formula(*values, **{name: given[name] for name in options})
+        args["promoted"] = dtype
+        result = formula(*values, **{name: args[name] for name in options})
         if result is None:
             return False
-        put(out, result)
+        store_result(out, result)
         return True
 
     return lower
@@ -78,9 +84,9 @@ def _lowering(formula: Formula, floats: bool, truths: bool, exact: bool, masks: 
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of a call of an ATen operation by name, defaults included."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     named = {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
-    return {argument.name: {**given, **named, **node.kwargs}[argument.name] for argument in schema}
+    return {argument.name: {**defaults, **named, **node.kwargs}[argument.name] for argument in schema}
 
 
 def promoted(*args: Any) -> torch.dtype:
@@ -103,17 +109,17 @@ def _concrete(value: Any) -> Any:
     return 1.0 if isinstance(value, torch.SymFloat) else value
 
 
-def storable(out: Lowering, result: int = 0) -> bool:
-    """Whether a result's elements have places of their own, so that storing each once is well defined."""
+def has_distinct_elements(out: Lowering, result: int = 0) -> bool:
+    """Whether no two elements of a result share memory, so that each is stored once."""
     fake = out.fake(result)
     return all(stride != 0 or size == 1 for size, stride in zip(fake.shape, fake.stride(), strict=True))
 
 
-def put(out: Lowering, value: Expression, result: int = 0) -> None:
-    """Store a value at each element of a result, in the result's type."""
+def store_result(out: Lowering, value: Expression, result: int = 0) -> None:
+    """Store a value at each element of a result, in the result's dtype."""
     out.store(value.to(out.fake(result).dtype).value, result=result)
 
 
-def loaded(out: Lowering, arg: Any, dtype: torch.dtype, result: int = 0) -> Expression:
+def load_operand(out: Lowering, arg: Any, dtype: torch.dtype, result: int = 0) -> Expression:
     """An argument at each element of a result, broadcast, in the register type of ``dtype``."""
     return Expression(out.value(arg, out.result(result).sizes)).to(register_dtype(dtype))

@@ -1,4 +1,4 @@
-"""Values with Python's operators, so that a lowering reads like the formula it computes.
+"""Values of the loop IR with Python's operators, so that a lowering reads like the formula that it computes.
 
 Numbers next to an expression take its type, as Python numbers next to a tensor do; two expressions must have one type.
 Booleans have logic where numbers have arithmetic: a sum of two is ``or``, a product ``and``, as in torch.
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from weft.inductor.ir import Call, Const, Value
+from weft.inductor.loop_ir.ir import Call, Const, Value
 from weft.inductor.lowering.registry import convert, number
 
-_TRUTHS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "isinf"})
+_BOOL_RESULTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "isinf"})
 _ON_BOOLEANS = {
     "add": "or",
     "mul": "and",
@@ -39,10 +39,12 @@ class Expression:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype in a register."""
         return self.value.dtype
 
     @property
     def is_float(self) -> bool:
+        """Whether the dtype is a floating-point one."""
         return self.dtype.is_floating_point
 
     def to(self, dtype: torch.dtype) -> Expression:
@@ -114,7 +116,8 @@ class Expression:
 
 
 def call(op: str, *args: Any) -> Expression:
-    """An operation of :data:`weft.inductor.ops.OPS`; numbers take the type of the last argument that has one."""
+    """An operation of :data:`weft.inductor.loop_ir.ops.OPS`; numbers take the type of the last argument that has
+    one."""
     typed = [arg for arg in args if isinstance(arg, Expression)][-1]
     operands = [typed.coerce(arg) for arg in args]
     dtype = operands[-1].dtype
@@ -123,7 +126,7 @@ def call(op: str, *args: Any) -> Expression:
         if op in _ORDERED:
             operands = [operand.to(torch.int32) for operand in operands]
     assert op == "where" or all(o.dtype == operands[0].dtype for o in operands), (op, [o.dtype for o in operands])
-    result = torch.bool if op in _TRUTHS else dtype
+    result = torch.bool if op in _BOOL_RESULTS else dtype
     return Expression(Call(op, tuple(operand.value for operand in operands), result))
 
 
@@ -134,8 +137,8 @@ def where(condition: Expression, yes: Any, no: Any) -> Expression:
     return call("where", condition, yes, yes.coerce(no))
 
 
-def both(a: Expression, b: Expression) -> Expression:
-    """Whether two truths hold."""
+def logical_and(a: Expression, b: Expression) -> Expression:
+    """The conjunction of two booleans."""
     return call("and", a, b)
 
 
@@ -148,8 +151,8 @@ def number_of(arg: Any, dtype: torch.dtype) -> Value:
 
 def constant(value: bool | int | float, dtype: torch.dtype) -> Expression:
     """A number as a tensor of ``dtype`` holds it: a half keeps the bits that it has, integers wrap."""
-    held = torch.tensor(value).to(dtype).item()
-    return Expression(convert(Const(held, _exact(held)), dtype))
+    rounded = torch.tensor(value).to(dtype).item()
+    return Expression(convert(Const(rounded, _exact(rounded)), dtype))
 
 
 def _exact(value: bool | int | float) -> torch.dtype:

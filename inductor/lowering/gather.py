@@ -1,8 +1,8 @@
-"""Elements picked by index tensors, and sums of rows that have one index.
+"""Gathers by index tensors, and their gradients: sums of rows by index.
 
-Sums by index (the gradients of what was picked) are lowered where there are few places to add to: every place looks at
-every row, which is deterministic and takes one kernel. For many places rows are sorted first, by
-:mod:`weft.inductor.passes.sum_segments` or in ATen's kernels: the work stays linear in the rows.
+A sum by index is lowered where the result has few rows: every row of the result reads all indices, which is
+deterministic and takes one kernel. For more rows :mod:`weft.inductor.passes.sum_segments` or ATen's kernels sort the
+indices first, so that the work stays linear in the number of rows.
 """
 
 from __future__ import annotations
@@ -13,65 +13,65 @@ from typing import Any
 
 import torch
 
-from weft.inductor.axes import integer, magnitude
-from weft.inductor.ir import Index, Int, Position, Store, Value, register_dtype
-from weft.inductor.lowering.elementwise import arguments, put
+from weft.inductor.loop_ir.axes import integer, size_hint
+from weft.inductor.loop_ir.ir import Index, Int, Position, Store, Value, register_dtype
+from weft.inductor.lowering.elementwise import arguments, store_result
 from weft.inductor.lowering.expressions import Expression, where
-from weft.inductor.lowering.registry import Lowering, Node, Operand, convert, lowers
-from weft.inductor.lowering.split import Stages
+from weft.inductor.lowering.registry import Lowering, Node, Operand, convert, register_lowering
+from weft.inductor.lowering.split import StagedReduction
 
 aten = torch.ops.aten
 
-# Looking at every element this often still costs about as much as reading it from memory once.
-_FEW_PLACES = 8
-_FEW_LOOKS = 2**24  # elements that all places look at together in the time of a few launches
+# Comparing every index this often still costs about as much as reading the rows from memory once.
+_MAX_PLACES = 8
+_MAX_COMPARISONS = 2**24  # comparisons of an index with a place that take the time of a few launches
 
 
 def _picked(operand: Operand, axes: Sequence[int | None], dim: int, at: Value) -> Expression:
     """The element at the nest's axes, at position ``at`` along dimension ``dim``."""
     index = operand.index([None if d == dim else axis for d, axis in enumerate(axes)])
-    picks = [(at, operand.strides[dim])] if operand.sizes[dim] != 1 else []
-    return Expression(operand.load(Index(index.strides, index.offset, picks)))
+    indirect = [(at, operand.strides[dim])] if operand.sizes[dim] != 1 else []
+    return Expression(operand.load(Index(index.strides, index.offset, indirect)))
 
 
 def _whole(value: Value) -> Value:
     return convert(value, torch.int64)
 
 
-@lowers(aten.embedding.default)
+@register_lowering(aten.embedding.default)
 def _embedding(out: Lowering, node: Node) -> None:
     table = out.operand(node.args[0])
     sizes = out.result().sizes
     at = _whole(out.value(node.args[1], sizes[:-1]))
-    put(out, _picked(table, [None, len(sizes) - 1], 0, at))
+    store_result(out, _picked(table, [None, len(sizes) - 1], 0, at))
 
 
-@lowers(aten.index_select.default)
+@register_lowering(aten.index_select.default)
 def _index_select(out: Lowering, node: Node) -> bool:
     source, index = out.operand(node.args[0]), out.operand(node.args[2])
     if not source.sizes:
         return False
     dim = arguments(node)["dim"] % len(source.sizes)
     at = _whole(index.load(index.index([dim] * len(index.sizes))))
-    put(out, _picked(source, range(len(source.sizes)), dim, at))
+    store_result(out, _picked(source, range(len(source.sizes)), dim, at))
     return True
 
 
-@lowers(aten.gather.default)
+@register_lowering(aten.gather.default)
 def _gather(out: Lowering, node: Node) -> bool:
     source = out.operand(node.args[0])
     sizes = out.result().sizes
     if not sizes or len(source.sizes) != len(sizes):
         return False
     at = _whole(out.value(node.args[2], sizes))
-    put(out, _picked(source, range(len(sizes)), arguments(node)["dim"] % len(sizes), at))
+    store_result(out, _picked(source, range(len(sizes)), arguments(node)["dim"] % len(sizes), at))
     return True
 
 
-@lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
+@register_lowering(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    source, indices = out.operand(given["self"]), list(given["indices"])
+    args = arguments(node)
+    source, indices = out.operand(args["self"]), list(args["indices"])
     sizes = out.result().sizes
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     if any(indices[dim].meta["val"].dtype in (torch.bool, torch.uint8) for dim in dims):
@@ -83,12 +83,12 @@ def _index(out: Lowering, node: Node) -> bool:
     rest = iter([axis for axis in range(len(sizes)) if axis not in axes])
     plain = [None if dim in dims else next(rest) for dim in range(len(source.sizes))]
     index = source.index(plain)
-    picks = []
+    indirect = []
     for dim in dims:
         at = out.value(indices[dim], [sizes[axis] for axis in axes], axes)
         if source.sizes[dim] != 1:
-            picks.append((_wrapped(at, source.sizes[dim]), source.strides[dim]))
-    put(out, Expression(source.load(Index(index.strides, index.offset, picks))))
+            indirect.append((_wrapped(at, source.sizes[dim]), source.strides[dim]))
+    store_result(out, Expression(source.load(Index(index.strides, index.offset, indirect))))
     return True
 
 
@@ -102,11 +102,11 @@ def _wrapped(at: Value, size: Int) -> Value:
 
 
 def few_places(places: float, elements: float) -> bool:
-    """Whether letting every place look at all of so many elements is cheap."""
-    return places <= _FEW_PLACES or places * elements <= _FEW_LOOKS
+    """Whether comparing each of ``elements`` with each of ``places`` is cheap."""
+    return places <= _MAX_PLACES or places * elements <= _MAX_COMPARISONS
 
 
-class _Sums:
+class _SumByIndex:
     """Adds up rows by index in a nest over places (axis 0), then the rows' own axes.
 
     Args:
@@ -122,7 +122,7 @@ class _Sums:
         self.over = [dim + 1 for dim in over]
 
     def few(self) -> bool:
-        return few_places(magnitude(self.places), math.prod(map(magnitude, self.row_sizes)))
+        return few_places(size_hint(self.places), math.prod(map(size_hint, self.row_sizes)))
 
     def index(self, indices: Any) -> Expression:
         """Index tensors at each point; they have the leading dimensions of the rows."""
@@ -136,7 +136,7 @@ class _Sums:
         mine = at == Expression(Position(0))
         operand = self.out.operand(self.rows)
         row = operand.index(range(len(self.sizes) - len(operand.sizes), len(self.sizes)))
-        stages = Stages(self.out, self.sizes, self.over, row)
+        stages = StagedReduction(self.out, self.sizes, self.over, row)
         value = Expression(operand.load(row, mine.value, 0)).to(wide) * scale
         total = Expression(stages.reduce("sum", value.value)[0])
         if base is not None:
@@ -146,61 +146,61 @@ class _Sums:
         stages.finish([Store(target.buffer, target.index(axes), total.to(dtype).value)])
 
 
-@lowers(aten.embedding_dense_backward.default)
+@register_lowering(aten.embedding_dense_backward.default)
 def _embedding_backward(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    rows = out.operand(given["grad_output"]).sizes
-    sums = _Sums(out, given["grad_output"], rows, out.result().sizes[0], range(len(rows) - 1))
-    if given["scale_grad_by_freq"] or not sums.few():
+    args = arguments(node)
+    rows = out.operand(args["grad_output"]).sizes
+    sums = _SumByIndex(out, args["grad_output"], rows, out.result().sizes[0], range(len(rows) - 1))
+    if args["scale_grad_by_freq"] or not sums.few():
         return False
-    at = sums.index(given["indices"])
-    if given["padding_idx"] >= 0:
-        at = where(at == given["padding_idx"], at.coerce(-1), at)
+    at = sums.index(args["indices"])
+    if args["padding_idx"] >= 0:
+        at = where(at == args["padding_idx"], at.coerce(-1), at)
     sums.store(at, [0, len(rows)])
     return True
 
 
-@lowers(aten.index_put.default, aten._unsafe_index_put.default)
+@register_lowering(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    indices, target = list(given["indices"]), out.result().sizes
-    if not given["accumulate"] or len(indices) != 1 or indices[0].meta["val"].dtype in (torch.bool, torch.uint8):
+    args = arguments(node)
+    indices, target = list(args["indices"]), out.result().sizes
+    if not args["accumulate"] or len(indices) != 1 or indices[0].meta["val"].dtype in (torch.bool, torch.uint8):
         return False
     indexed = out.operand(indices[0]).sizes
     sizes = (*indexed, *target[1:])
-    sums = _Sums(out, given["values"], sizes, target[0], range(len(indexed)))
+    sums = _SumByIndex(out, args["values"], sizes, target[0], range(len(indexed)))
     if not sums.few():
         return False
     at = Expression(_wrapped(sums.index(indices[0]).value, target[0]))
-    sums.store(at, [0, *range(len(indexed) + 1, len(sizes) + 1)], given["self"])
+    sums.store(at, [0, *range(len(indexed) + 1, len(sizes) + 1)], args["self"])
     return True
 
 
-@lowers(aten.index_add.default)
+@register_lowering(aten.index_add.default)
 def _index_add(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    target, rows = out.result().sizes, out.operand(given["source"]).sizes
-    if given["dim"] != 0 or not target or not isinstance(given["alpha"], (int, float)):
+    args = arguments(node)
+    target, rows = out.result().sizes, out.operand(args["source"]).sizes
+    if args["dim"] != 0 or not target or not isinstance(args["alpha"], (int, float)):
         return False
-    sums = _Sums(out, given["source"], rows, target[0], [0])
-    if not sums.few() or len(out.operand(given["index"]).sizes) != 1:
+    sums = _SumByIndex(out, args["source"], rows, target[0], [0])
+    if not sums.few() or len(out.operand(args["index"]).sizes) != 1:
         return False
-    sums.store(sums.index(given["index"]), [0, *range(2, len(rows) + 1)], given["self"], given["alpha"])
+    sums.store(sums.index(args["index"]), [0, *range(2, len(rows) + 1)], args["self"], args["alpha"])
     return True
 
 
-@lowers(aten.scatter_add.default)
+@register_lowering(aten.scatter_add.default)
 def _scatter_add(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    target, rows = out.result().sizes, out.operand(given["src"]).sizes
-    dim = given["dim"] % max(len(target), 1)
+    args = arguments(node)
+    target, rows = out.result().sizes, out.operand(args["src"]).sizes
+    dim = args["dim"] % max(len(target), 1)
     others = [axis for axis in range(len(target)) if axis != dim]
-    same = out.operand(given["index"]).sizes == rows and all(rows[axis] == target[axis] for axis in others)
+    same = out.operand(args["index"]).sizes == rows and all(rows[axis] == target[axis] for axis in others)
     if not target or not same:
         return False
-    sums = _Sums(out, given["src"], rows, target[dim], [dim])
+    sums = _SumByIndex(out, args["src"], rows, target[dim], [dim])
     if not sums.few():
         return False
     axes = [0 if axis == dim else axis + 1 for axis in range(len(target))]
-    sums.store(sums.index(given["index"]), axes, given["self"])
+    sums.store(sums.index(args["index"]), axes, args["self"])
     return True

@@ -1,8 +1,8 @@
-"""Operations that only move elements: joined, padded, flipped, repeated tensors, and parts written into a base.
+"""Operations that only move elements: concatenation, padding, flips, triangles, and slices written into a base.
 
-A joined tensor is one nest an input, each storing its slice: a slice that one kernel computes goes straight to its
-place. Of many small ones, such as the norms of all gradients, each would be a launch: ATen joins them in one.
-Everything else is a load at another position, masked where there is nothing to read.
+A concatenation of many tensors is one nest for each, which stores its slice: a slice that one kernel computes is then
+stored in place. A concatenation of very many small tensors, such as the norms of all gradients, stays with ATen, which
+needs one launch for all. Everything else is a load at another index, masked where there is no element.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any
 
 import torch
 
-from weft.inductor.axes import integer
-from weft.inductor.ir import Index, Int, Position
-from weft.inductor.lowering.elementwise import arguments, loaded, put, storable
-from weft.inductor.lowering.expressions import Expression, both, constant, where
-from weft.inductor.lowering.registry import Lowering, Node, Operand, lowers
+from weft.inductor.loop_ir.axes import integer
+from weft.inductor.loop_ir.ir import Index, Int, Position
+from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.expressions import Expression, constant, logical_and, where
+from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 
 aten = torch.ops.aten
 
 
-_MOST_SELECTED = 4
-_MANY_PARTS = 16
-_SMALL_PART = 16384  # elements
+_MAX_SELECTED = 4  # parts that one nest selects from: each point loads from all of them, behind masks
+_MIN_PARTS_FOR_ATEN = 16  # with more small parts, the launches of a nest each would take longer than ATen's one
+_SMALL_PART_ELEMENTS = 16384
 
 
-@lowers(aten.cat.default)
+@register_lowering(aten.cat.default)
 def _cat(out: Lowering, node: Node) -> bool:
     tensors, dim = node.args[0], arguments(node)["dim"]
     assert isinstance(tensors, (list, tuple))
     target, start = out.result(), 0
     dim = dim % len(target.sizes)
     parts = [t for t in tensors if len(out.operand(t).sizes) == len(target.sizes) and out.operand(t).sizes[dim] != 0]
-    if not storable(out) or any(size == 0 for size in target.sizes):
+    if not has_distinct_elements(out) or any(size == 0 for size in target.sizes):
         return False
-    if len(parts) <= _MOST_SELECTED and all(isinstance(out.operand(part).sizes[dim], int) for part in parts):
+    if len(parts) <= _MAX_SELECTED and all(isinstance(out.operand(part).sizes[dim], int) for part in parts):
         _select_part(out, parts, dim)
         return True
-    if len(parts) > _MANY_PARTS and all(_small(out.operand(part)) for part in parts):
+    if len(parts) > _MIN_PARTS_FOR_ATEN and all(_small(out.operand(part)) for part in parts):
         return False
     for tensor in parts:
         sizes = out.operand(tensor).sizes
@@ -51,7 +51,7 @@ def _cat(out: Lowering, node: Node) -> bool:
 
 def _small(part: Operand) -> bool:
     known = [size for size in part.sizes if isinstance(size, int)]
-    return len(known) == len(part.sizes) and math.prod(known) < _SMALL_PART
+    return len(known) == len(part.sizes) and math.prod(known) < _SMALL_PART_ELEMENTS
 
 
 def _select_part(out: Lowering, parts: Sequence[Any], dim: int) -> None:
@@ -64,28 +64,29 @@ def _select_part(out: Lowering, parts: Sequence[Any], dim: int) -> None:
     for part in reversed(parts):
         operand = out.operand(part)
         start = start - operand.sizes[dim]
-        inside = both(position >= start, position < start + operand.sizes[dim])
+        inside = logical_and(position >= start, position < start + operand.sizes[dim])
         load = operand.load(_at(operand, range(rank), {dim: -start}), inside.value, 0)
         value = Expression(load).to(dtype)
         joined = value if joined is None else where(inside, value, joined)
     assert joined is not None
-    put(out, joined)
+    store_result(out, joined)
 
 
 def _inside(pairs: Sequence[tuple[Expression, Int]]) -> Expression | None:
     """Whether positions lie in ``range(size)``, for each (position, size)."""
     inside: Expression | None = None
     for position, size in pairs:
-        here = both(position >= 0, position < Expression(integer(size)))
-        inside = here if inside is None else both(inside, here)
+        here = logical_and(position >= 0, position < Expression(integer(size)))
+        inside = here if inside is None else logical_and(inside, here)
     return inside
 
 
-@lowers(aten.constant_pad_nd.default)
+@register_lowering(aten.constant_pad_nd.default)
 def _pad(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    source, pads = out.operand(given["self"]), list(given["pad"])
-    if not all(isinstance(pad, int) for pad in pads) or not storable(out) or isinstance(given["value"], torch.fx.Node):
+    args = arguments(node)
+    source, pads = out.operand(args["self"]), list(args["pad"])
+    known = all(isinstance(pad, int) for pad in pads) and not isinstance(args["value"], torch.fx.Node)
+    if not known or not has_distinct_elements(out):
         return False
     rank, shifts, guards = len(source.sizes), {}, []
     for at in range(len(pads) // 2):
@@ -96,58 +97,58 @@ def _pad(out: Lowering, node: Node) -> bool:
     index = _at(source, range(rank), shifts)
     mask = _inside(guards)
     if mask is None:
-        put(out, Expression(source.load(index)))
+        store_result(out, Expression(source.load(index)))
     else:
         load = Expression(source.load(index, mask.value, 0))
-        put(out, where(mask, load, constant(given["value"], out.fake().dtype)))
+        store_result(out, where(mask, load, constant(args["value"], out.fake().dtype)))
     return True
 
 
-@lowers(aten.flip.default)
+@register_lowering(aten.flip.default)
 def _flip(out: Lowering, node: Node) -> bool:
     source = out.operand(node.args[0])
     dims = {dim % len(source.sizes) for dim in node.args[1]}  # type: ignore[union-attr, operator]
     index = source.index()
     strides = [(axis, -stride if axis in dims else stride) for axis, stride in index.strides]
     last = sum((source.sizes[axis] - 1) * stride for axis, stride in index.strides if axis in dims)
-    put(out, Expression(source.load(Index(strides, index.offset + last))))
+    store_result(out, Expression(source.load(Index(strides, index.offset + last))))
     return True
 
 
 # ---- a part written into a base
 
 
-@lowers(aten.slice_scatter.default)
+@register_lowering(aten.slice_scatter.default)
 def _slice_scatter(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    base, part = out.operand(given["self"]), out.operand(given["src"])
-    dim = given["dim"] % len(base.sizes)
-    start = _bounded(given["start"], base.sizes[dim])
-    if start is None or given["step"] != 1 or not storable(out):
+    args = arguments(node)
+    base, part = out.operand(args["self"]), out.operand(args["src"])
+    dim = args["dim"] % len(base.sizes)
+    start = _bounded(args["start"], base.sizes[dim])
+    if start is None or args["step"] != 1 or not has_distinct_elements(out):
         return False
     position = Expression(Position(dim))
-    inside = both(position >= start, position < Expression(integer(start + part.sizes[dim])))
+    inside = logical_and(position >= start, position < Expression(integer(start + part.sizes[dim])))
     index = _at(part, range(len(base.sizes)), {dim: -start})
-    return _written(out, given["self"], part, index, inside)
+    return _written(out, args["self"], part, index, inside)
 
 
-@lowers(aten.select_scatter.default)
+@register_lowering(aten.select_scatter.default)
 def _select_scatter(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    base, part = out.operand(given["self"]), out.operand(given["src"])
-    dim = given["dim"] % len(base.sizes)
-    at = given["index"]
-    if not isinstance(at, int) or not isinstance(base.sizes[dim], int) or not storable(out):
+    args = arguments(node)
+    base, part = out.operand(args["self"]), out.operand(args["src"])
+    dim = args["dim"] % len(base.sizes)
+    at = args["index"]
+    if not isinstance(at, int) or not isinstance(base.sizes[dim], int) or not has_distinct_elements(out):
         return False
     inside = Expression(Position(dim)) == at % base.sizes[dim]
     axes = [axis for axis in range(len(base.sizes)) if axis != dim]
-    return _written(out, given["self"], part, part.index(axes), inside)
+    return _written(out, args["self"], part, part.index(axes), inside)
 
 
 def _written(out: Lowering, base: Any, part: Operand, index: Index, inside: Expression) -> bool:
     dtype = out.fake().dtype
     new = Expression(part.load(index, inside.value, 0)).to(dtype)
-    put(out, where(inside, new, loaded(out, base, dtype)))
+    store_result(out, where(inside, new, load_operand(out, base, dtype)))
     return True
 
 
@@ -170,14 +171,14 @@ def _at(operand: Operand, axes: Sequence[int], shifts: dict[int, Int]) -> Index:
     return Index(index.strides, offset)
 
 
-@lowers(aten.tril.default, aten.triu.default)
+@register_lowering(aten.tril.default, aten.triu.default)
 def _triangle(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    rank, diagonal = len(out.result().sizes), given["diagonal"]
-    if not isinstance(diagonal, int) or not storable(out):
+    args = arguments(node)
+    rank, diagonal = len(out.result().sizes), args["diagonal"]
+    if not isinstance(diagonal, int) or not has_distinct_elements(out):
         return False
     row, column = Expression(Position(rank - 2)), Expression(Position(rank - 1))
     kept = column - row <= diagonal if node.target is aten.tril.default else column - row >= diagonal
-    x = loaded(out, given["self"], out.fake().dtype)
-    put(out, where(kept, x, x.coerce(0)))
+    x = load_operand(out, args["self"], out.fake().dtype)
+    store_result(out, where(kept, x, x.coerce(0)))
     return True

@@ -1,7 +1,7 @@
 """Layer normalisation, forward and backward.
 
-The gradients of weight and bias are sums over rows, cut into parts as :mod:`weft.inductor.lowering.split` says, so that
-the kernel of the input's gradient, which goes over the same rows, makes the parts on its way.
+The gradients of weight and bias are sums over rows, split as :mod:`weft.inductor.lowering.split` says, so that the
+kernel of the input's gradient, which loops over the same rows, can compute the partial sums too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from weft.inductor.axes import integer
-from weft.inductor.ir import Int, Reduce, Store
+from weft.inductor.loop_ir.axes import integer
+from weft.inductor.loop_ir.ir import Int, Reduce, Store
 from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.expressions import Expression, call
-from weft.inductor.lowering.registry import Lowering, Node, lowers
-from weft.inductor.lowering.split import Stages
+from weft.inductor.lowering.registry import Lowering, Node, register_lowering
+from weft.inductor.lowering.split import StagedReduction
 
 aten = torch.ops.aten
 
@@ -48,33 +48,34 @@ class _Rows:
         return Store(target.buffer, target.index(), value.to(self.out.fake(result).dtype).value)
 
 
-@lowers(aten.native_layer_norm.default)
+@register_lowering(aten.native_layer_norm.default)
 def _layer_norm(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    rows = _Rows(out, given["input"], len(given["normalized_shape"]))
-    x = rows.full(given["input"])
+    args = arguments(node)
+    rows = _Rows(out, args["input"], len(args["normalized_shape"]))
+    x = rows.full(args["input"])
     mean = rows.mean(x)
+    # Deviations from the mean, not the difference of two sums of squares, which cancels.
     deviation = x - mean
-    rstd = call("rsqrt", rows.mean(deviation * deviation) + given["eps"])
+    rstd = call("rsqrt", rows.mean(deviation * deviation) + args["eps"])
     result = deviation * rstd
-    if given["weight"] is not None:
-        result = result * rows.full(given["weight"])
-    if given["bias"] is not None:
-        result = result + rows.full(given["bias"])
+    if args["weight"] is not None:
+        result = result * rows.full(args["weight"])
+    if args["bias"] is not None:
+        result = result + rows.full(args["bias"])
     out.nest(rows.sizes, [rows.target(0, result), rows.target(1, mean), rows.target(2, rstd)])
     return True
 
 
-@lowers(aten.native_layer_norm_backward.default)
+@register_lowering(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    rows = _Rows(out, given["input"], len(given["normalized_shape"]))
-    grad = rows.full(given["grad_out"])
-    rstd = rows.full(given["rstd"])
-    normal = (rows.full(given["input"]) - rows.full(given["mean"])) * rstd
+    args = arguments(node)
+    rows = _Rows(out, args["input"], len(args["normalized_shape"]))
+    grad = rows.full(args["grad_out"])
+    rstd = rows.full(args["rstd"])
+    normal = (rows.full(args["input"]) - rows.full(args["mean"])) * rstd
     wanted = [out.fake(result) is not None for result in range(3)]
     if wanted[0]:
-        inner = grad if given["weight"] is None else grad * rows.full(given["weight"])
+        inner = grad if args["weight"] is None else grad * rows.full(args["weight"])
         dx = rstd * (inner - rows.mean(inner) - normal * rows.mean(inner * normal))
         out.nest(rows.sizes, [rows.target(0, dx)])
     _column_sums(rows, [(1, grad * normal)] * wanted[1] + [(2, grad)] * wanted[2])
@@ -85,7 +86,7 @@ def _column_sums(rows: _Rows, sums: list[tuple[int, Expression]]) -> None:
     """Sums over all rows, each into a result of its own, in nests that they share."""
     out = rows.out
     outer = [axis for axis in range(rows.rank) if axis not in rows.inner]
-    stages = Stages(out, rows.sizes, outer, rows.x.index())
+    stages = StagedReduction(out, rows.sizes, outer, rows.x.index())
     stores = []
     for result, value in sums:
         (total,) = stages.reduce("sum", value.value)

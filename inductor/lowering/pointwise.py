@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from weft.inductor.lowering.elementwise import HALVES, elementwise
-from weft.inductor.lowering.expressions import Expression, both, call, where
+from weft.inductor.lowering.expressions import Expression, call, logical_and, where
 
 aten = torch.ops.aten
 
 
-def _unary(op: str, *targets: Any, floats: bool = False) -> None:
-    elementwise(*targets, floats=floats)(lambda x: call(op, x))
+def _unary(op: str, *targets: Any, **options: bool) -> None:
+    elementwise(*targets, **options)(lambda x: call(op, x))  # type: ignore[arg-type]
 
 
-def _binary(op: str, *targets: Any, floats: bool = False, truths: bool = False, exact: bool = False) -> None:
-    elementwise(*targets, floats=floats, truths=truths, exact=exact)(lambda x, y: call(op, x, y))
+def _binary(op: str, *targets: Any, **options: bool) -> None:
+    elementwise(*targets, **options)(lambda x, y: call(op, x, y))  # type: ignore[arg-type]
 
 
 # ---- arithmetic
@@ -38,11 +38,11 @@ def _sub(x: Expression, y: Expression, *, alpha: Any) -> Expression:
 
 
 _binary("mul", aten.mul.Tensor, aten.mul.Scalar)
-_binary("div", aten.div.Tensor, aten.div.Scalar, floats=True)
+_binary("div", aten.div.Tensor, aten.div.Scalar, promote_to_float=True)
 _binary("minimum", aten.minimum.default)
 _binary("maximum", aten.maximum.default)
 _unary("neg", aten.neg.default)
-_unary("reciprocal", aten.reciprocal.default, floats=True)
+_unary("reciprocal", aten.reciprocal.default, promote_to_float=True)
 
 
 @elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -68,7 +68,7 @@ def _floored(x: Expression, y: Expression) -> Expression:
         return call("floordiv", x, y)
     remainder = call("fmod", x, y)
     quotient = (x - remainder) / y
-    quotient = where(both(remainder != 0, (y < 0) != (remainder < 0)), quotient - 1, quotient)
+    quotient = where(logical_and(remainder != 0, (y < 0) != (remainder < 0)), quotient - 1, quotient)
     whole = call("floor", quotient)
     whole = where(quotient - whole > 0.5, whole + 1, whole)
     return where(y == 0, x / y, whole)
@@ -133,19 +133,19 @@ def _pow_scalar(x: Expression, y: Expression) -> Expression | None:
 
 # ---- functions of one number
 
-_unary("sqrt", aten.sqrt.default, floats=True)
-_unary("rsqrt", aten.rsqrt.default, floats=True)
-_unary("exp", aten.exp.default, floats=True)
-_unary("exp2", aten.exp2.default, floats=True)
-_unary("expm1", aten.expm1.default, floats=True)
-_unary("log", aten.log.default, floats=True)
-_unary("log2", aten.log2.default, floats=True)
-_unary("log1p", aten.log1p.default, floats=True)
-_unary("sin", aten.sin.default, floats=True)
-_unary("cos", aten.cos.default, floats=True)
-_unary("tanh", aten.tanh.default, floats=True)
-_unary("sigmoid", aten.sigmoid.default, floats=True)
-_unary("erf", aten.erf.default, floats=True)
+_unary("sqrt", aten.sqrt.default, promote_to_float=True)
+_unary("rsqrt", aten.rsqrt.default, promote_to_float=True)
+_unary("exp", aten.exp.default, promote_to_float=True)
+_unary("exp2", aten.exp2.default, promote_to_float=True)
+_unary("expm1", aten.expm1.default, promote_to_float=True)
+_unary("log", aten.log.default, promote_to_float=True)
+_unary("log2", aten.log2.default, promote_to_float=True)
+_unary("log1p", aten.log1p.default, promote_to_float=True)
+_unary("sin", aten.sin.default, promote_to_float=True)
+_unary("cos", aten.cos.default, promote_to_float=True)
+_unary("tanh", aten.tanh.default, promote_to_float=True)
+_unary("sigmoid", aten.sigmoid.default, promote_to_float=True)
+_unary("erf", aten.erf.default, promote_to_float=True)
 
 
 def _rounding(op: str, *targets: Any) -> None:
@@ -168,22 +168,22 @@ def _isinf(x: Expression) -> Expression:
     return call("isinf", x) if x.is_float else (x != x)
 
 
-@elementwise(aten.logical_not.default, truths=True)
+@elementwise(aten.logical_not.default, as_bools=True)
 def _logical_not(x: Expression) -> Expression:
     return call("not", x)
 
 
 # ---- comparisons and logic
 
-_binary("eq", aten.eq.Tensor, aten.eq.Scalar, exact=True)
-_binary("ne", aten.ne.Tensor, aten.ne.Scalar, exact=True)
-_binary("lt", aten.lt.Tensor, aten.lt.Scalar, exact=True)
-_binary("le", aten.le.Tensor, aten.le.Scalar, exact=True)
-_binary("gt", aten.gt.Tensor, aten.gt.Scalar, exact=True)
-_binary("ge", aten.ge.Tensor, aten.ge.Scalar, exact=True)
-_binary("and", aten.logical_and.default, truths=True)
-_binary("or", aten.logical_or.default, truths=True)
-_binary("ne", aten.logical_xor.default, truths=True)
+_binary("eq", aten.eq.Tensor, aten.eq.Scalar, round_numbers=True)
+_binary("ne", aten.ne.Tensor, aten.ne.Scalar, round_numbers=True)
+_binary("lt", aten.lt.Tensor, aten.lt.Scalar, round_numbers=True)
+_binary("le", aten.le.Tensor, aten.le.Scalar, round_numbers=True)
+_binary("gt", aten.gt.Tensor, aten.gt.Scalar, round_numbers=True)
+_binary("ge", aten.ge.Tensor, aten.ge.Scalar, round_numbers=True)
+_binary("and", aten.logical_and.default, as_bools=True)
+_binary("or", aten.logical_or.default, as_bools=True)
+_binary("ne", aten.logical_xor.default, as_bools=True)
 _binary("bitwise_and", aten.bitwise_and.Tensor, aten.bitwise_and.Scalar)
 _binary("bitwise_or", aten.bitwise_or.Tensor, aten.bitwise_or.Scalar)
 _binary("bitwise_xor", aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar)

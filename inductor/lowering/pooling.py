@@ -1,7 +1,7 @@
-"""Pooling over windows of two dimensions, and its gradients, without loops over the window.
+"""Two-dimensional pooling and its gradients, unrolled over the window.
 
-Each result reads the few elements of its window; each element's gradient reads the few windows that it lies in, in a
-fixed order, so that no atomic additions are needed and sums are the same at every run.
+Each result reads the elements of its window. Each element of a gradient reads the windows that contain it, in a fixed
+order: no atomic additions are needed, and sums are the same in every run.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.inductor.axes import integer
-from weft.inductor.ir import Index, Int, Position, Store, register_dtype
-from weft.inductor.lowering.elementwise import arguments, put, storable
-from weft.inductor.lowering.expressions import Expression, both, call, where
-from weft.inductor.lowering.registry import Lowering, Node, Operand, lowers
+from weft.inductor.loop_ir.axes import integer
+from weft.inductor.loop_ir.ir import Index, Int, Position, Store, register_dtype
+from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, store_result
+from weft.inductor.lowering.expressions import Expression, call, logical_and, where
+from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 
 aten = torch.ops.aten
 
-_MOST_READS = 25
+# Loads of one point, which are all unrolled: windows of up to 5 x 5.
+_MAX_READS = 25
 
 
 class _Window(NamedTuple):
-    """Windows along one dimension: how long, how far apart, how far before the first element they start."""
+    """Windows along one dimension: kernel size, stride and padding, in elements."""
 
     size: int
     stride: int
@@ -42,16 +43,16 @@ class _Window(NamedTuple):
         return Expression(Position(axis)) * self.stride - self.padding
 
 
-def _windows(given: dict[str, Any], pooled: Operand, result: Operand) -> list[_Window] | None:
+def _windows(args: dict[str, Any], pooled: Operand, result: Operand) -> list[_Window] | None:
     """The windows along the last two dimensions; None where they are not covered (dilated, cut off, large)."""
-    size, padding = _pair(given["kernel_size"]), _pair(given["padding"])
-    stride = _pair(given["stride"] or size)
-    if given["ceil_mode"] or _pair(given.get("dilation", 1)) != (1, 1):
+    size, padding = _pair(args["kernel_size"]), _pair(args["padding"])
+    stride = _pair(args["stride"] or size)
+    if args["ceil_mode"] or _pair(args.get("dilation", 1)) != (1, 1):
         return None
     lengths, counts = pooled.sizes[-2:], result.sizes[-2:]
     windows = [_Window(size[d], stride[d], padding[d], lengths[d], counts[d]) for d in range(2)]
     reads = max(math.prod(w.size for w in windows), math.prod(w.overlap for w in windows))
-    return windows if reads <= _MOST_READS else None
+    return windows if reads <= _MAX_READS else None
 
 
 def _pair(numbers: Any) -> tuple[int, int]:
@@ -61,7 +62,7 @@ def _pair(numbers: Any) -> tuple[int, int]:
 
 
 def _inside(position: Expression, length: Int) -> Expression:
-    return both(position >= 0, position < Expression(integer(length)))
+    return logical_and(position >= 0, position < Expression(integer(length)))
 
 
 def _taps(x: Operand, windows: list[_Window], outside: float) -> Iterator[tuple[Expression, Expression]]:
@@ -77,38 +78,38 @@ def _taps(x: Operand, windows: list[_Window], outside: float) -> Iterator[tuple[
             row, column = h.start(rank - 2) + i, w.start(rank - 1) + j
             shift = (i - h.padding) * x.strides[-2] + (j - w.padding) * x.strides[-1]
             padded = h.padding or w.padding
-            mask = both(_inside(row, h.length), _inside(column, w.length)).value if padded else None
+            mask = logical_and(_inside(row, h.length), _inside(column, w.length)).value if padded else None
             load = x.load(Index(strides, index.offset + shift), mask, outside)
             yield Expression(load), row * Expression(integer(w.length)) + column
 
 
-def _covering(windows: list[_Window], rank: int) -> Iterator[tuple[Expression, Expression, Expression]]:
+def _covering_windows(windows: list[_Window], rank: int) -> Iterator[tuple[Expression, Expression, Expression]]:
     """The windows that may hold the element at every point: their positions, and whether they exist and hold it."""
     for i in range(windows[0].overlap):
         for j in range(windows[1].overlap):
-            positions, held = [], []
+            positions, covered = [], []
             for back, axis, window in zip((i, j), (rank - 2, rank - 1), windows, strict=True):
                 padded = Expression(Position(axis)) + window.padding
                 at = call("floordiv", padded, window.stride) - back
                 offset = padded - at * window.stride
                 positions.append(at)
-                held.append(both(_inside(at, window.count), offset < window.size))
-            yield positions[0], positions[1], both(*held)
+                covered.append(logical_and(_inside(at, window.count), offset < window.size))
+            yield positions[0], positions[1], logical_and(*covered)
 
 
 def _at_window(x: Operand, row: Expression, column: Expression, mask: Expression) -> Expression:
     """An element per window, read at the nest's outer axes."""
     outer = x.index([*range(len(x.sizes) - 2), None, None])
-    picks = [(at.value, stride) for at, stride, n in zip((row, column), x.strides[-2:], x.sizes[-2:], strict=True)]
-    return Expression(x.load(Index(outer.strides, outer.offset, picks), mask.value, 0))
+    indirect = [(at.value, stride) for at, stride, n in zip((row, column), x.strides[-2:], x.sizes[-2:], strict=True)]
+    return Expression(x.load(Index(outer.strides, outer.offset, indirect), mask.value, 0))
 
 
-@lowers(aten.max_pool2d_with_indices.default)
+@register_lowering(aten.max_pool2d_with_indices.default)
 def _max_pool(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    x, result = out.operand(given["self"]), out.result()
-    windows = _windows(given, x, result)
-    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not storable(out):
+    args = arguments(node)
+    x, result = out.operand(args["self"]), out.result()
+    windows = _windows(args, x, result)
+    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not has_distinct_elements(out):
         return False
     h, w = (window.start(axis) for axis, window in enumerate(windows, len(x.sizes) - 2))
     width = Expression(integer(windows[1].length))
@@ -118,39 +119,41 @@ def _max_pool(out: Lowering, node: Node) -> bool:
         if greatest is None:
             greatest = value
             continue
+        # As in ATen: the first of equal elements counts, and NaN always replaces what was found.
         better = call("or", value > greatest, value != value)
         greatest, found = where(better, value, greatest), where(better, position, found)
     assert greatest is not None
-    places = out.result(1)
-    stores = [Store(result.buffer, result.index(), greatest.value), Store(places.buffer, places.index(), found.value)]
-    out.nest(result.sizes, stores)
+    positions = out.result(1)
+    targets = (result, greatest), (positions, found)
+    out.nest(result.sizes, [Store(target.buffer, target.index(), value.value) for target, value in targets])
     return True
 
 
-@lowers(aten.max_pool2d_with_indices_backward.default)
+@register_lowering(aten.max_pool2d_with_indices_backward.default)
 def _max_pool_backward(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    grad, places = out.operand(given["grad_output"]), out.operand(given["indices"])
+    args = arguments(node)
+    grad, positions = out.operand(args["grad_output"]), out.operand(args["indices"])
     sizes = out.result().sizes
-    windows = _windows(given, out.result(), grad)
-    if windows is None or not storable(out):
+    windows = _windows(args, out.result(), grad)
+    if windows is None or not has_distinct_elements(out):
         return False
     rank = len(sizes)
     here = Expression(Position(rank - 2)) * Expression(integer(sizes[-1])) + Expression(Position(rank - 1))
     total: Expression | None = None
-    for row, column, held in _covering(windows, rank):
-        mine = both(held, _at_window(places, row, column, held) == here)
-        part = where(mine, _at_window(grad, row, column, held), 0)
+    for row, column, covered in _covering_windows(windows, rank):
+        # Windows overlap, so each is asked whether its maximum was this element.
+        mine = logical_and(covered, _at_window(positions, row, column, covered) == here)
+        part = where(mine, _at_window(grad, row, column, covered), 0)
         total = part if total is None else total + part
     assert total is not None
-    put(out, total)
+    store_result(out, total)
     return True
 
 
-def _divisor(given: dict[str, Any], windows: list[_Window], at: list[Expression], dtype: torch.dtype) -> Expression:
+def _divisor(args: dict[str, Any], windows: list[_Window], at: list[Expression], dtype: torch.dtype) -> Expression:
     """By what the sum of a window is divided: its elements, those in the padding counted or not."""
-    fixed = given["divisor_override"]
-    whole = given["count_include_pad"] or not any(window.padding for window in windows)
+    fixed = args["divisor_override"]
+    whole = args["count_include_pad"] or not any(window.padding for window in windows)
     if fixed is not None or whole:
         number = math.prod(window.size for window in windows) if fixed is None else fixed
         return at[0].to(dtype).coerce(number)
@@ -162,12 +165,12 @@ def _divisor(given: dict[str, Any], windows: list[_Window], at: list[Expression]
     return (spans[0] * spans[1]).to(dtype)
 
 
-@lowers(aten.avg_pool2d.default)
+@register_lowering(aten.avg_pool2d.default)
 def _avg_pool(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    x, result = out.operand(given["self"]), out.result()
-    windows = _windows(given, x, result)
-    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not storable(out):
+    args = arguments(node)
+    x, result = out.operand(args["self"]), out.result()
+    windows = _windows(args, x, result)
+    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not has_distinct_elements(out):
         return False
     rank, dtype = len(x.sizes), register_dtype(x.dtype)
     values = [value for value, _ in _taps(x, windows, 0)]
@@ -175,23 +178,23 @@ def _avg_pool(out: Lowering, node: Node) -> bool:
     for value in values[1:]:
         total = total + value
     at = [Expression(Position(axis)) for axis in (rank - 2, rank - 1)]
-    put(out, total / _divisor(given, windows, at, dtype))
+    store_result(out, total / _divisor(args, windows, at, dtype))
     return True
 
 
-@lowers(aten.avg_pool2d_backward.default)
+@register_lowering(aten.avg_pool2d_backward.default)
 def _avg_pool_backward(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    grad = out.operand(given["grad_output"])
-    windows = _windows(given, out.result(), grad)
-    if windows is None or not storable(out):
+    args = arguments(node)
+    grad = out.operand(args["grad_output"])
+    windows = _windows(args, out.result(), grad)
+    if windows is None or not has_distinct_elements(out):
         return False
     dtype = register_dtype(grad.dtype)
     total: Expression | None = None
-    for row, column, held in _covering(windows, len(out.result().sizes)):
-        share = _at_window(grad, row, column, held) / _divisor(given, windows, [row, column], dtype)
-        part = where(held, share, 0)
+    for row, column, covered in _covering_windows(windows, len(out.result().sizes)):
+        share = _at_window(grad, row, column, covered) / _divisor(args, windows, [row, column], dtype)
+        part = where(covered, share, 0)
         total = part if total is None else total + part
     assert total is not None
-    put(out, total)
+    store_result(out, total)
     return True

@@ -12,38 +12,38 @@ from typing import Any
 
 import torch
 
-from weft.inductor.axes import integer
-from weft.inductor.ir import Int, Position, Store, Value, register_dtype
+from weft.inductor.loop_ir.axes import integer
+from weft.inductor.loop_ir.ir import Int, Position, Store, Value, register_dtype
 from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.expressions import Expression, call, where
-from weft.inductor.lowering.registry import Lowering, Node, Operand, lowers
-from weft.inductor.lowering.split import Stages
+from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
+from weft.inductor.lowering.split import StagedReduction
 
 aten = torch.ops.aten
 
 Finish = Callable[[list[Value]], Expression]
 
 
-class Reduced:
+class ReducedOperand:
     """A reduction of one tensor: the whole space, its stages, and where results go.
 
     Args:
-        apart: whether a reduced dimension that a view made of several is several axes, as it is to what makes them: so
-            the loops of both can be split alike. Not for what counts positions along a dimension.
+        split_views: whether a reduced dimension that a view merged from several becomes several axes again. The loops
+            of its producer are then split alike. Not for argmax and argmin, which count positions along the dimension.
     """
 
-    def __init__(self, out: Lowering, source: Any, dims: Any, *, apart: bool = False) -> None:
+    def __init__(self, out: Lowering, source: Any, dims: Any, *, split_views: bool = False) -> None:
         self.out, self.operand = out, out.operand(source)
         rank = len(self.operand.sizes)
         listed = [dims] if isinstance(dims, int) else dims
         over = {dim % rank for dim in listed or range(rank)} if rank else set()
         axes = [[dim] for dim in range(rank)]
-        if apart:
-            self.operand, axes = _taken_apart(self.operand, _base(out, source), over)
+        if split_views:
+            self.operand, axes = _split_by_base(self.operand, _base(out, source), over)
         self.kept = [None if dim in over else axes[dim][0] for dim in range(rank)]
         self.over = tuple(axis for dim in sorted(over) for axis in axes[dim])
         self.x = Expression(self.operand.load(self.operand.index()))
-        self.stages = Stages(out, self.operand.sizes, self.over, self.operand.index())
+        self.stages = StagedReduction(out, self.operand.sizes, self.over, self.operand.index())
 
     def axes(self, result: int = 0) -> list[int | None]:
         """Which axis each dimension of a result is; results keep reduced dimensions or not."""
@@ -58,6 +58,7 @@ class Reduced:
         return Store(target.buffer, index, value.to(self.out.fake(result).dtype).value)
 
     def reduce(self, kind: str, *args: Expression) -> list[Expression]:
+        """The results of a reduction along the reduced dimensions."""
         return [Expression(value) for value in self.stages.reduce(kind, *(arg.value for arg in args))]
 
     def count(self, dtype: torch.dtype) -> Expression:
@@ -75,7 +76,7 @@ def _base(out: Lowering, source: Node) -> Operand:
     return operand
 
 
-def _taken_apart(operand: Operand, base: Operand, dims: set[int]) -> tuple[Operand, list[list[int]]]:
+def _split_by_base(operand: Operand, base: Operand, dims: set[int]) -> tuple[Operand, list[list[int]]]:
     """``operand`` with each of ``dims`` as the dimensions of ``base`` that it is made of, and the axes of every
     dimension. What has symbolic sizes stays together."""
     pairs = zip(base.sizes, base.strides, strict=True)
@@ -102,28 +103,28 @@ def _accumulated(out: Lowering, dtype: torch.dtype) -> torch.dtype:
     return wanted if wanted.is_floating_point or wanted == torch.bool else torch.int64
 
 
-@lowers(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+@register_lowering(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 def _sum(out: Lowering, node: Node) -> None:
-    r = Reduced(out, node.args[0], arguments(node).get("dim"), apart=True)
+    r = ReducedOperand(out, node.args[0], arguments(node).get("dim"), split_views=True)
     (total,) = r.reduce("sum", r.x.to(_accumulated(out, out.fake().dtype)))
     if "mean" in str(node.target):
         total = total / r.count(total.dtype)
     r.stages.finish([r.target(total)])
 
 
-@lowers(aten.prod.default, aten.prod.dim_int)
+@register_lowering(aten.prod.default, aten.prod.dim_int)
 def _prod(out: Lowering, node: Node) -> None:
-    r = Reduced(out, node.args[0], arguments(node).get("dim"))
+    r = ReducedOperand(out, node.args[0], arguments(node).get("dim"))
     (product,) = r.reduce("prod", r.x.to(_accumulated(out, out.fake().dtype)))
     r.stages.finish([r.target(product)])
 
 
-@lowers(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
+@register_lowering(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
 def _truth(out: Lowering, node: Node) -> bool:
     dims = arguments(node).get("dim")
     if dims == []:
         return False
-    r = Reduced(out, node.args[0], dims)
+    r = ReducedOperand(out, node.args[0], dims)
     (truth,) = r.reduce(node.target.__name__.partition(".")[0], r.x.to(torch.bool))  # type: ignore[union-attr]
     r.stages.finish([r.target(truth)])
     return True
@@ -134,16 +135,16 @@ def _kind(node: Node) -> str:
     return "max" if "max" in str(node.target) else "min"
 
 
-@lowers(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+@register_lowering(aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 def _extreme(out: Lowering, node: Node) -> None:
-    r = Reduced(out, node.args[0], arguments(node).get("dim"))
+    r = ReducedOperand(out, node.args[0], arguments(node).get("dim"))
     (extreme,) = r.reduce(_kind(node), r.x)
     r.stages.finish([r.target(extreme)])
 
 
-@lowers(aten.max.dim, aten.min.dim)
+@register_lowering(aten.max.dim, aten.min.dim)
 def _extreme_and_position(out: Lowering, node: Node) -> bool:
-    r = Reduced(out, node.args[0], arguments(node)["dim"])
+    r = ReducedOperand(out, node.args[0], arguments(node)["dim"])
     if r.x.dtype == torch.bool or not r.over:
         return False
     extreme, position = r.reduce(f"arg{_kind(node)}", r.x, Expression(Position(r.over[0])))
@@ -151,9 +152,9 @@ def _extreme_and_position(out: Lowering, node: Node) -> bool:
     return True
 
 
-@lowers(aten.argmax.default, aten.argmin.default)
+@register_lowering(aten.argmax.default, aten.argmin.default)
 def _position(out: Lowering, node: Node) -> bool:
-    r = Reduced(out, node.args[0], arguments(node)["dim"])
+    r = ReducedOperand(out, node.args[0], arguments(node)["dim"])
     if r.x.dtype == torch.bool or not r.over:
         return False
     _, position = r.reduce(f"arg{_kind(node)}", r.x, linear(r.operand.sizes, r.over))
@@ -172,49 +173,49 @@ def linear(sizes: Any, axes: Any) -> Expression:
 # ---- moments
 
 
-def moments(r: Reduced, x: Expression) -> tuple[Expression, Expression]:
+def moments(r: ReducedOperand, x: Expression) -> tuple[Expression, Expression]:
     """The mean, and the sum of squared deviations from it, in the nest that finishes.
 
     With parts: those of each part first, combined by the formula of Chan, Golub and LeVeque (1983).
     """
-    if r.stages.cuts is None:
+    if r.stages.splits is None:
         (total,) = r.reduce("sum", x)
         mean = total / r.count(x.dtype)
         deviation = x - mean
         return mean, r.reduce("sum", deviation * deviation)[0]
     stages = r.stages
-    count = Expression(stages.held()).to(x.dtype)
-    mean = Expression(stages.inside("sum", [x.value])[0]) / call("maximum", count, 1)
-    deviation = Expression(stages.moved(x.value)) - mean
-    squares = stages.guarded((deviation * deviation).value, 0)
-    kept_mean = Expression(stages.keep(mean.value))
-    kept_squares = Expression(stages.keep(stages.summed(squares)))
-    kept_count = Expression(stages.keep(count.value)) if count.value.axes else count
-    whole = Expression(stages.over_parts("sum", (kept_mean * kept_count).value)) / r.count(x.dtype)
+    count = Expression(stages.part_length()).to(x.dtype)
+    mean = Expression(stages.reduce_part("sum", [x.value])[0]) / call("maximum", count, 1)
+    deviation = Expression(stages.in_parts(x.value)) - mean
+    squares = stages.mask_tail((deviation * deviation).value, 0)
+    kept_mean = Expression(stages.store_partial(mean.value))
+    kept_squares = Expression(stages.store_partial(stages.sum_part(squares)))
+    kept_count = Expression(stages.store_partial(count.value)) if count.value.axes else count
+    whole = Expression(stages.reduce_partials("sum", (kept_mean * kept_count).value)) / r.count(x.dtype)
     off = kept_mean - whole
-    return whole, Expression(stages.over_parts("sum", (kept_squares + off * off * kept_count).value))
+    return whole, Expression(stages.reduce_partials("sum", (kept_squares + off * off * kept_count).value))
 
 
-@lowers(aten.var.correction, aten.std.correction)
+@register_lowering(aten.var.correction, aten.std.correction)
 def _var(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    r = Reduced(out, node.args[0], given["dim"])
-    variance = _variance(r, given["correction"])[1]
+    args = arguments(node)
+    r = ReducedOperand(out, node.args[0], args["dim"])
+    variance = _variance(r, args["correction"])[1]
     r.stages.finish([r.target(call("sqrt", variance) if "std" in str(node.target) else variance)])
     return True
 
 
-@lowers(aten.var_mean.correction, aten.std_mean.correction)
+@register_lowering(aten.var_mean.correction, aten.std_mean.correction)
 def _var_mean(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    r = Reduced(out, node.args[0], given["dim"])
-    mean, variance = _variance(r, given["correction"])
+    args = arguments(node)
+    r = ReducedOperand(out, node.args[0], args["dim"])
+    mean, variance = _variance(r, args["correction"])
     spread = call("sqrt", variance) if "std" in str(node.target) else variance
     r.stages.finish([r.target(spread, 0), r.target(mean, 1)])
     return True
 
 
-def _variance(r: Reduced, correction: Any) -> tuple[Expression, Expression]:
+def _variance(r: ReducedOperand, correction: Any) -> tuple[Expression, Expression]:
     """The mean and the variance; fewer elements than the correction needs give infinity or NaN, as in eager."""
     mean, squares = moments(r, r.x)
     free = r.count(squares.dtype) - (1 if correction is None else correction)
@@ -224,12 +225,12 @@ def _variance(r: Reduced, correction: Any) -> tuple[Expression, Expression]:
 # ---- norms
 
 
-@lowers(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
+@register_lowering(aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
 def _norm(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    order = given.get("ord", given.get("p"))
+    args = arguments(node)
+    order = args.get("ord", args.get("p"))
     order = 2 if order is None else order
-    r = Reduced(out, node.args[0], given.get("dim"))
+    r = ReducedOperand(out, node.args[0], args.get("dim"))
     if not isinstance(order, (int, float)) or not r.x.is_float:
         return False
     x = abs(r.x.to(out.fake().dtype))

@@ -1,8 +1,8 @@
-"""How an FX node becomes loop nests: the table of lowerings, and what a lowering works with.
+"""The table of lowerings, and the interface through which a lowering reads operands and stores results.
 
 A lowering is a function ``lower(out: Lowering, node: Node) -> bool | None`` registered for ATen operations with
-:func:`lowers`. It stores the node's results through ``out``. Returning False means that it does not cover this case;
-the node then runs as its ATen kernel.
+:func:`register_lowering`. It stores the node's results through ``out``. It returns False for a case that it does not
+support; the node then runs as its ATen kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from weft import torch_adapter
-from weft.inductor.ir import Call, Const, Index, Int, Load, Nest, Scalar, Store, Value, register_dtype
+from weft.inductor.loop_ir.ir import Buffer, Call, Const, Index, Int, Load, Nest, Scalar, Store, Value, register_dtype
 
 Node = torch.fx.Node
 Lower = Callable[["Lowering", Node], bool | None]
@@ -24,9 +24,6 @@ LOWERINGS: dict[Any, Lower] = {}
 
 # The buffer of seeds that the program draws once a step (int64), one for each random operation.
 SEEDS = "rng.seed"
-
-# In the meta of a number's node: the buffer (float64) that holds the number, and where in it.
-IN_MEMORY = "in memory"
 
 _LOWERED_DTYPES = frozenset(
     {
@@ -44,7 +41,7 @@ _LOWERED_DTYPES = frozenset(
 )
 
 
-def lowers(*targets: Any) -> Callable[[Lower], Lower]:
+def register_lowering(*targets: Any) -> Callable[[Lower], Lower]:
     """Register a lowering for ATen operations."""
 
     def register(lower: Lower) -> Lower:
@@ -57,24 +54,12 @@ def lowers(*targets: Any) -> Callable[[Lower], Lower]:
 
 
 @dataclass(frozen=True)
-class Buffer:
-    """A tensor that the program allocates, or is given: the whole of one node's result.
+class Operand:
+    """A strided view of a buffer: how the readers of a tensor-valued node address its elements.
 
     Attributes:
-        name: the node's name; ``name.1`` for result 1 of an operation with several, ``name.<suffix>`` for a temporary.
-        sizes, strides: in elements, as the fake tensor has them.
+        sizes, strides, offset: of the view, in elements of the buffer.
     """
-
-    name: str
-    dtype: torch.dtype
-    device: torch.device
-    sizes: tuple[Int, ...]
-    strides: tuple[Int, ...]
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A strided window on a buffer: what a tensor-valued node is to its readers."""
 
     buffer: str
     dtype: torch.dtype
@@ -89,6 +74,7 @@ class Operand:
         return Index(_summed(pairs), self.offset + offset)
 
     def load(self, index: Index, mask: Value | None = None, other: float = 0) -> Load:
+        """A load of the element at ``index`` of the buffer, in the dtype of a register."""
         return Load(self.buffer, index, register_dtype(self.dtype), mask, other)
 
 
@@ -104,14 +90,13 @@ class Lowering:
     """The lowering of one node: reads operands, makes values, stores results.
 
     Attributes:
-        nests: what was stored so far, in order.
-        buffers: the node's results and temporaries, made so far.
-        seeds: the random operations of the step, so far.
+        nests: the nests added so far, in order.
+        buffers: the node's results and temporaries that were requested so far.
+        seeds: the random operations of the step so far, each with a seed of its own.
+        multiprocessors: of the GPU that the kernels are for.
     """
 
-    def __init__(
-        self, node: Node, operands: Mapping[Node, Operand], seeds: list[Node], multiprocessors: int = 132
-    ) -> None:
+    def __init__(self, node: Node, operands: Mapping[Node, Operand], seeds: list[Node], multiprocessors: int) -> None:
         self.node = node
         self.operands = operands
         self.seeds = seeds
@@ -119,10 +104,10 @@ class Lowering:
         self.nests: list[Nest] = []
         self.buffers: dict[str, Buffer] = {}
 
-    # ---- what goes in
+    # ---- operands
 
     def operand(self, arg: Any) -> Operand:
-        """The tensor that a node stands for, as a window on its buffer."""
+        """A tensor node as a view of its buffer."""
         return self.operands[arg]
 
     def value(
@@ -158,10 +143,10 @@ class Lowering:
         val = self.node.meta["val"]
         return val[result] if isinstance(val, (list, tuple)) else val
 
-    # ---- what comes out
+    # ---- results
 
     def result(self, result: int = 0) -> Operand:
-        """A result of the node, as a window to store through."""
+        """A result of the node, as a view of its buffer to store to."""
         val = self.node.meta["val"]
         name = f"{self.node.name}.{result}" if isinstance(val, (list, tuple)) else self.node.name
         fake = self.fake(result)
@@ -183,6 +168,7 @@ class Lowering:
 
     @property
     def device(self) -> torch.device:
+        """The device of the results."""
         val = self.node.meta["val"]
         return next(v for v in (val if isinstance(val, (list, tuple)) else [val]) if v is not None).device
 
@@ -208,11 +194,12 @@ class Lowering:
         self.nest(sizes, [Store(target.buffer, target.index(axes, offset), value, mask)])
 
     def nest(self, sizes: Sequence[Int], stores: Sequence[Store]) -> None:
+        """Add a nest over ``sizes`` with these stores."""
         self.nests.append(Nest(tuple(sizes), tuple(stores)))
 
-    def covers(self) -> bool:
-        """Whether every tensor that goes in or comes out is dense, has elements, is on one device and of a type that
-        kernels handle."""
+    def takes_operands(self) -> bool:
+        """Whether every operand and result is strided, has elements, is on one device and has a dtype that kernels
+        support."""
         val = self.node.meta["val"]
         tensors = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
         tensors += [n.meta["val"] for n in self.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
@@ -232,8 +219,9 @@ def size_of(value: Any) -> Int:
 def number(arg: Any, dtype: torch.dtype | None = None) -> Value:
     """A number of the graph as a value: a constant, or read when the step is called."""
     val = arg.meta["val"] if isinstance(arg, Node) else arg
-    if isinstance(arg, Node) and IN_MEMORY in arg.meta:
-        buffer, at = arg.meta[IN_MEMORY]
+    # A replayed CUDA graph repeats the scalar arguments of its recording, so numbers that change are read from memory.
+    if isinstance(arg, Node) and "scalar_in_memory" in arg.meta:
+        buffer, at = arg.meta["scalar_in_memory"]
         return Load(buffer, Index(offset=at), torch.float64)
     if isinstance(val, bool):
         return Const(val, torch.bool)

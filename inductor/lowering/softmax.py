@@ -1,8 +1,8 @@
-"""Softmax, its logarithm, and the losses of classes built on it.
+"""Softmax, log-softmax, and the negative log-likelihood loss.
 
 A log-softmax is two nests: the logarithm of the sum of exponentials of each row, then ``x - lse`` at every element. The
-second costs no more to compute than to read, so that its readers (the loss picks one element of a row, the backward
-reads all) compute it from ``x``, and it is never in memory unless an ATen kernel wants it.
+second costs no more to compute than to read. Its readers (the loss reads one element of a row, the backward reads all)
+therefore inline it, and it is stored only if an ATen kernel reads it.
 """
 
 from __future__ import annotations
@@ -11,74 +11,75 @@ from typing import Any
 
 import torch
 
-from weft.inductor.ir import Index, Position, Reduce, Store, register_dtype
-from weft.inductor.lowering.elementwise import arguments, loaded, put, storable
-from weft.inductor.lowering.expressions import Expression, both, call, constant, where
-from weft.inductor.lowering.registry import Lowering, Node, Operand, lowers
-from weft.inductor.lowering.split import Stages
+from weft.inductor.loop_ir.ir import Index, Position, Reduce, Store, register_dtype
+from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.expressions import Expression, call, constant, logical_and, where
+from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
+from weft.inductor.lowering.split import StagedReduction
 
 aten = torch.ops.aten
 
 
-def _reduced(kind: str, x: Expression, dim: int) -> Expression:
+def _row_reduction(kind: str, x: Expression, dim: int) -> Expression:
     return Expression(Reduce(kind, (x.value,), (dim,), x.dtype))
 
 
-def _computed(out: Lowering, node: Node) -> tuple[Expression, int] | None:
+def _softmax_operand(out: Lowering, node: Node) -> tuple[Expression, int] | None:
     """The float values to take a softmax of, and the dimension; None where the case is not covered."""
     source, dim = node.args[0], node.args[1]
     fake = out.fake()
     assert isinstance(source, Node)
     assert isinstance(dim, int)
-    if not fake.shape or not storable(out) or not source.meta["val"].is_floating_point():
+    if not fake.shape or not has_distinct_elements(out) or not source.meta["val"].is_floating_point():
         return None
-    return loaded(out, source, fake.dtype), dim % len(fake.shape)
+    return load_operand(out, source, fake.dtype), dim % len(fake.shape)
 
 
-@lowers(aten._softmax.default)
+@register_lowering(aten._softmax.default)
 def _softmax(out: Lowering, node: Node) -> bool:
-    computed = _computed(out, node)
+    computed = _softmax_operand(out, node)
     if computed is None:
         return False
     x, dim = computed
-    powers = call("exp", x - _reduced("max", x, dim))
-    put(out, powers / _reduced("sum", powers, dim))
+    powers = call("exp", x - _row_reduction("max", x, dim))
+    store_result(out, powers / _row_reduction("sum", powers, dim))
     return True
 
 
-@lowers(aten._log_softmax.default)
+@register_lowering(aten._log_softmax.default)
 def _log_softmax(out: Lowering, node: Node) -> bool:
-    computed = _computed(out, node)
+    computed = _softmax_operand(out, node)
     if computed is None:
         return False
     x, dim = computed
-    greatest = _reduced("max", x, dim)
-    lse = greatest + call("log", _reduced("sum", call("exp", x - greatest), dim))
+    # The maximum is subtracted first, so that no exponential overflows.
+    greatest = _row_reduction("max", x, dim)
+    lse = greatest + call("log", _row_reduction("sum", call("exp", x - greatest), dim))
     sizes = list(out.result().sizes)
     kept = out.temporary("lse", x.dtype, [1 if axis == dim else size for axis, size in enumerate(sizes)])
     out.nest(sizes, [Store(kept.buffer, kept.index(), lse.value)])
-    put(out, x - Expression(kept.load(kept.index())))
+    store_result(out, x - Expression(kept.load(kept.index())))
     return True
 
 
-@lowers(aten._softmax_backward_data.default)
+@register_lowering(aten._softmax_backward_data.default)
 def _softmax_backward(out: Lowering, node: Node) -> bool:
-    given = _backward(out, node)
-    if given is None:
+    operands = _backward(out, node)
+    if operands is None:
         return False
-    grad, result, dim = given
+    grad, result, dim = operands
     product = grad * result
-    put(out, product - result * _reduced("sum", product, dim))
+    store_result(out, product - result * _row_reduction("sum", product, dim))
     return True
 
 
-@lowers(aten._log_softmax_backward_data.default)
+@register_lowering(aten._log_softmax_backward_data.default)
 def _log_softmax_backward(out: Lowering, node: Node) -> bool:
-    given = _backward(out, node)
-    if given is None:
+    operands = _backward(out, node)
+    if operands is None:
         return False
-    grad, result, dim = given
-    put(out, grad - call("exp", result) * _reduced("sum", grad, dim))
+    grad, result, dim = operands
+    store_result(out, grad - call("exp", result) * _row_reduction("sum", grad, dim))
     return True
 
 
@@ -87,10 +88,10 @@ def _backward(out: Lowering, node: Node) -> tuple[Expression, Expression, int] |
     assert isinstance(result, Node)
     assert isinstance(dim, int)
     fake = out.fake()
-    if not fake.shape or not storable(out):
+    if not fake.shape or not has_distinct_elements(out):
         return None
     dtype = result.meta["val"].dtype
-    return loaded(out, grad, dtype), loaded(out, result, dtype), dim % len(fake.shape)
+    return load_operand(out, grad, dtype), load_operand(out, result, dtype), dim % len(fake.shape)
 
 
 # ---- the loss of classes
@@ -98,35 +99,38 @@ def _backward(out: Lowering, node: Node) -> tuple[Expression, Expression, int] |
 _NONE, _MEAN = 0, 1
 
 
-def _labelled(out: Lowering, target: Any, weight: Any, ignored: int, dtype: torch.dtype) -> tuple[Expression, ...]:
+def _labels_and_weights(
+    out: Lowering, target: Any, weight: Any, ignored: int, dtype: torch.dtype
+) -> tuple[Expression, ...]:
     """For each row (axis 0): the class, whether the row counts, and its weight."""
     operand = out.operand(target)
     rows = Index() if not operand.sizes else operand.index([0])
     label = Expression(operand.load(Index(rows.strides, operand.offset))).to(torch.int64)
-    counts = label != ignored
+    is_counted = label != ignored
     if weight is None:
-        return label, counts, where(counts, label.to(dtype) * 0 + 1, 0)
+        return label, is_counted, where(is_counted, label.to(dtype) * 0 + 1, 0)
     table = out.operand(weight)
     index = Index((), table.offset, [(label.value, table.strides[0])])
-    return label, counts, Expression(table.load(index, counts.value, 0)).to(dtype)
+    return label, is_counted, Expression(table.load(index, is_counted.value, 0)).to(dtype)
 
 
-@lowers(aten.nll_loss_forward.default)
+@register_lowering(aten.nll_loss_forward.default)
 def _nll_loss(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    scores, reduction = out.operand(given["self"]), given["reduction"]
+    args = arguments(node)
+    scores, reduction = out.operand(args["self"]), args["reduction"]
     if len(scores.sizes) != 2:
         return False
     dtype = out.fake().dtype
     wide = register_dtype(dtype)
-    label, counts, weight = _labelled(out, given["target"], given["weight"], given["ignore_index"], wide)
+    label, is_counted, weight = _labels_and_weights(out, args["target"], args["weight"], args["ignore_index"], wide)
     rows = scores.index([0, None])
     picked = Index(rows.strides, scores.offset, [(label.value, scores.strides[1])])
-    score = Expression(scores.load(picked, counts.value, 0)).to(wide)
+    # An ignored label may be outside of the classes (-100 by default), so it must not be loaded.
+    score = Expression(scores.load(picked, is_counted.value, 0)).to(wide)
     loss = -(score * weight)
     if reduction == _NONE:
         out.store(loss.to(dtype).value, scores.sizes[:1])
-        put(out, constant(0, out.fake(1).dtype), result=1)
+        store_result(out, constant(0, out.fake(1).dtype), result=1)
         return True
     # The sum of weights is a nest of its own: the backward needs it, and could not share a kernel with the scores'
     # softmax if it had to wait for the losses.
@@ -140,7 +144,7 @@ def _summed(
     out: Lowering, scores: Operand, rows: Index, value: Expression, at: int, divisor: Expression | None = None
 ) -> Operand:
     """Store the sum of a value of each row as result ``at``."""
-    stages = Stages(out, scores.sizes[:1], (0,), rows)
+    stages = StagedReduction(out, scores.sizes[:1], (0,), rows)
     (total,) = stages.reduce("sum", value.value)
     result = Expression(total) if divisor is None else Expression(total) / divisor
     target = out.result(at)
@@ -148,17 +152,17 @@ def _summed(
     return target
 
 
-@lowers(aten.nll_loss_backward.default)
+@register_lowering(aten.nll_loss_backward.default)
 def _nll_loss_backward(out: Lowering, node: Node) -> bool:
-    given = arguments(node)
-    sizes, reduction = out.result().sizes, given["reduction"]
-    if len(sizes) != 2 or not storable(out):
+    args = arguments(node)
+    sizes, reduction = out.result().sizes, args["reduction"]
+    if len(sizes) != 2 or not has_distinct_elements(out):
         return False
     wide = register_dtype(out.fake().dtype)
-    label, counts, weight = _labelled(out, given["target"], given["weight"], given["ignore_index"], wide)
-    grad = Expression(out.value(given["grad_output"], sizes[:1])).to(wide)
+    label, is_counted, weight = _labels_and_weights(out, args["target"], args["weight"], args["ignore_index"], wide)
+    grad = Expression(out.value(args["grad_output"], sizes[:1])).to(wide)
     if reduction == _MEAN:
-        grad = grad / Expression(out.value(given["total_weight"], ())).to(wide)
-    here = both(counts, Expression(Position(1)) == label)
-    put(out, where(here, -(grad * weight), 0))
+        grad = grad / Expression(out.value(args["total_weight"], ())).to(wide)
+    here = logical_and(is_counted, Expression(Position(1)) == label)
+    store_result(out, where(here, -(grad * weight), 0))
     return True

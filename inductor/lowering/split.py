@@ -1,17 +1,17 @@
 """Reductions in two stages: where one would leave most of a GPU idle, parts are reduced first, then their results.
 
-The rule (``parts_of``), for ``S`` multiprocessors:
+The rule (``choose_split``), for ``S`` multiprocessors:
 
-* Along memory ("rows": what is reduced lies together). Every result is a program. Fewer than ``S`` results are split,
+* Along memory ("rows": the reduced axes are contiguous). Every result is a program. Fewer than ``S`` results are split,
   as long as a part keeps 1024 elements.
-* Across memory ("columns": the reduced axes are the slow ones, as in a bias gradient). A program has 64 columns; with
-  fewer than ``2 * S`` programs the rows are split into about ``S`` to ``2 * S`` parts (32 rows or more in each where
-  there are more than ``S`` parts), each making one row of partial results. A kernel over the same rows, such as a
-  norm's backward, can then make them on its way.
+* Across memory ("columns": the reduced axes are the outer ones, as in a bias gradient). A program has 64 columns. With
+  fewer than ``2 * S`` programs the rows are split into about ``S`` to ``2 * S`` parts (at least 32 rows in each if
+  there are more than ``S`` parts); each part gives one row of partial results. A kernel over the same rows, such as a
+  norm's backward, can then compute them too.
 
-Splits are exact: the number of parts is a product of divisors of the reduced sizes, so that loops of other kernels can
-be split alike. Only where the divisors leave less than half of the parts wanted (primes, symbolic sizes) the last part
-is shorter and masked.
+Splits are exact: the number of parts is a product of divisors of the reduced sizes, so that the loops of other kernels
+can be split alike. If divisors give less than half of the wanted parts (primes, symbolic sizes), the last part is
+shorter and its tail is masked.
 """
 
 from __future__ import annotations
@@ -24,64 +24,78 @@ from typing import NamedTuple
 import torch
 from torch.utils._sympy.functions import FloorDiv
 
-from weft.inductor.axes import Place, integer, magnitude, move_values
-from weft.inductor.ir import Call, Const, Index, Int, Load, Part, Position, Reduce, Store, Value, rewrite
-from weft.inductor.lowering.registry import Lowering
-from weft.inductor.ops import REDUCTIONS
+from weft.inductor.loop_ir.axes import AxisExpression, integer, size_hint, substitute_values
+from weft.inductor.loop_ir.ir import (
+    Call,
+    Const,
+    Index,
+    Int,
+    Load,
+    Position,
+    Reduce,
+    ReductionResult,
+    Store,
+    Value,
+    rewrite,
+)
+from weft.inductor.loop_ir.ops import REDUCTIONS
+from weft.inductor.lowering.registry import Lowering, literal
 
-_ROW_LEAST = 1024  # elements of a part along memory
+_MIN_ROW_PART = 1024  # elements of a part along memory
 _COLUMNS = 64  # of a program across memory
-_COLUMN_ROWS = 32  # rows of a part, where there are more parts than multiprocessors
-_FEWEST_ROWS = 4  # rows of a part, ever
+_MIN_COLUMN_ROWS = 32  # rows of a part, where there are more parts than multiprocessors
+_MIN_ROWS = 4  # rows of a part, ever
 
 
-class Cut(NamedTuple):
-    """A reduced axis as ``outer`` parts of ``inner`` elements; ``ragged`` where that is more than the axis has."""
+class AxisSplit(NamedTuple):
+    """A reduced axis as ``outer`` parts of ``inner`` elements; ``masked_tail`` where that is more than the axis has."""
 
     outer: Int
     inner: Int
-    ragged: bool = False
+    masked_tail: bool = False
 
 
-def parts_of(
+def choose_split(
     sizes: Sequence[Int], over: Sequence[int], strides: Sequence[Int], multiprocessors: int
-) -> dict[int, Cut] | None:
-    """How a reduction over the axes ``over`` of a space of ``sizes`` is cut; None where one stage does.
+) -> dict[int, AxisSplit] | None:
+    """How a reduction over the axes ``over`` of a space of ``sizes`` is split; None where one stage does.
 
     Args:
         strides: of the largest operand, by axis.
     """
-    low, high = _wanted(sizes, over, strides, multiprocessors)
+    low, high = _part_bounds(sizes, over, strides, multiprocessors)
     if high < 2:
         return None
-    slow_first = sorted(over, key=lambda axis: -magnitude(strides[axis]))
-    fixed = [axis for axis in slow_first if isinstance(sizes[axis], int)]
-    best = max(_products([sizes[axis] for axis in fixed], high), key=lambda d: (math.prod(d), d), default=())
+    # Ties go to parts along the axis with the largest stride: each part then stays contiguous in memory.
+    slow_first = sorted(over, key=lambda axis: -size_hint(strides[axis]))
+    static = [axis for axis in slow_first if isinstance(sizes[axis], int)]
+    best = max(_products([sizes[axis] for axis in static], high), key=lambda d: (math.prod(d), d), default=())
+    # Exact splits match the loops of other kernels; a masked tail is the way out where there are few divisors.
     if math.prod(best) * 2 > low:
-        return {axis: Cut(d, sizes[axis] // d) for axis, d in zip(fixed, best, strict=True)}
-    longest = max(over, key=lambda axis: magnitude(sizes[axis]))
+        return {axis: AxisSplit(d, sizes[axis] // d) for axis, d in zip(static, best, strict=True)}
+    longest = max(over, key=lambda axis: size_hint(sizes[axis]))
     size = sizes[longest]
     if isinstance(size, int):
         inner = -(-size // high)
-        return {longest: Cut(-(-size // inner), inner, ragged=True)}
-    return {longest: Cut(high, FloorDiv(size + high - 1, high), ragged=True)}
+        return {longest: AxisSplit(-(-size // inner), inner, masked_tail=True)}
+    return {longest: AxisSplit(high, FloorDiv(size + high - 1, high), masked_tail=True)}
 
 
-def _wanted(sizes: Sequence[Int], over: Sequence[int], strides: Sequence[Int], processors: int) -> tuple[int, int]:
+def _part_bounds(sizes: Sequence[Int], over: Sequence[int], strides: Sequence[Int], processors: int) -> tuple[int, int]:
     """The least and most parts."""
     wide = [axis for axis, size in enumerate(sizes) if size != 1 and strides[axis] != 0]
     if not wide:
         return 1, 1
-    reduced = math.prod(magnitude(sizes[axis]) for axis in over)
-    kept = math.prod(magnitude(size) for axis, size in enumerate(sizes) if axis not in over)
-    if min(wide, key=lambda axis: magnitude(strides[axis])) in over:
+    reduced = math.prod(size_hint(sizes[axis]) for axis in over)
+    kept = math.prod(size_hint(size) for axis, size in enumerate(sizes) if axis not in over)
+    if min(wide, key=lambda axis: size_hint(strides[axis])) in over:
         if kept >= processors:
             return 1, 1
-        high = int(min(2 * processors / kept, reduced / _ROW_LEAST))
+        high = int(min(2 * processors / kept, reduced / _MIN_ROW_PART))
         return min(int(processors / kept), high), high
     if kept >= 2 * processors * _COLUMNS:
         return 1, 1
-    high = int(min(max(processors, min(reduced / _COLUMN_ROWS, 2 * processors)), reduced / _FEWEST_ROWS))
+    high = int(min(max(processors, min(reduced / _MIN_COLUMN_ROWS, 2 * processors)), reduced / _MIN_ROWS))
     return (min(processors, high), high) if high >= processors / 2 else (1, 1)
 
 
@@ -91,61 +105,65 @@ def _products(sizes: Sequence[Int], most: int) -> Iterator[tuple[int, ...]]:
     return (choice for choice in itertools.product(*divisors) if math.prod(choice) <= most)
 
 
-class Stages:
-    """A reduction in one nest, or in two with the parts' results in between.
+class StagedReduction:
+    """A reduction in one nest, or in two with partial results in between.
 
     Attributes:
-        sizes, over: the nest that finishes: axes are those of the whole space, reduced ones as long as there are parts.
+        sizes, over: of the nest of the second stage. Its axes are those of the whole space; a reduced axis is as long
+            as there are parts along it.
         count: how many elements are reduced to one.
     """
 
-    def __init__(self, out: Lowering, sizes: Sequence[Int], over: Sequence[int], like: Index) -> None:
-        """Args:
-        sizes, over: the whole space and the axes to reduce.
-        like: where the largest operand is read, which decides the split.
+    def __init__(self, out: Lowering, sizes: Sequence[Int], over: Sequence[int], largest: Index) -> None:
+        """Decide the split.
+
+        Args:
+            sizes, over: the whole space and the axes to reduce.
+            largest: the index at which the largest operand is read; its strides decide the split.
         """
         self.out, self.whole = out, tuple(sizes)
-        strides = [like.stride(axis) for axis in range(len(sizes))]
-        self.cuts = parts_of(sizes, over, strides, out.multiprocessors)
+        strides = [largest.stride(axis) for axis in range(len(sizes))]
+        self.splits = choose_split(sizes, over, strides, out.multiprocessors)
         self.over = tuple(sorted(over))
         self.count: Int = math.prod(sizes[axis] for axis in over)
         self.sizes = self.whole
         self._stores: list[Store] = []
-        if self.cuts is not None:
+        if self.splits is not None:
             self.sizes = tuple(self._parts(axis) if axis in over else size for axis, size in enumerate(sizes))
 
     def _parts(self, axis: int) -> Int:
-        cut = (self.cuts or {}).get(axis)
-        return 1 if cut is None else cut.outer
+        split = (self.splits or {}).get(axis)
+        return 1 if split is None else split.outer
 
     def reduce(self, kind: str, *args: Value) -> list[Value]:
-        """The results of a reduction of values of the whole space, in the nest that finishes."""
-        if self.cuts is None:
+        """The results of a reduction of values of the whole space, in the nest of the second stage."""
+        if self.splits is None:
             return _results(kind, args, self.over)
-        inside = self.inside(kind, args)
-        return _results(kind, [self.keep(part) for part in inside], self.over)
+        reduce_part = self.reduce_part(kind, args)
+        return _results(kind, [self.store_partial(part) for part in reduce_part], self.over)
 
-    def inside(self, kind: str, args: Sequence[Value]) -> list[Value]:
-        """The results of one part, in the nest over parts."""
-        guarded = [self.guarded(self.moved(arg), _identity(kind, at, arg)) for at, arg in enumerate(args)]
-        return _results(kind, guarded, self._inner[1])
+    def reduce_part(self, kind: str, args: Sequence[Value]) -> list[Value]:
+        """The results of one part, in the nest of the first stage."""
+        # Points in the tail must not change the result, so they get the neutral element of the reduction.
+        mask_tail = [self.mask_tail(self.in_parts(arg), _neutral_element(kind, at, arg)) for at, arg in enumerate(args)]
+        return _results(kind, mask_tail, self._inner[1])
 
-    def keep(self, value: Value) -> Value:
-        """Store a value of a part; what the nest that finishes reads."""
+    def store_partial(self, value: Value) -> Value:
+        """Store a partial result, and return the load of it in the nest of the second stage."""
         target = self.out.temporary(f"part{len(self.out.buffers)}", value.dtype, self.sizes)
         self._stores.append(Store(target.buffer, target.index(), value))
         return target.load(target.index())
 
-    def summed(self, value: Value) -> Value:
-        """The sum of values of the nest over parts, one a part."""
+    def sum_part(self, value: Value) -> Value:
+        """The sum of a value over each part, in the nest of the first stage."""
         return Reduce("sum", (value,), self._inner[1], value.dtype)
 
-    def over_parts(self, kind: str, value: Value) -> Value:
-        """The reduction of kept values over the parts."""
+    def reduce_partials(self, kind: str, value: Value) -> Value:
+        """The reduction of partial results over the parts, in the nest of the second stage."""
         return Reduce(kind, (value,), self.over, value.dtype)
 
     def finish(self, stores: Sequence[Store]) -> None:
-        """Add the nests: of parts, where there are any, and the one that finishes."""
+        """Add the nests to the lowering: that of the first stage, if there is one, and that of the second."""
         if self._stores:
             self.out.nest(self._inner[0], self._stores)
         self.out.nest(self.sizes, stores)
@@ -153,65 +171,67 @@ class Stages:
     @property
     def _inner(self) -> tuple[tuple[Int, ...], tuple[int, ...]]:
         """Sizes of the nest over parts, and the axes it reduces."""
-        assert self.cuts is not None
-        sizes = [*self.sizes, *(cut.inner for cut in self.cuts.values())]
+        assert self.splits is not None
+        sizes = [*self.sizes, *(split.inner for split in self.splits.values())]
         for axis in self.over:
-            if axis not in self.cuts:
+            if axis not in self.splits:
                 sizes[axis] = self.whole[axis]
-        rest = [axis for axis in self.over if axis not in self.cuts]
+        rest = [axis for axis in self.over if axis not in self.splits]
         return tuple(sizes), (*rest, *range(len(self.whole), len(sizes)))
 
-    def moved(self, value: Value) -> Value:
-        """A value of the whole space in the nest over parts."""
-        assert self.cuts is not None
-        places = {axis: Place(((axis, 1),)) for axis in range(len(self.whole))}
-        for inner, (axis, cut) in enumerate(self.cuts.items(), len(self.whole)):
-            places[axis] = Place(((axis, cut.inner), (inner, 1)))
-        return move_values([value], places)[value]
+    def in_parts(self, value: Value) -> Value:
+        """A value of the whole space in the nest of the first stage."""
+        assert self.splits is not None
+        substitution = {axis: AxisExpression(((axis, 1),)) for axis in range(len(self.whole))}
+        for inner, (axis, split) in enumerate(self.splits.items(), len(self.whole)):
+            substitution[axis] = AxisExpression(((axis, split.inner), (inner, 1)))
+        return substitute_values([value], substitution)[value]
 
-    def guarded(self, value: Value, other: bool | int | float) -> Value:
-        """The value where the nest over parts is inside the whole space, ``other`` outside of it."""
+    def mask_tail(self, value: Value, other: bool | int | float) -> Value:
+        """The value where the nest of the first stage is inside the whole space, ``other`` in the masked tail."""
         mask = self._mask()
         if mask is None:
             return value
 
-        def guard(old: Value) -> Value:
+        def mask_load(old: Value) -> Value:
+            # The tail's index lies outside of the buffer, so its loads are masked as well as the result.
             if not isinstance(old, Load):
                 return old
-            inside = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
-            return Load(old.buffer, old.index, old.dtype, inside, old.other)
+            reduce_part = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
+            return Load(old.buffer, old.index, old.dtype, reduce_part, old.other)
 
-        return Call("where", (mask, rewrite([value], guard)[value], Const(other, value.dtype)), value.dtype)
+        return Call("where", (mask, rewrite([value], mask_load)[value], literal(other, value.dtype)), value.dtype)
 
     def _mask(self) -> Value | None:
-        for inner, (axis, cut) in enumerate((self.cuts or {}).items(), len(self.whole)):
-            if cut.ragged:
-                start = Call("mul", (Position(axis), integer(cut.inner)), torch.int64)
+        for inner, (axis, split) in enumerate((self.splits or {}).items(), len(self.whole)):
+            if split.masked_tail:
+                start = Call("mul", (Position(axis), integer(split.inner)), torch.int64)
                 at = Call("add", (start, Position(inner)), torch.int64)
                 return Call("lt", (at, integer(self.whole[axis])), torch.bool)
         return None
 
-    def held(self) -> Value:
-        """How many elements a part has (int64), in the nest over parts."""
+    def part_length(self) -> Value:
+        """How many elements a part has (int64), in the nest of the first stage."""
         mask = self._mask()
         _, inner = self._inner
         if mask is None:
             return integer(math.prod(self._inner[0][axis] for axis in inner))
         one = Call("where", (mask, Const(1, torch.int64), Const(0, torch.int64)), torch.int64)
-        spread = math.prod(self._inner[0][axis] for axis in inner if axis < len(self.whole))
+        length = math.prod(self._inner[0][axis] for axis in inner if axis < len(self.whole))
         counted = Reduce("sum", (one,), [axis for axis in inner if axis >= len(self.whole)], torch.int64)
-        return counted if spread == 1 else Call("mul", (counted, integer(spread)), torch.int64)
+        return counted if length == 1 else Call("mul", (counted, integer(length)), torch.int64)
 
 
 def _results(kind: str, args: Sequence[Value], over: Sequence[int]) -> list[Value]:
     reduce = Reduce(kind, tuple(args), over, args[0].dtype)
     if REDUCTIONS[kind].results == 1:
         return [reduce]
-    return [Part(reduce, at, arg.dtype) for at, arg in enumerate(args)]
+    return [ReductionResult(reduce, at, arg.dtype) for at, arg in enumerate(args)]
 
 
-def _identity(kind: str, at: int, arg: Value) -> bool | int | float:
-    """What an element that is left out counts as."""
+def _neutral_element(kind: str, at: int, arg: Value) -> bool | int | float:
+    """The neutral element of result ``at`` of a reduction, in the dtype of ``arg``."""
+    # Among equal values the smallest position wins, so the tail has the largest.
     if kind.startswith("arg") and at == 1:
         return 2**63 - 1
     number = REDUCTIONS[kind].identity[at]

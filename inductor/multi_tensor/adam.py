@@ -1,8 +1,8 @@
 """Adam and AdamW over lists of tensors: one small kernel for step counts and rates, one pass over the tensors.
 
-The order of operations is that of ATen's fused CUDA kernel (``fused_adam_utils.cuh``), each rounded as there: float32
-results agree with it, but for the last bit of a power. Two things that it does not do: gradients are clipped in the
-registers of the same pass, and step counts advance here.
+Operations have the order and the roundings of ATen's fused CUDA kernel (``fused_adam_utils.cuh``): float32 results
+equal its results, but for the last bit of a power. Unlike it, gradients are clipped in the registers of the same pass,
+and step counts advance here.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 
-from weft.inductor.multi_tensor.exact import quotient, reciprocal, root
-from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import (
-    Further,
-    Given,
-    Number,
-    Plan,
-    Pointers,
+from weft.inductor.codegen.triton_text import float32_literal
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.chunked_kernel import Column
+from weft.inductor.multi_tensor.gradient import clipped_gradients, gradient_lines
+from weft.inductor.multi_tensor.launch_plan import (
+    CallArgument,
+    CallScalar,
+    LaunchPlan,
+    PointerParameter,
+    PointerTable,
     Scratch,
+    add_chunked_launch,
     add_launch,
-    add_walk,
-    by_dtypes,
+    group_by_dtypes,
 )
-from weft.inductor.multi_tensor.text import Column, function, number, rounded
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.multi_tensor.rounded_division import quotient_lines, reciprocal_lines, square_root_lines
 
 aten = torch.ops.aten
 
@@ -35,11 +38,12 @@ PARAMS, GRADS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, LR, COEFFICIENT, G
 
 # Floats a tensor in the scratch memory: step size, sqrt of the second bias correction, 1 / that, decay.
 _RATES = 4
-# Keeps remainders of changes exact, but of those below 2**-126; a power of two, and so taken back without an error.
+# Scales changes so that their remainders are exact, but below 2**-126; a power of two is taken back without an error.
 _SCALE = 2.0**24
 _BLOCK = 128
 
 
+@serializable
 @dataclass(frozen=True)
 class Adam(MultiTensor):
     """``adam(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, coefficient, grad_scale, found_inf)``.
@@ -65,13 +69,12 @@ class Adam(MultiTensor):
 
     @property
     def updated(self) -> tuple[int, ...]:
+        """Parameters and optimizer states; the steps too, if they advance here."""
         return PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, *((STEPS,) if self.advance else ())
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, coefficient, grad_scale, found_inf = arguments
-        grads = [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
-        if coefficient is not None:
-            grads = aten._foreach_mul.Tensor(grads, coefficient)
+        grads = clipped_gradients(params, grads, coefficient)
         if self.advance:
             steps = aten._foreach_add.Scalar(steps, 1)
         op = aten._fused_adamw if self.decoupled else aten._fused_adam
@@ -96,18 +99,20 @@ class Adam(MultiTensor):
         new = [results[0], *results[2:]]
         return [*new, steps] if self.advance else new
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """One launch for the rates of all tensors, then one for each combination of dtypes."""
         states = [PARAMS, EXP_AVGS, EXP_AVG_SQS, *([MAX_EXP_AVG_SQS] if self.amsgrad else [])]
         count = len(arguments[PARAMS])
-        plan = Plan()
+        plan = LaunchPlan.on_device_of(arguments)
         plan.scratch["rates"] = (count * _RATES, torch.float32)
-        self._add_rates(plan, count, Number("lr", LR, arguments[LR], number_type))
+        # Powers and roots depend on a tensor's step only: computed here, once a tensor, not once an element.
+        self._add_rates(plan, count, CallScalar("lr", LR, arguments[LR], number_type))
         walked = [PARAMS, GRADS, *states[1:]]
-        for tensors in by_dtypes([arguments[which] for which in walked]):
+        for tensors in group_by_dtypes([arguments[which] for which in walked]):
             self._add_update(plan, walked, tensors, arguments)
         return plan
 
-    def _add_rates(self, plan: Plan, count: int, lr: Number) -> None:
+    def _add_rates(self, plan: LaunchPlan, count: int, lr: CallScalar) -> None:
         """The kernel that counts the step and computes each tensor's rates."""
         lines = [
             *(lr.parameter.lines() if lr.parameter is not None else ()),
@@ -124,46 +129,39 @@ class Adam(MultiTensor):
             "tl.store(rate, tl.div_rn(lr + tl.zeros_like(power1), 1.0 - power1), mask=inside)",
             "tl.store(rate + 1, correction, mask=inside)",
             "tl.store(rate + 2, tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), correction), mask=inside)",
-            f"tl.store(rate + 3, lr * {number(self.weight_decay)} + tl.zeros_like(power1), mask=inside)",
+            f"tl.store(rate + 3, lr * {float32_literal(self.weight_decay)} + tl.zeros_like(power1), mask=inside)",
         ]
-        plan.pointers["steps"] = [(Given(STEPS, at),) for at in range(count)]
-        passed = [] if lr.parameter is None else [(lr.parameter.argument, lr.parameter.type, Given(lr.argument))]
+        plan.pointers["steps"] = [(CallArgument(STEPS, at),) for at in range(count)]
+        passed = [] if lr.parameter is None else [(lr.parameter.argument, lr.parameter.type, CallArgument(lr.argument))]
         signature = {"steps": "*i64", "rates": "*fp32", **{name: type_ for name, type_, _ in passed}}
-        text = function("adam_rates", [*signature, "COUNT: tl.constexpr", "BLOCK: tl.constexpr"], lines)
-        places = (Pointers("steps"), Scratch("rates"), *(place for _, _, place in passed))
+        places = (PointerTable("steps"), Scratch("rates"), *(place for _, _, place in passed))
         grid = -(-count // _BLOCK)
-        add_launch(plan, "adam_rates", text, signature, places, grid, {"COUNT": count, "BLOCK": _BLOCK})
+        add_launch(plan, "adam_rates", lines, signature, places, grid, {"COUNT": count, "BLOCK": _BLOCK})
 
-    def _add_update(self, plan: Plan, walked: list[int], tensors: list[int], arguments: Sequence[Any]) -> None:
+    def _add_update(self, plan: LaunchPlan, walked: list[int], tensors: list[int], arguments: Sequence[Any]) -> None:
         fakes = {which: arguments[which][tensors[0]] for which in walked}
         columns = [
             Column(_NAMES[which], fake.dtype, store="" if which == GRADS else _NAMES[which])
             for which, fake in fakes.items()
         ]
         scalars = [(COEFFICIENT, "coefficient"), (GRAD_SCALE, "grad_scale"), (FOUND_INF, "found_inf")]
-        given = [Number(name, at, arguments[at], "") for at, name in scalars if arguments[at] is not None]
-        add_walk(
+        given = [CallScalar(name, at, arguments[at], "") for at, name in scalars if arguments[at] is not None]
+        add_chunked_launch(
             plan,
             self.__name__ + ("w" if self.decoupled else ""),
             columns,
-            [tuple(Given(which, at) for which in walked) for at in tensors],
+            [tuple(CallArgument(which, at) for which in walked) for at in tensors],
             [arguments[PARAMS][at].numel() for at in tensors],
             tensors,
             given,
-            [Further("rates", "*fp32", Scratch("rates"))],
+            [PointerParameter("rates", "*fp32", Scratch("rates"))],
             setup=_LOAD_RATES,
             body=self._body([n.name for n in given], fakes[PARAMS].dtype),
             skip="found_inf == 1.0" if arguments[FOUND_INF] is not None else "",
         )
 
     def _body(self, scalars: list[str], dtype: torch.dtype) -> list[str]:
-        body = []
-        if "coefficient" in scalars:
-            body.append(f"grad = {rounded('(grad * coefficient)', dtype)}")
-        if "grad_scale" in scalars:
-            body.append("grad = tl.div_rn(grad, grad_scale + tl.zeros_like(grad))")
-        if self.maximize:
-            body.append("grad = -grad")
+        body = gradient_lines(scalars, dtype, self.maximize)
         if self.weight_decay != 0:
             decay = "tl.fma(param, -decay, param)"
             body.append(f"param = {decay}" if self.decoupled else f"grad = {_fma('param', self.weight_decay, 'grad')}")
@@ -178,12 +176,12 @@ class Adam(MultiTensor):
             body.append(f"{second} = tl.where({second} < exp_avg_sq, exp_avg_sq, {second})")
         return [
             *body,
-            *root("root", second),
-            *quotient("ratio", "root", "correction", "inverse_correction"),
-            f"denominator = ratio + {number(self.eps)}",
+            *square_root_lines("root", second),
+            *quotient_lines("ratio", "root", "correction", "inverse_correction"),
+            f"denominator = ratio + {float32_literal(self.eps)}",
             f"change = step_size * exp_avg * {_SCALE!r}",
-            *reciprocal("inverse_denominator", "denominator"),
-            *quotient("change", "change", "denominator", "inverse_denominator"),
+            *reciprocal_lines("inverse_denominator", "denominator"),
+            *quotient_lines("change", "change", "denominator", "inverse_denominator"),
             f"param = tl.fma(change, {-1 / _SCALE!r}, param)",
         ]
 
@@ -206,14 +204,14 @@ _LOAD_RATES = (
 
 
 def _fma(a: str, b: float, c: str) -> str:
-    return f"tl.fma({a}, {number(b)}, {c})"
+    return f"tl.fma({a}, {float32_literal(b)}, {c})"
 
 
 def _power(result: str, base: float) -> list[str]:
     """Lines for ``base ** step``, rounded once: squares in float64, since Triton's own ``exp2`` is approximate."""
     return [
         "exponent = step.to(tl.int32)",
-        f"square = tl.full([BLOCK], {number(base)}, tl.float64)",
+        f"square = tl.full([BLOCK], {float32_literal(base)}, tl.float64)",
         "power = tl.full([BLOCK], 1.0, tl.float64)",
         "for _ in range(31):",
         "    power = tl.where(exponent & 1 != 0, power * square, power)",

@@ -8,11 +8,19 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.chunked_kernel import Column
+from weft.inductor.multi_tensor.launch_plan import (
+    CallArgument,
+    CallResult,
+    LaunchPlan,
+    add_chunked_launch,
+    group_by_dtypes,
+)
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import Given, Made, Plan, add_walk, by_dtypes
-from weft.inductor.multi_tensor.text import Column
 
 
+@serializable
 @dataclass(frozen=True)
 class Cast(MultiTensor):
     """``cast(tensors)``: one list, each of them in ``dtype`` (float32, bfloat16 or float16), in memory of its own."""
@@ -22,15 +30,16 @@ class Cast(MultiTensor):
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         return [[tensor.to(self.dtype, copy=True) for tensor in arguments[0]]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """One launch for each dtype among the tensors."""
         (fakes,) = arguments
-        plan = Plan()
-        for tensors in by_dtypes(arguments):
-            add_walk(
+        plan = LaunchPlan.on_device_of(arguments)
+        for tensors in group_by_dtypes(arguments):
+            add_chunked_launch(
                 plan,
                 "cast",
                 [Column("value", fakes[tensors[0]].dtype), Column("result", self.dtype, False, "value")],
-                [(Given(0, at), Made(0, at)) for at in tensors],
+                [(CallArgument(0, at), CallResult(0, at)) for at in tensors],
                 [fakes[at].numel() for at in tensors],
                 tensors,
             )

@@ -1,8 +1,8 @@
 """Chains of ``_foreach_*`` operations as one pass over their tensors.
 
-Optimizers that are not fused, clipping, averages of weights: each ``_foreach`` operation reads and writes every tensor.
-A chain of them on lists of equal sizes is one kernel; what lies between two operations stays in registers, rounded as
-it would have been in memory.
+Unfused optimizers, gradient clipping and weight averaging consist of ``_foreach`` operations, each of which reads and
+writes every tensor. A chain of them on lists of equal sizes becomes one kernel. Intermediate results stay in registers
+and are rounded to the dtype that they would have in memory, so results do not depend on the fusion.
 """
 
 from __future__ import annotations
@@ -13,14 +13,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.inductor.codegen.triton_text import float32_literal
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.chunked_kernel import Column, rounded
+from weft.inductor.multi_tensor.launch_plan import (
+    CallArgument,
+    CallResult,
+    CallScalar,
+    LaunchPlan,
+    Place,
+    PointerParameter,
+    add_chunked_launch,
+    group_by_dtypes,
+)
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import Further, Given, Made, Number, Place, Plan, add_walk, by_dtypes
-from weft.inductor.multi_tensor.text import Column, number, rounded
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
 
 
+@serializable
 class Lists(NamedTuple):
     """An operand of a step: list number ``at`` of the call's arguments, or what step ``at`` computed."""
 
@@ -28,6 +40,7 @@ class Lists(NamedTuple):
     computed: bool
 
 
+@serializable
 class Scalars(NamedTuple):
     """An operand of a step: argument number ``at`` of the call, a number, a 0-dim tensor, or a list of numbers."""
 
@@ -37,25 +50,27 @@ class Scalars(NamedTuple):
 Operand = Lists | Scalars | float
 
 
+@serializable
 @dataclass(frozen=True)
 class Step:
-    """``op(*operands, **named)`` on lists; ``dtypes`` are those of its results."""
+    """``op(*operands, **named)`` on lists; the results have the dtypes of the first operand."""
 
     op: OpOverload
     operands: tuple[Operand, ...]
     named: tuple[tuple[str, Operand], ...]
 
 
+@serializable
 @dataclass(frozen=True)
 class Foreach(MultiTensor):
-    """``foreach(*arguments)``: lists of tensors, equally long, and scalars.
+    """``foreach(*arguments)``, where the arguments are lists of tensors of equal length, and scalars.
 
-    Returns the lists that ``kept`` steps computed.
+    Returns the lists that the ``kept`` steps computed.
 
     Attributes:
         steps: the operations, in order.
-        kept: number of each step that is returned, and the list argument whose memory it takes, -1 for none; those
-            first.
+        kept: for each list that is returned, the number of its step and the list argument that it overwrites, -1 for
+            new memory. Lists in new memory come first.
     """
 
     steps: tuple[Step, ...]
@@ -63,6 +78,7 @@ class Foreach(MultiTensor):
 
     @property
     def updated(self) -> tuple[int, ...]:
+        """The list arguments that kept steps overwrite."""
         return tuple(old for _, old in self.kept if old >= 0)
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
@@ -72,6 +88,7 @@ class Foreach(MultiTensor):
             if isinstance(operand, Lists):
                 return computed[operand.at] if operand.computed else arguments[operand.at]
             value = arguments[operand.at] if isinstance(operand, Scalars) else operand
+            # Overloads for numbers take no tensor, but a call may keep its numbers in one.
             in_memory = isinstance(value, torch.Tensor) and type_ != "Tensor"
             return value.tolist() if in_memory else value
 
@@ -81,15 +98,16 @@ class Foreach(MultiTensor):
             computed.append(step.op(*words, **{name: word(operand, types[name]) for name, operand in step.named}))
         return [list(computed[step]) for step, _ in self.kept]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """One launch for each combination of dtypes across the lists."""
         lists = sorted({o.at for step in self.steps for o in step.operands if isinstance(o, Lists) and not o.computed})
-        plan = Plan()
-        for tensors in by_dtypes([arguments[which] for which in lists]):
+        plan = LaunchPlan.on_device_of(arguments)
+        for tensors in group_by_dtypes([arguments[which] for which in lists]):
             self._add(plan, lists, tensors, arguments, number_type)
         return plan
 
     def _add(
-        self, plan: Plan, lists: list[int], tensors: list[int], arguments: Sequence[Any], number_type: str
+        self, plan: LaunchPlan, lists: list[int], tensors: list[int], arguments: Sequence[Any], number_type: str
     ) -> None:
         writer = _Body(self, lists, {which: arguments[which][tensors[0]].dtype for which in lists}, arguments)
         stored = {old: step for step, old in self.kept if old >= 0}
@@ -105,30 +123,31 @@ class Foreach(MultiTensor):
         fresh = [(result, step) for result, (step, old) in enumerate(self.kept) if old < 0]
         columns += [Column(f"result{result}", writer.computed[step], False, f"step{step}") for result, step in fresh]
         rows: list[tuple[Place, ...]] = [
-            (*(Given(which, at) for which in lists), *(Made(result, at) for result, _ in fresh)) for at in tensors
+            (*(CallArgument(which, at) for which in lists), *(CallResult(result, at) for result, _ in fresh))
+            for at in tensors
         ]
-        add_walk(
+        add_chunked_launch(
             plan,
             "foreach",
             columns,
             rows,
             [arguments[lists[0]][at].numel() for at in tensors],
             tensors,
-            [Number(f"scalar{at}", at, arguments[at], number_type) for at in writer.numbers],
-            [Further(f"scalars{at}", "*fp32", Given(at)) for at in writer.number_lists],
+            [CallScalar(f"scalar{at}", at, arguments[at], number_type) for at in writer.numbers],
+            [PointerParameter(f"scalars{at}", "*fp32", CallArgument(at)) for at in writer.number_lists],
             setup=[f"scalar{at} = tl.load(scalars{at} + label)" for at in writer.number_lists],
             body=writer.lines,
         )
 
 
 class _Body:
-    """The lines of a kernel body, with what they read.
+    """The lines of a kernel body, and the arguments that they read.
 
     Attributes:
-        dtypes: by list argument.
-        computed: dtype of each step's results.
-        read: list arguments that are loaded.
-        numbers, number_lists: scalar arguments used: one for all tensors, or one a tensor.
+        dtypes: of each list argument.
+        computed: the dtype of each step's results.
+        read: the list arguments that are loaded.
+        numbers, number_lists: the scalar arguments in use, with one number for all tensors or one for each tensor.
     """
 
     def __init__(
@@ -146,6 +165,7 @@ class _Body:
             assert isinstance(first, Lists)
             dtype = self.computed[first.at] if first.computed else dtypes[first.at]
             named = {name: self._word(operand) for name, operand in step.named}
+            # A list that is only overwritten need not be loaded.
             used = step.operands[1:] if step.op in UNREAD else step.operands
             value = EXPRESSIONS[step.op](*(self._word(operand) for operand in used), **named)
             self.lines.append(f"step{at} = {rounded(f'({value})', dtype)}")
@@ -162,11 +182,11 @@ class _Body:
             many = isinstance(given, (list, tuple)) or (isinstance(given, torch.Tensor) and given.dim() == 1)
             (self.number_lists if many else self.numbers)[operand.at] = None
             return f"scalar{operand.at}"
-        return number(operand)
+        return float32_literal(operand)
 
 
 def _lerp(a: str, b: str, weight: str) -> str:
-    """As ATen: from the nearer end."""
+    """Linear interpolation from the nearer end, as ATen computes it: exact at both ends."""
     weight = f"({weight} + tl.zeros_like({a}))"
     near = f"tl.fma({b} - {a}, {weight}, {a})"
     far = f"tl.fma({b} - {a}, {weight} - 1.0, {b})"

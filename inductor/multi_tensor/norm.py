@@ -1,4 +1,7 @@
-"""Norms of a list of tensors: sums by chunk in one pass, then a small kernel that adds them, always in one order."""
+"""Norms of a list of tensors: one pass computes a partial sum for each chunk, a small kernel adds the partial sums.
+
+Partial sums are added in a fixed order, so the norm has the same bits at every run.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,42 @@ from typing import Any
 
 import torch
 
-from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import (
+from weft.inductor.codegen.triton_text import dtype_name, pointer_type
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.chunked_kernel import Column
+from weft.inductor.multi_tensor.launch_plan import (
     BLOCK,
     Argument,
-    Further,
-    Given,
-    Made,
-    Plan,
-    Pointers,
+    CallArgument,
+    CallResult,
+    ConstantTable,
+    LaunchPlan,
+    PointerParameter,
+    PointerTable,
     Scratch,
-    Table,
+    add_chunked_launch,
     add_launch,
-    add_walk,
-    by_dtypes,
     chunk_ranges,
+    group_by_dtypes,
 )
-from weft.inductor.multi_tensor.text import POINTERS, TRITON_DTYPES, Column, function
+from weft.inductor.multi_tensor.operation import MultiTensor
 
 aten = torch.ops.aten
 
-# What is summed, and what becomes of the sum.
+# For each order, the term of an element and the function of the sum.
 _TERMS = {1.0: "tl.abs(value)", 2.0: "value * value"}
 _ENDS = {1.0: "{}", 2.0: "tl.sqrt_rn({})"}
 ORDERS = tuple(_TERMS)
 
 
+@serializable
 @dataclass(frozen=True)
 class Norm(MultiTensor):
     """``norm(tensors)``: one list of one, the 1-d tensor of their norms, of the dtype of the first.
 
     Attributes:
         order: 1.0 or 2.0.
-        together: whether nobody reads one of the norms for itself, but only the norm of them all.
+        together: whether only the norm of all norms is read, and no single one.
     """
 
     order: float
@@ -49,19 +55,24 @@ class Norm(MultiTensor):
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         return [[torch.stack(aten._foreach_norm.Scalar(arguments[0], self.order))]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
-        plan = Plan()
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """Two launches for each dtype: partial sums by chunk, then one norm for each tensor."""
+        plan = LaunchPlan.on_device_of(arguments)
         _add_norms(plan, 0, arguments[0], self.order, arguments[0][0].dtype)
         return plan
 
 
+@serializable
 @dataclass(frozen=True)
 class NormOfSquares(MultiTensor):
-    """``norm(squares, tensors)``: a 1-d tensor whose 2-norm is that of all ``tensors``, and of more of which somebody
-    has the sums of the squares: in ``squares``, each a 1-d float32 tensor of sums to be added.
+    """``norm(squares, tensors)``: a 1-d tensor whose 2-norm is that of all ``tensors`` and of further tensors.
+
+    Of the further tensors only sums of squares are known, such as those that reduce-scatter kernels compute: each of
+    ``squares`` is a 1-d float32 tensor of sums to be added. The result has the norm of each of ``tensors``, the square
+    root of each sum, and zeros.
 
     Attributes:
-        count: elements of the result, no fewer than there are ``squares`` and ``tensors``.
+        count: elements of the result, at least as many as ``squares`` and ``tensors`` together.
         dtype: of the result.
     """
 
@@ -74,12 +85,14 @@ class NormOfSquares(MultiTensor):
         norms += [sums.sum().sqrt().to(self.dtype) for sums in squares]
         return [[torch.nn.functional.pad(torch.stack(norms), (0, self.count - len(norms)))]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """The launches of :class:`Norm`, and one for the square roots of the sums in ``squares``."""
         squares, tensors = arguments
-        plan = Plan()
+        plan = LaunchPlan.on_device_of(arguments)
         _add_norms(plan, 1, tensors, 2.0, self.dtype)
+        # Elements without a tensor get a row of the table too: 0 sums, whose root is 0.
         none = self.count - len(tensors) - len(squares)
-        plan.pointers["sums"] = [(Given(0, at),) for at in (*range(len(squares)), *[0] * none)]
+        plan.pointers["sums"] = [(CallArgument(0, at),) for at in (*range(len(squares)), *[0] * none)]
         plan.tables["counts"] = torch.tensor([sums.numel() for sums in squares] + [0] * none, dtype=torch.int32)
         lines = [
             "partial = tl.load(sums + tl.program_id(0) * 2).to(tl.pointer_type(tl.float32))",
@@ -87,25 +100,25 @@ class NormOfSquares(MultiTensor):
             *_added(),
             f"tl.store(norms + {len(tensors)} + tl.program_id(0), {_end(2.0, self.dtype)})",
         ]
-        signature = {"sums": "*i64", "counts": "*i32", "norms": POINTERS[self.dtype]}
-        places = (Pointers("sums"), Table("counts"), Made(0, 0))
+        signature = {"sums": "*i64", "counts": "*i32", "norms": pointer_type(self.dtype)}
+        places = (PointerTable("sums"), ConstantTable("counts"), CallResult(0, 0))
         _add_small(plan, "norms_of_squares", signature, places, lines, len(squares) + none)
         return plan
 
 
-def _add_norms(plan: Plan, list_: int, fakes: Sequence[Any], order: float, result: torch.dtype) -> None:
-    """Add launches that write the norms of ``fakes``, which are argument ``list_``, to the first of the results."""
-    for tensors in by_dtypes([fakes]):
+def _add_norms(plan: LaunchPlan, list_: int, fakes: Sequence[Any], order: float, result: torch.dtype) -> None:
+    """Add the launches that write the norms of ``fakes`` (argument ``list_`` of the call) to the first result."""
+    for tensors in group_by_dtypes([fakes]):
         sizes = [fakes[at].numel() for at in tensors]
         partials = f"partials{len(plan.launches)}"
-        chunk = add_walk(
+        chunk = add_chunked_launch(
             plan,
             "partial_norms",
             [Column("value", fakes[tensors[0]].dtype)],
-            [(Given(list_, at),) for at in tensors],
+            [(CallArgument(list_, at),) for at in tensors],
             sizes,
             tensors,
-            further=[Further("partials", "*fp32", Scratch(partials))],
+            further=[PointerParameter("partials", "*fp32", Scratch(partials))],
             setup=["total = tl.zeros([BLOCK], tl.float32)"],
             body=[f"total += {_TERMS[order]}"],
             finish=["tl.store(partials + tl.program_id(0), tl.sum(total, 0))"],
@@ -121,8 +134,8 @@ def _add_norms(plan: Plan, list_: int, fakes: Sequence[Any], order: float, resul
             *_added(),
             f"tl.store(norms + tl.load(row + 2), {_end(order, result)})",
         ]
-        signature = {"ranges": "*i32", "partials": "*fp32", "norms": POINTERS[result]}
-        places = (Table(table), Scratch(partials), Made(0, 0))
+        signature = {"ranges": "*i32", "partials": "*fp32", "norms": pointer_type(result)}
+        places = (ConstantTable(table), Scratch(partials), CallResult(0, 0))
         _add_small(plan, "norms_of_partials", signature, places, lines, len(tensors))
 
 
@@ -137,11 +150,10 @@ def _added() -> list[str]:
 
 
 def _end(order: float, result: torch.dtype) -> str:
-    return f"({_ENDS[order].format('tl.sum(total, 0)')}).to({TRITON_DTYPES[result]})"
+    return f"({_ENDS[order].format('tl.sum(total, 0)')}).to({dtype_name(result)})"
 
 
 def _add_small(
-    plan: Plan, name: str, signature: dict[str, str], places: tuple[Argument, ...], lines: list[str], grid: int
+    plan: LaunchPlan, name: str, signature: dict[str, str], places: tuple[Argument, ...], lines: list[str], grid: int
 ) -> None:
-    text = function(name, [*signature, "BLOCK: tl.constexpr"], lines)
-    add_launch(plan, name, text, signature, places, grid, {"BLOCK": BLOCK})
+    add_launch(plan, name, lines, signature, places, grid, {"BLOCK": BLOCK})

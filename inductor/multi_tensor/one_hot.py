@@ -1,16 +1,16 @@
 """Sums of narrow rows by index, for tables of moderate size: the gradient of a table of position biases.
 
-Such a sum is a product: row ``k`` of the table is ``sum over i of (index[i] == k) * rows[i]``, the transposed one-hot
-matrix of the indices times the rows. Where rows have a few columns, sorting the indices takes longer than comparing
-each with every place, and a thread that adds up all rows of an index waits for memory most of the time. Two kernels:
+Such a sum is a GEMM: row ``k`` of the table is ``sum over i of (index[i] == k) * rows[i]``, the transposed one-hot
+matrix of the indices times the rows. If rows have few columns, comparing each index with every row of the table is
+faster than sorting the indices. Threads that add up all rows of one index would mostly wait for memory. Two kernels:
 
-1. a program compares a stretch of the indices with a block of places, in registers, and multiplies what it finds by the
-   rows on tensor cores; it writes sums of its stretch;
-2. the sums of all stretches are added, in their order.
+1. A program compares a range of the indices with a block of table rows, in registers, and multiplies the one-hot block
+   by the rows on tensor cores. It writes the sums of its range.
+2. The sums of all ranges are added, in order.
 
-No sort, no atomics: the same bits at every run. Values are split into two numbers of 11 bits each for the tensor cores
-(``tf32x3``), so they count with 22 bits, and are added in float32. A product would carry what is not finite into every
-place, as zero times infinity; such values are counted apart.
+There is no sort and no atomic, so every run gives the same bits. For the tensor cores, each value is split into two
+numbers of 11 bits (``tf32x3``), so 22 bits count; sums are made in float32. A GEMM would spread a non-finite value to
+every row of the table, as zero times infinity is NaN. Non-finite values are therefore taken out and summed separately.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ from typing import Any
 
 import torch
 
+from weft.inductor.codegen.triton_text import dtype_name, float32_literal, pointer_type
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.launch_plan import CallArgument, CallResult, LaunchPlan, Scratch, add_launch
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import Given, Made, Plan, Scratch, add_launch
-from weft.inductor.multi_tensor.text import INDICES, POINTERS, TRITON_DTYPES, function, number
 
 # Positions of the arguments of a call.
 ROWS, INDEX, BASE = range(3)
 
-WIDEST = 32  # columns whose sums a program keeps in its registers
-_PLACES = 64  # of a program
-_AT_ONCE = 32  # indices compared at a time: with 64 half as many programs fit on a multiprocessor
-_NARROWEST = 16  # columns of the smallest product of tensor cores
-_PROGRAMS = 132 * 4
-_ADDED = 8  # stretches whose sums are loaded at a time
-_BLOCK = 128  # elements of the table a program of the second kernel adds up
+MAX_COLUMNS = 32  # columns whose sums a program keeps in its registers
+_PLACES = 64  # rows of the table in a program
+_AT_ONCE = 32  # indices compared at a time; with 64 half as many programs fit on a multiprocessor
+_NARROWEST = 16  # columns of the smallest tile of a tensor core
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+_ADDED = 8  # ranges whose sums are loaded at a time
+_BLOCK = 128  # elements of the table in a program of the second kernel
 
 
+@serializable
 @dataclass(frozen=True)
 class OneHotSum(MultiTensor):
     """``one_hot_sum([rows], index, [base])``: one list of one, the table (size, columns) in the dtype of rows.
 
     Row ``k`` of the table is ``base[k]``, or zero, plus ``scale`` times the sum of ``rows[i]`` over all ``i`` with
-    ``index[i] == k``. An index below zero counts from the end of the table where it ``wraps``; those outside the table
-    are left out, as in :class:`weft.inductor.multi_tensor.segments.SegmentSum`.
+    ``index[i] == k``. Negative indices count from the end of the table if ``wraps``. Indices outside the table are
+    ignored, as in :class:`weft.inductor.multi_tensor.segment_sum.SegmentSum`.
 
-    ``rows`` (count, columns) have at most ``WIDEST`` columns and any strides; ``index`` (count,), int32 or int64, and
-    ``base`` (size, columns, or an empty list), in the dtype of rows, are contiguous.
+    ``rows`` (count, columns) have at most ``MAX_COLUMNS`` columns and any strides; ``index`` (count,), int32 or int64,
+    and ``base`` (size, columns, or an empty list), in the dtype of rows, are contiguous.
 
     Attributes:
         size: rows of the table.
@@ -69,24 +71,28 @@ class OneHotSum(MultiTensor):
         at = torch.where(index < 0, index + self.size, index) if self.wraps else index
         kept = (at >= 0) & (at < self.size) & (at != self.skipped)
         wide = torch.promote_types(rows.dtype, torch.float32)
+        # One more row, for the rows whose index is ignored.
         sums = torch.zeros(self.size + 1, rows.shape[1], dtype=wide, device=rows.device)
         sums.index_add_(0, torch.where(kept, at, self.size), rows.to(wide))
         sums = sums[:-1] * self.scale
         return [[(sums + base[0] if base else sums).to(rows.dtype)]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """Two launches: partial sums by range of rows, then their sums."""
         (rows,), index, base = arguments
         count, columns = rows.shape
         blocks = -(-self.size // _PLACES)
-        stretch = _AT_ONCE * max(-(-count * blocks // (_PROGRAMS * _AT_ONCE)), 1)
+        plan = LaunchPlan.on_device_of(arguments)
+        programs = plan.multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
+        # A fixed number of programs: more ranges mean more partial sums to write and to read again.
+        stretch = _AT_ONCE * max(-(-count * blocks // (programs * _AT_ONCE)), 1)
         stretches = -(-count // stretch)
-        plan = Plan()
         plan.scratch["partials"] = (stretches * self.size * columns, torch.float32)
         self._add_partials(plan, rows, index, stretch, blocks * stretches)
         self._add_sums(plan, rows, stretches, bool(base))
         return plan
 
-    def _add_partials(self, plan: Plan, rows: torch.Tensor, index: torch.Tensor, stretch: int, grid: int) -> None:
+    def _add_partials(self, plan: LaunchPlan, rows: torch.Tensor, index: torch.Tensor, stretch: int, grid: int) -> None:
         count, columns = rows.shape
         lines = [
             "stretch = tl.program_id(0) // BLOCKS",
@@ -104,8 +110,9 @@ class OneHotSum(MultiTensor):
             "    hot = (place[:, None] == key[None, :]).to(tl.float32)",
             "    finite = tl.abs(values) < float('inf')",
             "    total = tl.dot(hot, tl.where(finite, values, 0.0), total, input_precision='tf32x3')",
+            # Rare, so it is a branch: every tile would have two more products otherwise.
             "    if tl.sum(tl.sum((~finite).to(tl.int32), 1), 0) > 0:",
-            # What is no number counts as both infinities, whose sum is none.
+            # A NaN is neither below nor above zero: it counts as both infinities, whose sum is NaN.
             "        up = tl.dot(hot, (~finite & ~(values < 0)).to(tl.float32), input_precision='tf32x3')",
             "        down = tl.dot(hot, (~finite & ~(values > 0)).to(tl.float32), input_precision='tf32x3')",
             "        total += tl.where(up > 0, float('inf'), 0.0) + tl.where(down > 0, float('-inf'), 0.0)",
@@ -124,12 +131,11 @@ class OneHotSum(MultiTensor):
             "STRETCH": stretch,
             "AT_ONCE": _AT_ONCE,
         }
-        signature = {"rows": POINTERS[rows.dtype], "index": INDICES[index.dtype], "partials": "*fp32"}
-        places = (Given(ROWS, 0), Given(INDEX), Scratch("partials"))
-        text = function("one_hot_products", [*signature, *(f"{name}: tl.constexpr" for name in constants)], lines)
-        add_launch(plan, "one_hot_products", text, signature, places, grid, constants)
+        signature = {"rows": pointer_type(rows.dtype), "index": pointer_type(index.dtype), "partials": "*fp32"}
+        places = (CallArgument(ROWS, 0), CallArgument(INDEX), Scratch("partials"))
+        add_launch(plan, "one_hot_products", lines, signature, places, grid, constants)
 
-    def _add_sums(self, plan: Plan, rows: torch.Tensor, stretches: int, based: bool) -> None:
+    def _add_sums(self, plan: LaunchPlan, rows: torch.Tensor, stretches: int, based: bool) -> None:
         elements = self.size * rows.shape[1]
         lines = [
             "at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
@@ -139,13 +145,12 @@ class OneHotSum(MultiTensor):
             "    inside = (stretch < STRETCHES)[:, None] & (at < ELEMENTS)[None, :]",
             "    read = partials + stretch.to(tl.int64)[:, None] * ELEMENTS + at[None, :]",
             "    total += tl.load(read, mask=inside, other=0.0)",
-            f"result = tl.sum(total, 0) * {number(self.scale)}",
+            f"result = tl.sum(total, 0) * {float32_literal(self.scale)}",
             *(["result += tl.load(base + at, mask=at < ELEMENTS, other=0.0).to(tl.float32)"] if based else ()),
-            f"tl.store(table + at, result.to({TRITON_DTYPES[rows.dtype]}), mask=at < ELEMENTS)",
+            f"tl.store(table + at, result.to({dtype_name(rows.dtype)}), mask=at < ELEMENTS)",
         ]
         constants = {"ELEMENTS": elements, "STRETCHES": stretches, "ADDED": _ADDED, "BLOCK": _BLOCK}
-        signature = {"partials": "*fp32", **({"base": POINTERS[rows.dtype]} if based else {})}
-        signature["table"] = POINTERS[rows.dtype]
-        places = (Scratch("partials"), *((Given(BASE, 0),) if based else ()), Made(0, 0))
-        text = function("one_hot_sums", [*signature, *(f"{name}: tl.constexpr" for name in constants)], lines)
-        add_launch(plan, "one_hot_sums", text, signature, places, -(-elements // _BLOCK), constants)
+        signature = {"partials": "*fp32", **({"base": pointer_type(rows.dtype)} if based else {})}
+        signature["table"] = pointer_type(rows.dtype)
+        places = (Scratch("partials"), *((CallArgument(BASE, 0),) if based else ()), CallResult(0, 0))
+        add_launch(plan, "one_hot_sums", lines, signature, places, -(-elements // _BLOCK), constants)

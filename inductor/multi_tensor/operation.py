@@ -1,4 +1,4 @@
-"""One operation on lists of tensors: what a graph calls, what it means, what it launches on a GPU."""
+"""The interface of operations on lists of tensors: a graph's call, its reference, and its launches on a GPU."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from weft.inductor.multi_tensor.plan import Plan
+from weft.inductor.multi_tensor.launch_plan import LaunchPlan
 
 
 class MultiTensor(ABC):
     """A call of a graph on lists of tensors and scalars, functional like all calls of a graph.
 
-    Called with real tensors it computes with ATen's kernels, out of place: the meaning that its own kernels are tested
-    against, and what runs on a CPU. It returns a list of lists: those that are new, then the new values of each list of
-    ``updated``.
+    Called with real tensors it computes with ATen's kernels, out of place. This is the reference that its own kernels
+    are tested against, and what runs on a CPU. It returns a list of lists: those that are new, then the new values of
+    each list of ``updated``.
 
     Attributes:
         updated: positions of the arguments that the kernels overwrite with their new values.
@@ -26,15 +26,20 @@ class MultiTensor(ABC):
 
     @property
     def updated(self) -> tuple[int, ...]:
+        """See the class; none unless a subclass says so."""
         return ()
 
     @abstractmethod
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         """The results."""
 
+    def fake_result(self, recorded: Any, *arguments: Any) -> list[list[torch.Tensor]]:
+        """The results for fake arguments, for the graph's verifier."""
+        return self(*arguments)
+
     @abstractmethod
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
-        """What to launch on a GPU.
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """The launches on a GPU.
 
         Args:
             arguments: the call's, with fake tensors.

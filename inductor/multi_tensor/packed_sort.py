@@ -1,47 +1,45 @@
-"""A stable sort of row numbers: the order in which rows of one index come together.
+"""A stable sort of row numbers by index, for up to 65,536 of them.
 
-A sort for any keys passes over them many times, each a few kernels: of 32768 indices ``torch.sort`` takes 45 us (int32)
-or 67 us (int64), of which hardly anything is work. Two kernels of 7.1 and 5.6 us do the same (measured on an H200):
+A radix sort passes over its keys many times, with a few kernels each time: of 32768 indices ``torch.sort`` takes 45 us
+(int32) or 67 us (int64), most of it launches. Two kernels of 7.1 and 5.6 us do the same (measured on an H200):
 
-1. a program sorts a block of keys in its registers, each packed into one word with its position in the block, so that
-   words differ and their order is the stable one;
-2. each key's place is how many come before it, by binary search in every block: in blocks before its own equal keys
-   count too, in those after it only smaller ones.
+1. A program sorts a block of keys in its registers. Each key is packed into one word with its position in the block, so
+   all words differ, and their order is that of a stable sort.
+2. The final position of a key is the number of keys before it, which a binary search in every block finds. Equal keys
+   count in blocks before its own, not in those after it.
 
-The second kernel's work grows with the square of the keys, so longer lists are left to ``torch.sort``.
+The work of the second kernel grows with the square of the number of keys, so longer lists use ``torch.sort``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import Argument, Given, Job, Made, Plan, Scratch, add_jobs
-from weft.inductor.multi_tensor.text import INDICES
+from weft.inductor.codegen.triton_text import pointer_type
+from weft.inductor.multi_tensor.launch_plan import Argument, Job, Scratch
 
-_POSITION_BITS = 10  # of a word of 31 bits, which is above zero
-_MOST_IN_BLOCK = 1 << _POSITION_BITS
-_LAST = 2**31 - 1  # a word after those of all keys
-_PLACED = 32  # keys whose places a program finds, which is the smallest block too
-_MOST = 2**16  # keys: four times the searches of 32768, some 20 us
-_LARGEST = 2 ** (31 - _POSITION_BITS) - 2  # table: a key outside it, and the one after, are words before the last
+_POSITION_BITS = 10  # of a packed word; 21 bits of a positive int32 are left for the key
+_MOST_IN_BLOCK = 1 << _POSITION_BITS  # keys that a program sorts
+_LAST = 2**31 - 1  # pads a block: sorts after the words of all keys
+_PLACED = 32  # keys whose places a program finds; the smallest block too
+_MOST = 2**16  # keys: four times the searches of 32768, some 20 us on an H200
+_LARGEST = 2 ** (31 - _POSITION_BITS) - 2  # rows of a table: the keys ``size`` and ``size + 1`` stay below ``_LAST``
 
 
-def packs(count: int, size: int) -> bool:
-    """Whether ``count`` keys of a table of ``size`` rows can be sorted in this way, in less time than in another."""
+def fits_packed_sort(count: int, size: int) -> bool:
+    """Whether ``count`` keys of a table of ``size`` rows can be sorted so, and faster than by ``torch.sort``."""
     return count <= _MOST and size <= _LARGEST
 
 
 @dataclass(frozen=True)
-class PackedSort(MultiTensor):
-    """``packed_sort([index])``: two lists of one, ``keys`` and ``order``, both int32 (count,).
+class PackedSort:
+    """The kernels that sort the row numbers of one index tensor, as jobs for a launch that has others too.
 
-    ``keys`` are the indices in order, equal ones in the order they came in, and ``keys[i]`` is ``index[order[i]]``;
-    those outside the table are ``size``. ``index`` (count,) is contiguous, int32 or int64; :func:`packs` says how long.
+    They write ``keys`` and ``order``, both int32 (count,): ``keys`` are the indices in order, equal ones in the order
+    of their rows, and ``keys[i]`` is ``index[order[i]]``. Indices outside the table become ``size``. ``index`` (count,)
+    is contiguous, int32 or int64, and short enough for :func:`fits_packed_sort`.
 
     Attributes:
         size: rows of the table.
@@ -51,23 +49,11 @@ class PackedSort(MultiTensor):
     size: int
     wraps: bool = False
 
-    @property
-    def __name__(self) -> str:
-        return "packed_sort"
-
-    def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
-        ((index,),) = arguments
+    def sorted(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``keys`` and ``order`` by ``torch.sort``: what the kernels have to give."""
         at = torch.where(index < 0, index + self.size, index) if self.wraps else index
         keys, order = torch.sort(torch.where((at < 0) | (at >= self.size), self.size, at), stable=True)
-        return [[keys.int()], [order.int()]]
-
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
-        ((index,),) = arguments
-        plan = Plan()
-        plan.scratch["words"] = (self.words(len(index)), torch.int32)
-        add_jobs(plan, "sorted_blocks", [self.blocks(index, Given(0, 0))])
-        add_jobs(plan, "sorted_places", [self.places(len(index), Made(0, 0), Made(1, 0))])
-        return plan
+        return keys.int(), order.int()
 
     def words(self, count: int) -> int:
         """Elements of the int32 memory ``words`` that both kernels need."""
@@ -85,7 +71,7 @@ class PackedSort(MultiTensor):
             f"word = tl.where(at < COUNT, (key << {_POSITION_BITS}) | position, {_LAST})",
             "tl.store(words + at, tl.sort(word))",
         ]
-        arguments = {"index": (INDICES[index.dtype], place), "words": ("*i32", Scratch("words"))}
+        arguments = {"index": (pointer_type(index.dtype), place), "words": ("*i32", Scratch("words"))}
         return Job(lines, arguments, {"COUNT": count, "SIZE": self.size, "SORTED": block}, -(-count // block))
 
     def places(self, count: int, keys: Argument, order: Argument) -> Job:

@@ -12,9 +12,18 @@ from typing import Any
 
 import torch
 
+from weft.inductor.codegen.triton_text import float32_literal
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.chunked_kernel import Column
+from weft.inductor.multi_tensor.gradient import clipped_gradients, gradient_lines
+from weft.inductor.multi_tensor.launch_plan import (
+    CallArgument,
+    CallScalar,
+    LaunchPlan,
+    add_chunked_launch,
+    group_by_dtypes,
+)
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.plan import Given, Number, Plan, add_walk, by_dtypes
-from weft.inductor.multi_tensor.text import Column, number, rounded
 
 aten = torch.ops.aten
 
@@ -25,6 +34,7 @@ _NAMES = {PARAMS: "param", GRADS: "grad", MOMENTA: "momentum"}
 _SCALARS = {LR: "lr", COEFFICIENT: "coefficient", GRAD_SCALE: "grad_scale", FOUND_INF: "found_inf"}
 
 
+@serializable
 @dataclass(frozen=True)
 class Sgd(MultiTensor):
     """``sgd(params, grads, momenta, lr, coefficient, grad_scale, found_inf)``.
@@ -46,13 +56,12 @@ class Sgd(MultiTensor):
 
     @property
     def updated(self) -> tuple[int, ...]:
+        """The parameters and the momenta."""
         return PARAMS, MOMENTA
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         params, grads, momenta, lr, coefficient, grad_scale, found_inf = arguments
-        grads = [grad.to(param.dtype) for grad, param in zip(grads, params, strict=True)]
-        if coefficient is not None:
-            grads = aten._foreach_mul.Tensor(grads, coefficient)
+        grads = clipped_gradients(params, grads, coefficient)
         update = aten._fused_sgd.tensor_lr if isinstance(lr, torch.Tensor) else aten._fused_sgd.default
         results = update(
             params,
@@ -70,19 +79,22 @@ class Sgd(MultiTensor):
         )
         return [results[0], results[2]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> Plan:
+    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+        """One launch for each combination of dtypes."""
         walked = [PARAMS, GRADS, *([MOMENTA] if arguments[MOMENTA] else [])]
-        plan = Plan()
+        plan = LaunchPlan.on_device_of(arguments)
         given = [
-            Number(name, at, arguments[at], number_type) for at, name in _SCALARS.items() if arguments[at] is not None
+            CallScalar(name, at, arguments[at], number_type)
+            for at, name in _SCALARS.items()
+            if arguments[at] is not None
         ]
-        for tensors in by_dtypes([arguments[which] for which in walked]):
+        for tensors in group_by_dtypes([arguments[which] for which in walked]):
             dtypes = {which: arguments[which][tensors[0]].dtype for which in walked}
-            add_walk(
+            add_chunked_launch(
                 plan,
                 "sgd",
                 [self._column(which, dtype) for which, dtype in dtypes.items()],
-                [tuple(Given(which, at) for which in walked) for at in tensors],
+                [tuple(CallArgument(which, at) for which in walked) for at in tensors],
                 [arguments[PARAMS][at].numel() for at in tensors],
                 tensors,
                 given,
@@ -96,18 +108,12 @@ class Sgd(MultiTensor):
         return Column(name, dtype, not (which == MOMENTA and self.first), "" if which == GRADS else name)
 
     def _body(self, scalars: list[str], dtype: torch.dtype, has_momentum: bool) -> list[str]:
-        body = []
-        if "coefficient" in scalars:
-            body.append(f"grad = {rounded('(grad * coefficient)', dtype)}")
-        if "grad_scale" in scalars:
-            body.append("grad = tl.div_rn(grad, grad_scale + tl.zeros_like(grad))")
-        if self.maximize:
-            body.append("grad = -grad")
+        body = gradient_lines(scalars, dtype, self.maximize)
         if self.weight_decay != 0:
-            body.append(f"grad = tl.fma(param, {number(self.weight_decay)}, grad)")
+            body.append(f"grad = tl.fma(param, {float32_literal(self.weight_decay)}, grad)")
         step = "grad"
         if has_momentum:
-            grown = f"tl.fma(momentum, {number(self.momentum)}, grad * {number(1 - self.dampening)})"
+            grown = f"tl.fma(momentum, {float32_literal(self.momentum)}, grad * {float32_literal(1 - self.dampening)})"
             body.append(f"momentum = {'grad' if self.first else grown}")
-            step = f"tl.fma(momentum, {number(self.momentum)}, grad)" if self.nesterov else "momentum"
+            step = f"tl.fma(momentum, {float32_literal(self.momentum)}, grad)" if self.nesterov else "momentum"
         return [*body, f"param = tl.fma({step}, -lr, param)"]

@@ -1,16 +1,16 @@
-"""A sum of matrix products is left to the products: ``a @ b + c @ d`` is ``addmm(a @ b, c, d)``, over ``a @ b``.
+"""Sums of matrix products become accumulating products: ``a @ b + c @ d`` is ``addmm(a @ b, c, d)``, in place.
 
-Gradients of an activation that several projections read (query, key and value; gate and up) are such sums, and so are
-gradients that are added to over micro-batches. cuBLAS reads the addend where it writes the result, behind a product's
-arithmetic; whoever reads the sum reads one tensor instead of two, and one less is alive.
+The gradient of an activation that several projections read (query, key and value; gate and up) is such a sum. So are
+gradients that accumulate over microbatches. cuBLAS reads the addend in the epilogue of the GEMM, so no kernel has to
+add the two results, one tensor less is read, and one less is alive.
 
-Only where the addend is a product or an input that the sum replaces, and is not read again, so that its memory can take
-the sum: written elsewhere, the product would first have to copy it. An addend that a loop computes is better added by
-the loop that reads the sum. (Sibling products that read one input are not merged into one: their weights would have to
-be copied side by side in each step, at 4 TB/s 25 microseconds for query, key and value of Llama 8B, about what fuller
-waves save.)
+Only done where the addend is a product, or an input that the sum replaces, and is not read again: the sum then takes
+its memory. Elsewhere cuBLAS would first copy the addend. An addend that a generated kernel computes is better added by
+the kernel that reads the sum. Sibling products of one input are not merged into one wide product: their weights would
+have to be copied side by side in each step. For query, key and value of Llama 8B at 4 TB/s the copy takes 25
+microseconds, about what the merge would gain.
 
-Changes numerics: the sum is rounded once, not twice.
+Changes results: the sum is rounded once, not twice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph, drop_dead
-from weft.inductor.passes.fragments import base_of
+from weft.capture.node_meta import meta_of
+from weft.inductor.graph.inline_function import base_of
+from weft.inductor.graph.pass_runner import changes_bits
 
 Node = torch.fx.Node
 
@@ -34,6 +36,7 @@ _PRODUCTS = frozenset(_ACCUMULATING) | {functional for functional, _ in _ACCUMUL
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
+@changes_bits("a sum of products is rounded once, not twice")
 def accumulate_matmuls(step: StepGraph) -> StepGraph:
     """Turn additions of matrix products into products that accumulate. Changes ``step``."""
     at = {node: position for position, node in enumerate(step.graph.nodes)}
@@ -44,7 +47,7 @@ def accumulate_matmuls(step: StepGraph) -> StepGraph:
         one, other = total.all_input_nodes
         for addend, summand in ((one, other), (other, one)):
             product = _product(summand)
-            if product is None or not _may_take(addend, summand, total, updates.get(total, "")):
+            if product is None or not _can_hold_sum(addend, summand, total, updates.get(total, "")):
                 continue
             source = _of_shape(addend, product)
             if source is not None and at[source] < at[product]:
@@ -62,8 +65,8 @@ def _product(summand: Node) -> Node | None:
     return summand if summand.target in _ACCUMULATING and len(summand.users) == 1 else None
 
 
-def _may_take(addend: Node, summand: Node, total: Node, updated: str) -> bool:
-    """Whether the memory of ``addend`` should take the sum: a product or input of its shape, read by the sum alone.
+def _can_hold_sum(addend: Node, summand: Node, total: Node, updated: str) -> bool:
+    """Whether the sum can be written over ``addend``: a product or input of the sum's shape that only the sum reads.
 
     Args:
         updated: the input that the sum is the new value of, if any.
@@ -88,7 +91,8 @@ def _only_user(node: Node, base: Node) -> bool:
 
 
 def _of_shape(addend: Node, product: Node) -> Node | None:
-    """What ``addend`` is a reshape of, where that has the shape of the product; itself where it can be given that."""
+    """The value that ``addend`` is a reshape of, where that has the product's shape; else ``addend`` itself, where it
+    can be reshaped; else None."""
     shape = _shape(product.meta["val"])
     source: Any = addend
     while source.target in _RESHAPES and _shape(source.meta["val"]) != shape:
@@ -99,12 +103,13 @@ def _of_shape(addend: Node, product: Node) -> Node | None:
 
 
 def _accumulate(graph: torch.fx.Graph, total: Node, source: Node, product: Node, summand: Node) -> tuple[Node, Node]:
-    """Write ``source + product`` where the product was; what it is there, and what it is where ``total`` was."""
+    """Put ``source + product`` in the place of the product. Returns the accumulating call, and its value in the shape
+    of ``total``."""
     functional, inplace = _ACCUMULATING[product.target]  # type: ignore[index]
     with graph.inserting_before(product):
         source = _reshaped(graph, source, product, _sizes(product.meta["val"]))
         accumulated = graph.call_function(functional, (source, *product.args))
-    accumulated.meta = {**product.meta, "val": source.meta["val"], "inplace": inplace}
+    accumulated.meta = meta_of(product, val=source.meta["val"], inplace=inplace)
     with graph.inserting_before(total):
         result = _reshaped(graph, accumulated, total, summand.args[1])
     total.replace_all_uses_with(result)
@@ -113,14 +118,14 @@ def _accumulate(graph: torch.fx.Graph, total: Node, source: Node, product: Node,
 
 
 def _reshaped(graph: torch.fx.Graph, node: Node, like: Node, sizes: Any) -> Node:
-    """``node`` in the shape of ``like``, said as ``sizes``."""
+    """``node`` viewed in the shape of ``like``; ``sizes`` are the arguments of the view."""
     val, shape = node.meta["val"], like.meta["val"].shape
     if _shape(val) == _shape(like.meta["val"]):
         return node
     with torch_adapter.only_mode(val.fake_mode):
         shaped = val.view(shape)
     view = graph.call_function(aten.view.default, (node, sizes))
-    view.meta = {key: value for key, value in like.meta.items() if key != "inplace"} | {"val": shaped}
+    view.meta = meta_of(like, val=shaped)
     return view
 
 
@@ -132,7 +137,7 @@ def _shape(val: torch.Tensor) -> tuple[str, ...]:
 
 
 def _sizes(val: torch.Tensor) -> list[int]:
-    """As a view wants them; -1 for what is symbolic."""
+    """Sizes as arguments of a view; -1 for a symbolic size."""
     return [size if type(size) is int else -1 for size in val.shape]
 
 

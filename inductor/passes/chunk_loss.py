@@ -1,19 +1,19 @@
-"""The head's matrix product and the cross-entropy, forward and backward, by chunks of rows: logits are never whole.
+"""The output projection and cross-entropy run by chunks of rows, forward and backward: full logits never exist.
 
-With a vocabulary of 128k the logits of 8,192 tokens are 4 GiB in float32, and a step holds several such tensors at
-once. In the graph of a whole step the gradient of the loss is known before the logits are, so each chunk of rows can
-go all the way: logits, log-softmax, loss, gradient of the logits, and from it the chunk's part of the gradients of the
-hidden states and of the weight. Three matrix products as before; nothing is computed twice.
+With a vocabulary of 128k the logits of 8,192 tokens take 4 GiB in float32, and a step holds several such tensors at
+once. In the graph of a whole step the gradient of the loss is known before the logits are. So each chunk of rows can be
+computed to the end: logits, log-softmax, loss, gradient of the logits, and from that the chunk's part of the gradients
+of the hidden states and of the weight. This takes three GEMMs, as before, and computes nothing twice.
 
-The pass starts at a log-softmax (or logsumexp) whose input comes from a matrix product, and follows whatever is
-computed row by row from the logits (:mod:`weft.inductor.passes.rows`), whichever way the loss was written. It leaves a
-step alone, and says why at level DEBUG, where something reads whole logits or where the gradient of the loss depends
-on what the loss was.
+The pass starts at a log-softmax (or logsumexp) whose input comes from a matrix product. It follows everything that is
+computed row by row from the logits (:mod:`weft.inductor.passes.row_rules`), however the loss was written. It leaves a
+step alone, and logs why at level DEBUG, where an operation reads the whole logits or where the gradient of the loss
+depends on the value of the loss.
 
-Changes results as follows. Matrix products of fewer rows may sum in another order. The weight's gradient is a sum over
-chunks in its own dtype: exact products in float32 are added to it and rounded once a chunk, so that in bfloat16 its
-error grows from 1/2 to at most about sqrt(chunks)/2 units in the last place. Losses of rows are summed in float32 or
-wider at once, as are the gradients of a bias.
+Changes results: GEMMs of fewer rows may sum in another order. The weight's gradient is a sum over chunks in the
+weight's dtype: each chunk's product is added in float32 and rounded once. In bfloat16 its error grows from 1/2 to at
+most about sqrt(chunks)/2 units in the last place. Losses of rows, and gradients of a bias, are summed in float32 or
+wider.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.costs import format_bytes
-from weft.capture.graph import StepGraph, is_collective, is_effect
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_collective, is_effect
+from weft.capture.node_meta import meta_of
+from weft.capture.sizes_in_bytes import format_bytes
 from weft.capture.user_code import format_frame
-from weft.inductor.passes.rows import Form, Plan, Rows, Selection, Space, filled_with, slice_arguments
+from weft.inductor.graph.fake_values import replace_uses
+from weft.inductor.graph.pass_runner import changes_bits
+from weft.inductor.passes.row_rules import Form, RowPlan, RowRegion, Selection, Space, filled_with, slice_arguments
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +47,17 @@ _NORMALISERS = (aten._log_softmax.default, aten.logsumexp.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
+@changes_bits(
+    "products of fewer rows may sum in another order, and the weight's gradient is a sum over chunks in its own dtype"
+)
 class ChunkLoss:
     """A pass that computes losses over large vocabularies by chunks of rows.
 
     Args:
-        chunk_bytes: what the largest tensor of a chunk should be at most (bytes).
-        smallest_bytes: steps whose logits, in the widest dtype they appear in, are smaller are left alone (bytes).
-        least_rows: chunks have at least so many rows, whatever their bytes, so that matrix products stay efficient.
-        multiple: chunks other than the last have a multiple of so many rows.
+        chunk_bytes: largest size in bytes of a tensor of a chunk.
+        smallest_bytes: losses whose logits take fewer bytes, in the widest dtype they appear in, stay whole.
+        least_rows: rows of a chunk at least, whatever their bytes, so that GEMMs stay efficient.
+        multiple: chunks other than the last have a multiple of this many rows.
     """
 
     __name__ = "chunk_loss"
@@ -70,16 +77,16 @@ class ChunkLoss:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """Chunk each large loss of ``step``. Changes ``step``."""
-        found: dict[Node, tuple[Node, Selection | None]] = {}
+        losses: dict[Node, tuple[Node, Selection | None]] = {}
         for node in step.graph.nodes:
             if node.target in _NORMALISERS:
                 head, selection = _head_of(node)
                 if head is not None:
-                    found.setdefault(head, (node, selection))
-        for head, (node, selection) in found.items():
+                    losses.setdefault(head, (node, selection))
+        for head, (node, selection) in losses.items():
             try:
                 self._rewrite(_Region(step, head, selection))
-            except _Unfit as reason:
+            except _CannotChunk as reason:
                 frames = node.meta.get("frames", ())
                 where = format_frame(frames[0]) if frames else node.name
                 log.debug("the loss at %s is computed whole: %s", where, reason)
@@ -89,29 +96,32 @@ class ChunkLoss:
         count = region.rows.number(Space.TAKEN)
         row_bytes = region.row_bytes()
         if row_bytes * count < self.smallest_bytes:
-            raise _Unfit(f"its logits are {format_bytes(row_bytes * count)} only")
+            raise _CannotChunk(f"its logits take only {format_bytes(row_bytes * count)}")
+        # Equal chunks, so that all but the last share their shapes and kernels.
         most = max(self.chunk_bytes // row_bytes, self.least_rows)
         most = max(most // self.multiple, 1) * self.multiple
         chunks = -(-count // most)
         if chunks == 1:
-            raise _Unfit(f"its {count} rows are one chunk")
+            raise _CannotChunk(f"its {count} rows are one chunk")
         rows = -(-count // (chunks * self.multiple)) * self.multiple
         bounds = [(start, min(start + rows, count)) for start in range(0, count, rows)]
         log.debug("%d rows of %s in %d chunks", count, region.head.name, len(bounds))
-        _Rewriter(region).run(bounds)
+        _ChunkRewriter(region).run(bounds)
 
 
-class _Unfit(Exception):
-    """Why a loss stays as it is."""
+class _CannotChunk(Exception):
+    """The reason why a loss is computed whole."""
 
 
 def _head_of(node: Node) -> tuple[Node | None, Selection | None]:
-    """The matrix product whose rows ``node`` normalises, and which rows of it, going up through one large operand."""
+    """The GEMM that makes the logits that ``node`` normalises, and the rows that are selected from it. Follows the
+    widest operand upwards."""
     selection = None
     sizes = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     if not sizes:
         return None, None
     width = sizes[-1]
+    # Casts, scalings and soft-caps keep the width of the vocabulary: follow the first operand that has it.
     while node.target not in _PRODUCTS:
         candidates = [used for used in node.all_input_nodes if _is_tensor(used) and used.meta["val"].dim() > 0]
         wide = [used for used in candidates if used.meta["val"].shape[-1] == width and used.meta["val"].dim() > 1]
@@ -121,7 +131,7 @@ def _head_of(node: Node) -> tuple[Node | None, Selection | None]:
             dim, *where = slice_arguments(node)
             sizes = tuple(wide[0].meta["val"].shape[:-1])
             if dim < len(sizes):
-                if selection is not None:
+                if selection is not None:  # `Selection` describes one slice of rows
                     return None, None
                 selection = Selection(sizes, (dim, *where), tuple(node.meta["val"].shape[:-1]))
         node = wide[0]
@@ -134,17 +144,17 @@ def _is_tensor(node: Node) -> bool:
 
 
 class _Region:
-    """What is computed row by row from the logits, and what is left of it.
+    """The nodes that are computed row by row from the logits, and those that read their results.
 
     Attributes:
         rows: the rows, and how each node of the region is computed.
-        exits: nodes whose value the rest of the step reads, with how they are computed.
-        totals: nodes that hold what a mean was divided by.
-        late: nodes that need an exit, in the order of the graph, as far as the last node of the region.
-        constants: nodes that take only sizes from the region or from late nodes.
+        exits: nodes whose value the rest of the step reads, with their plans.
+        totals: nodes that hold the divisor of a mean.
+        late: nodes up to the last node of the region that depend on an exit, in the order of the graph.
+        constants: nodes that read only sizes of the region or of late nodes.
 
     Raises:
-        _Unfit: something needs all rows at once.
+        _CannotChunk: an operation needs all rows at once.
     """
 
     def __init__(self, step: StepGraph, head: Node, selection: Selection | None) -> None:
@@ -154,18 +164,18 @@ class _Region:
         self.order = {node: at for at, node in enumerate(self.nodes)}
         count, self.width = head.meta["val"].shape
         if any(type(size) is not int for used in (head, *head.all_input_nodes) for size in used.meta["val"].shape):
-            raise _Unfit("its sizes are known at run time only")
+            raise _CannotChunk("its sizes are only known at run time")
         if selection is not None and math.prod(selection.sizes) != count:
-            raise _Unfit("its rows are taken from no whole matrix")
-        self.rows = Rows(count, selection)
+            raise _CannotChunk("its rows are not selected from the whole logits")
+        self.rows = RowRegion(count, selection)
         self.plans = self.rows.plans
-        self.exits: dict[Node, Plan] = {}
+        self.exits: dict[Node, RowPlan] = {}
         self.totals: list[Node] = []
         self.late: dict[Node, None] = {}
         self.constants: list[Node] = []
         self._grow()
         self._prune()
-        self._look_after()
+        self._find_late_nodes()
 
     def row_bytes(self) -> int:
         """Bytes of a row of the largest tensor."""
@@ -174,16 +184,17 @@ class _Region:
         return max(val.numel() * val.dtype.itemsize for val in vals) // count
 
     def is_large(self, node: Node) -> bool:
-        """Whether the node of the region holds about as much a row as the logits, or stands for something that does."""
+        """Whether the node of the region has about as many elements per row as the logits, or is no value by rows."""
         plan = self.plans[node]
         if plan.form is not Form.ROWS:
             return True
         return 2 * node.meta["val"].numel() > self.rows.number(plan.space) * self.width
 
     def _grow(self) -> None:
-        """Follow the logits to where they become something small."""
+        """Follow the users of the logits until their values are small."""
         space = Space.TAKEN if self.rows.selection is None else Space.ALL
         self.plans[self.head] = _head_plan(self.head, space)
+        # A heap in the order of the graph: when a node is visited, all of its operands have been.
         todo: list[tuple[int, Node]] = []
         self._push_users(todo, self.head)
         while todo:
@@ -197,8 +208,10 @@ class _Region:
             plan = self._plan(node) if node.op == "call_function" else None
             if plan is None:
                 large = [used for used in node.all_input_nodes if used in self.plans and self.is_large(used)]
+                # A reader of small values only is outside the region: these values become exits.
                 if large:
-                    raise _Unfit(f"{node.name} reads all rows of {large[0].name}")
+                    raise _CannotChunk(f"{node.name} reads all rows of {large[0].name}")
+            # The region ends at sums over rows and at GEMMs, whose results have the width of the hidden states.
             elif plan.form is Form.SUM or node.target in _PRODUCTS:
                 self.exits[node] = plan
             else:
@@ -214,41 +227,42 @@ class _Region:
             heapq.heappush(todo, (self.order[user], user))
 
     def _pick(self, todo: list[tuple[int, Node]], node: Node) -> None:
-        """A result of ``nll_loss_forward``."""
+        """Add a result of ``nll_loss_forward``: the loss (0) or the total weight (1), which divides a mean."""
         loss = node.args[0]
         assert isinstance(loss, Node)
         if node.args[1] == 1:
             self.totals.append(node)
         elif loss.args[3] == 0:
-            self.plans[node] = Plan(Form.ROWS, Space.TAKEN, 1, lambda chunk: chunk.get(loss))
+            self.plans[node] = RowPlan(Form.ROWS, Space.TAKEN, 1, lambda chunk: chunk.get(loss))
             self._push_users(todo, node)
         else:
             self.exits[node] = self.plans[loss]
 
-    def _plan(self, node: Node) -> Plan | None:
+    def _plan(self, node: Node) -> RowPlan | None:
         for used in node.all_input_nodes:
             if used not in self.plans:
-                self._take_in(used)
+                self._add_operand(used)
         return self.rows.plan(node)
 
-    def _take_in(self, node: Node) -> None:
-        """Compute by chunks what is as large as the logits without being made from them (a scatter of labels)."""
+    def _add_operand(self, node: Node) -> None:
+        """Add a node that is as large as the logits but not computed from them (one-hot labels)."""
         if node.op != "call_function" or not _is_tensor(node) or is_effect(node) or node in self.exits:
             return
         val = node.meta["val"]
+        # Storage, not sizes: an expanded scalar has the shape of the logits and takes no memory.
         stored = val.untyped_storage().nbytes() if val.layout is torch.strided else 0
         large = self.rows.number(Space.TAKEN) * self.width
         if type(stored) is not int or stored * 2 < large * val.dtype.itemsize:
             return
         for used in node.all_input_nodes:
             if used not in self.plans:
-                self._take_in(used)
+                self._add_operand(used)
         plan = self.rows.plan(node)
         if plan is not None and plan.form is Form.ROWS:
             self.plans[node] = plan
 
     def _prune(self) -> None:
-        """Keep small values only where large ones need them, or they are made of large ones."""
+        """Drop small nodes that neither read large ones nor are read by them."""
         needed: set[Node] = set()
         for node in sorted(self.plans, key=self.order.__getitem__, reverse=True):
             used_by = any(user in needed for user in node.users)
@@ -258,85 +272,92 @@ class _Region:
             del self.plans[node]
         for node in [node for node in self.exits if not self._reads_large(node)]:
             del self.exits[node]
+        # Small values by rows that others read are concatenated over the chunks.
         for node, plan in self.plans.items():
             outside = [user for user in node.users if user not in self.plans and user not in self.exits]
             if plan.form is Form.ROWS and not self.is_large(node) and outside:
                 self.exits[node] = plan
         if any(plan.space is Space.ALL for plan in self.exits.values()):
-            raise _Unfit("rows that the loss does not take are read")
+            raise _CannotChunk("rows that the loss does not select are read")
 
     def _reads_large(self, node: Node) -> bool:
         return any(used in self.plans and self.is_large(used) for used in node.all_input_nodes)
 
-    def _look_after(self) -> None:
-        """Find what waits for the exits; nothing of the region may."""
+    def _find_late_nodes(self) -> None:
+        """Find the nodes that depend on exits; no node of the region may."""
         self.last = max((*self.plans, *self.exits), key=self.order.__getitem__)
         for node in self.nodes[self.order[self.head] : self.order[self.last] + 1]:
             if node in self.totals:
                 continue
             waits = [used for used in node.all_input_nodes if used in self.late or used in self.exits]
             inside = node in self.plans or node in self.exits
+            # `ones_like(loss)`, the seed of backward, reads only a size. Counted as late, it would make all of backward
+            # depend on the loss.
             if not inside and filled_with(node) is not None:
                 if waits or any(used in self.plans for used in node.all_input_nodes):
                     self.constants.append(node)
             elif not inside and waits:
                 self.late[node] = None
             elif inside and any(used in self.late or used not in self.plans for used in waits):
-                raise _Unfit(f"{node.name} needs {waits[0].name}, which needs all rows")
+                raise _CannotChunk(f"{node.name} needs {waits[0].name}, which needs all rows")
         self._check_order()
 
     def _check_order(self) -> None:
-        """Late nodes move behind the region: random numbers and calls with effects must keep their order."""
+        """Late nodes move after the region, so random operations and calls with effects must keep their order."""
         waiting = False
         for node in self.nodes[self.order[self.head] : self.order[self.last] + 1]:
             ordered = is_effect(node) and not is_collective(node)
             if ordered and node not in self.late and waiting:
-                raise _Unfit(f"{node.name} must stay behind what reads the loss")
+                raise _CannotChunk(f"{node.name} must run after nodes that read the loss")
             waiting |= ordered and node in self.late
 
 
-def _head_plan(head: Node, space: Space) -> Plan:
+def _head_plan(head: Node, space: Space) -> RowPlan:
     added = [*head.args[:-2]]
     hidden, weight = head.args[-2:]
     assert isinstance(hidden, Node)
     whole_bias = all(isinstance(bias, Node) and bias.meta["val"].dim() == 1 for bias in added)
     if not whole_bias:
-        raise _Unfit("what is added to its product is no bias")
+        raise _CannotChunk("the addend of its GEMM is not a bias")
 
     def emit(chunk: Any) -> Node:
         return chunk.call(head.target, *added, chunk.part(hidden, 1, space), weight, **head.kwargs)
 
-    return Plan(Form.ROWS, space, 1, emit)
+    return RowPlan(Form.ROWS, space, 1, emit)
 
 
 class _Chunk:
     """Emits the nodes of rows ``start`` to ``end``."""
 
-    def __init__(self, rewriter: _Rewriter, start: int, end: int) -> None:
+    def __init__(self, rewriter: _ChunkRewriter, start: int, end: int) -> None:
         self.rewriter = rewriter
         self.start, self.end = start, end
         self.rows = end - start
-        self.made: dict[Node, Node] = {}
+        self.values: dict[Node, Node] = {}
         self.parts: dict[tuple[Node, int], Node] = {}
         self.call = rewriter.call
 
     def get(self, node: Node) -> Node:
-        if node not in self.made:
+        """This chunk's part of a node of the region, emitted at its first use: after what it reads."""
+        if node not in self.values:
             region = self.rewriter.region
             plan = region.plans.get(node) or region.exits[node]
             assert plan.emit is not None
             with self.rewriter.like(node):
-                self.made[node] = plan.emit(self)
-        return self.made[node]
+                self.values[node] = plan.emit(self)
+        return self.values[node]
 
     def part(self, node: Node, prefix: int, space: Space, dim: int = 0) -> Node:
+        """This chunk's rows of a tensor from outside the region, as a slice of its flattened form."""
         flat = self.rewriter.flat(node, prefix, space, dim)
         if (flat, dim) not in self.parts:
             self.parts[flat, dim] = self.call(aten.slice.Tensor, flat, dim, self.start, self.end)
         return self.parts[flat, dim]
 
 
-class _Rewriter:
+class _ChunkRewriter:
+    """Emits all chunks of a region and replaces its exits by the joined results."""
+
     def __init__(self, region: _Region) -> None:
         self.region = region
         self.graph = region.step.graph
@@ -347,6 +368,7 @@ class _Rewriter:
         self.totals: dict[tuple[Node, torch.dtype], Node] = {}
 
     def run(self, bounds: list[tuple[int, int]]) -> None:
+        """Rewrite the region in chunks of rows ``bounds``: (start, end) each."""
         region = self.region
         behind = region.last.next
         with torch_adapter.only_mode(self.mode), torch_adapter.below_autograd():
@@ -354,11 +376,12 @@ class _Rewriter:
             self._replace_totals()
             with self.graph.inserting_before(behind):
                 results = self._compute(bounds)
+        # Late nodes stood among the nodes of the region. They read exits, which are complete after the last chunk.
         tail = behind.prev
         for late in reversed(region.late):
             tail.append(late)
         for exit_, result in results.items():
-            exit_.replace_all_uses_with(result)
+            replace_uses(self.graph, exit_, result)
         gone = {*region.plans, *region.exits, *region.totals, *region.constants}
         for node in sorted(gone, key=region.order.__getitem__, reverse=True):
             if not node.users:
@@ -367,17 +390,18 @@ class _Rewriter:
     # ---- emitting
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A node with its fake value, and the line and module of the node that it is made for."""
+        """A new node with its fake value and the metadata of the node that it stands for."""
         args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda used: self.replaced.get(used, used))
         node = self.graph.call_function(target, args, kwargs)
         fakes: Any = torch.fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
-        meta = {key: value for key, value in self.source.meta.items() if key not in ("inplace", "val")}
-        node.meta = meta | {"val": target(*fakes[0], **fakes[1]), "stage": self.region.last.meta.get("stage", "")}
+        # The chunks run where the region ended, in backward, the logits too: liveness and recomputation go by stage.
+        stage = self.region.last.meta.get("stage", "")
+        node.meta = meta_of(self.source, val=target(*fakes[0], **fakes[1]), stage=stage)
         return node
 
     @contextlib.contextmanager
     def like(self, node: Node) -> Iterator[None]:
-        """What is emitted inside stands for ``node``."""
+        """New nodes inside the context stand for ``node``."""
         before, self.source = self.source, node
         try:
             yield
@@ -385,7 +409,7 @@ class _Rewriter:
             self.source = before
 
     def flat(self, node: Node, prefix: int, space: Space, dim: int) -> Node:
-        """A tensor from outside with the rows taken as its only leading dimension (or dimension 1 of a matrix)."""
+        """A tensor from outside the region, its selected rows as one leading dimension (or dimension 1 of a matrix)."""
         key = (node, prefix, space, dim)
         if key not in self.flattened:
             self.flattened[key] = self._flatten(*key)
@@ -404,7 +428,7 @@ class _Rewriter:
             return self.call(aten.reshape.default, node, [math.prod(selection.taken), *rest])
         return node if prefix == 1 else self.call(aten.reshape.default, node, [self.region.rows.number(space), *rest])
 
-    # ---- what stands outside the chunks
+    # ---- nodes outside the chunks
 
     def _replace_constants(self) -> None:
         for node in self.region.constants:
@@ -417,7 +441,7 @@ class _Rewriter:
             self.replaced[node] = full
 
     def _replace_totals(self) -> None:
-        """What a mean is divided by follows from the labels alone."""
+        """Compute the divisors of means from the labels alone."""
         for node in self.region.totals:
             loss = node.args[0]
             assert isinstance(loss, Node)
@@ -433,10 +457,11 @@ class _Rewriter:
 
     def _new_total(self, loss: Node, dtype: torch.dtype) -> Node:
         _, target, weight, reduction, ignored = loss.args
-        if reduction == 0:
+        if reduction == 0:  # torch returns a total weight of 0 for losses that are not reduced
             return self.call(aten.full.default, [], 0, dtype=dtype, device=loss.meta["val"][1].device)
         counts = self.call(aten.ne.Scalar, target, ignored)
         if weight is not None:
+            # `ignore_index` is no valid index: ignored labels read index 0, and the mask drops that weight.
             known = self.call(aten.mul.Tensor, target, counts)
             weights = self.call(aten.index_select.default, weight, 0, known)
             counts = self.call(aten.mul.Tensor, weights, counts)
@@ -446,9 +471,10 @@ class _Rewriter:
     # ---- the chunks
 
     def _compute(self, bounds: list[tuple[int, int]]) -> dict[Node, Node]:
-        """The exits, put together from chunks."""
+        """The values of the exits, concatenated or summed over chunks."""
         exits = sorted(self.region.exits.items(), key=lambda exit_: self.region.order[exit_[0]])
         pieces: dict[Node, list[Node]] = {node: [] for node, _ in exits}
+        # One chunk to its end before the next one begins: at most one chunk of logits is live.
         for start, end in bounds:
             chunk = _Chunk(self, start, end)
             for node, plan in exits:
@@ -466,7 +492,7 @@ class _Rewriter:
     def _loss_of(self, node: Node) -> Node:
         return node.args[0] if self.region.exits[node].form is Form.LOSS else node  # type: ignore[return-value]
 
-    def _joined(self, node: Node, plan: Plan, pieces: list[Node]) -> Node:
+    def _joined(self, node: Node, plan: RowPlan, pieces: list[Node]) -> Node:
         val = node.meta["val"]
         if plan.form is Form.SUM:
             return self._as(pieces[0], val)
@@ -485,6 +511,7 @@ class _Rewriter:
         loss = node.args[0]
         assert isinstance(loss, Node)
         val = node.meta["val"]
+        # In float32 or wider, as torch accumulates the loss of all rows.
         result = self.call(aten.sum.default, rows, dtype=torch.promote_types(val.dtype, torch.float32))
         if loss.args[3] == 1:
             result = self.call(aten.div.Tensor, result, self._total(loss, result.meta["val"].dtype))

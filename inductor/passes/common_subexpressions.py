@@ -1,13 +1,13 @@
-"""What is computed twice from the same values is computed once.
+"""Common subexpressions are computed once.
 
-Only operations that always give the same bits for the same operands: no random numbers, no collectives, no calls with
-effects, nothing whose sizes the data decides. Kept apart are also
+An operation qualifies if it always gives the same bits for the same operands: no random numbers, no collectives, no
+calls with effects, no sizes that depend on data. Three kinds of duplicates stay separate:
 
-- what was written in place, or is held by the user after the step: merging it would only force a copy elsewhere;
-- values of different stages, unless they are views, numbers or scalars: a user who recomputes in backward what forward
-  had (checkpointing) does so to save memory. A shard that is gathered in both is one value all the same: to be the same
-  bytes of the same parameter is what lets a schedule gather it once, and it is a small part of what is gathered;
-- values of different streams, which no event orders.
+- Values that are written in place, or that the user holds after the step. Merging them would force a copy elsewhere.
+- Values of different stages, unless they are views, numbers or scalars. A user who recomputes in backward what forward
+  had (activation checkpointing) does so to save memory. A shard that is gathered in both stages is merged all the same:
+  a schedule can gather a parameter once only if both gathers read one node, and a shard is small.
+- Values of different streams, which no event orders.
 
 Keeps the bits of every result. What is merged does not depend on sizes, which may differ between ranks.
 """
@@ -19,31 +19,34 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import StepGraph, is_effect
-from weft.inductor.passes.escapes import escaping
-from weft.inductor.passes.shards import shards
-from weft.inductor.runtime.geometry import SCATTERS, looks_into
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_effect
+from weft.inductor.graph.aliasing import SCATTERS, looks_into
+from weft.inductor.graph.escapes import escaping
+from weft.inductor.graph.pass_runner import keeps_bits
+from weft.inductor.passes.gather_inputs import gather_inputs
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
 
 _NAMESPACES = frozenset({"aten", "prims", "weft"})
-# Modules of the functions that expressions over sizes are made of.
-_NUMBERS_OF = frozenset({"_operator", "builtins", "math", "torch"})
+# Modules of the functions in expressions over sizes.
+_SIZE_ARITHMETIC = frozenset({"_operator", "builtins", "math", "torch"})
 _UNREPEATABLE = frozenset(
     {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 )
 
 
+@keeps_bits
 def common_subexpressions(step: StepGraph) -> StepGraph:
     """Replace each node by an earlier one of the same operation on the same operands. Changes ``step``."""
-    held = escaping(step)
-    any_stage = shards(step)
+    escapes = escaping(step)
+    merged_across_stages = gather_inputs(step)
     known: dict[Hashable, Node] = {}
     for node in step.graph.nodes:
-        if node in held or not _repeatable(node):
+        if node in escapes or not _repeatable(node):
             continue
-        first = known.setdefault(_key(node, "" if node in any_stage else node.meta.get("stage", "")), node)
+        first = known.setdefault(_key(node, "" if node in merged_across_stages else node.meta.get("stage", "")), node)
         if first is not node:
             node.replace_all_uses_with(first)
             step.graph.erase_node(node)
@@ -56,7 +59,7 @@ def _repeatable(node: Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
         return target.namespace in _NAMESPACES and _UNREPEATABLE.isdisjoint(target.tags) and not _uninitialized(target)
-    return getattr(target, "__module__", "") in _NUMBERS_OF
+    return getattr(target, "__module__", "") in _SIZE_ARITHMETIC
 
 
 def _uninitialized(target: OpOverload) -> bool:
@@ -64,19 +67,19 @@ def _uninitialized(target: OpOverload) -> bool:
 
 
 def _key(node: Node, stage: str) -> Hashable:
-    stage = "" if _takes_no_memory(node) else stage
+    stage = "" if _is_free(node) else stage
     kwargs = tuple((name, _operand(node.kwargs[name])) for name in sorted(node.kwargs))
     return node.target, _operand(node.args), kwargs, _layout(node.meta.get("val")), stage, node.meta.get("stream", 0)
 
 
-def _takes_no_memory(node: Node) -> bool:
+def _is_free(node: Node) -> bool:
     val = node.meta.get("val")
     scalar = val.dim() == 0 if isinstance(val, torch.Tensor) else not isinstance(val, (list, tuple))
     return scalar or looks_into(node)
 
 
 def _operand(value: Any) -> Hashable:
-    """Tells apart 1, 1.0 and True, 0.0 and -0.0."""
+    """A key that distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
     if isinstance(value, (list, tuple)):
         return tuple([_operand(item) for item in value])
     if isinstance(value, slice):
@@ -85,7 +88,7 @@ def _operand(value: Any) -> Hashable:
 
 
 def _layout(val: Any) -> Hashable:
-    """Sizes, strides and dtype: the same operation may stand for a tensor of another layout (a view written back)."""
+    """Sizes, strides, dtype and device: the same operation can return another layout (a view that was written back)."""
     if isinstance(val, (list, tuple)):
         return tuple([_layout(item) for item in val])
     if not isinstance(val, torch.Tensor):

@@ -1,10 +1,11 @@
-"""Operations that the loop lowering does not know are written in simpler ones.
+"""Operations that have no lowering are decomposed into operations that have one.
 
-Each operation is taken apart once for each kind of operands (sizes, strides, dtypes, constants), however many layers a
-model repeats, and what comes out is copied. An operation stays whole where its parts would not leave the result that
-the graph expects: in another layout, or in the memory of an operand.
+A decomposition is traced once for each combination of operand sizes, strides, dtypes and constants, and its graph is
+copied for every further layer. An operation stays whole where its decomposition would not leave the result that the
+graph expects: another layout, or memory that it shares with an operand.
 
-Changes numerics: parts round where the whole did not, in half precision mostly the other way around.
+Changes results: the parts of an operation round where the whole did not. In half precision it is mostly the other way
+around, since kernels keep intermediate values in float32.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from weft.capture.functional import Functionalized
 from weft.capture.graph import StepGraph, drop_dead
-from weft.capture.symbols import Number
+from weft.capture.node_meta import meta_of
+from weft.capture.record.functional_ops import Functionalized
+from weft.capture.record.symbols import Number
+from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.fake_values import take_memory
+from weft.inductor.graph.inline_function import Fragment, base_of, instantiate, trace
+from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.passes.decompositions import decompositions, functionalized_decompositions
-from weft.inductor.passes.fragments import Fragment, base_of, instantiate, trace
-from weft.inductor.runtime.geometry import looks_into
 
 Node = torch.fx.Node
 
 aten = torch.ops.aten
 
 
+@changes_bits("the parts of an operation round where the whole did not")
 def decompose(step: StepGraph) -> StepGraph:
     """Decompose every operation that :mod:`decompositions` lists. Changes ``step``."""
     mode = next((val.fake_mode for n in step.graph.nodes if isinstance(val := n.meta.get("val"), FakeTensor)), None)
@@ -71,8 +76,7 @@ class _Sizes:
             last = next(reversed(self.graph.find_nodes(op="placeholder"))) if tensor.op == "placeholder" else tensor
             with self.graph.inserting_after(last):
                 size = self.graph.call_function(aten.sym_size.int, (tensor, dim))
-            size.meta = {**tensor.meta, "val": self.numbers[symbol]}
-            size.meta.pop("inplace", None)
+            size.meta = meta_of(tensor, val=self.numbers[symbol])
             self._nodes[symbol] = size
         return self._nodes[symbol]
 
@@ -90,8 +94,10 @@ class _Decomposer:
             function = _decomposition(node)
             fragment = self._fragment(function, node, sizes) if function is not None else None
             if fragment is not None and _fits(fragment, node):
-                results = instantiate(fragment, graph, node, [sizes.node(s) for s in fragment.symbols], self.mode)
-                _hand_over(graph, node, results)
+                numbers = [sizes.node(s) for s in fragment.symbols]
+                before = node.prev
+                results = instantiate(fragment, graph, node, numbers, self.mode)
+                _hand_over(graph, node, results, _between(before, node))
 
     def _fragment(self, function: Callable[..., Any], node: Node, sizes: _Sizes) -> Fragment | None:
         key = _key(node)
@@ -130,19 +136,33 @@ def _fits(fragment: Fragment, node: Node) -> bool:
     return wanted is not None and all(_is_like(fragment.results[at], use, views) for at, use in wanted.items())
 
 
-def _is_like(made: Any, wanted: Node, is_view: bool) -> bool:
-    if not isinstance(made, Node) or not isinstance(wanted.meta["val"], torch.Tensor):
+def _is_like(result: Any, wanted: Node, is_view: bool) -> bool:
+    if not isinstance(result, Node) or not isinstance(wanted.meta["val"], torch.Tensor):
         return False
-    val, ours = wanted.meta["val"], made.meta["val"]
-    if is_view != (base_of(made).op == "placeholder"):
+    val, ours = wanted.meta["val"], result.meta["val"]
+    if is_view != (base_of(result).op == "placeholder"):
         return False
     return _layout(val) == _layout(ours) and (is_view or str(val.storage_offset()) == str(ours.storage_offset()))
 
 
-def _hand_over(graph: torch.fx.Graph, node: Node, results: list[Any]) -> None:
-    """Give the users of ``node`` the results; they keep the fakes that views of them were made from."""
+def _between(before: Node, node: Node) -> list[Node]:
+    """The nodes behind ``before`` and in front of ``node``."""
+    nodes, at = [], before.next
+    while at is not node:
+        nodes.append(at)
+        at = at.next
+    return nodes
+
+
+def _hand_over(graph: torch.fx.Graph, node: Node, results: list[Any], copies: list[Node]) -> None:
+    """Give the users of ``node`` the results, in the memory that views of them are recorded in.
+
+    Args:
+        copies: all nodes that stand for ``node``.
+    """
     for at, wanted in (_results(node) or {}).items():
         if "inplace" not in node.meta:
+            take_memory(copies, results[at].meta["val"], wanted.meta["val"])
             results[at].meta["val"] = wanted.meta["val"]
         wanted.replace_all_uses_with(results[at])
     for user in list(node.users):

@@ -1,8 +1,8 @@
-"""Which ATen operations are written in simpler ones, and how: data for :mod:`weft.inductor.passes.decompose`.
+"""The table of decompositions that :mod:`weft.inductor.passes.decompose` applies.
 
-Most come from torch's own table. What the loop lowering knows by itself (norms, softmax, losses of classes, gelu, silu,
-sums), library calls (products of matrices, convolution but for that of :mod:`weft.inductor.passes.patches`, attention),
-random numbers, sorting and indexing stay whole.
+Most entries are torch's own. Operations that have a lowering stay whole (norms, softmax, cross-entropy, gelu, silu,
+sums). So do library calls (GEMMs, attention, and convolutions except those of :mod:`weft.inductor.passes.im2col`),
+random numbers, sorting and indexing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
-from weft.inductor.passes import patches
+from weft.inductor.passes import im2col
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -125,8 +125,8 @@ def _convert_element_type(x: Any, dtype: torch.dtype) -> Any:
 
 
 _OWN: dict[OpOverload, Decomposition] = {
-    aten.convolution.default: patches.convolution,
-    aten.convolution_backward.default: patches.convolution_backward,
+    aten.convolution.default: im2col.convolution,
+    aten.convolution_backward.default: im2col.convolution_backward,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,

@@ -1,8 +1,8 @@
-"""Casts and copies that make no other bits than those that are there already.
+"""Casts and copies that change no bits are dropped or merged.
 
-- ``_to_copy`` says what it changes and nothing else, so that two that do the same look the same.
-- A cast of a cast that lost nothing (bfloat16 to float32 to bfloat16) is one cast of what the first was given, or none.
-- A copy with the layout of what it copies, which nobody holds after the step, is what it copies.
+- ``_to_copy`` keeps only the keywords that change something, so that equal casts are equal nodes.
+- A cast of a lossless cast (bfloat16 to float32 to bfloat16) becomes one cast of the original value, or none.
+- A copy with the layout of its source is replaced by the source, unless the user holds the copy after the step.
 
 Keeps the bits of every result.
 """
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.inductor.passes.escapes import escaping
+from weft.inductor.graph.aliasing import effects_of, looks_into, share_storage
+from weft.inductor.graph.escapes import escaping
+from weft.inductor.graph.pass_runner import keeps_bits
 
 Node = torch.fx.Node
 
@@ -22,50 +24,66 @@ aten = torch.ops.aten
 _COPIES = (aten._to_copy.default, aten.clone.default)
 
 
+@keeps_bits
 def fold_casts(step: StepGraph) -> StepGraph:
     """Drop copies and casts that change nothing. Changes ``step``."""
-    held = escaping(step)
+    escapes = escaping(step)
     for node in step.graph.nodes:
         if node.target not in _COPIES or "inplace" in node.meta:
             continue
         if node.target is aten._to_copy.default:
-            node.kwargs = _said_once(node)
+            node.kwargs = _effective_keywords(node)
             _skip_exact_cast(node)
         source = node.args[0]
         assert isinstance(source, Node)
-        if node not in held and _is_same(node.meta["val"], source.meta["val"]):
+        if node not in escapes and _is_same(node.meta["val"], source.meta["val"]) and not _is_kept_apart(node, source):
             node.replace_all_uses_with(source)
             step.graph.erase_node(node)
     return step
 
 
-def _said_once(node: Node) -> dict[str, Any]:
-    """The keywords of a ``_to_copy`` that tell its result from its operand."""
-    given, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    told = {name: value for name, value in node.kwargs.items() if value not in (None, False)}
-    same = {"dtype": given.dtype == made.dtype, "device": given.device == made.device, "layout": True}
-    if told.get("memory_format") is torch.preserve_format:
-        del told["memory_format"]
-    return {name: value for name, value in told.items() if not same.get(name, False)}
+def _is_kept_apart(copy: Node, source: Node) -> bool:
+    """Whether the copy, or a view of it, is an operand of a write to the memory of its source: the kernel must not read
+    what it writes."""
+    views = [copy]
+    for view in views:
+        for user in view.users:
+            if looks_into(user):
+                views.append(user)
+            elif (op := user.meta.get("inplace")) is not None and (effect := effects_of(op)) is not None:
+                written = [user.args[at] for at, _ in effect.writes if at < len(user.args)]
+                if any(isinstance(each, Node) and share_storage(each, source) for each in written):
+                    return True
+    return False
+
+
+def _effective_keywords(node: Node) -> dict[str, Any]:
+    """The keywords of a ``_to_copy`` that make its result differ from its operand."""
+    source, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    keywords = {name: value for name, value in node.kwargs.items() if value not in (None, False)}
+    same = {"dtype": source.dtype == result.dtype, "device": source.device == result.device, "layout": True}
+    if keywords.get("memory_format") is torch.preserve_format:
+        del keywords["memory_format"]
+    return {name: value for name, value in keywords.items() if not same.get(name, False)}
 
 
 def _skip_exact_cast(node: Node) -> None:
-    """Read past casts of the operand that lose nothing and leave its layout alone."""
+    """Skip lossless casts of the operand that keep its layout."""
     source = node.args[0]
     assert isinstance(source, Node)
     while source.target is aten._to_copy.default and "inplace" not in source.meta:
         before = source.args[0]
         assert isinstance(before, Node)
-        given, wide = before.meta["val"], source.meta["val"]
-        exact = holds_exactly(wide.dtype, given.dtype) and given.device == wide.device
-        if not exact or _places(given) != _places(wide):
+        narrow, wide = before.meta["val"], source.meta["val"]
+        exact = represents_exactly(wide.dtype, narrow.dtype) and narrow.device == wide.device
+        if not exact or _layout(narrow) != _layout(wide):
             return
         node.replace_input_with(source, before)
         source = before
 
 
-def holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of ``narrow`` is one of ``wide``; where unsure, no."""
+def represents_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of dtype ``narrow`` is a value of ``wide``. False where unsure."""
     if wide == narrow or narrow == torch.bool:
         return True
     if (
@@ -86,15 +104,15 @@ def holds_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Bits of the significand, the hidden one counted."""
+    """Bits of the significand, including the hidden bit."""
     return round(1 - torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64).log2().item())
 
 
-def _is_same(made: torch.Tensor, given: torch.Tensor) -> bool:
-    return made.dtype == given.dtype and made.device == given.device and _places(made) == _places(given)
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and _layout(one) == _layout(other)
 
 
-def _places(val: torch.Tensor) -> tuple[Any, ...]:
-    """Symbolic numbers as text: comparing themselves may add to what the graph assumes."""
+def _layout(val: torch.Tensor) -> tuple[Any, ...]:
+    """Sizes, strides and offset, symbolic ones as text: comparing symbols may add guards."""
     numbers = (*val.shape, *val.stride(), val.storage_offset())
     return tuple([n if type(n) is int else str(n) for n in numbers])

@@ -1,4 +1,4 @@
-"""Chains of ``_foreach_*`` operations on lists of equal sizes, found in a graph and replaced by one call each."""
+"""Chains of ``_foreach_*`` operations on lists of equal sizes are fused into one multi-tensor call each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import Any
 import torch
 
 from weft.inductor.multi_tensor.foreach import EXPRESSIONS, Foreach, Lists, Operand, Scalars, Step
-from weft.inductor.passes.lists import alike, list_call, readable, same_scalar, walkable
+from weft.inductor.passes.tensor_lists import (
+    equal_scalars,
+    iterable_by_kernels,
+    multi_tensor_call,
+    readable_by_kernels,
+    same_layouts,
+)
 
 Node = torch.fx.Node
 
 
 def fuse_foreach_chains(graph: torch.fx.Graph) -> None:
-    """Replace each chain by a :class:`Foreach`. What was computed in between is dead afterwards. Changes ``graph``.
+    """Replace each chain by a :class:`Foreach`; intermediate operations become dead. Changes ``graph``.
 
-    A chain ends where something that is not of it reads a result, so that all of it can run where its last member did.
-    """
+    A chain ends where a node outside it reads a result, so that the whole chain can run at the place of its last
+    member."""
     for chain in _chains(graph):
         chain.replace(graph)
 
@@ -38,14 +44,14 @@ def _chains(graph: torch.fx.Graph) -> Iterator[_Chain]:
 
 
 def _key(node: Node) -> Any:
-    """Sizes and device of the lists that a ``_foreach`` operation walks; None for any other node."""
+    """Layouts and device of the lists of a ``_foreach`` operation; None for any other node."""
     if node.target not in EXPRESSIONS or not all(isinstance(v, torch.Tensor) for v in node.meta["val"]):
         return None
     lists: list[Any] = [arg for arg in node.args if _is_tensor_list(arg)]
-    if not walkable(lists) or not alike(lists):
+    if not iterable_by_kernels(lists) or not same_layouts(lists):
         return None
     scalars = [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, (list, tuple))]
-    if not readable(scalars, lists[0][0]):
+    if not readable_by_kernels(scalars, lists[0][0]):
         return None
     vals = node.meta["val"]
     same_dtypes = all(new.dtype == old.meta["val"].dtype for new, old in zip(vals, lists[0], strict=True))
@@ -58,15 +64,11 @@ def _is_tensor_list(arg: Any) -> bool:
     )
 
 
-def _arguments(node: Node) -> list[Any]:
-    return list(node.args)
-
-
 def _with_one_scalar(node: Node) -> tuple[Any, list[Any]]:
     """Operation and arguments of ``node``; a list of numbers that are all the same is one number."""
     op: Any = node.target
-    arguments = _arguments(node)
-    if op._overloadname == "ScalarList" and same_scalar(arguments[-1]):
+    arguments: list[Any] = list(node.args)
+    if op._overloadname == "ScalarList" and equal_scalars(arguments[-1]):
         return op.overloadpacket.Scalar, [*arguments[:-1], arguments[-1][0]]
     return op, arguments
 
@@ -96,7 +98,8 @@ class _Chain:
 
     def takes(self, node: Node) -> bool:
         """Whether each list of ``node`` is from outside, or all that one member computed."""
-        for arg in _arguments(node):
+        arguments: Any = node.args
+        for arg in arguments:
             if _is_tensor_list(arg):
                 inside = [self.elements[a] for a in arg if a in self.elements]
                 if inside and inside != [(inside[0][0], at) for at in range(len(arg))]:
@@ -144,7 +147,7 @@ class _Chain:
         kept.sort(key=lambda step: takes[step] >= 0)
         call = Foreach(tuple(self.steps), tuple((step, takes[step]) for step in kept))
         vals = [self.members[step].meta["val"] for step in kept]
-        results = list_call(graph, self.members[-1], call, tuple(self.arguments), vals)
+        results = multi_tensor_call(graph, self.members[-1], call, tuple(self.arguments), vals)
         for element, (step, at) in self.elements.items():
             if step in kept:
                 element.replace_all_uses_with(results[kept.index(step)][at], outside)

@@ -1,10 +1,11 @@
-"""The tail of a step, many operations on lists of tensors, as a few passes over them.
+"""The optimizer's many operations on lists of tensors become a few multi-tensor calls.
 
-Fused Adam, AdamW and SGD take in the clipping of their gradients (no clipped gradient is ever written), or casts that
-nobody but they reads, and the counting of their steps. Norms of many tensors become one tensor of norms. What remains
-of ``_foreach`` operations becomes one operation for each chain on lists of equal sizes.
+Fused Adam, AdamW and SGD take in gradient clipping (the clipped gradients are never written), casts of gradients that
+only they read, and the step counters. Norms of many tensors become one call that returns one tensor of norms. The
+remaining ``_foreach`` operations become one call for each chain on lists of equal sizes.
 
-The operations are :class:`weft.inductor.multi_tensor.operation.MultiTensor`; as ATen runs them, every bit is kept.
+The calls are :class:`weft.inductor.multi_tensor.operation.MultiTensor`. Run as ATen operations they keep every bit;
+their kernels are chosen later (:func:`weft.inductor.runtime.multi_tensor.use_kernels`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,24 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import StepGraph, drop_dead, is_wait
+from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.node_kinds import is_wait
+from weft.inductor.graph.collectives import ALL_REDUCE
+from weft.inductor.graph.pass_runner import keeps_bits
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.norm import ORDERS, Norm
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.sgd import Sgd
-from weft.inductor.passes.fold_casts import holds_exactly
+from weft.inductor.passes.fold_casts import represents_exactly
 from weft.inductor.passes.foreach_chains import fuse_foreach_chains
-from weft.inductor.passes.lists import alike, elements_of, list_call, readable, same_scalar, walkable
+from weft.inductor.passes.tensor_lists import (
+    equal_scalars,
+    iterable_by_kernels,
+    list_of_elements,
+    multi_tensor_call,
+    readable_by_kernels,
+    same_layouts,
+)
 
 Node = torch.fx.Node
 
@@ -37,6 +48,7 @@ _SGDS = (aten._fused_sgd.default, aten._fused_sgd.tensor_lr)
 _GRADS = 1  # position of the gradients among the results of all three
 
 
+@keeps_bits
 def fuse_optimizer(step: StepGraph) -> StepGraph:
     """Replace optimizer updates, norms of lists and ``_foreach`` chains by multi-tensor calls. Changes ``step``."""
     for node in list(step.graph.nodes):
@@ -89,25 +101,25 @@ def _fuse_sgd(graph: torch.fx.Graph, node: Node) -> None:
 
 def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
     """``stack`` of whole tensors' norms, or what it decomposes to."""
-    given = _stacked(node)
-    if not given:
+    operands = _stacked(node)
+    if not operands:
         return
-    measured = [_measured(norm) for norm in given]
-    if any(m is None or len(norm.users) > 1 for m, norm in zip(measured, given, strict=True)):  # type: ignore[union-attr]
+    measured = [_norm_of(norm) for norm in operands]
+    if any(m is None or len(norm.users) > 1 for m, norm in zip(measured, operands, strict=True)):  # type: ignore[union-attr]
         return
     tensors = [m[0] for m in measured if m is not None]
     orders = {m[1] for m in measured if m is not None}
     dtypes = {tensor.meta["val"].dtype for tensor in tensors} | {node.meta["val"].dtype}
-    if len(orders) > 1 or not orders <= set(ORDERS) or len(dtypes) > 1 or not walkable([tensors]):
+    if len(orders) > 1 or not orders <= set(ORDERS) or len(dtypes) > 1 or not iterable_by_kernels([tensors]):
         return
     order = orders.pop()
     call = Norm(order, together=order == 2.0 and _read_together(node))
-    ((norms,),) = list_call(graph, node, call, (tensors,), [[node.meta["val"]]])
+    ((norms,),) = multi_tensor_call(graph, node, call, (tensors,), [[node.meta["val"]]])
     node.replace_all_uses_with(norms)
 
 
 def _read_together(norms: Node) -> bool:
-    """Whether all that is read of ``norms`` is their own norm, on this rank or, where their squares are added up, over
+    """Whether ``norms`` are only read for their own norm, on this rank or, if their squares are all-reduced, over
     several: then only the sum of their squares matters."""
     squared = False
     while len(norms.users) == 1:
@@ -117,27 +129,27 @@ def _read_together(norms: Node) -> bool:
             squared = not squared
         elif norms.target is aten.linalg_vector_norm.default:
             return not squared and norms.args[1:] in ((), (2.0,), (2,)) and not norms.kwargs
-        elif not (is_wait(norms) or (squared and _adds_up(norms))):
+        elif not (is_wait(norms) or (squared and _is_sum_over_ranks(norms))):
             return False
     return False
 
 
-def _adds_up(node: Node) -> bool:
-    return node.target is torch.ops._c10d_functional.all_reduce.default and node.args[1] == "sum"
+def _is_sum_over_ranks(node: Node) -> bool:
+    return node.target is ALL_REDUCE.op and node.args[1] == "sum"
 
 
 def _stacked(node: Node) -> list[Node]:
-    """The 0-dim values that ``node`` puts side by side; none where it does something else."""
-    given: Any = node.args[0]
+    """The 0-dim values that ``node`` stacks; empty where it does something else."""
+    source: Any = node.args[0]
     if len(node.args) > 1 or node.kwargs or node.meta["val"].dim() != 1:
         return []
     if node.target is aten.stack.default:
-        return list(given)
-    single = all(part.target is aten.unsqueeze.default and len(part.users) == 1 for part in given)
-    return [part.args[0] for part in given] if single else []
+        return list(source)
+    single = all(part.target is aten.unsqueeze.default and len(part.users) == 1 for part in source)
+    return [part.args[0] for part in source] if single else []
 
 
-def _measured(norm: Any) -> tuple[Node, float] | None:
+def _norm_of(norm: Any) -> tuple[Node, float] | None:
     """The tensor that ``norm`` is the norm of, and its order."""
     if norm.target is aten.linalg_vector_norm.default and not norm.kwargs and len(norm.args) <= 2:
         return norm.args[0], float(norm.args[1]) if len(norm.args) > 1 else 2.0
@@ -156,36 +168,34 @@ def _bound(node: Node) -> dict[str, Any]:
 
 
 def _fits(node: Node, lists: list[list[Node]], numbers: list[Any]) -> bool:
-    """Whether the lists can be walked together, the numbers are constants, and the results are used one by one."""
+    """Whether one kernel can iterate over the lists, the numbers are constants, and users read elements of results."""
     results = [user for user in node.users if user.target is operator.getitem]
     singly = all(use.target is operator.getitem for user in results for use in user.users)
     bound = _bound(node)
-    scalars = readable([bound[name] for name in ("lr", "grad_scale", "found_inf")], bound["self"][0])
+    scalars = readable_by_kernels([bound[name] for name in ("lr", "grad_scale", "found_inf")], bound["self"][0])
     unscaled = bound["grad_scale"] is None or all(user.args[1] != _GRADS for user in results)
     constant = all(type(value) in (int, float) for value in numbers)
     plain = constant and singly and unscaled and scalars and len(results) == len(node.users)
-    return plain and alike(lists) and walkable(lists)
+    return plain and same_layouts(lists) and iterable_by_kernels(lists)
 
 
 def _unclipped(node: Node, grads: Sequence[Node]) -> tuple[Sequence[Node], Node | None]:
-    """What the gradients were before all were multiplied by one 0-dim tensor, and that tensor, or None.
-
-    Only where nothing but ``node`` reads the products.
-    """
-    found = [_product(grad) for grad in grads]
-    if any(product is None for product in found) or any(set(grad.users) != {node} for grad in grads):
+    """The gradients before clipping (a multiplication of all of them by one 0-dim tensor), and that tensor. The
+    gradients as they are, and None, where they are not clipped, or where others than ``node`` read the clipped ones."""
+    products = [_product(grad) for grad in grads]
+    if any(product is None for product in products) or any(set(grad.users) != {node} for grad in grads):
         return grads, None
     if any(user.target is operator.getitem and user.args[1] == _GRADS for user in node.users):
         return grads, None
-    originals, factors = zip(*(product for product in found if product is not None), strict=True)
+    originals, factors = zip(*(product for product in products if product is not None), strict=True)
     same = all(o.meta["val"].dtype == g.meta["val"].dtype for o, g in zip(originals, grads, strict=True))
-    same = same and alike([originals, grads]) and same_scalar(factors) and readable(factors, grads[0])
+    same = same and same_layouts([originals, grads])
+    same = same and equal_scalars(factors) and readable_by_kernels(factors, grads[0])
     return (list(originals), factors[0]) if same else (grads, None)
 
 
 def _before_casts(node: Node, grads: Sequence[Node]) -> list[Node]:
-    """What the gradients were before casts that lose nothing and that only ``node`` reads: those of weights which
-    autocast has in half precision."""
+    """The gradients before lossless casts that only ``node`` reads, as autocast inserts for half-precision weights."""
     return [grad.args[0] if _is_only_cast(node, grad) else grad for grad in grads]  # type: ignore[misc]
 
 
@@ -194,12 +204,16 @@ def _is_only_cast(node: Node, grad: Node) -> bool:
         return False
     source = grad.args[0]
     assert isinstance(source, Node)
-    given, made = source.meta["val"].dtype, grad.meta["val"].dtype
-    return alike([[source], [grad]]) and walkable([[source]]) and holds_exactly(made, given)
+    source_dtype, grad_dtype = source.meta["val"].dtype, grad.meta["val"].dtype
+    return (
+        same_layouts([[source], [grad]])
+        and iterable_by_kernels([[source]])
+        and represents_exactly(grad_dtype, source_dtype)
+    )
 
 
 def _product(value: Node) -> tuple[Node, Node] | None:
-    """Tensor and 0-dim tensor whose product ``value`` is."""
+    """The tensor and the 0-dim tensor that ``value`` is the product of."""
     if value.target is aten.mul.Tensor:
         tensor, factor = value.args
     elif value.target is operator.getitem and value.args[0].target is aten._foreach_mul.Tensor:  # type: ignore[union-attr]
@@ -213,7 +227,7 @@ def _product(value: Node) -> tuple[Node, Node] | None:
 
 def _before_counting(node: Node, steps: Sequence[Node]) -> list[Node] | None:
     """The step counts before one was added to each, where nothing reads the new ones before ``node`` does."""
-    many = elements_of(steps)
+    many = list_of_elements(steps)
     if many is None or many.target is not aten._foreach_add.Scalar or many.args[1] != 1:
         return None
     readers = {reader for user in many.users for reader in user.users}
@@ -232,7 +246,7 @@ def _replace(
     """Put ``call`` in the place of a fused update; ``counted`` are the step counts that it also computes."""
     vals = [list(vals) for at, vals in enumerate(node.meta["val"]) if at != _GRADS]
     vals += [[step.meta["val"] for step in counted]] if counted else []
-    results = list_call(graph, node, call, arguments, vals)
+    results = multi_tensor_call(graph, node, call, arguments, vals)
     new = [results[0], list(grads), *results[1:]]
     for user in list(node.users):
         for use in list(user.users):

@@ -1,10 +1,10 @@
-"""Casts of parameters that follow each other in a step become one cast of them all.
+"""Casts of many parameters to one dtype become one multi-tensor cast.
 
-Under autocast, and where shards are gathered in half precision, each parameter is cast by itself: for most parameters
-of most models that is a launch which takes longer than its work. A parameter holds its value all step long, so a cast
-may be made as early as one likes; what that costs is memory, which bounds how much is cast at a time. A cast of what is
-gathered is one of these even by itself: what carries the collective can then do it on the way, where a kernel could not
-be told apart from others.
+Under autocast, and where shards are gathered in half precision, every parameter is cast by an operation of its own. For
+most parameters of most models the launch takes longer than the cast. A parameter does not change before the optimizer,
+so its cast may run as early as one likes. The price is memory, which bounds how much is cast at once. A cast whose
+result is gathered becomes such a call even by itself: a transport can then cast while it sends, which it could not if
+the cast were fused into some other kernel.
 
 Keeps the bits of every result.
 """
@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import torch
 
-from weft.capture.graph import Role, StepGraph, is_collective
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_collective
+from weft.capture.step_interface import Role
+from weft.inductor.graph.pass_runner import keeps_bits
+from weft.inductor.graph.sizes import node_bytes
 from weft.inductor.multi_tensor.cast import Cast
-from weft.inductor.multi_tensor.text import TRITON_DTYPES
-from weft.inductor.passes.lists import alike, list_call, walkable
-from weft.inductor.passes.sizes import node_bytes
+from weft.inductor.multi_tensor.chunked_kernel import COLUMN_DTYPES
+from weft.inductor.passes.tensor_lists import iterable_by_kernels, multi_tensor_call, same_layouts
 
 Node = torch.fx.Node
 
-# Casting this much takes tens of microseconds, many times a launch.
+# Casting this much takes tens of microseconds: the launch overhead is small against it.
 BYTES_AT_A_TIME = 64 << 20
 
 
+@keeps_bits
 def group_casts(step: StepGraph) -> StepGraph:
     """Join casts of parameters to one dtype, up to ``BYTES_AT_A_TIME`` of results each. Changes ``step``."""
     parameters = {entry.name for entry in step.inputs if entry.role is Role.PARAMETER}
@@ -33,7 +37,7 @@ def group_casts(step: StepGraph) -> StepGraph:
         first = group[0]
         sources = [node.args[0] for node in group]
         cast = Cast(first.kwargs["dtype"])  # type: ignore[arg-type]
-        (results,) = list_call(step.graph, first, cast, (sources,), [[node.meta["val"] for node in group]])
+        (results,) = multi_tensor_call(step.graph, first, cast, (sources,), [[node.meta["val"] for node in group]])
         for node, result in zip(group, results, strict=True):
             node.replace_all_uses_with(result)
             step.graph.erase_node(node)
@@ -47,14 +51,14 @@ def _is_cast(node: Node, parameters: set[str]) -> bool:
     assert isinstance(source, Node)
     return (
         source.name in parameters
-        and node.kwargs["dtype"] in TRITON_DTYPES
-        and walkable([[source]])
-        and alike([[source], [node]])
+        and node.kwargs["dtype"] in COLUMN_DTYPES
+        and iterable_by_kernels([[source]])
+        and same_layouts([[source], [node]])
     )
 
 
 def _groups(casts: list[Node]) -> list[list[Node]]:
-    """Neighbours of one dtype and device: two or more, or what a collective takes."""
+    """Groups of casts to one dtype on one device: two or more, or a single one that a collective reads."""
     full: list[list[Node]] = []
     by_kind: dict[object, list[Node]] = {}
     for node in casts:

@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import WAIT, StepGraph
-from weft.inductor.passes.emitter import Emit, emitter
-from weft.inductor.passes.runs import dependents_before, runs
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import WAIT
+from weft.inductor.graph.collectives import ALL_GATHER, REDUCE_SCATTER
+from weft.inductor.graph.emitter import Emit, emitter
+from weft.inductor.graph.pass_runner import keeps_bits
+from weft.inductor.passes.adjacent_collectives import dependents_before, runs
 
 Node = torch.fx.Node
 
 aten = torch.ops.aten
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-_REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
+@keeps_bits
 def pack(step: StepGraph) -> StepGraph:
     """Merge runs of collectives on CPU tensors, up to ``knobs.bucket_mib`` of inputs a run. Changes ``step``."""
     for run in runs(step, _can_join):
@@ -34,9 +36,11 @@ def pack(step: StepGraph) -> StepGraph:
 
 def _can_join(node: Node) -> bool:
     val = node.meta["val"]
-    if node.target not in (_GATHER, _REDUCE) or val.device.type != "cpu" or any(type(n) is not int for n in val.shape):
+    if node.target not in (ALL_GATHER.op, REDUCE_SCATTER.op) or val.device.type != "cpu":
         return False
-    order_is_one = node.target is _GATHER or node.args[2:3] == (2,)
+    if any(type(n) is not int for n in val.shape):
+        return False
+    order_is_one = node.target is ALL_GATHER.op or node.args[2:3] == (2,)
     return order_is_one and all(user.target is WAIT for user in node.users)
 
 
@@ -44,7 +48,7 @@ def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
     last = run[-1]
     for node in reversed(dependents_before(run)):
         last.append(node)
-    gathers = last.target is _GATHER
+    gathers = last.target is ALL_GATHER.op
     inputs: list[Any] = [node.args[0] for node in run]
     world: Any = last.args[1] if gathers else last.args[2]
     with graph.inserting_before(last):

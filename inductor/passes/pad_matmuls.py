@@ -1,15 +1,16 @@
-"""Matrix products of odd sizes are padded to sizes that tensor cores like.
+"""GEMMs of odd sizes are padded to sizes that tensor cores support at full speed.
 
-A row of half-precision numbers that does not start at a multiple of 16 bytes keeps cuBLAS from its fast kernels: the
-head of GPT-2, with its 50257 classes, runs at a fifth of the speed of one with 50264. Rows and columns of zeros are
-added in front of the product and cut off behind it. Padding costs a copy of an operand, which its producer mostly makes
-itself.
+A row of half-precision numbers that does not start at a multiple of 16 bytes keeps cuBLAS from its fast kernels. The
+output projection of GPT-2, with its 50257 classes, runs at a fifth of the speed of one with 50264. Operands get rows
+and columns of zeros, and the result is sliced. Padding costs a copy of an operand, which the operand's producer mostly
+makes itself.
 
-Zeros change no sum, but another kernel may take sums in another order.
+Changes results: zeros change no sum, but another kernel may sum in another order.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_collective
+from weft.capture.node_meta import meta_of
+from weft.inductor.graph.pass_runner import changes_bits
+from weft.inductor.graph.relayout import Relayout
+from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -26,12 +32,15 @@ _LEAST_WORK = 1 << 30  # multiplications; below that a launch more costs more
 _TRANSPOSES = frozenset({aten.t.default})
 
 
+@changes_bits("cuBLAS may take another kernel, which sums in another order")
 def pad_matmuls(step: StepGraph) -> StepGraph:
     """Pad large half-precision products of sizes that are no multiples of 8. Changes ``step``."""
     padder = _Padder(step)
     for node in list(step.graph.nodes):
         if node.target in (aten.mm.default, aten.addmm.default):
             padder.pad(node)
+    for node in list(step.graph.nodes):
+        padder.layouts.visit(node)
     return step
 
 
@@ -39,6 +48,7 @@ class _Padder:
     def __init__(self, step: StepGraph) -> None:
         self.graph = step.graph
         self.mode = torch_adapter.fake_mode_of(step.graph)
+        self.layouts = Relayout(step.graph, _reads_any_layout)
         self.padded: dict[tuple[Node, int, int], Node] = {}
 
     def pad(self, node: Node) -> None:
@@ -63,44 +73,49 @@ class _Padder:
             wide = self._call(node, aten.slice.Tensor, wide, 0, 0, m)
         if more_n:
             wide = self._call(node, aten.slice.Tensor, wide, 1, 0, n)
-        node.replace_all_uses_with(wide)
+        self.layouts.replace(node, wide)
         self.graph.erase_node(node)
 
     def _wider(self, operand: Node, rows: int, columns: int) -> Node:
-        """``operand`` with rows and columns of zeros added; made once, whichever way round it is read."""
+        """``operand`` with rows and columns of zeros added. Shared between users, also transposed ones."""
         if not rows and not columns:
             return operand
         if operand.target in _TRANSPOSES:
             source = operand.args[0]
             assert isinstance(source, Node)
-            return self._behind(
+            return self._after(
                 operand, (operand, rows, columns), lambda: (aten.t.default, self._wider(source, columns, rows))
             )
         pads = [0, columns, 0, rows]
-        return self._behind(operand, (operand, rows, columns), lambda: (aten.constant_pad_nd.default, operand, pads))
+        return self._after(operand, (operand, rows, columns), lambda: (aten.constant_pad_nd.default, operand, pads))
 
-    def _behind(self, source: Node, key: tuple[Node, int, int], call: Any) -> Node:
+    def _after(self, source: Node, key: tuple[Node, int, int], call: Any) -> Node:
         if key not in self.padded:
             target, *args = call()
             with self.graph.inserting_after(_last(args, source)):
-                self.padded[key] = self._made(source, target, args)
+                self.padded[key] = self._insert(source, target, args)
         return self.padded[key]
 
     def _call(self, before: Node, target: Any, *args: Any) -> Node:
         with self.graph.inserting_before(before):
-            return self._made(before, target, args)
+            return self._insert(before, target, args)
 
-    def _made(self, like: Node, target: Any, args: Sequence[Any]) -> Node:
-        made = self.graph.call_function(target, tuple(args))
+    def _insert(self, like: Node, target: Any, args: Sequence[Any]) -> Node:
+        node = self.graph.call_function(target, tuple(args))
         values = torch.fx.map_arg(tuple(args), lambda source: source.meta["val"])
         with torch_adapter.below_autograd(), self.mode:
             val = target(*values)
-        made.meta = {key: value for key, value in like.meta.items() if key != "inplace"} | {"val": val}
-        return made
+        node.meta = meta_of(like, val=val)
+        return node
+
+
+def _reads_any_layout(node: Node) -> bool:
+    """Operations do, if they can at all; collectives and the results of the step have eager's layout."""
+    return isinstance(node.target, (OpOverload, type(operator.getitem))) and not is_collective(node)
 
 
 def _last(args: Sequence[Any], source: Node) -> Node:
-    """The node to put a call of ``args`` behind; behind all inputs of the step where that is one of them."""
+    """The node after which a call of ``args`` is inserted; the last placeholder where the first is a placeholder."""
     node = next((arg for arg in args if isinstance(arg, Node)), source)
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next

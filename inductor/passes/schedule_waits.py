@@ -1,9 +1,9 @@
-"""Collectives start early and are waited for late, by rules that need no cost model.
+"""Collectives are started early and waited for late, by rules that need no cost model.
 
-The nodes of a graph stand in the order in which they are issued; here they are put into one. Data dependences allow it,
-and nothing else moves: random operations and calls with effects keep their order, and every decision follows from the
-graph alone, so that all ranks issue their collectives in one order. Steps that communicate on GPUs get their order from
-:mod:`weft.inductor.comm.schedule` instead.
+The nodes of a graph stand in the order in which they are issued. This pass finds an order that data dependences allow.
+Random operations and calls with effects keep their order. Every decision follows from the graph alone, so all ranks
+issue their collectives in the same order. Steps that communicate on GPUs get their order from
+:mod:`weft.inductor.schedule.planner` instead.
 
 Keeps the bits of every result.
 """
@@ -16,19 +16,20 @@ from collections import deque
 import torch
 
 from weft import knobs
-from weft.capture.graph import WAIT, StepGraph, is_collective
-from weft.capture.streams import FENCE, StreamCall
-from weft.inductor.passes.order import reorder, start_of, waits_of
-from weft.inductor.passes.shards import from_placeholders, is_gather
-from weft.inductor.passes.sizes import node_bytes
-from weft.inductor.runtime.geometry import looks_into
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import WAIT, is_collective
+from weft.capture.record.streams import StreamCall
+from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.collectives import collective_op
+from weft.inductor.graph.node_order import reorder, start_of, waits_of
+from weft.inductor.graph.pass_runner import keeps_bits
+from weft.inductor.graph.sizes import node_bytes
+from weft.inductor.passes.gather_inputs import from_placeholders, is_gather
 
 Node = torch.fx.Node
 
-# A collective that keeps an input alive which nobody else needs: its wait must not come too late.
-_CONSUMING = ("_c10d_functional::reduce_scatter", "_c10d_functional::all_to_all")
 
-
+@keeps_bits
 def schedule_waits(step: StepGraph, prefetch_bytes: int | None = None) -> StepGraph:
     """Put the nodes of the graph into the order of :func:`issue_order`. Changes ``step``."""
     reorder(step, issue_order(step, prefetch_bytes))
@@ -49,10 +50,10 @@ def issue_order(step: StepGraph, prefetch_bytes: int | None = None) -> list[Node
     Args:
         prefetch_bytes: bytes (default: the knob ``prefetch_mib``); with 0 every collective starts where it stood.
     """
-    return _Scheduler(step, knobs.prefetch_mib << 20 if prefetch_bytes is None else prefetch_bytes).run()
+    return _WaitScheduler(step, knobs.prefetch_mib << 20 if prefetch_bytes is None else prefetch_bytes).run()
 
 
-class _Scheduler:
+class _WaitScheduler:
     def __init__(self, step: StepGraph, limit: int) -> None:
         self.nodes = list(step.graph.nodes)
         self.limit = limit
@@ -66,7 +67,7 @@ class _Scheduler:
 
     def run(self) -> list[Node]:
         for node in self.nodes:
-            if node.op == "placeholder" or node.meta.get(FENCE):
+            if node.op == "placeholder" or node.meta.get("fence"):
                 self._append(node)
         self._start_ahead()
         for node in self.nodes:
@@ -131,6 +132,7 @@ class _Scheduler:
 
 
 def _consumed_bytes(start: Node) -> int:
-    if not str(getattr(start.target, "_schema", "")).startswith(_CONSUMING):
+    row = collective_op(start.target)
+    if row is None or not row.waited_early:
         return 0
     return sum(node_bytes(node) for node in start.all_input_nodes)

@@ -1,21 +1,19 @@
-"""Sums of rows by index become one sort of the indices and sums of segments, or a product.
+"""Sums of rows by index become multi-tensor calls with the same bits in every run.
 
-The gradient of an embedding, ``index_add`` of what experts computed, the gradient of picked rows: ATen sorts whole
-rows' indices in ways of its own for some of these, and adds with atomics, in any order, for others. Here they are one
-call, with the same bits at every run:
+These are the gradient of an embedding, ``index_add`` of the experts' outputs, and the gradient of indexed rows. ATen
+sorts for some of them and uses atomics, in any order, for others. Here they become one of two calls:
 
-- :class:`weft.inductor.multi_tensor.segments.SegmentSum` for wide rows: work linear in the rows and in the table, and a
-  sort of the indices, by ATen where they are very many;
-- :class:`weft.inductor.multi_tensor.one_hot.OneHotSum` for narrow rows, where comparing every index with every place is
-  less work than a sort: a bias for each pair of positions, looked up by their distance.
+- :class:`weft.inductor.multi_tensor.segment_sum.SegmentSum` for wide rows: a sort of the indices, by ATen where they
+  are very many, then work linear in the rows and in the table.
+- :class:`weft.inductor.multi_tensor.one_hot.OneHotSum` for narrow rows, where comparing every index with every row of
+  the table is less work than a sort: a bias for each pair of positions, looked up by their distance.
 
-Left to ATen, whose work is linear too: tables and rows of sizes that are not known, many narrow rows for many places,
-indices along other dimensions, counts (``scale_grad_by_freq``), whole numbers. Its ``index_add`` and ``scatter_add``
-use atomics on a GPU, as the uncompiled step does. Where there are few places to add to,
-:mod:`weft.inductor.lowering.gather` lets every place look at every row.
+Left to ATen: tables and rows of unknown size, many narrow rows for many places, indices along other dimensions, counts
+(``scale_grad_by_freq``) and integers. ATen's ``index_add`` and ``scatter_add`` use atomics on a GPU, as in the
+uncompiled step. Tables of few rows are left to :mod:`weft.inductor.lowering.gather`.
 
-Changes numerics: sums are made in float32 in an order that sizes alone decide, and rounded once; values of narrow rows
-count with 22 bits.
+Changes results: rows are summed in float32, in an order that only sizes decide, and rounded once. OneHotSum reads
+values with 22 bits of significand.
 """
 
 from __future__ import annotations
@@ -28,15 +26,17 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph, drop_dead
+from weft.inductor.graph.emitter import Emit, emitter
+from weft.inductor.graph.fake_values import replace_uses
+from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.gather import few_places
-from weft.inductor.multi_tensor.one_hot import WIDEST, OneHotSum
+from weft.inductor.multi_tensor.chunked_kernel import COLUMN_DTYPES
+from weft.inductor.multi_tensor.one_hot import MAX_COLUMNS, OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.multi_tensor.packed_sort import packs
-from weft.inductor.multi_tensor.segments import SegmentSum
-from weft.inductor.multi_tensor.text import TRITON_DTYPES
-from weft.inductor.passes.emitter import Emit, emitter
-from weft.inductor.passes.lists import list_call
+from weft.inductor.multi_tensor.packed_sort import fits_packed_sort
+from weft.inductor.multi_tensor.segment_sum import SegmentSum
+from weft.inductor.passes.tensor_lists import is_static, multi_tensor_call
 
 Node = torch.fx.Node
 
@@ -48,13 +48,14 @@ _ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 _FILLS = (aten.full.default, aten.full_like.default, aten.new_full.default)
 
 
+@changes_bits("rows are summed in float32, in an order that sizes decide, and rounded once")
 def sum_segments(step: StepGraph) -> StepGraph:
-    """Replace sums of rows by index, where many rows are summed in many places. Changes ``step``."""
+    """Replace sums of rows by index by multi-tensor calls, where there are many rows and places. Changes ``step``."""
     for node in list(step.graph.nodes):
         if node.op == "call_function" and node.target in _SUMS:
-            found = _SUMS[node.target](arguments(node))
-            if found is not None and found.fits(node):
-                found.replace(step.graph, node)
+            segment_sum = _SUMS[node.target](arguments(node))
+            if segment_sum is not None and segment_sum.is_faster(node):
+                segment_sum.replace(step.graph, node)
     drop_dead(step.graph)
     return step
 
@@ -63,11 +64,13 @@ class _Sum:
     """A sum of rows by index.
 
     Args:
-        rows: the node of what is summed; its first dimensions are those of ``index``.
-        index: the node of the indices.
-        size: rows of the table.
-        base: the node of what the sums are added to, None for zeros.
-        wraps: whether an index below zero counts from the end.
+        rows: the summands; the first dimensions are those of ``index``.
+        index: the row of the result that each summand is added to.
+        size: rows of the result.
+        base: what the sums are added to; None for zeros.
+        skipped: an index whose summands are dropped; -1 for none.
+        scale: factor of the summands.
+        wraps: whether a negative index counts from the end.
         repeats: whether ``index`` repeats its first column in all others.
     """
 
@@ -87,19 +90,20 @@ class _Sum:
         self.skipped, self.scale = skipped, scale
         self.wraps, self.repeats = wraps, repeats
 
-    def fits(self, node: Node) -> bool:
-        """Whether kernels sum these tensors, and better than ATen."""
+    def is_faster(self, node: Node) -> bool:
+        """Whether multi-tensor kernels support these tensors and are faster than ATen."""
         rows, index, table = (used.meta["val"] for used in (self.rows, self.index, node))
         base = self.base.meta["val"] if self.base is not None else table
         indexed = index.shape[:1] if self.repeats else index.shape
-        if not all(_is_static(val) for val in (rows, index, table, base)) or isinstance(self.scale, Node):
+        if not is_static((rows, index, table, base)) or isinstance(self.scale, Node):
             return False
         if not all(val.is_contiguous() for val in (table, base)) or not (self.repeats or index.is_contiguous()):
             return False
-        plain = rows.dtype == table.dtype == base.dtype and rows.dtype in TRITON_DTYPES
+        plain = rows.dtype == table.dtype == base.dtype and rows.dtype in COLUMN_DTYPES
         whole = index.dtype in (torch.int32, torch.int64)
-        alike = rows.shape == (*indexed, *table.shape[1:]) and table.shape[0] == self.size and base.shape == table.shape
-        if not (plain and whole and alike and indexed) or rows.numel() == 0 or table.device != rows.device:
+        consistent = rows.shape == (*indexed, *table.shape[1:]) and base.shape == table.shape
+        consistent = consistent and table.shape[0] == self.size
+        if not (plain and whole and consistent and indexed) or rows.numel() == 0 or table.device != rows.device:
             return False
         if few_places(self.size, rows.numel()):
             return False
@@ -111,10 +115,10 @@ class _Sum:
         """Whether comparing every index with every place is less work than a sort."""
         index = self.index.meta["val"]
         count = index.shape[0] if self.repeats else index.numel()
-        return self.rows.meta["val"].numel() <= count * WIDEST and count * self.size <= _MOST_COMPARED
+        return self.rows.meta["val"].numel() <= count * MAX_COLUMNS and count * self.size <= _MOST_COMPARED
 
     def replace(self, graph: torch.fx.Graph, node: Node) -> None:
-        """Let the users of ``node`` have the table that a segment sum makes."""
+        """Replace ``node`` by a multi-tensor call."""
         val = node.meta["val"]
         width = math.prod(val.shape[1:])
         with graph.inserting_before(node):
@@ -130,8 +134,8 @@ class _Sum:
             rows = emit(aten.view.default, self.rows, [-1, width])
             base = [] if self._is_zero() else [emit(aten.view.default, self.base, [-1, width])]
             flat = val.new_empty(self.size, width)
-            ((table,),) = list_call(graph, node, call, ([rows], indices, base), [[flat]])
-            node.replace_all_uses_with(emit(aten.view.default, table, list(val.shape)))
+            ((table,),) = multi_tensor_call(graph, node, call, ([rows], indices, base), [[flat]])
+            replace_uses(graph, node, emit(aten.view.default, table, list(val.shape)))
         graph.erase_node(node)
 
     def _flat_index(self, emit: Emit) -> Node:
@@ -144,9 +148,9 @@ class _Sum:
         return emit(aten.view.default, index, [-1])
 
     def _sorted(self, emit: Emit, index: Node) -> list[Node]:
-        """The index alone where the call sorts it; else it in order, as int32, and where each came from."""
+        """The index alone where the call sorts it; else the sorted index as int32, and the permutation."""
         val = index.meta["val"]
-        if packs(len(val), self.size):
+        if fits_packed_sort(len(val), self.size):
             return [index]
         if self.wraps:
             index = emit(aten.remainder.Scalar, index, self.size)
@@ -161,38 +165,36 @@ class _Sum:
         return self.base.target in _FILLS and arguments(self.base)["fill_value"] == 0
 
 
-def _is_static(val: torch.Tensor) -> bool:
-    return all(type(size) is int for size in (*val.shape, *val.stride()))
-
-
-def _embedding_backward(given: dict[str, Any]) -> _Sum | None:
-    if given["scale_grad_by_freq"]:
+def _embedding_backward(arguments: dict[str, Any]) -> _Sum | None:
+    if arguments["scale_grad_by_freq"]:
         return None
-    return _Sum(given["grad_output"], given["indices"], given["num_weights"], skipped=given["padding_idx"])
+    return _Sum(
+        arguments["grad_output"], arguments["indices"], arguments["num_weights"], skipped=arguments["padding_idx"]
+    )
 
 
-def _index_add(given: dict[str, Any]) -> _Sum | None:
-    index, base = given["index"], given["self"]
-    if given["dim"] != 0 or index.meta["val"].dim() != 1 or base.meta["val"].dim() == 0:
+def _index_add(arguments: dict[str, Any]) -> _Sum | None:
+    index, base = arguments["index"], arguments["self"]
+    if arguments["dim"] != 0 or index.meta["val"].dim() != 1 or base.meta["val"].dim() == 0:
         return None
-    return _Sum(given["source"], index, base.meta["val"].shape[0], base, scale=given["alpha"])
+    return _Sum(arguments["source"], index, base.meta["val"].shape[0], base, scale=arguments["alpha"])
 
 
-def _index_put(given: dict[str, Any]) -> _Sum | None:
-    indices, base = given["indices"], given["self"]
-    if not given["accumulate"] or len(indices) != 1 or base.meta["val"].dim() == 0:
+def _index_put(arguments: dict[str, Any]) -> _Sum | None:
+    indices, base = arguments["indices"], arguments["self"]
+    if not arguments["accumulate"] or len(indices) != 1 or base.meta["val"].dim() == 0:
         return None
-    return _Sum(given["values"], indices[0], base.meta["val"].shape[0], base, wraps=True)
+    return _Sum(arguments["values"], indices[0], base.meta["val"].shape[0], base, wraps=True)
 
 
-def _scatter_add(given: dict[str, Any]) -> _Sum | None:
-    """Where all columns of a row go to one place, as ``index`` says by strides of zero."""
-    index, base = given["index"], given["self"]
+def _scatter_add(arguments: dict[str, Any]) -> _Sum | None:
+    """Only where all columns of a row have one index, which ``index`` expresses by strides of 0."""
+    index, base = arguments["index"], arguments["self"]
     val = index.meta["val"]
     repeated = all(stride == 0 for size, stride in zip(val.shape[1:], val.stride()[1:], strict=True) if size != 1)
-    if given["dim"] != 0 or val.dim() < 2 or not repeated or val.shape != given["src"].meta["val"].shape:
+    if arguments["dim"] != 0 or val.dim() < 2 or not repeated or val.shape != arguments["src"].meta["val"].shape:
         return None
-    return _Sum(given["src"], index, base.meta["val"].shape[0], base, repeats=True)
+    return _Sum(arguments["src"], index, base.meta["val"].shape[0], base, repeats=True)
 
 
 _SUMS: dict[Any, Callable[[dict[str, Any]], _Sum | None]] = {

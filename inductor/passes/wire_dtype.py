@@ -1,151 +1,116 @@
-"""Gradients go over the wire in the dtype they have, and are summed in the dtype they are wanted in.
+"""Gradients are sent in the dtype they have and summed in the dtype that is asked for.
 
-A wrapper that reduces bfloat16 gradients in float32 casts them first: that is how a collective that sums in the dtype
-it sends is told to sum in float32. It doubles the bytes on the wire and in memory, and a transport that sums by itself
-needs neither. So a cast that loses nothing and feeds a reduce-scatter alone becomes part of it:
+A wrapper that reduces bfloat16 gradients in float32 casts them first, since a library sums in the dtype that it sends.
+The cast doubles the bytes on the wire and in memory. A transport that sums by itself needs neither. So a lossless cast
+that feeds only a reduce-scatter becomes part of it: the reduce-scatter becomes an operation of
+:mod:`weft.inductor.graph.widening_ops`.
 
-    weft_c10d::reduce_scatter_tensor(Tensor input, str reduce_op, int group_size, str group_name, ScalarType dtype)
-    weft_c10d::reduce_scatter_tensor_coalesced(Tensor[] inputs, ..., ScalarType dtype) -> Tensor[]
-        ``_c10d_functional``'s operations of these names on inputs cast to ``dtype``, which is that of the results. They
-        are waited for like those.
-
-Keeps the bits of every result where the operation runs as what it was made from (:func:`expand`, or by itself);
-transports that sum in float32 add the same numbers, in the order of the ranks.
+Keeps the bits of every result where the operation runs as a cast and a library call (:func:`expand`). Transports that
+sum in float32 add the same numbers, in the order of the ranks.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from weft import knobs, torch_adapter
+from weft import torch_adapter
 from weft.capture.graph import StepGraph
+from weft.capture.node_meta import meta_of, same_meta
+from weft.inductor.graph.collectives import (
+    REDUCE_SCATTER,
+    WIDENING_REDUCE_SCATTER,
+    collective_op,
+    knob_allows,
+    transports_of,
+)
+from weft.inductor.graph.pass_runner import keeps_bits
 from weft.inductor.multi_tensor.cast import Cast
-from weft.inductor.passes.fold_casts import holds_exactly
-from weft.inductor.passes.lists import list_call
+from weft.inductor.passes.fold_casts import represents_exactly
+from weft.inductor.passes.tensor_lists import multi_tensor_call
 
 Node = torch.fx.Node
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
-
-_library = torch.library.Library("weft_c10d", "FRAGMENT")
-_SIGNATURE = "str reduce_op, int group_size, str group_name, ScalarType dtype"
-_library.define(f"reduce_scatter_tensor(Tensor input, {_SIGNATURE}) -> Tensor")
-_library.define(f"reduce_scatter_tensor_coalesced(Tensor[] inputs, {_SIGNATURE}) -> Tensor[]")
-
-
-@torch.library.impl(_library, "reduce_scatter_tensor", "CompositeExplicitAutograd")
-def _reduce(input: torch.Tensor, reduce_op: str, group_size: int, group_name: str, dtype: torch.dtype) -> torch.Tensor:
-    return _c10d.reduce_scatter_tensor.default(input.to(dtype), reduce_op, group_size, group_name)
-
-
-@torch.library.impl(_library, "reduce_scatter_tensor_coalesced", "CompositeExplicitAutograd")
-def _reduce_all(
-    inputs: Sequence[torch.Tensor], reduce_op: str, group_size: int, group_name: str, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    wide = [input.to(dtype) for input in inputs]
-    return _c10d.reduce_scatter_tensor_coalesced.default(wide, reduce_op, group_size, group_name)
-
-
-@torch.library.register_fake("weft_c10d::reduce_scatter_tensor", lib=_library)
-def _reduced_like(
-    input: torch.Tensor, reduce_op: str, group_size: int, group_name: str, dtype: torch.dtype
-) -> torch.Tensor:
-    return input.new_empty((input.shape[0] // group_size, *input.shape[1:]), dtype=dtype)
-
-
-@torch.library.register_fake("weft_c10d::reduce_scatter_tensor_coalesced", lib=_library)
-def _all_reduced_like(
-    inputs: Sequence[torch.Tensor], reduce_op: str, group_size: int, group_name: str, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    return [_reduced_like(input, reduce_op, group_size, group_name, dtype) for input in inputs]
-
-
-SUM_BY_THEMSELVES = ("pull", "copy_sum")
-"""Transports (:mod:`weft.inductor.comm.transports`) that reduce-scatter in float32 whatever they send."""
-
-_ops = torch.ops.weft_c10d
-WIDENING = _ops.reduce_scatter_tensor.default
-WIDENING_COALESCED = _ops.reduce_scatter_tensor_coalesced.default
-_PLAIN = {
-    WIDENING: _c10d.reduce_scatter_tensor.default,
-    WIDENING_COALESCED: _c10d.reduce_scatter_tensor_coalesced.default,
-}
 
 
 def wire_dtype(step: StepGraph) -> StepGraph:
-    """Let reduce-scatters take over the casts of their inputs, where these lose nothing. Changes ``step``."""
+    """Move lossless casts of the inputs of reduce-scatters into the reduce-scatters. Changes ``step``."""
     for node in step.graph.nodes:
-        if node.target is not _c10d.reduce_scatter_tensor.default:
+        if node.target is not REDUCE_SCATTER.op:
             continue
         wide = node.args[0]
         assert isinstance(wide, Node)
         narrow = _narrow(step.graph, wide)
         if narrow is not None:
-            node.target = WIDENING
+            node.target = WIDENING_REDUCE_SCATTER.op
             node.args = (narrow, *node.args[1:], wide.meta["val"].dtype)
             step.graph.erase_node(wide)
     return step
 
 
+@keeps_bits
 def wire_casts(step: StepGraph) -> StepGraph:
-    """:func:`wire_dtype`, where ``knobs.transports`` allows one that sums in float32 by itself: a library would only
-    have the casts made again. Changes ``step``."""
-    return wire_dtype(step) if may_carry(*SUM_BY_THEMSELVES) else step
-
-
-def may_carry(*transports: str) -> bool:
-    """Whether ``knobs.transports`` allows one of these, with any number of programs."""
-    names = {re.sub(r"_\d+$", "", name.strip()) for name in knobs.transports.split(",")}
-    return bool(names & {*transports, "all"})
+    """:func:`wire_dtype`, if ``knobs.transports`` allows a transport that sums in float32 by itself; for a library the
+    casts would only be inserted again. Changes ``step``."""
+    sums = transports_of(REDUCE_SCATTER.kind, sums_in_float32=True)
+    return wire_dtype(step) if knob_allows(sums) else step
 
 
 def _narrow(graph: torch.fx.Graph, wide: Node) -> Node | None:
-    """What ``wide`` is a cast of, padded as it is; None where it is no cast, loses something, or has other users."""
+    """The source of the cast ``wide``, padded as ``wide`` is. None where ``wide`` is no cast, is not lossless, or has
+    other users."""
+    # Another reader needs the wide tensor in memory, and a value that is written in place is no plain cast.
     pads = getattr(getattr(wide.target, "_schema", None), "name", "") == "weft::pad_shard"
     casts = pads or wide.target is aten._to_copy.default
     if not casts or len(wide.users) > 1 or "inplace" in wide.meta:
         return None
     source, val = wide.args[0], wide.meta["val"]
     assert isinstance(source, Node)
-    given = source.meta["val"]
-    if given.dtype == val.dtype or not given.is_floating_point() or not holds_exactly(val.dtype, given.dtype):
+    source_val = source.meta["val"]
+    if (
+        source_val.dtype == val.dtype
+        or not source_val.is_floating_point()
+        or not represents_exactly(val.dtype, source_val.dtype)
+    ):
         return None
     if not pads:
         plain = {"dtype", "device", "layout"}.issuperset(
             name for name, value in wide.kwargs.items() if value is not None
         )
-        return source if plain and given.device == val.device and given.is_contiguous() else None
+        return source if plain and source_val.device == val.device and source_val.is_contiguous() else None
     with graph.inserting_before(wide):
-        padded = graph.create_node("call_function", wide.target, (*wide.args[:-1], given.dtype))
-    padded.meta = {**wide.meta, "val": _like(val, given.dtype)}
+        padded = graph.create_node("call_function", wide.target, (*wide.args[:-1], source_val.dtype))
+    padded.meta = meta_of(wide, val=_like(val, source_val.dtype))
     return padded
 
 
 def expand(step: StepGraph, node: Node) -> Node:
-    """Put casts and a collective of ``_c10d_functional`` in the place of ``node``, one of this file's operations: what
-    a library does that sums in the dtype it sends. Changes ``step``; returns the collective."""
-    taken: Any = node.args
-    given, *rest, dtype = taken
-    graph, target = step.graph, _PLAIN[node.target]  # type: ignore[index]
-    origin = {key: node.meta[key] for key in ("frames", "module", "stage") if key in node.meta}
+    """Replace ``node``, a collective that widens, by casts and the library's collective, which sums in the dtype that
+    it sends. Changes ``step``; returns the collective."""
+    arguments: Any = node.args
+    operand, *rest, dtype = arguments
+    graph, row = step.graph, collective_op(node.target)
+    assert row is not None
+    plain = collective_op(row.library)
+    assert plain is not None
+    # A bucket gets one multi-tensor cast instead of a kernel per gradient.
+    coalesced = node.target is row.coalesced
+    target: Any = plain.coalesced if coalesced else plain.op
     with graph.inserting_before(node):
-        if node.target is WIDENING:
-            wide: Any = graph.call_function(aten._to_copy.default, (given,), {"dtype": dtype})
-            wide.meta = origin | {"val": _like(given.meta["val"], dtype)}
+        if not coalesced:
+            wide: Any = graph.call_function(aten._to_copy.default, (operand,), {"dtype": dtype})
+            wide.meta = meta_of(node, val=_like(operand.meta["val"], dtype))
         else:
-            (wide,) = list_call(
-                graph, node, Cast(dtype), (given,), [[_like(each.meta["val"], dtype) for each in given]]
+            (wide,) = multi_tensor_call(
+                graph, node, Cast(dtype), (operand,), [[_like(each.meta["val"], dtype) for each in operand]]
             )
-        made = graph.call_function(target, (wide, *rest))
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
+        collective = graph.call_function(target, (wide, *rest))
+    collective.meta = same_meta(node)
+    node.replace_all_uses_with(collective)
     graph.erase_node(node)
-    return made
+    return collective
 
 
 def _like(val: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Operations that can write over an operand that nothing reads again do.
+"""Operations write over an operand that nothing reads afterwards.
 
-AOTAutograd's graphs have no mutation in them: what the user's code did in place, an activation, running statistics, a
-counter, makes a new tensor there, and statistics are copied back. Written in place it costs no memory and no copy.
-(Steps that weft captures itself remember what was done in place.) What is computed element by element and has no
+AOTAutograd's graphs have no mutation: what the user's code did in place (an activation, running statistics, a counter)
+makes a new tensor there, and statistics are copied back. Written in place it costs no memory and no copy. Steps that
+weft captures itself remember what was done in place and do not need this pass. An elementwise operation without an
 in-place form, such as the backward of an activation, or whose first operand is still read, writes over another operand
-through its ``out`` form. For programs of ATen kernels: generated kernels find memory by themselves.
+through its ``out`` form. For programs of ATen kernels only: generated kernels reuse memory by themselves.
 
 Keeps the bits of every result.
 """
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.functional import effects
-from weft.capture.graph import StepGraph, Update
-from weft.inductor.runtime.geometry import looks_into, sources, storages
+from weft.capture.graph import StepGraph
+from weft.capture.record.functional_ops import effects
+from weft.capture.step_interface import Update
+from weft.inductor.graph.aliasing import looks_into, sources, storages
+from weft.inductor.graph.pass_runner import keeps_bits
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -42,44 +44,45 @@ _POINTWISE = frozenset(
 )
 
 
+@keeps_bits
 def write_in_place(step: StepGraph) -> StepGraph:
-    """Give each operation that can write over an operand that is not read again the form that does. Changes ``step``.
+    """Use in-place or ``out`` forms for operations whose operand is not read again. Changes ``step``.
 
-    An in-place form is noted beside the operation; an ``out`` form takes its place, with the operand as what is
-    written.
+    An in-place form is recorded in ``meta["inplace"]``. An ``out`` form replaces the operation, with the operand as
+    ``out``.
     """
-    lives = _Lives(step)
+    last_reads = _LastReads(step)
     for node in step.graph.nodes:
-        if node.op == "call_function" and "inplace" not in node.meta and not _in_place(node, lives):
-            _over_an_operand(node, lives)
+        if node.op == "call_function" and "inplace" not in node.meta and not _in_place(node, last_reads):
+            _over_an_operand(node, last_reads)
     return step
 
 
-def _in_place(node: Node, lives: _Lives) -> bool:
-    """Note the in-place form of ``node`` if it may be used; whether it may."""
+def _in_place(node: Node, last_reads: _LastReads) -> bool:
+    """Record the in-place form of ``node`` if that is safe. Returns whether it is."""
     form = in_place_form(node.target)
     if form is None:
         return False
     operands = _written(node, form)
     results = _results(node, len(operands))
-    if not all(lives.end_at(node, operand, result) for operand, result in zip(operands, results, strict=True)):
+    if not all(last_reads.end_at(node, operand, result) for operand, result in zip(operands, results, strict=True)):
         return False
     node.meta["inplace"] = form
-    lives.write(node, operands)
+    last_reads.write(node, operands)
     return True
 
 
-def _over_an_operand(node: Node, lives: _Lives) -> None:
-    """Make ``node`` its out form over the first operand that may be written."""
+def _over_an_operand(node: Node, last_reads: _LastReads) -> None:
+    """Replace ``node`` by its ``out`` form over the first operand that can be overwritten."""
     form = out_form(node.target)
-    found = effects(form) if form is not None else None
-    if found is None:
+    effect = effects(form) if form is not None else None
+    if effect is None:
         return
     for operand in _operands(node):
-        if lives.end_at(node, operand, node.meta["val"]):
-            node.kwargs = {**node.kwargs, found.writes[0][1]: operand}
-            node.target = found.functional
-            lives.write(node, [operand])
+        if last_reads.end_at(node, operand, node.meta["val"]):
+            node.kwargs = {**node.kwargs, effect.writes[0][1]: operand}
+            node.target = effect.functional
+            last_reads.write(node, [operand])
             return
 
 
@@ -95,8 +98,8 @@ def _in_place_form(target: OpOverload) -> OpOverload | None:
     form = _OTHERWISE_NAMED.get(target) or getattr(packet, target._overloadname, None)
     if form is None or torch.Tag.nondeterministic_seeded in form.tags:
         return None
-    found = effects(form)
-    return form if found is not None and found.functional is target else None
+    effect = effects(form)
+    return form if effect is not None and effect.functional is target else None
 
 
 def out_form(target: Any) -> OpOverload | None:
@@ -118,16 +121,18 @@ def _out_form(target: OpOverload) -> OpOverload | None:
 def _is_out_form(form: OpOverload, target: OpOverload) -> bool:
     """Whether ``form`` has the arguments of ``target`` and one more to write, and a kernel that computes there: those
     that torch generates compute elsewhere and copy."""
-    given = [(argument.name, str(argument.type)) for argument in form._schema.arguments if not argument.is_out]
+    arguments = [(argument.name, str(argument.type)) for argument in form._schema.arguments if not argument.is_out]
     wanted = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
-    return given == wanted and len(form._schema.arguments) == len(wanted) + 1 and torch.Tag.generated not in form.tags
+    return (
+        arguments == wanted and len(form._schema.arguments) == len(wanted) + 1 and torch.Tag.generated not in form.tags
+    )
 
 
 def _written(node: Node, form: OpOverload) -> list[Any]:
     """The operands that the in-place form writes, None for one that is not given by its position."""
-    found = effects(form)
-    assert found is not None
-    return [node.args[at] if at < len(node.args) else None for at, _ in found.writes]
+    effect = effects(form)
+    assert effect is not None
+    return [node.args[at] if at < len(node.args) else None for at, _ in effect.writes]
 
 
 def _results(node: Node, count: int) -> list[Any]:
@@ -136,8 +141,8 @@ def _results(node: Node, count: int) -> list[Any]:
     return [*val][-count:] if isinstance(val, (list, tuple)) else [val]
 
 
-class _Lives:
-    """Until when the memory of each value is read, and which tensor each value written over another is."""
+class _LastReads:
+    """The last read of each value's memory, and the tensor that each value lies in."""
 
     def __init__(self, step: StepGraph) -> None:
         self._at = {node: at for at, node in enumerate(step.graph.nodes)}
@@ -150,14 +155,14 @@ class _Lives:
                 self._by_storage.setdefault(storage, []).append(node)
 
     def end_at(self, node: Node, operand: Any, result: torch.Tensor) -> bool:
-        """Whether ``node`` reads the memory of ``operand`` last, and ``result`` would lie there as ``operand`` does."""
+        """Whether ``node`` is the last reader of the memory of ``operand``, and ``result`` has the operand's layout."""
         layout = _layout(result)
         if layout is None or not isinstance(operand, Node) or _layout(operand.meta.get("val")) != layout:
             return False
         if node in self._returned and _is_view(maker := self._maker(operand)) and maker.target not in _PLAIN_VIEWS:
             return False
         values = self._values(operand)
-        if not all(self._may_be_written(value, node) for value in values):
+        if not all(self._is_writable(value, node) for value in values):
             return False
         read = [used for used in _operands(node) if used in values]
         return read == [operand] and all(self._at[user] <= self._at[node] for value in values for user in value.users)
@@ -177,23 +182,23 @@ class _Lives:
         return self._tensors.get(value, value)
 
     def _values(self, operand: Node) -> set[Node]:
-        """Everything that may lie in the memory of ``operand``."""
-        found: set[Node] = set()
+        """All values that can share memory with ``operand``."""
+        values: set[Node] = set()
         todo = [operand]
         while todo:
             value = todo.pop()
-            if value in found:
+            if value in values:
                 continue
-            found.add(value)
+            values.add(value)
             if not isinstance(value.meta.get("val"), torch.Tensor):
                 todo += value.users  # a list of views
                 continue
             todo += [other for storage in storages(value) for other in self._by_storage.get(storage, ())]
             todo += [user for user in value.users if looks_into(user) and not _picks_new(user)]
             todo += sources(value) if looks_into(value) and not _picks_new(value) else []
-        return found
+        return values
 
-    def _may_be_written(self, value: Node, by: Node) -> bool:
+    def _is_writable(self, value: Node, by: Node) -> bool:
         if value.op == "placeholder":
             return by in self._updates.get(value.name, ())
         return value.op == "call_function" and getattr(value.target, "namespace", "aten") == "aten"
@@ -201,7 +206,7 @@ class _Lives:
 
 def _updates(step: StepGraph) -> dict[str, list[Node]]:
     """For each input that is updated, the operations that make its new value of its old one, each in place."""
-    found: dict[str, list[Node]] = {}
+    updates: dict[str, list[Node]] = {}
     for entry, result in step.updates():
         value: Any = result
         while isinstance(value, Node):
@@ -209,11 +214,11 @@ def _updates(step: StepGraph) -> dict[str, list[Node]]:
             form = in_place_form(maker.target)
             if form is None:
                 break
-            found.setdefault(entry.name, []).append(maker)
+            updates.setdefault(entry.name, []).append(maker)
             operands = [operand for operand in _written(maker, form) if isinstance(operand, Node)]
             # What comes before must be for this operation alone: else it would be read where it is overwritten.
             value = operands[0] if len(operands) == 1 and [*operands[0].users] == [maker] else None
-    return found
+    return updates
 
 
 def _is_view(node: Node) -> bool:
@@ -223,8 +228,8 @@ def _is_view(node: Node) -> bool:
 
 def _returned(step: StepGraph) -> set[Node]:
     """The operations of which a result is handed to the caller."""
-    found = (value for what, value in zip(step.outputs, step.results, strict=True) if not isinstance(what, Update))
-    return {value.args[0] if _picks_new(value) else value for value in found if isinstance(value, Node)}  # type: ignore[misc]
+    returned = (value for what, value in zip(step.outputs, step.results, strict=True) if not isinstance(what, Update))
+    return {value.args[0] if _picks_new(value) else value for value in returned if isinstance(value, Node)}  # type: ignore[misc]
 
 
 def _picks_new(node: Node) -> bool:
@@ -234,13 +239,13 @@ def _picks_new(node: Node) -> bool:
 
 def _operands(node: Node) -> list[Node]:
     """The operands of ``node``, as often as they are."""
-    found: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), lambda used: found.append(used))
-    return found
+    operands: list[Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), lambda used: operands.append(used))
+    return operands
 
 
 def _layout(val: Any) -> tuple[Any, ...] | None:
-    """How a tensor lies in memory; None where only the data decides, and fake strides need not be the real ones."""
+    """Dtype, device, sizes and strides; None where sizes depend on data: fake strides may then be wrong."""
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return None
     if any(torch_adapter.hint(size) is None for size in val.shape):

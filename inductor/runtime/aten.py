@@ -1,8 +1,8 @@
-"""The ATen executor: a StepGraph as one readable Python function of eager kernels, bit for bit as eager.
+"""The ATen executor: compiles a StepGraph to one readable Python function of ATen calls, bit for bit equal to eager.
 
-The nodes run in the order of the graph. Two decisions make the function: where each value lives
-(:mod:`weft.inductor.runtime.placement`) and when each variable is dropped (at its last use,
-:mod:`weft.inductor.runtime.writer`).
+The nodes run in the order of the graph. :mod:`weft.inductor.runtime.placement` decides the memory of each value, and
+:mod:`weft.inductor.runtime.writer` deletes each variable after its last use. Nodes that earlier passes fused are calls
+of generated kernels in the same function.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ import logging
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, TracebackType
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import torch
 
-import weft.gloo  # noqa: F401 - all-gathers on the CPU that may be in flight together
-from weft import torch_adapter
-from weft.capture.costs import format_bytes
+import weft.gloo  # noqa: F401 - registers CPU all-gathers that may be in flight together
+from weft import knobs, torch_adapter
 from weft.capture.graph import StepGraph
+from weft.capture.sizes_in_bytes import format_bytes
 from weft.capture.user_code import format_frame
 from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
+from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.runtime.bindings import callable_of
-from weft.inductor.runtime.cublas_lt import Shape
-from weft.inductor.runtime.geometry import looks_into
 from weft.inductor.runtime.memory_plan import plan_memory
 from weft.inductor.runtime.placement import place
-from weft.inductor.runtime.products import chosen, product_callables
+from weft.inductor.runtime.verify import verify_program
 from weft.inductor.runtime.writer import write_program
 from weft.torch_adapter import OpOverload
 
@@ -42,33 +41,30 @@ _count = itertools.count()
 
 
 class AtenProgram:
-    """A compiled step. Call it with one value an input of the StepGraph (local tensors, Python numbers), in
-    order; or call :meth:`boxed` with a list of them, which it empties so that inputs go at their last use.
+    """A compiled step.
 
-    Updated inputs are written in place. Returns the values of the outputs that are ``Create`` or ``Return``,
-    in order.
+    Call it with one value per input of the StepGraph (local tensors, Python numbers), in order. :meth:`boxed` takes a
+    list of them and empties it, so that inputs are freed at their last use. Updated inputs are written in place. A call
+    returns the values of the ``Create`` and ``Return`` outputs, in order.
 
     Args:
-        algorithms: by which products of some shapes are to be computed, see :mod:`weft.inductor.runtime.products`.
+        source: the Python text to run; it defines ``run(inputs)``.
+        names: the global names of the text with their values.
+        lines: the node of each line of the text.
 
     Attributes:
-        source: the Python text that runs.
+        source: as given.
 
     Raises:
-        StepFailed: an operation failed; names the user's line. Errors of weft's own, and whatever a call with
-            effects (a hook of the user's) raises, come through as they are.
+        StepFailed: an operation failed; names the user's line. Weft's own errors, and errors of user hooks, are passed
+            on unchanged.
     """
 
-    def __init__(
-        self,
-        source: str,
-        names: dict[str, Any],
-        lines: list[Node | None],
-        algorithms: Mapping[Shape, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, source: str, names: dict[str, Any], lines: list[Node | None]) -> None:
         self.source = source
         self._lines = lines
         self._filename = f"<weft program {next(_count)}>"
+        # Tracebacks and debuggers show the text of the program through linecache.
         linecache.cache[self._filename] = (
             len(source),
             None,
@@ -76,33 +72,34 @@ class AtenProgram:
             self._filename,
         )
         weakref.finalize(self, linecache.cache.pop, self._filename, None)
+        # Only names that are called get the cheaper binding: an operation passed as an argument stays an OpOverload.
         called = re.compile(r"\b(\w+)\(").findall(source)
-        namespace, products = dict(names), product_callables(algorithms)
-        for name in {*called} & {*names}:  # an operation that is handed to another one stays what it is
+        namespace = dict(names)
+        for name in {*called} & {*names}:
             if isinstance(names[name], OpOverload):
-                namespace[name] = products.get(names[name]) or callable_of(names[name])
+                namespace[name] = callable_of(names[name])
         exec(compile(source, self._filename, "exec"), namespace)
         self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
 
     @property
     def operations(self) -> Counter[str]:
-        """How many operations of the graph run in ``generated`` kernels, how many as kernels of ``aten``; a view is
-        neither."""
+        """Number of operations that run in ``generated`` kernels and as ``aten`` kernels. Views count as neither."""
         counts: Counter[str] = Counter()
         for node in dict.fromkeys(self._lines):
             if node is not None and node.op == "call_function" and not looks_into(node):
-                generated = "operations" in node.meta
-                counts["generated" if generated else "aten"] += node.meta["operations"] if generated else 1
+                generated = "fused_ops" in node.meta
+                counts["generated" if generated else "aten"] += node.meta["fused_ops"] if generated else 1
         return counts
 
     def __call__(self, *inputs: Any) -> list[Any]:
         return self.boxed([*inputs])
 
     def boxed(self, inputs: list[Any]) -> list[Any]:
-        """Run over ``inputs``, a list that is empty afterwards: what nobody else holds is freed at its last use."""
+        """Run with ``inputs``; the list is empty afterwards, so that an input with no other reference is freed at its
+        last use."""
         try:
             with torch_adapter.no_autocast():
-                if not torch.is_grad_enabled():  # as below AOTAutograd: no_grad costs as much as two operations
+                if not torch.is_grad_enabled():  # entering no_grad costs as much as two operations
                     return self._run(inputs)
                 with torch.no_grad():
                     return self._run(inputs)
@@ -121,7 +118,7 @@ class AtenProgram:
             if node.meta.get("effect"):
                 error.add_note(f"raised in a compiled step at {stack[0] if stack else node.name}")
                 raise
-            raise StepFailed(str(node.target), stack, error) from error
+            raise StepFailed(str(node.target), stack, error, _fails_eagerly(node, error)) from error
 
     def _failing_node(self, traceback: TracebackType | None) -> Node | None:
         while traceback is not None:
@@ -131,19 +128,60 @@ class AtenProgram:
         return None
 
 
+def _fails_eagerly(node: Node, error: Exception) -> bool | None:
+    """Whether the operation of ``node`` also fails on the operands of the failed call, run by itself; None where that
+    is not known, or costs more than an operation."""
+    op = node.target
+    # A GPU reports errors of other operations too, and out of memory says nothing of an operation. Collectives wait.
+    late = isinstance(error, torch.OutOfMemoryError) or type(error).__name__ == "AcceleratorError"
+    if late or not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
+        return None
+    operands = _operands(node, error.__traceback__)
+    if operands is None:
+        return None
+    args, kwargs = operands
+    try:
+        with torch.random.fork_rng(enabled=torch.Tag.nondeterministic_seeded in op.tags):
+            op(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - any error is the answer
+        return True
+    return False
+
+
+def _operands(node: Node, traceback: TracebackType | None) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The values that the variables named like the operands of ``node`` have in the failed program."""
+    while traceback is not None and traceback.tb_frame.f_code.co_name != "run":
+        traceback = traceback.tb_next
+    if traceback is None:
+        return None
+    names = traceback.tb_frame.f_locals
+    if any(used.name not in names for used in node.all_input_nodes):
+        return None
+    value = lambda used: names[used.name]
+    return torch.fx.map_arg(node.args, value), torch.fx.map_arg(node.kwargs, value)  # type: ignore[return-value]
+
+
 def compile_aten(step: StepGraph, *, device: torch.device | None = None, planned: bool = False) -> AtenProgram:
-    """Make a program that runs the nodes of ``step`` as they stand, with eager kernels.
+    """Compile ``step`` to a program that runs its nodes in order.
 
     Args:
-        device: where tensors made by the step go; None leaves them where the capture had them.
-        planned: whether what can lies in one block of memory, held from the beginning of a call to its end, where each
-            value's place is planned; otherwise all memory comes from torch's allocator, and goes back at a last use.
+        step: the graph.
+        device: device of tensors that the step creates; None keeps the devices of the capture.
+        planned: whether values lie at planned offsets in one arena, allocated for the length of a call. Otherwise all
+            memory comes from torch's allocator and is freed at the last use.
 
     Raises:
-        MalformedGraph: the graph has a node or an update that no executor can run.
+        MalformedGraph: the graph has a node or an update that no program can run.
+        MalformedProgram: the verifier found a fault in the text (with the knob ``verify_graphs`` on).
     """
     placement = place(step)
     plan = plan_memory(step, placement) if planned else None
     if plan is not None:
-        log.info("%s in %s of memory, %s at once", *map(format_bytes, (plan.made, plan.size, plan.held)))
-    return AtenProgram(*write_program(step, placement, device, plan), chosen(step.graph))
+        log.info(
+            "arena of %s for %s of values, %s of them live at once",
+            *map(format_bytes, (plan.size, plan.total, plan.peak_live)),
+        )
+    program = write_program(step, placement, device, plan)
+    if knobs.verify_graphs:
+        verify_program(step, *program)
+    return AtenProgram(*program)

@@ -1,7 +1,8 @@
-"""The Python functions of torch that call one operation each, which programs call instead of the operation.
+"""Torch's Python bindings that programs call in place of ATen operations.
 
-They read their arguments as Python objects; an operation called by its name has them boxed by its schema first, which
-costs 0.3 to 1 microseconds more, as much as dispatching it. Results are the same: the kernels are.
+A binding such as ``torch.mm`` parses its Python arguments directly. A call of ``torch.ops.aten.mm.default`` boxes them
+by its schema first, which costs 0.3 to 1 us more per call, as much as the dispatch itself. The kernels and the results
+are the same.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from weft.torch_adapter import OpOverload
 aten = torch.ops.aten
 Tensor = torch.Tensor
 
-# Whose positional arguments are those of the operation, and which no other operation is called by for these.
+# Only bindings that take the operation's positional arguments unchanged and dispatch to exactly this operation. Another
+# overload could change the bits.
 BINDINGS: dict[OpOverload, Callable[..., Any]] = {
-    # products
+    # GEMMs and convolutions
     aten.addmm.default: torch.addmm,
     aten.baddbmm.default: torch.baddbmm,
     aten.bmm.default: torch.bmm,
@@ -66,5 +68,5 @@ BINDINGS: dict[OpOverload, Callable[..., Any]] = {
 
 
 def callable_of(op: OpOverload) -> Callable[..., Any]:
-    """What a program calls for ``op``, with the arguments of ``op``."""
+    """The cheapest function that calls ``op`` with its arguments: a binding of torch, else the operation's kernel."""
     return BINDINGS.get(op) or torch_adapter.kernel(op)

@@ -1,4 +1,4 @@
-"""What of a step a CUDA graph can hold."""
+"""Which nodes of a step a CUDA graph can record, and why the others cannot be recorded."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from weft import torch_adapter
-from weft.capture.graph import StepGraph, group_of, is_collective, is_wait
-from weft.capture.streams import StreamCall
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import group_of, is_collective, is_wait
+from weft.capture.record.streams import StreamCall
 from weft.capture.user_code import format_frame
-from weft.inductor.passes.host import tensors_of, to_memory
+from weft.inductor.graph.host_scalars import tensors_of, to_memory
 
 Node = torch.fx.Node
 
 
 def why_not(node: Node, step: StepGraph) -> str | None:
-    """Why a call cannot be recorded in a CUDA graph, as a sentence; None where it can be."""
+    """The reason why a call cannot be recorded in a CUDA graph, as a sentence; None where it can be recorded."""
     if isinstance(node.target, StreamCall) or node.meta.get("effect"):
         return f"{node.name} calls Python code of the step at every call"
     if node.target is to_memory:
@@ -27,14 +28,15 @@ def why_not(node: Node, step: StepGraph) -> str | None:
     if is_wait(node):
         return _why_not_communicate(_start(node), step)
     tensors = tensors_of(node)
-    given = [(used, tensor) for used in node.all_input_nodes for tensor in tensors_of(used)]
-    off = next((used for used, tensor in given if not tensor.is_cuda), None)
-    if off is not None:
-        return f"{node.name} reads {off.name}, which is on the CPU"
+    operands = [(used, tensor) for used in node.all_input_nodes for tensor in tensors_of(used)]
+    on_cpu = next((used for used, tensor in operands if not tensor.is_cuda), None)
+    if on_cpu is not None:
+        return f"{node.name} reads {on_cpu.name}, which is on the CPU"
     if any(not tensor.is_cuda for tensor in tensors):
         return f"{node.name} is a tensor on the CPU"
     if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or _decided_by_data(node):
         return f"{node.name} depends on a number that only the data decides"
+    # A kernel receives the number by value, so a recording would replay the value of the first call.
     number = next((used for used in node.all_input_nodes if isinstance(used.meta.get("val"), torch.SymFloat)), None)
     if number is not None and tensors:
         return f"{node.name} takes the number {number.name}, which may be another at every call"
@@ -42,7 +44,7 @@ def why_not(node: Node, step: StepGraph) -> str | None:
 
 
 def where(node: Node) -> str:
-    """The user's line of a node, in brackets after a sentence; "" where nothing is known of it."""
+    """The user's line of a node in parentheses, to append to a sentence; "" where no line is known."""
     frames = node.meta.get("frames", ())
     return f" ({format_frame(frames[0])})" if frames else ""
 
@@ -65,12 +67,12 @@ def _unbacked(val: object) -> bool:
 
 
 def _why_not_communicate(start: Node | None, step: StepGraph) -> str | None:
-    """Kernels over the memory of peers are recorded like others. NCCL's calls are too, where nothing on the host must
-    watch them.
+    """The reason why a collective cannot be recorded. Peer kernels can be, like other kernels, and NCCL calls can be
+    unless the host waits for them.
 
-    The watchdog of torch's process group (2.11 and later) polls events in a mode that disturbs no capture of another
-    thread, and leaves recorded calls alone; so an error on another rank shows as a hang of a replay, not as a timeout.
-    Calls that block the host (``TORCH_NCCL_BLOCKING_WAIT``, ``CUDA_LAUNCH_BLOCKING``) cannot be recorded at all.
+    The watchdog of torch's process group (2.11 and later) polls events in a mode that does not disturb a capture on
+    another thread, and ignores recorded calls. So an error on another rank shows as a hang of a replay, not as a
+    timeout. Calls that block the host (``TORCH_NCCL_BLOCKING_WAIT``, ``CUDA_LAUNCH_BLOCKING``) cannot be recorded.
     """
     if start is None:
         return "a wait whose collective is not in the step"
@@ -89,8 +91,8 @@ def _why_not_communicate(start: Node | None, step: StepGraph) -> str | None:
 
 
 def _start(wait: Node) -> Node | None:
-    """The collective that a node waits for."""
-    given = wait.args[0]
-    while isinstance(given, Node) and not is_collective(given):
-        given = given.args[0] if given.args else None
-    return given if isinstance(given, Node) else None
+    """The collective that ``wait`` waits for; None where it is not in the graph."""
+    source = wait.args[0]
+    while isinstance(source, Node) and not is_collective(source):
+        source = source.args[0] if source.args else None
+    return source if isinstance(source, Node) else None

@@ -1,12 +1,14 @@
-"""Compiles kernels, in worker processes where there are many, and leaves them in the cache.
+"""Compiles kernels into the cache on disk, in worker processes where there are many.
 
-A worker is a fresh Python that imports triton and not torch (0.15 s), never touches CUDA, and reads and answers
-one line a kernel. It ends when its input does. Several processes that need the same kernels (the ranks of one host)
-share the work by themselves: each takes the kernels in an order of its own and skips what is in the cache by then.
+A worker is a fresh Python process that imports triton but not torch (0.15 s) and never initialises CUDA. It reads one
+line of JSON per kernel and answers with one line, the kernel or why there is none. It ends at the end of its input. The
+ranks of one host need the same kernels and share the work without a protocol: each takes them in its own random order
+and skips those in the cache. Where there is no cache, each compiles all of them.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -21,16 +23,16 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft import errors, knobs, triton_adapter
-from weft.inductor.runtime import kernel_cache
-from weft.inductor.runtime.kernel_cache import Binary, Resources
-from weft.inductor.runtime.kernel_source import KernelSource
+from weft import errors, triton_adapter
+from weft.inductor.cache import kernel_cache
+from weft.inductor.cache.kernel_cache import Binary, Resources
+from weft.inductor.codegen.kernel_source import KernelSource
 
 log = logging.getLogger(__name__)
 
 MOST_WORKERS = 16
 
-# A kernel takes about 0.07 s and a worker 0.2 s to start: fewer are compiled here.
+# Compiling a kernel takes about 0.07 s, starting a worker 0.2 s: fewer kernels are compiled in this process.
 FEWEST_FOR_WORKERS = 5
 
 # Loads of 16 bytes in PTX: four registers of 4 bytes, two of 8, or an asynchronous copy to shared memory.
@@ -40,10 +42,17 @@ _LOCAL_ARRAY = re.compile(r"\.local .*\b__local_depot\w*\[(\d+)\]")
 
 
 def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None) -> list[Binary]:
-    """The compiled kernels of `sources` for sm_<arch>, in order, from the cache or compiled now. Needs no GPU.
+    """The compiled kernels of ``sources``, in order, from the cache or compiled now. Needs no GPU.
 
-    `workers` is how many processes compile; by default one less than there are cores, at most 16, and none (0) where
-    that would not pay. Raises errors.KernelCompilationFailed, errors.CacheUnusable, errors.TritonMissing.
+    Args:
+        sources: the kernels; equal ones are compiled once.
+        arch: GPU architecture as triton numbers them, 90 for sm_90.
+        workers: number of processes that compile. Default: one less than the CPU cores, at most 16, and 0 (compile in
+            this process) below five kernels.
+
+    Raises:
+        KernelCompilationFailed: triton or ptxas rejects a kernel, or a worker died.
+        TritonMissing: triton is not installed.
     """
     start = time.perf_counter()
     paths = {source: kernel_cache.path_of(source, arch) for source in sources}
@@ -53,19 +62,20 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
         workers = min(len(os.sched_getaffinity(0)) - 1, MOST_WORKERS)
         workers = workers if workers > 1 and len(missing) >= FEWEST_FOR_WORKERS else 0
     random.Random(os.getpid()).shuffle(missing)
+    made: dict[KernelSource, Binary] = {source: binary for source, binary in found.items() if binary is not None}
     if workers:
-        _compile_in_workers(missing, paths, arch, min(workers, len(missing)))
-        found.update((source, kernel_cache.read(paths[source])) for source in missing)
+        made |= _compile_in_workers(missing, paths, arch, min(workers, len(missing)))
     else:
-        found.update((source, _compile_here(source, paths[source], arch)) for source in missing)
+        made |= {source: _compile_here(source, paths[source], arch) for source in missing}
     level = logging.INFO if missing else logging.DEBUG
     log.log(level, "%d kernels, %d compiled, in %.2f s", len(paths), len(missing), time.perf_counter() - start)
-    return [_present(found[source], paths[source]) for source in sources]
+    return [made[source] for source in sources]
 
 
-def _present(binary: Binary | None, path: Path) -> Binary:
-    if binary is None:
-        raise errors.CacheUnusable(str(path), OSError("a kernel just written there could not be read"))
+def rebuild(source: KernelSource, arch: int) -> Binary:
+    """``source`` compiled now, whatever the cache holds, which holds this one afterwards. Raises as :func:`build`."""
+    binary = _compiled(source, arch)
+    kernel_cache.write(kernel_cache.path_of(source, arch), binary)
     return binary
 
 
@@ -73,14 +83,20 @@ def _present(binary: Binary | None, path: Path) -> Binary:
 
 
 def _compile_here(source: KernelSource, path: Path, arch: int) -> Binary:
-    """Compile `source` into `path`, unless another process just did."""
+    """Compile ``source`` into ``path``, unless another process has written it meanwhile."""
     if (binary := kernel_cache.read(path)) is None:
-        try:
-            binary = _compile(source, arch)
-        except Exception as error:
-            raise errors.KernelCompilationFailed(source.name, _reason(error), source.text) from error
+        binary = _compiled(source, arch)
         kernel_cache.write(path, binary)
     return binary
+
+
+def _compiled(source: KernelSource, arch: int) -> Binary:
+    try:
+        return _compile(source, arch)
+    except errors.TritonMissing:
+        raise
+    except Exception as error:
+        raise errors.KernelCompilationFailed(source.name, _reason(error), source.text) from error
 
 
 def _compile(source: KernelSource, arch: int) -> Binary:
@@ -114,27 +130,27 @@ def _reason(error: Exception) -> str:
 # ---- many kernels
 
 
-def _compile_in_workers(sources: list[KernelSource], paths: dict[KernelSource, Path], arch: int, workers: int) -> None:
-    """Have every source compiled into its path by `workers` processes, each fed by a thread of its own."""
+def _compile_in_workers(
+    sources: list[KernelSource], paths: dict[KernelSource, Path], arch: int, workers: int
+) -> dict[KernelSource, Binary]:
+    """Compile every source with ``workers`` processes, each fed by its own thread, which also writes its path."""
     waiting = list(sources)
+    made: dict[KernelSource, Binary] = {}
     failed: list[errors.WeftError] = []
 
     def feed(worker: subprocess.Popen[str]) -> None:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
         while waiting and not failed:
             try:
                 source = waiting.pop()
             except IndexError:
                 break
             try:
-                print(json.dumps([str(paths[source]), arch, source.to_json()]), file=worker.stdin, flush=True)
-                answer = worker.stdout.readline()
-            except BrokenPipeError:
-                answer = ""
-            reason = json.loads(answer) if answer else f"the compiling process ended with status {worker.wait()}"
-            if reason is not None:
-                failed.append(errors.KernelCompilationFailed(source.name, reason, source.text))
+                if (binary := kernel_cache.read(paths[source])) is None:
+                    binary = _asked(worker, source, arch)
+                    kernel_cache.write(paths[source], binary)
+                made[source] = binary
+            except errors.WeftError as error:
+                failed.append(error)
 
     processes = [_start_worker() for _ in range(workers)]
     threads = [threading.Thread(target=feed, args=(worker,), daemon=True) for worker in processes]
@@ -150,32 +166,45 @@ def _compile_in_workers(sources: list[KernelSource], paths: dict[KernelSource, P
             worker.communicate()
     if failed:
         raise failed[0]
+    return made
+
+
+def _asked(worker: subprocess.Popen[str], source: KernelSource, arch: int) -> Binary:
+    """What a worker compiles ``source`` to."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    try:
+        print(json.dumps([arch, source.to_json()]), file=worker.stdin, flush=True)
+        answer = worker.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    reply = json.loads(answer) if answer else {"reason": f"the compiling process ended with status {worker.wait()}"}
+    if "reason" in reply:
+        raise errors.KernelCompilationFailed(source.name, reply["reason"], source.text)
+    return kernel_cache.from_bytes(base64.b64decode(reply["kernel"]))
 
 
 def _start_worker() -> subprocess.Popen[str]:
     program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import work; work()"
-    environment = {
-        **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        # The cache may have been chosen in Python, by knobs.override.
-        "WEFT_CACHE_DIR": knobs.cache_dir,
-    }
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
     )
 
 
 def work() -> None:
-    """What a worker does: for each line of its input compile one kernel, and answer null or why it could not."""
-    # What compilers print goes to standard error: standard output belongs to the protocol.
+    """Main loop of a worker: compiles the kernel of each input line, and answers with it or the reason for a failure.
+    It neither reads nor writes the cache."""
+    # Standard output carries the protocol, so the output of compilers is sent to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        path, arch, source = json.loads(line)
-        reason = None
+        arch, source = json.loads(line)
         try:
-            _compile_here(KernelSource.from_json(source), Path(path), arch)
+            binary = _compiled(KernelSource.from_json(source), arch)
+            reply = {"kernel": base64.b64encode(kernel_cache.to_bytes(binary)).decode()}
         except errors.KernelCompilationFailed as error:
-            reason = error.reason
+            reply = {"reason": error.reason}
         except errors.WeftError as error:
-            reason = str(error)
-        print(json.dumps(reason), file=answers, flush=True)
+            reply = {"reason": str(error)}
+        print(json.dumps(reply), file=answers, flush=True)

@@ -1,14 +1,14 @@
-"""A program recorded as CUDA graphs.
+"""Recording and replay of a program as CUDA graphs.
 
-The first calls run kernel by kernel: libraries set themselves up then, and allocators settle. The next one is recorded
-and from there on replayed: the host does one launch a step. A recording fixes where tensors lie, sizes, and numbers;
-for each combination that comes up there is one, as long as they do not change at every call.
+The first calls run kernel by kernel, while libraries initialise and caching allocators warm up. The next call is
+recorded, and later calls replay it: one launch from the host per step. A recording fixes addresses, sizes and Python
+numbers. The program keeps one recording per combination of these, unless they change at every call.
 
-- Parameters and states are used where they are; should they move, the step is recorded again, and what keeps moving is
-  copied. Arguments of the step are always copied into place.
-- Results are copied out, so that those of earlier steps stay valid, unlike those of
-  ``torch.compile(mode="reduce-overhead")``. Large ones (gradients that are left behind) are handed out as they are
-  while nobody keeps them until the next call, and no other recording works where they lie.
+- Parameters and optimizer states are read at their own addresses. If an address changes, the step is recorded again; an
+  input whose address keeps changing is copied to a static buffer. Arguments of the step are always copied.
+- Results are cloned, so that those of earlier steps stay valid, unlike with ``torch.compile(mode="reduce-overhead")``.
+  A large result (a gradient that the step returns) is returned without a copy, if the caller drops it before the next
+  call and no other recording shares its memory.
 """
 
 from __future__ import annotations
@@ -22,40 +22,47 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.graph import Role, StepGraph, Update
-from weft.inductor.multi_tensor.bound import RECORDINGS
+from weft.capture.graph import StepGraph
+from weft.capture.step_interface import Role, Update
 from weft.inductor.runtime.aten import AtenProgram
-from weft.inductor.runtime.graph_recorder import Recorder, Recording
+from weft.inductor.runtime.bound_plan import RECORDINGS
+from weft.inductor.runtime.graph_recorder import GraphRecorder, Recording
 from weft.inductor.runtime.static_input import StaticInput
 
 log = logging.getLogger(__name__)
 
-_WARM_UP = 2  # calls before recording
-_KEPT = 8  # recordings of one program
-_PAID_BY = 10  # replays that are worth a recording
-_ADVANCE = 8  # recordings that need not be paid for yet
-_MOVES = 2  # how often an input may move, each time soon after the last, before it is copied
-_LARGE = 1 << 20  # bytes of a result from which a copy matters
+_WARM_UP_CALLS = 2  # calls before the first recording
+_MAX_RECORDINGS = 8  # recordings of one program that are kept, least recently used dropped first
+# A recording pays off after this many replays. A program that is recorded more often gives up.
+_REPLAYS_PER_RECORDING = 10
+_FREE_RECORDINGS = 8  # recordings allowed before the ratio above counts
+_MAX_ADDRESS_CHANGES = 2  # address changes in successive short-lived recordings before an input is copied
+_LARGE_RESULT = 1 << 20  # bytes from which the copy of a result costs noticeable time and memory
 
 Key = tuple[Any, ...]
 
 
 class GraphedProgram:
-    """A program that is recorded and replayed. Called like the program.
+    """A program that is recorded as a CUDA graph and replayed. Called like the program.
 
     Args:
-        program: what is recorded.
-        step: what it was made from.
-        recorder: records it; may be another in a test.
-        internal: numbers of results that go no further than to the rest of the step, before the next call.
+        program: the program to record.
+        step: the graph that it was compiled from.
+        recorder: makes recordings; tests pass a fake one.
+        internal: positions of results that only later partitions of the same step read, before the next call. They
+            are returned without a copy.
 
     Attributes:
-        recordings: how often it was recorded.
-        why_not: why it runs kernel by kernel after all, once that is known.
+        recordings: number of recordings so far.
+        replays: number of replays so far.
+        why_not: why the program runs kernel by kernel after all; None while it is recorded.
+
+    Raises:
+        ReplayFailed: CUDA refuses a replay. All other errors are those of the program.
     """
 
     def __init__(
-        self, program: AtenProgram, step: StepGraph, recorder: Recorder, internal: frozenset[int] = frozenset()
+        self, program: AtenProgram, step: StepGraph, recorder: GraphRecorder, internal: frozenset[int] = frozenset()
     ) -> None:
         self.program = program
         self.recorder = recorder
@@ -68,26 +75,29 @@ class GraphedProgram:
         self._names = [entry.path for entry in step.inputs]
         self._tensors = [isinstance(node.meta["val"], torch.Tensor) for node in step.placeholders]
         self._copied = [entry.role is Role.BATCH for entry in step.inputs]
-        self._fixed = self._what_is_fixed()
-        self._moves = [0] * len(step.inputs)
+        self._keys_of = self._key_functions()
+        self._address_changes = [0] * len(step.inputs)
         self._kept_results: set[int] = set()
         self._calls = 0
         self._era = recorder.era
         self._recorded: OrderedDict[Key, _Recorded] = OrderedDict()
-        # What asks, without waiting for the GPU, whether other ranks came: replays call nothing of the step.
+        # A replay calls no Python of the step. Peer collectives report ranks that are late through these functions,
+        # which do not wait for the GPU; without them a missing rank would be a hang without a message.
         self._checks = [node.target.check for node in step.collectives() if hasattr(node.target, "check")]
 
     @property
     def source(self) -> str:
+        """The Python text of the program."""
         return self.program.source
 
     @property
     def operations(self) -> Any:
+        """Number of operations by kind, see :attr:`AtenProgram.operations`."""
         return self.program.operations
 
     def __call__(self, *inputs: Any) -> list[Any]:
         self._calls += 1
-        if self.why_not is not None or self._calls <= _WARM_UP:
+        if self.why_not is not None or self._calls <= _WARM_UP_CALLS:
             return self.program(*inputs)
         recorded = self._find(inputs) or self._record(inputs)
         if recorded is None:
@@ -101,7 +111,9 @@ class GraphedProgram:
     # ---- which recording
 
     def _find(self, inputs: Sequence[Any]) -> _Recorded | None:
-        """The recording that serves these inputs."""
+        """The recording that can be replayed with these inputs; None where there is none."""
+        # Another program's failed recording replaced the state of the random number generator: old graphs would draw
+        # from the state that was replaced.
         if self.recorder.era != self._era:
             self._recorded.clear()
             self._era = self.recorder.era
@@ -109,49 +121,52 @@ class GraphedProgram:
         recorded = self._recorded.get(key)
         if recorded is None:
             return None
-        held = recorded.held()
-        if held:
-            # A replay would overwrite them: they stay as they are, and so does their memory.
-            self._kept_results |= held
+        in_use = recorded.results_in_use()
+        if in_use:
+            # A replay would overwrite results that the caller still has. Dropping the recording leaves them and their
+            # memory alone; the next recording copies these results.
+            self._kept_results |= in_use
             del self._recorded[key]
             return None
         self._recorded.move_to_end(key)
         return recorded
 
     def _key(self, inputs: Sequence[Any]) -> Key:
-        """What a recording fixes of the inputs."""
-        return tuple(map(operator.call, self._fixed, inputs))
+        """The properties of the inputs that a recording fixes."""
+        return tuple(map(operator.call, self._keys_of, inputs))
 
-    def _what_is_fixed(self) -> list[Callable[[Any], Any]]:
-        """For each input what a recording fixes of it: a number, how a copied tensor is laid out, where others lie."""
+    def _key_functions(self) -> list[Callable[[Any], Any]]:
+        """For each input the property that a recording fixes: the layout of a copied tensor, the address of another
+        tensor, the value of a number."""
         return [
             (_layout if copied else torch.Tensor.data_ptr) if tensor else _itself
             for tensor, copied in zip(self._tensors, self._copied, strict=True)
         ]
 
-    def _notice_moves(self, inputs: Sequence[Any]) -> None:
-        """Count what moved since the last recording; what did so soon after each recording is copied from now on."""
+    def _copy_moving_inputs(self, inputs: Sequence[Any]) -> None:
+        """Count the inputs whose address changed since the last recording. An input that changed soon after several
+        recordings is copied to a static buffer from now on."""
         if not self._recorded:
             return
         last_key, last = next(reversed(self._recorded.items()))
-        if last.replays >= _PAID_BY:
-            self._moves = [0] * len(self._moves)
+        if last.replays >= _REPLAYS_PER_RECORDING:
+            self._address_changes = [0] * len(self._address_changes)
         copied = list(self._copied)
         for at, (value, before) in enumerate(zip(inputs, last_key, strict=True)):
             if self._tensors[at] and not copied[at] and value.data_ptr() != before:
-                self._moves[at] += 1
-                copied[at] = self._moves[at] > _MOVES
+                self._address_changes[at] += 1
+                copied[at] = self._address_changes[at] > _MAX_ADDRESS_CHANGES
         if copied != self._copied:
             self._copied = copied
-            self._fixed = self._what_is_fixed()
+            self._keys_of = self._key_functions()
             self._recorded.clear()
 
     # ---- recording
 
     def _record(self, inputs: Sequence[Any]) -> _Recorded | None:
-        """Record the program for these inputs; None where it cannot be done."""
-        self._notice_moves(inputs)
-        if self.recordings > min(_ADVANCE + self.replays / _PAID_BY, RECORDINGS - 1):
+        """Record the program for these inputs; None where recording fails or does not pay."""
+        self._copy_moving_inputs(inputs)
+        if self.recordings > min(_FREE_RECORDINGS + self.replays / _REPLAYS_PER_RECORDING, RECORDINGS - 1):
             self._give_up(f"it had to be recorded {self.recordings} times in {self.replays} calls: {self._change()}")
             return None
         self.recorder.make_room()
@@ -159,22 +174,22 @@ class GraphedProgram:
             StaticInput(value) if copied and tensor else value
             for value, copied, tensor in zip(inputs, self._copied, self._tensors, strict=True)
         ]
-        given = [value.tensor if isinstance(value, StaticInput) else value for value in static]
+        recorded_inputs = [value.tensor if isinstance(value, StaticInput) else value for value in static]
         try:
-            recording = self.recorder.record(lambda: self.program(*given))
-        except Exception as error:  # noqa: BLE001 - whatever recording cannot do, running can
+            recording = self.recorder.record(lambda: self.program(*recorded_inputs))
+        except Exception as error:  # noqa: BLE001 - a step that cannot be recorded still runs kernel by kernel
             self._give_up(_reason(error))
             return None
         self.recordings += 1
-        recorded = _Recorded(recording, static, given, self._updated, self.internal, self._kept_results)
+        recorded = _Recorded(recording, static, recorded_inputs, self._updated, self.internal, self._kept_results)
         self._recorded[self._key(inputs)] = recorded
-        if len(self._recorded) > _KEPT:
+        if len(self._recorded) > _MAX_RECORDINGS:
             self._recorded.popitem(last=False)
         log.info("recorded a CUDA graph (recording %d)", self.recordings)
         return recorded
 
     def _change(self) -> str:
-        """The inputs that differ between recordings."""
+        """Names of up to four inputs that differ between recordings, for the warning."""
         keys = list(self._recorded)
         names = [name for name, *values in zip(self._names, *keys, strict=True) if len(set(values)) > 1]
         return f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''} changed" if names else "results were kept"
@@ -193,27 +208,30 @@ def _reason(error: BaseException) -> str:
 
 
 class _Recorded:
-    """One recording, with what goes in and comes out of it."""
+    """One recording with the copies into and out of its memory."""
 
     def __init__(
         self,
         recording: Recording,
         static: Sequence[Any],
-        given: Sequence[Any],
+        recorded_inputs: Sequence[Any],
         updated: Sequence[bool],
         internal: frozenset[int],
         kept: set[int],
     ) -> None:
         self.replays = 0
         self._recording = recording
-        # The step's own tensors must not be kept alive from here: only where they lie matters.
+        # A reference to the step's own tensors would keep replaced parameters and states in memory. The recording
+        # needs only their addresses, which are in the key.
         self._copied = {at: value for at, value in enumerate(static) if isinstance(value, StaticInput)}
         self._written = [at for at in self._copied if updated[at]]
-        self._handed: dict[int, tuple[torch.Tensor, int]] = {}
-        self._outputs = self._plan_outputs(recording.results, given, internal, kept)
-        recording.results = []
+        # Results returned without a copy, each with the number of users of its storage when only we hold it.
+        self._uncopied: dict[int, tuple[torch.Tensor, int]] = {}
+        self._outputs = self._plan_outputs(recording.results, recorded_inputs, internal, kept)
+        recording.results = []  # a result that is cloned needs no reference from here
 
     def replay(self, inputs: Sequence[Any]) -> list[Any]:
+        """Copy the inputs in, replay, copy updated inputs back; returns the results."""
         for at, static in self._copied.items():
             static.fill(inputs[at])
         self._recording.replay()
@@ -222,25 +240,26 @@ class _Recorded:
             inputs[at].copy_(self._copied[at].tensor, non_blocking=True)
         return [output(inputs) for output in self._outputs]
 
-    def held(self) -> set[int]:
-        """Numbers of the results that were handed out and that somebody still has."""
-        return {at for at, (value, users) in self._handed.items() if torch_adapter.storage_users(value) > users}
+    def results_in_use(self) -> set[int]:
+        """Positions of the results that were returned without a copy and that the caller still references."""
+        return {at for at, (value, users) in self._uncopied.items() if torch_adapter.storage_users(value) > users}
 
     def _plan_outputs(
-        self, results: Sequence[Any], given: Sequence[Any], internal: frozenset[int], kept: set[int]
+        self, results: Sequence[Any], recorded_inputs: Sequence[Any], internal: frozenset[int], kept: set[int]
     ) -> list[Callable[[Sequence[Any]], Any]]:
-        """For each result how it reaches the caller."""
-        of_inputs = {id(value): at for at, value in enumerate(given) if isinstance(value, torch.Tensor)}
-        memory = [_storage(value) for value in (*given, *results)]
+        """For each result a function from the call's inputs to the value to return."""
+        of_inputs = {id(value): at for at, value in enumerate(recorded_inputs) if isinstance(value, torch.Tensor)}
+        storages = [_storage(value) for value in (*recorded_inputs, *results)]
         plans: list[Callable[[Sequence[Any]], Any]] = []
         for at, value in enumerate(results):
             source = of_inputs.get(id(value))
-            if source is not None:
+            if source is not None:  # a returned parameter is the caller's own object
                 plans.append(lambda inputs, source=source: inputs[source])
             elif not isinstance(value, torch.Tensor) or at in internal:
                 plans.append(lambda _, value=value: value)
-            elif self._recording.alone and at not in kept and _is_large(value) and memory.count(_storage(value)) == 1:
-                self._handed[at] = value, torch_adapter.storage_users(value)
+            elif self._recording.alone and at not in kept and _is_large(value) and storages.count(_storage(value)) == 1:
+                # Sole user of its storage: the count of users shows whether the caller still has it.
+                self._uncopied[at] = value, torch_adapter.storage_users(value)
                 plans.append(lambda _, value=value: value.detach())
             else:
                 plans.append(lambda _, value=value: value.clone())
@@ -260,4 +279,4 @@ def _storage(value: Any) -> int | None:
 
 
 def _is_large(value: torch.Tensor) -> bool:
-    return value.numel() * value.element_size() >= _LARGE
+    return value.numel() * value.element_size() >= _LARGE_RESULT

@@ -1,7 +1,7 @@
-"""How much memory a GPU needs for work that is replayed from CUDA graphs.
+"""Peak GPU memory of a program that replays CUDA graphs.
 
-``torch.cuda.max_memory_allocated`` counts what was allocated and freed. A replay allocates nothing: it works in memory
-that was set aside when it was recorded, of which torch counts as allocated only what is still held as a tensor.
+``torch.cuda.max_memory_allocated`` does not see it. A replay allocates nothing: it uses the graph's private pool, which
+was reserved at the recording, and torch counts of that pool only the tensors that are still alive.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 def graph_pool_bytes(device: torch.device | int | None = None) -> tuple[int, int]:
-    """Bytes of the pools of CUDA graphs on a GPU: set aside, and counted as allocated among those."""
+    """Bytes of the CUDA graph pools on a GPU: (reserved, of which torch counts as allocated)."""
     index = device.index if isinstance(device, torch.device) else device
     index = torch.cuda.current_device() if index is None else index  # "cuda" alone is the current one
     segments = [
@@ -22,10 +22,10 @@ def graph_pool_bytes(device: torch.device | int | None = None) -> tuple[int, int
 
 
 def peak_memory(device: torch.device | int | None = None) -> int:
-    """Most bytes in use at once since ``torch.cuda.reset_peak_memory_stats``, the pools of CUDA graphs counted whole.
+    """Peak bytes in use since ``torch.cuda.reset_peak_memory_stats``, with the CUDA graph pools counted whole.
 
-    Reset after the calls that record (three are enough for most steps): those allocate what a replay only uses, and
-    would be counted twice.
+    Reset after the calls that record (three are enough for most steps). Their allocations in the pools would be counted
+    twice.
     """
-    set_aside, counted = graph_pool_bytes(device)
-    return torch.cuda.max_memory_allocated(device) + set_aside - counted
+    reserved, counted = graph_pool_bytes(device)
+    return torch.cuda.max_memory_allocated(device) + reserved - counted

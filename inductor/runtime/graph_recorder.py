@@ -1,4 +1,4 @@
-"""Recording work on a GPU as a CUDA graph, and leaving everything usable where that fails."""
+"""Recording of CUDA graphs, and recovery of the stream, allocator and generator after a recording that failed."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ log = logging.getLogger(__name__)
 
 
 class Recording(Protocol):
-    """Recorded work.
+    """A recorded function.
 
     Attributes:
-        results: what the function that was recorded returned: tensors that each replay writes again.
-        alone: whether nothing but its own replays writes to the results.
+        results: the values that the function returned; each replay writes the tensors among them again.
+        alone: whether no other recording writes to the memory of the results.
     """
 
     results: list[Any]
     alone: bool
 
     def replay(self) -> None:
-        """Do the work, on the tensors that it was recorded with."""
+        """Run the recorded work, on the tensors that it was recorded with. Raises ReplayFailed."""
 
 
-class Recorder(Protocol):
-    """Records what a function starts on a device."""
+class GraphRecorder(Protocol):
+    """Records the work that a function launches on a device."""
 
     def make_room(self) -> None:
-        """Give back what is cached of the device's memory, before what a recording needs outside it is made."""
+        """Return cached device memory, before the static inputs of a recording are allocated."""
 
     def record(self, run: Callable[[], list[Any]]) -> Recording:
-        """Record ``run``, whose work is not done then. Raises whatever ``run`` or the recording of it raises."""
+        """Record the work of ``run`` without executing it. Raises every error of ``run`` and of the recording."""
 
     @property
     def era(self) -> int:
-        """Recordings of an earlier era must not be replayed."""
+        """Number that grows when earlier recordings become invalid; those must not be replayed."""
 
 
 class CudaRecording:
-    """A CUDA graph."""
+    """A CUDA graph with the results of the function that it recorded, see :class:`Recording`."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, results: list[Any], alone: bool) -> None:
         self._graph = graph
@@ -55,6 +55,7 @@ class CudaRecording:
         self.alone = alone
 
     def replay(self) -> None:
+        """Launch the graph on the current stream. Raises ReplayFailed if CUDA returns an error."""
         try:
             self._graph.replay()
         except RuntimeError as error:
@@ -64,8 +65,12 @@ class CudaRecording:
 class CudaRecorder:
     """Records CUDA graphs on one GPU.
 
-    All graphs of a GPU share one pool of memory, which lives as long as any of them: only one runs at a time. A graph
-    leaves alone what was held when it was recorded, but results of one recorded later may lie where it works.
+    All graphs of a GPU share one memory pool, which exists as long as one of them: only one graph runs at a time. A
+    graph does not write to tensors that were alive at its recording. Results of a graph recorded later may lie in
+    memory that it uses for intermediate values.
+
+    Attributes:
+        era: see :attr:`GraphRecorder.era`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,17 +80,18 @@ class CudaRecorder:
         self._failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory still points to them
 
     def make_room(self) -> None:
-        """Recordings work in a pool of their own. A tensor made in a part of a block that is cached, such as what the
-        calls before worked in, would keep all of it from being given back."""
+        """Empty torch's cache. A static input allocated in a part of a cached segment would keep the whole segment from
+        being returned, while the recording needs that memory for its own pool."""
         torch.cuda.empty_cache()
 
     def record(self, run: Callable[[], list[Any]]) -> CudaRecording:
+        """Capture the work of ``run`` on a side stream. Raises every error of ``run`` and of the capture."""
         stream = torch.cuda.current_stream(self.device)
         alive = next(iter(self._graphs), None)
         pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
-        gc.disable()  # a finalizer that runs now may call what cannot be recorded
+        gc.disable()  # a finalizer that runs during the capture may make a call that invalidates it
         try:
             with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = run()
@@ -101,19 +107,22 @@ class CudaRecorder:
         return CudaRecording(graph, results, alone=alive is None)
 
     def _recover(self, stream: torch.cuda.Stream, pool: Any) -> None:
-        """After a recording that could not even be ended: torch leaves the side stream current, the allocator in the
-        pool, and the generator in the recording, where it draws no more numbers."""
+        """Restore torch's state after a capture that could not be ended.
+
+        Torch then leaves the side stream current, the allocator in the graph's pool, and the random number generator in
+        capture mode, in which it draws no numbers.
+        """
         torch.cuda.set_stream(stream)
         torch_adapter.abandon_capture(self.device, pool)
         generator = torch.cuda.default_generators[self.device.index]
         generator.graphsafe_set_state(generator.clone_state())
-        # Graphs recorded earlier go on drawing from the state that was replaced.
+        # Graphs recorded earlier would go on drawing from the generator state that was replaced.
         self.era += 1
         self._graphs.clear()
-        log.info("took back a recording on %s that could not be ended; earlier ones are made again", self.device)
+        log.info("abandoned a capture on %s that could not be ended; earlier graphs are recorded again", self.device)
 
 
 @functools.cache
 def recorder_of(device: torch.device) -> CudaRecorder:
-    """The recorder of a GPU."""
+    """The recorder of ``device``, one per GPU and process, because graphs share a pool."""
     return CudaRecorder(device)

@@ -1,17 +1,17 @@
-"""Where the values of a program lie in one block of memory, its arena.
+"""Memory planning: the offset of each value of a program in one block of device memory, the arena.
 
-A recording keeps all the memory that its program ever used, and an allocator that does not know what comes next uses
-more than is held at once: for a step of Llama 1B on one GPU 11.2 GiB beside its inputs, of which no more than 9.2 are
-held at any time. Here all lives are known, so each value gets its offset beforehand.
+A CUDA graph keeps all memory that its program ever allocated, and a caching allocator, which does not know the next
+request, uses more than the peak of live bytes: for a step of Llama 1B on one GPU 11.2 GiB beside the inputs, with a
+peak of 9.2 GiB. All live ranges are known when the program is written, so each value gets its offset then.
 
 Finding offsets is dynamic storage allocation, which is NP-hard. Greedy by size (Pisarchyk and Lee, Efficient Memory
-Management for Deep Neural Net Inference, 2020) places the largest value first, each into the smallest gap that it fits
-between those that are alive with it; on training steps that is within a percent or two of what is held at once, and
+Management for Deep Neural Net Inference, 2020) places the largest value first, each into the smallest gap that fits it
+between the values that are live together with it. On training steps this is within 1% to 2% of the peak of live bytes;
 where it is not, other orders are tried.
 
-In the arena lies what a node makes that can be told where: the results of generated kernels, matrix products,
-multi-tensor kernels and collectives over peers, of sizes known beforehand. What the step hands out, what other
-kernels of ATen make, and what they read by its storage, comes from torch's allocator.
+The arena holds outputs that can be written to a given address: of generated kernels, GEMMs, multi-tensor kernels and
+peer collectives, with sizes known at compile time. Torch's allocator provides the rest: what the step returns, outputs
+of other ATen kernels, and values that an operation reads through their storage.
 """
 
 from __future__ import annotations
@@ -25,42 +25,35 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
-from weft.inductor.kernel_call import KernelCall
-from weft.inductor.liveness import BLOCK, bytes_over_time
-from weft.inductor.multi_tensor.launcher import Launcher
-from weft.inductor.passes.lists import static
-from weft.inductor.passes.order import waits_of
-from weft.inductor.runtime.geometry import addresses_storage, sources, storages
+from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.graph.aliasing import addresses_storage, sources, storages
+from weft.inductor.graph.live_range import BLOCK, LiveInterval, peak_bytes
+from weft.inductor.graph.node_order import waits_of
+from weft.inductor.passes.tensor_lists import is_static
+from weft.inductor.runtime.multi_tensor import Launcher
 from weft.inductor.runtime.placement import Leaf, Memory, Placement, leaves
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
 
 aten = torch.ops.aten
-# They write a result where they are told to at no cost: libraries do.
-PRODUCTS: tuple[OpOverload, ...] = (
+# Library calls whose ``out`` form writes straight to the given address, without a copy.
+GEMMS: tuple[OpOverload, ...] = (
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,
     aten.baddbmm.default,
 )
 
-# Stretches of the program by which values are found that are alive together.
-_STRETCHES = 64
-# The part of what is alive at once by which an arena may be larger without another being tried.
-_HARDLY = 0.02
+# The program is divided into this many segments of positions. A new value is compared only with values of the segments
+# that it is live in, not with all values placed before it.
+_SEGMENTS = 64
+# An arena at most this fraction above the lower bound (the peak of live bytes) is accepted without trying other orders.
+_SIZE_TOLERANCE = 0.02
 
 
-class Life(NamedTuple):
-    """A value's bytes, and the positions of the first and the last node during which it is alive, both included."""
-
-    size: int
-    start: int
-    end: int
-
-
-class Span(NamedTuple):
-    """Where in the arena a tensor lies, ``offset`` in bytes."""
+class ArenaSpan(NamedTuple):
+    """A tensor in the arena: ``offset`` in bytes, sizes and strides in elements."""
 
     offset: int
     sizes: tuple[int, ...]
@@ -68,7 +61,7 @@ class Span(NamedTuple):
     dtype: torch.dtype
 
 
-Spans = Span | list["Spans"] | None
+Spans = ArenaSpan | list["Spans"] | None
 
 
 @dataclass(frozen=True)
@@ -76,120 +69,134 @@ class MemoryPlan:
     """The arena of a program.
 
     Attributes:
-        size: bytes.
-        held: the most bytes in it that are held at once: no plan is smaller.
-        made: bytes of all values that lie in it.
-        spans: for nodes that are told where to put results a span, or a list as their results are, with None for what
-            comes from torch's allocator.
-        device: where it is; None where nothing lies in it.
+        size: bytes of the arena.
+        peak_live: largest sum of bytes of arena values that are live at one position; a lower bound of ``size``.
+        total: sum of the bytes of all values in the arena.
+        spans: for each node with outputs in the arena a span, or a list shaped like its outputs; None for outputs that
+            come from torch's allocator.
+        device: device of the arena; None where no value lies in it.
     """
 
     size: int
-    held: int
-    made: int
+    peak_live: int
+    total: int
     spans: dict[Node, Spans]
     device: torch.device | None
 
 
 def plan_memory(step: StepGraph, placement: Placement) -> MemoryPlan:
-    """Plan the arena of the program that runs ``step`` as it is placed."""
-    lives = _Lives(step, placement)
-    found = [(node, tree) for node in step.graph.nodes if (tree := lives.results(node)) is not None]
-    offsets = pack(lives.found)
-    left = iter(offsets)
-    spans: dict[Node, Spans] = {node: _spans(tree, left) for node, tree in found}
-    size = _end(lives.found, offsets)
-    made = sum(life.size for life in lives.found)
-    return MemoryPlan(size, most_held(lives.found), made, spans, lives.device)
+    """Plan the arena of the program that runs ``step`` with this ``placement``."""
+    candidates = _ArenaCandidates(step, placement)
+    trees = [(node, tree) for node in step.graph.nodes if (tree := candidates.spans_of(node)) is not None]
+    intervals = candidates.intervals
+    offsets = pack(intervals)
+    # ``intervals`` has one entry per span, appended in the order in which ``_with_offsets`` consumes the offsets.
+    remaining = iter(offsets)
+    spans: dict[Node, Spans] = {node: _with_offsets(tree, remaining) for node, tree in trees}
+    size = _arena_size(intervals, offsets)
+    total = sum(interval.size for interval in intervals)
+    return MemoryPlan(size, peak_bytes(intervals), total, spans, candidates.device)
 
 
 def new_arena(size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes on ``device``."""
+    """An uninitialised arena: a uint8 tensor of shape [size] on ``device``."""
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def part(
     arena: torch.Tensor, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The tensor that lies ``offset`` bytes into ``arena``."""
-    made = torch.empty(0, dtype=dtype, device=arena.device)
-    return made.set_(arena.untyped_storage(), offset // dtype.itemsize, sizes, strides)
+    """A tensor of these sizes and strides (elements) at ``offset`` bytes in the storage of ``arena``.
+
+    ``offset`` must be a multiple of the element size of ``dtype``.
+    """
+    view = torch.empty(0, dtype=dtype, device=arena.device)
+    return view.set_(arena.untyped_storage(), offset // dtype.itemsize, sizes, strides)
 
 
-# ---- lives
+# ---- candidates
 
 
-class _Lives:
-    """What of a placed step can lie in an arena.
+class _ArenaCandidates:
+    """The outputs of a placed step that can lie in an arena.
 
     Attributes:
-        found: the lives of the tensors that :meth:`results` has given so far, in its order.
-        device: where they are: that of the first one, what is elsewhere is left out. None before that.
+        intervals: live intervals of the spans that :meth:`spans_of` has returned so far, in that order.
+        device: device of the first span; tensors on other devices are no candidates. None before the first span.
     """
 
     def __init__(self, step: StepGraph, placement: Placement) -> None:
-        self.found: list[Life] = []
+        self.intervals: list[LiveInterval] = []
         self.device: torch.device | None = None
         self._placement = placement
         order = list(step.graph.nodes)
         self._at = {node: position for position, node in enumerate(order)}
         self._last = len(order) - 1
+        # The copies and clones that the placement added are no nodes of the graph, so ``Memory.busy_until`` does not
+        # count them as reads. Without this a value could be overwritten before it is copied into an updated input.
         self._read_late: dict[Memory, int] = {}
         for copy in placement.copies:
             self._read(copy.source, copy.after)
-        for _, old in placement.kept:
+        for _, old in placement.final_clones:
             self._read(old, self._last)
-        alone = [leaf for leaf in placement.returned if isinstance(leaf, Leaf)]
+        # The next call overwrites the arena, so nothing that the step returns may lie in it. An operation that reads
+        # the whole storage of its operand (as_strided) would see the other values of the arena.
+        excluded = [leaf for leaf in placement.returned if isinstance(leaf, Leaf)]
         for node in order:
             if addresses_storage(node):
-                alone += leaves(placement.trees[node.args[0]])  # type: ignore[index]
-        self._alone = {leaf.memory.root for leaf in alone if leaf.memory is not None}
+                excluded += leaves(placement.trees[node.args[0]])  # type: ignore[index]
+        self._excluded = {leaf.memory.root for leaf in excluded if leaf.memory is not None}
 
-    def results(self, node: Node) -> Spans:
-        """The results of ``node`` that can lie in the arena, their offsets not known yet; None where none can."""
-        if node in self._placement.writes or node in self._placement.free or node.op != "call_function":
+    def spans_of(self, node: Node) -> Spans:
+        """Spans with offset 0 for the outputs of ``node`` that can lie in the arena; None where none can."""
+        if node in self._placement.writes or node in self._placement.elided or node.op != "call_function":
             return None
-        if node.target in PRODUCTS:
+        if node.target in GEMMS:
             val = node.meta["val"]
-            fits = "place" not in node.meta and static([val]) and val.is_contiguous()
+            fits = "arena_slots" not in node.meta and is_static([val]) and val.is_contiguous()
             return self._span(val, self._placement.trees[node], node) if fits else None
         if isinstance(node.target, Launcher) and not node.target.effects.writes:
             lists = zip(node.meta["val"], self._trees(node), strict=True)
             return [[self._span(val, tree, node) for val in vals] for vals, tree in lists]
-        if getattr(node.target, "takes_out", False):  # a collective over peers, which writes until it is waited for
+        if getattr(node.target, "takes_out", False):
+            # A peer collective writes its outputs until its last wait, also those that no node reads after that.
             until = max((self._at[wait] for wait in waits_of(node)), default=self._last)
-            made = zip(node.meta["val"], self._trees(node), strict=True)
-            return [self._span(val, tree, node, until) for val, tree in made]
+            outputs = zip(node.meta["val"], self._trees(node), strict=True)
+            return [self._span(val, tree, node, until) for val, tree in outputs]
         if not isinstance(node.target, KernelCall) or node.target.symbols:
             return None
-        call, place = node.target, node.meta.get("place") or [None] * len(node.meta["val"])
-        made = zip(node.meta["val"], self._trees(node), call.outputs, place, strict=True)
+        call, slots = node.target, node.meta.get("arena_slots") or [None] * len(node.meta["val"])
+        results = zip(node.meta["val"], self._trees(node), call.outputs, slots, strict=True)
+        # A continued buffer already has its memory, and an output with a slot lies in the symmetric arena.
         return [
-            None if buffer.name in call.continued or elsewhere is not None else self._span(val, tree, node)
-            for val, tree, buffer, elsewhere in made
+            None if buffer.name in call.continued or slot is not None else self._span(val, tree, node)
+            for val, tree, buffer, slot in results
         ]
 
     def _trees(self, node: Node) -> list[Any]:
         tree = self._placement.trees[node]
         return tree if isinstance(tree, list) else [tree] * len(node.meta["val"])
 
-    def _span(self, val: torch.Tensor, tree: Any, node: Node, until: int = 0) -> Span | None:
+    def _span(self, val: torch.Tensor, tree: Any, node: Node, until: int = 0) -> ArenaSpan | None:
         memories = {leaf.memory.root for leaf in leaves(tree) if leaf.memory is not None}
-        if len(memories) != 1 or not static([val]) or not val.numel() or self._shares(val, node):
+        if len(memories) != 1 or not is_static([val]) or not val.numel() or self._shares(val, node):
             return None
         (memory,) = memories
-        if memory.inputs or memory in self._alone or val.device != (self.device or val.device):
+        if memory.inputs or memory in self._excluded or val.device != (self.device or val.device):
             return None
         self.device = val.device
-        span = Span(0, tuple(val.shape), tuple(val.stride()), val.dtype)
+        span = ArenaSpan(0, tuple(val.shape), tuple(val.stride()), val.dtype)
+        # The live range is that of the memory, not of the node's own value: views and in-place results extend it.
         end = max(memory.busy_until, self._at[node], self._read_late.get(memory, 0), until)
-        self.found.append(Life(-(-_bytes(span) // BLOCK) * BLOCK, self._at[node], end))
+        # Whole blocks keep every offset a multiple of 512 bytes, which is the alignment that torch's allocator gives
+        # and that vectorised loads and library kernels rely on.
+        self.intervals.append(LiveInterval(-(-_bytes(span) // BLOCK) * BLOCK, self._at[node], end))
         return span
 
     def _shares(self, val: torch.Tensor, node: Node) -> bool:
-        """Whether a result is no memory of its own."""
-        given = set().union(*(storages(used) for used in sources(node)))
-        return torch_adapter.storage_key(val) in given or val.storage_offset() != 0
+        """Whether ``val`` lies in the storage of an operand, or not at the start of its own."""
+        operands = set().union(*(storages(used) for used in sources(node)))
+        return torch_adapter.storage_key(val) in operands or val.storage_offset() != 0
 
     def _read(self, leaf: Leaf, position: int) -> None:
         if leaf.memory is not None:
@@ -197,73 +204,83 @@ class _Lives:
             self._read_late[memory] = max(position, self._read_late.get(memory, 0))
 
 
-def _bytes(span: Span) -> int:
-    """From the first byte of a tensor to its last one."""
+def _bytes(span: ArenaSpan) -> int:
+    """Bytes from the first to the last element of a tensor, both included."""
     steps = ((size - 1) * stride for size, stride in zip(span.sizes, span.strides, strict=True))
     return (sum(steps) + 1) * span.dtype.itemsize
 
 
-def _spans(tree: Spans, offsets: Iterator[int]) -> Spans:
+def _with_offsets(tree: Spans, offsets: Iterator[int]) -> Spans:
     if isinstance(tree, list):
-        return [_spans(item, offsets) for item in tree]
+        return [_with_offsets(item, offsets) for item in tree]
     return None if tree is None else tree._replace(offset=next(offsets))
 
 
 # ---- offsets
 
 
-def pack(lives: Sequence[Life]) -> list[int]:
-    """Offsets at which values that are alive together have no byte in common: of a few orders in which values are
-    placed those of the smallest arena, or of the first that is hardly larger than what is alive at once.
+def pack(intervals: Sequence[LiveInterval]) -> list[int]:
+    """An offset (bytes) for each interval, such that intervals that overlap in time share no byte.
 
-    Takes time linear in the values times how many of them are alive in a 64th of the program.
+    Tries a few placement orders. Returns the smallest arena found, or the first within 2% of the peak of live bytes.
+    Time is linear in the number of intervals times how many of them are live in one of 64 segments of the program.
     """
     best: list[int] = []
-    smallest, enough = math.inf, most_held(lives) * (1 + _HARDLY)
-    for key in _ORDERS:
-        offsets = _packed(lives, key)
-        if (end := _end(lives, offsets)) < smallest:
+    smallest, enough = math.inf, peak_bytes(intervals) * (1 + _SIZE_TOLERANCE)
+    for key in _PLACEMENT_ORDERS:
+        offsets = _greedy_offsets(intervals, key)
+        if (end := _arena_size(intervals, offsets)) < smallest:
             best, smallest = offsets, end
         if smallest <= enough:
             break
     return best
 
 
-_Key = Callable[[Life], tuple[int, ...]]
+_Key = Callable[[LiveInterval], tuple[int, ...]]
 
-# The largest first, those that are large for long, those that begin first.
-_ORDERS: tuple[_Key, ...] = (
-    lambda life: (-life.size, life.start),
-    lambda life: (-life.size * (life.end - life.start + 1), life.start),
-    lambda life: (life.start, -life.size),
+# Largest size first; largest size times duration first; earliest start first. Ties keep the
+# order of the graph, because sorting is stable, so all ranks get the same offsets.
+_PLACEMENT_ORDERS: tuple[_Key, ...] = (
+    lambda interval: (-interval.size, interval.start),
+    lambda interval: (-interval.size * (interval.end - interval.start + 1), interval.start),
+    lambda interval: (interval.start, -interval.size),
 )
 
 
-def _packed(lives: Sequence[Life], key: _Key) -> list[int]:
-    """Each value in the smallest gap that those before it leave."""
-    offsets = [0] * len(lives)
-    last = max((life.end for life in lives), default=0)
-    length = last // _STRETCHES + 1
-    placed: list[list[int]] = [[] for _ in range(last // length + 1)]
-    for number in sorted(range(len(lives)), key=lambda number: key(lives[number])):
-        size, start, end = lives[number]
-        here = placed[start // length : end // length + 1]
-        near = {
-            other for stretch in here for other in stretch if lives[other].start <= end and start <= lives[other].end
+def _greedy_offsets(intervals: Sequence[LiveInterval], key: _Key) -> list[int]:
+    """Offsets from placing the intervals in the order of ``key``, each into the smallest gap that fits it."""
+    offsets = [0] * len(intervals)
+    last = max((interval.end for interval in intervals), default=0)
+    length = last // _SEGMENTS + 1
+    placed: list[list[int]] = [[] for _ in range(last // length + 1)]  # numbers of placed intervals, by segment
+    for number in sorted(range(len(intervals)), key=lambda number: key(intervals[number])):
+        new = intervals[number]
+        segments = placed[new.start // length : new.end // length + 1]
+        # Both ends are inclusive: a kernel may write its output before it has read all operands, so an operand that is
+        # read last at position p and an output written at p must not overlap.
+        conflicts = {
+            other
+            for segment in segments
+            for other in segment
+            if intervals[other].start <= new.end and new.start <= intervals[other].end
         }
-        offsets[number] = _smallest_gap(size, sorted((offsets[other], lives[other].size) for other in near))
-        for stretch in here:
-            stretch.append(number)
+        taken = sorted((offsets[other], intervals[other].size) for other in conflicts)
+        offsets[number] = _smallest_gap(new.size, taken)
+        for segment in segments:
+            segment.append(number)
     return offsets
 
 
-def _end(lives: Sequence[Life], offsets: Sequence[int]) -> int:
-    """Bytes of an arena in which values lie there."""
-    return max((offset + life.size for offset, life in zip(offsets, lives, strict=True)), default=0)
+def _arena_size(intervals: Sequence[LiveInterval], offsets: Sequence[int]) -> int:
+    """Bytes of an arena with the intervals at these offsets."""
+    return max((offset + interval.size for offset, interval in zip(offsets, intervals, strict=True)), default=0)
 
 
 def _smallest_gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
-    """Where the smallest gap of at least ``size`` bytes begins between stretches (offset, bytes), which may overlap."""
+    """Offset of the smallest gap of at least ``size`` bytes between ``taken`` blocks (offset, bytes), else their end.
+
+    ``taken`` is sorted by offset. Blocks may overlap each other, because each was live at another time.
+    """
     end, best, smallest = 0, -1, 0
     for offset, length in taken:
         gap = offset - end
@@ -271,8 +288,3 @@ def _smallest_gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
             best, smallest = end, gap
         end = max(end, offset + length)
     return end if best < 0 else best
-
-
-def most_held(lives: Sequence[Life]) -> int:
-    """The most bytes that are alive at once."""
-    return max(bytes_over_time(lives, max((life.end for life in lives), default=0) + 1))

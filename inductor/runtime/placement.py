@@ -1,13 +1,12 @@
-"""Decide, for each value of a step, which tensor it lives in, and which operations may write in place again.
+"""Placement: the Python variable and the memory of each value of a step, and which operations run in place.
 
-A StepGraph says what the step computes; the eager step also said where: it wrote parameters, optimizer states
-and many temporaries in place. Here each node that came from an in-place operation gets that operation back
-where nobody can tell the difference, and works on a clone of what it writes where somebody could. Written in
-place is then what the eager step wrote, so the bits, the strides and the memory are the eager step's.
+A StepGraph is functional. The eager step was not: it wrote parameters, optimizer states and many temporaries in place.
+Here a node that came from an in-place operation runs as that operation again if no other node can observe it. Otherwise
+the operation runs on a clone of the tensor that it writes. The program then has the bits, the strides and the memory of
+the eager step.
 
-A write is safe when no later node reads what it destroys. One kind of read does not count: after a write
-through a view the graph says "the base, with this view replaced" (a scatter), and in place that has happened
-already.
+A write is safe if no later node reads the old value. One kind of read does not count: after a write through a view, the
+functional graph has a scatter ("the base, with this view replaced"). The in-place write has already done that.
 """
 
 from __future__ import annotations
@@ -16,16 +15,20 @@ import operator
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from weft.capture.functional import Effects, Functionalized, effects
-from weft.capture.graph import StepGraph, Update, is_collective, neighbourhood
+from weft.capture.graph import StepGraph, neighbourhood
+from weft.capture.node_kinds import is_collective
+from weft.capture.record.functional_ops import Functionalized
+from weft.capture.step_interface import Update
 from weft.errors import MalformedGraph
-from weft.inductor.runtime.geometry import (
+from weft.inductor.graph.aliasing import (
     SCATTERS,
     Geometry,
+    InPlace,
+    effects_of,
     geometry,
     is_inverse_view,
     looks_into,
@@ -34,35 +37,33 @@ from weft.inductor.runtime.geometry import (
     sources,
     storages,
 )
+from weft.inductor.graph.collectives import in_place_collective
+from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
-_c10d = torch.ops._c10d_functional
 Node = torch.fx.Node
 
 UNUSED = "_"
-# They write their gradients only to unscale them.
+# Their schemas say that they write the gradients. They do so only to unscale them, with a ``grad_scale``.
 _FUSED_OPTIMIZERS = frozenset(
     op
     for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_")
     for op in (getattr(aten, name).default, getattr(aten, name).tensor_lr)
 )
 
-_WITHOUT_COPY: dict[Any, OpOverload] = {
-    _c10d.all_reduce.default: _c10d.all_reduce_.default,
-    _c10d.all_reduce_coalesced.default: _c10d.all_reduce_coalesced_.default,
-}
-
 
 class Memory:
-    """Memory that several values may lie in; memories that turn out to be possibly one are merged.
+    """One block of memory that several values may share, as a node of a union-find forest.
 
-    Attributes of the root:
-        values: the values in it that are read later than its last write.
-        busy_until: position of the last read of any value that ever was in it.
+    Two memories that may be the same one are merged. Only the attributes of :attr:`root` are valid:
+
+    Attributes:
+        values: the values in it that some node reads after its last write.
+        busy_until: position of the last read of any value that was ever in it.
         inputs: names of the placeholders that lie in it.
-        read_only: whether it must keep what it holds.
-        tensors: a variable for each geometry known to lie in it.
+        read_only: whether no node may write to it (an input that the step does not update).
+        tensors: a variable for each geometry (sizes, strides, offset) known to lie in it.
     """
 
     __slots__ = ("_into", "busy_until", "inputs", "read_only", "tensors", "values")
@@ -77,12 +78,14 @@ class Memory:
 
     @property
     def root(self) -> Memory:
+        """The representative of all memories merged with this one."""
         memory = self
         while memory._into is not None:
             memory = memory._into
         return memory
 
     def merge(self, other: Memory) -> Memory:
+        """Join two memories that may be the same one; returns their root."""
         a, b = self.root, other.root
         if a is not b:
             b._into = a
@@ -90,12 +93,13 @@ class Memory:
             a.busy_until = max(a.busy_until, b.busy_until)
             a.inputs |= b.inputs
             a.tensors = {**b.tensors, **a.tensors}
+            # Two inputs may overlap in part: a write to one would change the other, which the graph does not show.
             a.read_only = a.read_only or b.read_only or len(a.inputs) > 1
         return a
 
 
 class Leaf(NamedTuple):
-    """A value's Python variable, and the memory it lies in (None for numbers)."""
+    """The Python variable of a value, and its memory (None for numbers)."""
 
     name: str
     memory: Memory | None
@@ -104,18 +108,15 @@ class Leaf(NamedTuple):
 Tree = Leaf | list["Tree"] | None
 
 
-class InPlace(Protocol):
-    """An in-place operation of weft's own: a callable with the arguments of the functional one, returning the results
-    that are new values."""
-
-    effects: Effects
-
-    def __call__(self, *arguments: Any) -> Any: ...
-
-
 class Write(NamedTuple):
-    """How an in-place node runs: ``op`` on ``arguments`` (the written ones, by name), after making ``clones``
-    (a new variable, and what it is a clone of); ``fresh`` are its results that are new values."""
+    """How a node runs as an operation that writes in place.
+
+    Attributes:
+        op: the operation.
+        arguments: the variables that it writes, by argument name.
+        clones: pairs (new variable, original) to clone before the operation.
+        fresh: its results that are new tensors, not written arguments.
+    """
 
     op: OpOverload | InPlace
     arguments: dict[str, Tree]
@@ -123,7 +124,7 @@ class Write(NamedTuple):
     fresh: list[Tree]
 
 
-class Copy(NamedTuple):
+class UpdateCopy(NamedTuple):
     """``target.copy_(source)``, after the node at position ``after``."""
 
     target: Leaf
@@ -133,44 +134,47 @@ class Copy(NamedTuple):
 
 @dataclass
 class Placement:
-    """Where every value lives.
+    """The variables and memory of all values of a step.
 
     Attributes:
         trees: for each node its variable, or a list of them for an operation with several results.
-        writes: nodes that run as an operation that writes.
-        free: nodes that need no code, their value being in its variable already.
-        copies: new values of inputs that were not computed in place.
-        kept: clones (variable, of what) to make at the end, before the copies there overwrite the originals.
-        returned: for each ``Create`` and ``Return`` output its variable, or the constant that it is.
+        writes: nodes that run as an operation that writes in place.
+        elided: nodes without a statement, because a variable already holds their value.
+        copies: copies of new values into inputs that were not updated in place.
+        final_clones: pairs (new variable, original) to clone at the end, before the copies there overwrite the
+            originals.
+        returned: for each ``Create`` and ``Return`` output its variable, or a constant.
     """
 
     trees: dict[Node, Tree] = field(default_factory=dict)
     writes: dict[Node, Write] = field(default_factory=dict)
-    free: set[Node] = field(default_factory=set)
-    copies: list[Copy] = field(default_factory=list)
-    kept: list[tuple[Leaf, Leaf]] = field(default_factory=list)
+    elided: set[Node] = field(default_factory=set)
+    copies: list[UpdateCopy] = field(default_factory=list)
+    final_clones: list[tuple[Leaf, Leaf]] = field(default_factory=list)
     returned: list[Any] = field(default_factory=list)
 
 
 def place(step: StepGraph) -> Placement:
-    """Place every value of ``step``, whose nodes run as they stand.
+    """Place every value of ``step``; its nodes run in the order of the graph. Time is about linear in the nodes.
 
     Raises:
-        MalformedGraph: an update of a number, or by a tensor of another shape or dtype.
+        MalformedGraph: an operation writes a number, an input that is no tensor is updated, or the new value of an
+            input has another shape or dtype.
     """
-    return _Placer(step).run()
+    return _TensorPlacer(step).run()
 
 
-class _Placer:
+class _TensorPlacer:
     def __init__(self, step: StepGraph) -> None:
         self.step = step
         self.order = order = list(step.graph.nodes)
         self.at = {node: position for position, node in enumerate(order)}
-        self.until = {node: self._done_reading(node) for node in order}
-        self.last_read = {node: max((self.until[u] for u in node.users), default=self.at[node]) for node in order}
+        self.reads_until = {node: self._reads_until(node) for node in order}
+        self.last_read = {node: max((self.reads_until[u] for u in node.users), default=self.at[node]) for node in order}
         self.names = {node.name for node in order}
         self.out = Placement()
         self.trees = self.out.trees
+        # Scatter -> the base whose memory already holds the scatter's result, because the view was written in place.
         self.written_back: dict[Node, Node] = {}
 
     def run(self) -> Placement:
@@ -181,8 +185,9 @@ class _Placer:
         self._place_outputs()
         return self.out
 
-    def _done_reading(self, node: Node) -> int:
-        """A collective reads its inputs until it has been waited for."""
+    def _reads_until(self, node: Node) -> int:
+        """Position until which ``node`` reads its operands. A collective reads them until its last wait: a write before
+        that would race with the transfer."""
         if not is_collective(node):
             return self.at[node]
         waits = [u for user in node.users for u in ([*user.users] if user.target is operator.getitem else [user])]
@@ -201,7 +206,7 @@ class _Placer:
             self._set(node, Leaf(node.name, memory if is_tensor else None))
 
     def _set(self, node: Node, tree: Tree) -> None:
-        """Note where ``node`` lives, and in each memory that the node lives there."""
+        """Record the variables of ``node``, and ``node`` as a value of their memories."""
         self.trees[node] = tree
         for leaf in leaves(tree):
             if leaf.memory is not None:
@@ -214,7 +219,7 @@ class _Placer:
 
     def _place(self, node: Node) -> Tree:
         if node in self.written_back:
-            self.out.free.add(node)
+            self.out.elided.add(node)
             return self.trees[self.written_back[node]]
         if node.target is operator.getitem:
             return self._place_element(node)
@@ -224,94 +229,106 @@ class _Placer:
         return self._place_result(node)
 
     def _place_element(self, node: Node) -> Tree:
-        given = self._given(node.args[0])
-        if isinstance(given, list):
-            self.out.free.add(node)
-            return given[node.args[1]]  # type: ignore[index]
-        return Leaf(node.name, given.memory if given is not None else None)
+        operand = self._trees_of(node.args[0])
+        if isinstance(operand, list):
+            self.out.elided.add(node)
+            return operand[node.args[1]]  # type: ignore[index]
+        return Leaf(node.name, operand.memory if operand is not None else None)
 
     def _place_result(self, node: Node) -> Tree:
         if returns_its_input(node):
-            return self._given(node.args[0])
+            return self._trees_of(node.args[0])
+        if isinstance(node.target, MultiTensor):
+            # Called as it is, it computes out of place. Its fakes lie where its kernels will write: in its operands.
+            return _variables(node, None)
         shared = [leaf.memory for source in sources(node) for leaf in leaves(self.trees[source]) if leaf.memory]
         if is_inverse_view(node) and shared:
+            # view(view(x)) with the geometry of x is x: reuse its variable. An in-place write to the result then is a
+            # write to x itself, as in the eager step.
             where = geometry(node)
             same = shared[0].root.tensors.get(where) if where is not None else None
             if same is not None:
-                self.out.free.add(node)
+                self.out.elided.add(node)
                 return same
+        # A result that may be a view of either of two operands makes their memories one.
         for other in shared[1:]:
             shared[0].merge(other)
         return _variables(node, shared[0] if shared else None)
 
-    def _given(self, argument: Any) -> Tree:
+    def _trees_of(self, argument: Any) -> Tree:
         if isinstance(argument, Node):
             return self.trees[argument]
-        return [self._given(item) for item in argument] if isinstance(argument, (list, tuple)) else None
+        return [self._trees_of(item) for item in argument] if isinstance(argument, (list, tuple)) else None
 
     # ---- writes
 
     def _place_write(self, node: Node, op: OpOverload | InPlace) -> Tree:
         what = effects_of(op)
         assert what is not None
-        given = {name: self._given(_argument(node, position, name)) for position, name in what.writes}
-        written = {name: tree for name, tree in given.items() if not _left_alone(op, name, node)}
-        times = Counter(leaf.memory.root for leaf in leaves(list(written.values())) if leaf.memory)
+        operands = {name: self._trees_of(_argument(node, position, name)) for position, name in what.writes}
+        written = {name: tree for name, tree in operands.items() if not _keeps_gradients(op, name, node)}
+        # A memory that the operation would write twice gets clones: the order of the writes is not defined.
+        write_counts = Counter(leaf.memory.root for leaf in leaves(list(written.values())) if leaf.memory)
         clones: list[tuple[Leaf, Leaf]] = []
         backs: dict[Node, Node] = {}
 
-        def put(tree: Tree) -> Tree:
-            """The variables that hold the new values: the old ones where the write is safe, else clones."""
+        def target_of(tree: Tree) -> Tree:
+            """The variables to write: the old ones where the write is safe, else clones."""
             if isinstance(tree, list):
-                return [put(item) for item in tree]
+                return [target_of(item) for item in tree]
             if tree is None:
                 return None
             if tree.memory is None:
                 raise MalformedGraph("a number is written", neighbourhood(self.step.graph.nodes, node))
-            if times[tree.memory.root] == 1 and self._safe(node, tree, backs):
+            if write_counts[tree.memory.root] == 1 and self._safe(node, tree, backs):
                 return tree
             clones.append((Leaf(self._unused_name(f"{node.name}_{len(clones)}"), Memory()), tree))
             return clones[-1][0]
 
-        placed = {name: put(tree) for name, tree in written.items()}
-        if clones and getattr(op, "namespace", "") == "_c10d_functional":
+        targets = {name: target_of(tree) for name, tree in written.items()}
+        # The functional collective allocates its result itself: cheaper than a clone and an in-place collective.
+        if clones and is_collective(node):
             return _variables(node, None)
         self.written_back.update(backs)
-        self.out.writes[node] = Write(op, placed, clones, _fresh_variables(node, what.fresh))
-        for leaf in leaves(list(placed.values())):
+        self.out.writes[node] = Write(op, targets, clones, _fresh_variables(node, what.fresh))
+        for leaf in leaves(list(targets.values())):
+            # Values without a later read cannot be destroyed by a later write.
             memory = leaf.memory.root  # type: ignore[union-attr]
             memory.values = [value for value in memory.values if self.last_read[value] > self.at[node]]
-        results = [*self.out.writes[node].fresh, *({**given, **placed}[name] for name in given)]
-        # Functional forms of ATen's return a single result bare.
+        results = [*self.out.writes[node].fresh, *({**operands, **targets}[name] for name in operands)]
+        # The functional form of an ATen operation returns a single result without a list around it.
         return results[0] if len(results) == 1 and isinstance(op, OpOverload) else results
 
     def _safe(self, node: Node, leaf: Leaf, backs: dict[Node, Node]) -> bool:
-        """Whether ``node`` may write into ``leaf``: nobody reads later what it destroys.
+        """Whether ``node`` may write to ``leaf``: no later node reads the old value.
 
-        Notes in ``backs`` the nodes that are then free, with the base each hands on. What ``node`` reads may
-        overlap what it writes only if the eager step's tensors overlapped too.
+        Adds to ``backs`` the scatters that then need no statement, each with its base.
         """
         memory = leaf.memory.root  # type: ignore[union-attr]
         read = [value for value in memory.values if node in value.users]
         written = [value for value in read if any(at.name == leaf.name for at in leaves(self.trees[value]))]
+        # An operand may overlap the written tensor only if both shared a storage in the eager step too. A pass may have
+        # put two tensors into one memory that were apart; the kernel would then read its own output.
         if memory.read_only or not all(share_storage(value, written[0]) for value in read):
             return False
         now = self.at[node]
-        late = [v for v in memory.values if any(u is not node and self.until[u] > now for u in v.users)]
-        free: dict[Node, Node] = {}
-        if late:
-            new = _holders(node)
-            if not all(self._only_written_back(value, now, new, free) for value in late):
+        read_later = [v for v in memory.values if any(u is not node and self.reads_until[u] > now for u in v.users)]
+        scatters: dict[Node, Node] = {}
+        if read_later:
+            new = _containers_of(node)
+            if not all(self._only_written_back(value, now, new, scatters) for value in read_later):
                 return False
-        backs.update(free)
+        # Only now: a write that turns out to be unsafe must not elide any scatter.
+        backs.update(scatters)
         return True
 
     def _only_written_back(self, value: Node, now: int, new: set[Node], backs: dict[Node, Node]) -> bool:
-        """Whether later reads of ``value`` only replace in it what was written; notes them in ``backs``."""
+        """Whether all later reads of ``value`` are scatters of a value in ``new`` into it; adds these to ``backs``."""
         for user in value.users:
-            if self.until[user] <= now or self.at[user] == now:
+            if self.reads_until[user] <= now or self.at[user] == now:
                 continue
             if user.target in SCATTERS and user.args[0] is value and user.args[1] in new:
+                # The user's own scatter into another place makes a new tensor and needs the old base.
                 if geometry(user) != geometry(value) or not share_storage(user, user.args[1]):
                     return False
                 backs[user] = value
@@ -332,18 +349,21 @@ class _Placer:
             assert isinstance(source, Leaf)
             assert target.memory is not None
             assert source.memory is not None
+            # Computed in place: the input already holds its new value.
             updated.setdefault(value, []).append(placeholder)
             if target.name == source.name:
                 continue
+            # As early as possible, to free the new value's memory, but not before the last read of the old value.
             after = max(self.at[value], target.memory.root.busy_until)
             if after < end:
-                self.out.copies.append(Copy(target, source, after))
+                self.out.copies.append(UpdateCopy(target, source, after))
             else:
                 late.setdefault(value, []).append(target)
         overwritten = {target.memory.root for targets in late.values() for target in targets if target.memory}
+        # A source that is itself an input overwritten at the end (two inputs swapped) is cloned first.
         for value, targets in late.items():
-            source = self._kept(value, overwritten)
-            self.out.copies += [Copy(target, source, end) for target in targets]
+            source = self._readable_at_end(value, overwritten)
+            self.out.copies += [UpdateCopy(target, source, end) for target in targets]
         for what, result in zip(self.step.outputs, self.step.results, strict=True):
             if not isinstance(what, Update):
                 self.out.returned.append(self._returned(result, updated, overwritten))
@@ -355,7 +375,8 @@ class _Placer:
             tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
             if not tensors or old.dtype != new.dtype or list(map(str, old.shape)) != list(map(str, new.shape)):
                 at = value if isinstance(value, Node) else None
-                raise MalformedGraph(f"{entry.name} is updated by another kind of thing", neighbourhood(self.order, at))
+                what = f"the new value of {entry.name} has another type, dtype or shape than the input"
+                raise MalformedGraph(what, neighbourhood(self.order, at))
             yield by_name[entry.name], value
 
     def _returned(self, result: Any, updated: dict[Node, list[Node]], overwritten: set[Memory]) -> Any:
@@ -364,17 +385,17 @@ class _Placer:
             return result
         where = geometry(result)
         inputs = (self.trees[p] for p in updated.get(result, ()) if where is not None and geometry(p) == where)
-        return next(inputs, None) or self._kept(result, overwritten)
+        return next(inputs, None) or self._readable_at_end(result, overwritten)
 
-    def _kept(self, value: Node, overwritten: set[Memory]) -> Any:
-        """Where ``value`` can be read while the inputs in ``overwritten`` get their new values."""
+    def _readable_at_end(self, value: Node, overwritten: set[Memory]) -> Any:
+        """The variable of ``value``, or of a clone if the copies at the end overwrite its memory."""
         leaf = self.trees[value]
         if not isinstance(leaf, Leaf) or leaf.memory is None or leaf.memory.root not in overwritten:
             return leaf
-        known = next((clone for clone, old in self.out.kept if old.name == leaf.name), None)
+        known = next((clone for clone, old in self.out.final_clones if old.name == leaf.name), None)
         if known is None:
             known = Leaf(self._unused_name(f"{leaf.name}_before"), Memory())
-            self.out.kept.append((known, leaf))
+            self.out.final_clones.append((known, leaf))
         return known
 
     def _unused_name(self, name: str) -> str:
@@ -385,7 +406,7 @@ class _Placer:
 
 
 def leaves(tree: Tree) -> Iterator[Leaf]:
-    """The leaves of a tree, in order."""
+    """The leaves of ``tree``, from left to right."""
     if isinstance(tree, Leaf):
         yield tree
     elif tree is not None:
@@ -394,28 +415,26 @@ def leaves(tree: Tree) -> Iterator[Leaf]:
 
 
 def writing_form(node: Node) -> OpOverload | InPlace | None:
-    """The in-place operation that ``node`` came from, or that is as good: torch's functional all-reduces copy what they
-    are given. None where there is none."""
+    """The in-place operation that ``node`` came from, or an equivalent one; None where there is none.
+
+    A functional all-reduce counts too: torch's implementation clones its operand, the in-place form saves that.
+    """
     op = node.target.op if isinstance(node.target, Functionalized) else node.meta.get("inplace")
-    op = op or _WITHOUT_COPY.get(node.target)
+    op = op or in_place_collective(node.target)
     return op if op is not None and effects_of(op) is not None else None
-
-
-def effects_of(op: OpOverload | InPlace) -> Effects | None:
-    """What ``op`` writes, None where it writes nothing."""
-    return effects(op) if isinstance(op, OpOverload) else op.effects
 
 
 def _argument(node: Node, position: int, name: str) -> Any:
     return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
-def _left_alone(op: OpOverload | InPlace, name: str, node: Node) -> bool:
+def _keeps_gradients(op: OpOverload | InPlace, name: str, node: Node) -> bool:
+    """Whether ``name`` is the gradients argument of a fused optimizer without a scale, which does not change them."""
     return op in _FUSED_OPTIMIZERS and name == "grads" and node.kwargs.get("grad_scale") is None
 
 
-def _holders(node: Node) -> set[Node]:
-    """What may hold the result of ``node``: itself, elements and views of it, bases it is written back to."""
+def _containers_of(node: Node) -> set[Node]:
+    """Values that may contain the result of ``node``: itself, its elements and views, bases it is scattered into."""
     found, todo = {node}, [node]
     while todo:
         value = todo.pop()
@@ -428,18 +447,19 @@ def _holders(node: Node) -> set[Node]:
 
 
 def _variables(node: Node, memory: Memory | None) -> Tree:
-    """Variables for the results of ``node``, in ``memory`` if given: one an element where users pick one."""
+    """Variables for the results of ``node``, in ``memory`` or in new memory. A list of variables if all users pick one
+    element, so that each element is freed at its own last use."""
     val = node.meta.get("val")
     if isinstance(val, (list, tuple)) and all(_picks_one(user, len(val)) for user in node.users):
         if len(storages(node)) < sum(isinstance(item, torch.Tensor) for item in val):
-            memory = memory or Memory()
+            memory = memory or Memory()  # elements share a storage (``split``), so they share one memory
         names = _element_names(node)
         return [_variable(names.get(at, UNUSED), item, memory) for at, item in enumerate(val)]
     return _variable(node.name, val, memory)
 
 
 def _fresh_variables(node: Node, count: int) -> list[Tree]:
-    """Variables for those results of a writing node that are new values; the written ones come after them."""
+    """Variables for the ``count`` new tensors of an in-place node. Its written arguments follow them in the results."""
     val, names = node.meta.get("val"), _element_names(node)
     vals = val if isinstance(val, (list, tuple)) else [val]
     return [_variable(names.get(at, UNUSED), vals[at], None) for at in range(count)]

@@ -1,4 +1,4 @@
-"""A place for an argument of a step that lies somewhere else at every call."""
+"""Static buffers for inputs of CUDA graphs whose address changes between calls."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 class StaticInput:
-    """Memory that stays where it is, laid out like the tensor it was made for.
+    """A buffer with a fixed address, of the sizes and strides of the tensor ``like``, and first filled from it.
 
     Attributes:
-        tensor: has the sizes and strides of that tensor, also where elements overlap (``expand``, ``unfold``).
+        tensor: the buffer. Its elements overlap if those of ``like`` do (``expand``, ``unfold``).
     """
 
     def __init__(self, like: torch.Tensor) -> None:
@@ -24,7 +24,8 @@ class StaticInput:
         self.fill(like)
 
     def fill(self, value: torch.Tensor) -> None:
-        """Copy ``value``, which is laid out alike."""
+        """Copy ``value``, which must have the sizes and strides of the buffer."""
+        # Elements that overlap cannot be the target of ``copy_``; the memory below them is copied as one flat tensor.
         if self._whole is None:
             self.tensor.copy_(value, non_blocking=True)
         else:
@@ -32,7 +33,7 @@ class StaticInput:
 
 
 def _span(value: torch.Tensor) -> int:
-    """How many elements of memory there are from the first to the last of a tensor."""
+    """Number of elements of memory from the first to the last element of a tensor, both included."""
     if value.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))

@@ -1,4 +1,9 @@
-"""The text of a program: one statement of Python a node, each variable dropped at its last use."""
+"""The program writer: a placed step as the text of one Python function.
+
+Each node becomes one statement. A ``del`` follows the last use of each variable, so that memory is freed as early as in
+the eager step. The text is straight-line code without branches or loops. So each line belongs to one node, and
+:mod:`weft.inductor.runtime.verify` can follow every variable in one walk.
+"""
 
 from __future__ import annotations
 
@@ -12,57 +17,64 @@ from typing import Any
 
 import torch
 
-from weft.capture.functional import Functionalized
 from weft.capture.graph import StepGraph, neighbourhood
+from weft.capture.record.functional_ops import Functionalized
+from weft.capture.user_code import printable
 from weft.errors import MalformedGraph
-from weft.inductor.runtime.geometry import looks_into, returns_its_input
-from weft.inductor.runtime.memory_plan import MemoryPlan, Span, new_arena, part
+from weft.inductor.graph.aliasing import looks_into, returns_its_input
+from weft.inductor.runtime.memory_plan import ArenaSpan, MemoryPlan, new_arena, part
 from weft.inductor.runtime.placement import UNUSED, Leaf, Placement, Tree, Write, leaves, writing_form
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
 Node = torch.fx.Node
 
-_WIDTH = 110
-_WRITTEN_AS_THEY_PRINT = (torch.dtype, torch.layout, torch.memory_format)
+_WIDTH = 110  # characters per line of the text
+# Types whose ``str`` is an expression over ``torch``.
+_STR_IS_EXPRESSION = (torch.dtype, torch.layout, torch.memory_format)
 
 
 @dataclass
 class _Statement:
-    """``makes = function(arguments)``.
+    """``outputs = function(arguments)``.
 
     Attributes:
-        many: whether the results are unpacked.
         reads: the variables among the arguments.
-        pure: whether the statement can be left out when nothing it makes is read.
-        node: the node it belongs to.
+        outputs: the variables that it assigns.
+        unpacks: whether the function returns a sequence that is unpacked into ``outputs``.
+        removable: whether the statement can be left out if nothing reads its outputs.
+        node: the node that it belongs to.
     """
 
     function: str
     arguments: str
     reads: set[str]
-    makes: list[str]
-    many: bool
-    pure: bool
+    outputs: list[str]
+    unpacks: bool
+    removable: bool
     node: Node
 
 
 def write_program(
     step: StepGraph, placement: Placement, device: torch.device | None, plan: MemoryPlan | None = None
 ) -> tuple[str, dict[str, Any], list[Node | None]]:
-    """The source of a function ``run`` over the inputs, the names it needs, and the node of each line.
+    """The source of a function ``run(inputs)``, its global names with their values, and the node of each line.
 
-    With a ``plan`` of its memory each call makes one block, in which values lie as planned.
+    Args:
+        step: the graph; its nodes run in order.
+        placement: the variable of each value.
+        device: replaces the devices in arguments of operations; None keeps them.
+        plan: with a plan, each call allocates one arena, and values lie at their planned offsets.
 
     Raises:
-        MalformedGraph: a node that is no call of a function, or a symbol that no node defines.
+        MalformedGraph: a node is no function call, or an argument is a symbol that no node defines.
     """
-    writer = _Writer(step, placement, device, plan)
+    writer = _ProgramWriter(step, placement, device, plan)
     writer.write()
     return writer.text()
 
 
-class _Writer:
+class _ProgramWriter:
     def __init__(
         self, step: StepGraph, placement: Placement, device: torch.device | None, plan: MemoryPlan | None
     ) -> None:
@@ -83,7 +95,7 @@ class _Writer:
         self.arena = self._arena(plan)
 
     def _arena(self, plan: MemoryPlan | None) -> str:
-        """Make the block of memory that the plan is for; returns its variable."""
+        """Add the statement that allocates the arena, if there is one; returns the arena's variable."""
         name = "arena"
         while name in self.taken:
             name += "_"
@@ -95,13 +107,15 @@ class _Writer:
     # ---- statements
 
     def write(self) -> None:
+        """Add the statements of all nodes, of the copies between them, and the return."""
         copies: dict[int, list[Any]] = {}
         for copy in self.placement.copies:
             copies.setdefault(copy.after, []).append(copy)
         for position, node in enumerate(self.order):
             self.node = node
+            # The clones at the end must come before the copies at the end, which overwrite the originals.
             if node.op == "output":
-                self._clone(self.placement.kept)
+                self._clone(self.placement.final_clones)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op != "placeholder":
@@ -112,41 +126,47 @@ class _Writer:
 
     def _call(self, node: Node) -> None:
         write = self.placement.writes.get(node)
-        if node in self.placement.free:
+        if node in self.placement.elided:
             return
         if write is not None:
             self._call_write(node, write)
             return
         tree = self.placement.trees[node]
-        makes = [] if returns_its_input(node) else [leaf.name for leaf in leaves(tree)]
+        outputs = [] if returns_its_input(node) else [leaf.name for leaf in leaves(tree)]
         args, kwargs = self._arguments(node, {})
-        pure = bool(makes) and looks_into(node)
+        # Only views are removed: an unused call may draw random numbers, communicate or raise.
+        removable = bool(outputs) and looks_into(node)
         target = node.target
         out = self._out(node)
         if out is not None:
             target = target.overloadpacket.out if isinstance(target, OpOverload) else target
             kwargs = {**kwargs, "out": out}
-        self._add(target, args, makes, kwargs, many=isinstance(tree, list), pure=pure)
+        self._add(target, args, outputs, kwargs, unpacks=isinstance(tree, list), removable=removable)
 
     def _out(self, node: Node) -> Any:
-        """Where a node is told to put its results: in memory that ranks share, in the arena, None where it pleases."""
-        shared, own = node.meta.get("place"), self.spans.get(node)
+        """The ``out`` argument of a node: slots of the symmetric arena, spans of the program's arena, or both.
+
+        None, or None in the list, for a result that the operation allocates itself.
+        """
+        slots, spans = node.meta.get("arena_slots"), self.spans.get(node)
         if isinstance(node.target, OpOverload):
-            return shared[0] if shared else own
-        if not shared or not own:
-            return [*shared] if shared else own
-        return [here if there is None else there for there, here in zip(shared, own, strict=True)]
+            return slots[0] if slots else spans
+        if not slots or not spans:
+            return [*slots] if slots else spans
+        # A result with a slot must lie there, because peers read it: the slot wins.
+        return [span if slot is None else slot for slot, span in zip(slots, spans, strict=True)]
 
     def _call_write(self, node: Node, write: Write) -> None:
         self._clone(write.clones)
         args, kwargs = self._arguments(node, write.arguments)
         if not isinstance(write.op, OpOverload):
-            self._add(write.op, args, [_name(tree) for tree in write.fresh], kwargs, many=True)
+            self._add(write.op, args, [_name(tree) for tree in write.fresh], kwargs, unpacks=True)
             return
         returns = write.op._schema.returns
         fresh = iter(write.fresh)
-        makes = [UNUSED if result.alias_info else _name(next(fresh)) for result in returns]
-        self._add(write.op, args, makes if write.fresh else [], kwargs, many=len(returns) > 1)
+        # A result with alias information is a written argument again. Its variable already exists.
+        outputs = [UNUSED if result.alias_info else _name(next(fresh)) for result in returns]
+        self._add(write.op, args, outputs if write.fresh else [], kwargs, unpacks=len(returns) > 1)
 
     def _clone(self, clones: Sequence[tuple[Leaf, Leaf]]) -> None:
         for new, old in clones:
@@ -156,20 +176,24 @@ class _Writer:
         self,
         target: Any,
         args: Sequence[Any],
-        makes: list[str],
+        outputs: list[str],
         kwargs: dict[str, Any] | None = None,
         *,
-        many: bool = False,
-        pure: bool = False,
+        unpacks: bool = False,
+        removable: bool = False,
     ) -> None:
-        self.reads = set()
-        words = [self._word(arg) for arg in args]
-        words += [f"{name}={self._word(value)}" for name, value in (kwargs or {}).items()]
+        self.reads = set()  # filled by :meth:`_expression`
+        arguments = [self._expression(arg) for arg in args]
+        arguments += [f"{name}={self._expression(value)}" for name, value in (kwargs or {}).items()]
         function = target if isinstance(target, str) else self._function(target)
-        self.statements.append(_Statement(function, ", ".join(words), self.reads, makes, many, pure, self.node))
+        statement = _Statement(function, ", ".join(arguments), self.reads, outputs, unpacks, removable, self.node)
+        self.statements.append(statement)
 
     def _arguments(self, node: Node, written: dict[str, Tree]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of ``node``: the written ones replaced, process groups named as torch knows them."""
+        """The arguments of ``node`` with the ``written`` ones replaced by their variables.
+
+        The graph names process groups by mesh and dimension, the same on all ranks. Here torch's own name is put in.
+        """
 
         def argument(name: str, value: Any) -> Any:
             if name == "group_name":
@@ -184,30 +208,32 @@ class _Writer:
         args = [argument(spec.name, value) for spec, value in zip(schema.arguments, node.args, strict=False)]
         return args, {name: argument(name, value) for name, value in node.kwargs.items()}
 
-    # ---- words
+    # ---- expressions
 
-    def _word(self, value: Any) -> str:
-        """``value`` as an expression."""
+    def _expression(self, value: Any) -> str:
+        """``value`` as a Python expression; adds the variables in it to ``self.reads``."""
         if isinstance(value, Node):
-            return self._word(self.placement.trees[value])
+            return self._expression(self.placement.trees[value])
         if isinstance(value, Leaf):
             self.reads.add(value.name)
             return value.name
-        if isinstance(value, Span):
+        if isinstance(value, ArenaSpan):
             self.reads.add(self.arena)
-            words = ", ".join(self._word(word) for word in value)
-            return f"{self._function(part)}({self.arena}, {words})"
+            fields = ", ".join(self._expression(each) for each in value)
+            return f"{self._function(part)}({self.arena}, {fields})"
         if isinstance(value, (list, tuple)):
-            return f"[{', '.join(self._word(item) for item in value)}]"
+            return f"[{', '.join(self._expression(item) for item in value)}]"
         if isinstance(value, slice):
-            return f"slice({', '.join(self._word(part) for part in (value.start, value.stop, value.step))})"
+            return f"slice({', '.join(self._expression(part) for part in (value.start, value.stop, value.step))})"
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise MalformedGraph(f"no node defines {value}", neighbourhood(self.order, self.node))
+        # The repr of infinities and NaN is no expression.
         if type(value) is float:
             return repr(value) if math.isfinite(value) else f"float('{value}')"
         if value is None or type(value) in (bool, int) or (type(value) is str and not re.search(r"\s", value)):
             return repr(value)
-        if isinstance(value, _WRITTEN_AS_THEY_PRINT):
+        # Everything else becomes a global name, bound to the object itself.
+        if isinstance(value, _STR_IS_EXPRESSION):
             return str(value)
         if isinstance(value, torch.device):
             device = self.device or value
@@ -222,7 +248,7 @@ class _Writer:
         return self._bind(op, getattr(op, "__name__", type(op).__name__), op)
 
     def _bind(self, key: Any, name: str, value: Any) -> str:
-        """The global name of ``value``: ``name``, or the like where that is taken."""
+        """The global name of ``value``: ``name``, with a number appended if another value or a variable has it."""
         if key not in self.bound:
             base = name = re.sub(r"\W", "_", name)
             count = 0
@@ -237,22 +263,25 @@ class _Writer:
     # ---- text
 
     def text(self) -> tuple[str, dict[str, Any], list[Node | None]]:
-        kept, dropped, unread = self._last_uses()
+        """The text of all statements, the values of its global names, and the node of each line of the text."""
+        statements, dropped, unread = self._last_uses()
         lines = ["def run(inputs):", *self._unpacked(unread)]
         nodes: list[Node | None] = [None] * len(lines)
-        place = ""
-        for at, statement in kept:
+        last_user_line = ""
+        for at, statement in statements:
             new = list(_statement_lines(statement, sorted(dropped[at])))
-            here = _user_line(statement.node)
-            if here and here != place:
-                new[0] += f"  # {here}"
-                place = here
+            user_line = _user_line(statement.node)
+            if user_line and user_line != last_user_line:
+                new[0] += f"  # {user_line}"
+                last_user_line = user_line
             lines += new
+            # The verifier and error messages look up nodes by line number.
             nodes += [statement.node] * len(new)
         return "\n".join(lines) + "\n", self.names, nodes
 
     def _unpacked(self, unread: set[str]) -> Iterator[str]:
-        """The lines that take the inputs out of the list they come in."""
+        """The lines that unpack the inputs. The list is cleared, so that the variables hold the only references and an
+        input can be freed at its last use."""
         names = [UNUSED if node.name in unread else node.name for node in self.step.placeholders]
         yield from _wrapped("[", ", ".join(names), "] = inputs")
         yield "    inputs.clear()"
@@ -260,35 +289,37 @@ class _Writer:
             yield f"    del {UNUSED}"
 
     def _last_uses(self) -> tuple[list[tuple[int, _Statement]], dict[int, set[str]], set[str]]:
-        """The statements that are needed, the variables to drop after each, and the inputs that none reads."""
-        kept: list[tuple[int, _Statement]] = []
+        """The statements without unused views, the variables to delete after each of them, and the unread inputs.
+
+        One backward walk, as in classic liveness analysis: a variable that no later statement reads is at its last use.
+        """
+        needed: list[tuple[int, _Statement]] = []
         dropped: dict[int, set[str]] = {}
         inputs = {node.name for node in self.step.placeholders}
         read: set[str] = set()
         for at in range(len(self.statements) - 1, -1, -1):
             statement = self.statements[at]
-            made = set(statement.makes)
-            if made.isdisjoint(read):
-                if statement.pure:
+            if read.isdisjoint(statement.outputs):
+                if statement.removable:
                     continue
-                statement.makes = []
+                statement.outputs = []
             dropped[at] = {name for name in statement.reads if name not in read}
-            dropped[at] |= {name for name in statement.makes if name not in read}
+            dropped[at] |= {name for name in statement.outputs if name not in read}
             read |= statement.reads
-            kept.append((at, statement))
-        dropped[len(self.statements) - 1] = set()
-        return kept[::-1], dropped, inputs - read
+            needed.append((at, statement))
+        dropped[len(self.statements) - 1] = set()  # nothing can follow the return
+        return needed[::-1], dropped, inputs - read
 
 
 def _statement_lines(statement: _Statement, dropped: list[str]) -> Iterator[str]:
-    makes = ""
-    if statement.makes:
-        comma = "," if statement.many and len(statement.makes) == 1 else ""
-        makes = f"{', '.join(statement.makes)}{comma} = "
+    outputs = ""
+    if statement.outputs:
+        comma = "," if statement.unpacks and len(statement.outputs) == 1 else ""
+        outputs = f"{', '.join(statement.outputs)}{comma} = "
     if statement.function == "return ":
         yield from _wrapped("return [", statement.arguments, "]")
         return
-    yield from _wrapped(f"{makes}{statement.function}(", statement.arguments, ")")
+    yield from _wrapped(f"{outputs}{statement.function}(", statement.arguments, ")")
     if dropped:
         yield from _deletion(", ".join(dropped))
 
@@ -299,7 +330,7 @@ def _deletion(names: str) -> Iterator[str]:
 
 
 def _wrapped(head: str, body: str, tail: str, indent: str = "    ") -> Iterator[str]:
-    """``head + body + tail`` on one line, or with the body broken at spaces where that is too long."""
+    """``head + body + tail`` on one line, or with the body broken at spaces if that exceeds 110 characters."""
     if len(indent) + len(head) + len(body) + len(tail) <= _WIDTH:
         yield f"{indent}{head}{body}{tail}"
         return
@@ -321,5 +352,8 @@ def _name(tree: Tree) -> str:
 
 
 def _user_line(node: Node) -> str:
+    """The innermost user frame of ``node`` as text of a comment; "" where no frame is known."""
     frames = node.meta.get("frames")
-    return f"{os.path.basename(frames[0].filename)}:{frames[0].lineno} in {frames[0].name}" if frames else ""
+    if not frames:
+        return ""
+    return printable(f"{os.path.basename(frames[0].filename)}:{frames[0].lineno} in {frames[0].name}")

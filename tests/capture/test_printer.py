@@ -1,4 +1,4 @@
-"""The text of a graph parses, says every node once, and names things as the user would."""
+"""The printed graph parses as Python, assigns every node once, and uses the names that the user would."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import weft
 from weft.capture.graph import StepGraph
-from weft.capture.names import readable_name
 from weft.capture.printer import annotation
+from weft.capture.record.readable_names import readable_name
 
 
 class Block(nn.Module):
@@ -41,7 +41,7 @@ def train_step() -> Any:
     return step
 
 
-def test_a_training_step() -> None:
+def test_a_training_step_prints_roles_lines_and_stages() -> None:
     graph = weft.capture(train_step(), {"x": torch.randn(4, 8)})
     text = str(graph)
     arguments, assigned = check_python(text, graph)
@@ -101,7 +101,7 @@ def line_of(source: str) -> int:
 
 
 @pytest.mark.fake
-def test_collectives_with_group_and_bytes() -> None:
+def test_collectives_are_printed_with_group_and_bytes() -> None:
     with weft.fake_world(4, target_device="cpu"):
         mesh = dist.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         model = weft.fully_shard(nn.Linear(8, 8, bias=False), mesh=mesh)
@@ -118,7 +118,7 @@ def test_collectives_with_group_and_bytes() -> None:
     assert re.search(r"_c10d_functional\.reduce_scatter_tensor\w*\(.*\)  # over \w+, 256 B", text)
 
 
-def test_symbolic_sizes_and_checks() -> None:
+def test_symbolic_sizes_and_checks_are_printed() -> None:
     table = torch.zeros(5, 3)
 
     def step(x: Tensor, counts: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_call_with_hundreds_of_operands_is_broken_into_lines() -> None:
     assert max(len(line.partition("  #")[0]) for line in text.splitlines()) <= 130
 
 
-def test_annotations() -> None:
+def test_annotations_of_values() -> None:
     assert annotation(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bf16[2, 3]"
     assert annotation(torch.zeros((), dtype=torch.int64)) == "i64[()]"
     assert annotation([torch.zeros(1), 2, True]) == "[f32[1], int, bool]"
@@ -170,6 +170,6 @@ def test_annotations() -> None:
         ("[]", "input_"),
     ],
 )
-def test_readable_names(path: str, name: str) -> None:
+def test_paths_become_python_names(path: str, name: str) -> None:
     assert readable_name(path) == name
     assert name.isidentifier()

@@ -1,4 +1,4 @@
-"""Each room prints what it makes of the toy step."""
+"""The toy step is captured at any world size, and each package prints its result of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.capture.toy import capture_toy
 
 
 @pytest.mark.fake
-def test_the_toy_step_is_the_same_at_any_world_size() -> None:
+def test_the_toy_graph_is_the_same_at_any_world_size() -> None:
     small, large = capture_toy(4), capture_toy(4096)
     assert len(small) == len(large)
     assert {entry.role.value for entry in small.inputs} == {"parameter", "batch", "scalar"}
@@ -21,7 +21,7 @@ def test_the_toy_step_is_the_same_at_any_world_size() -> None:
 
 @pytest.mark.fake
 @pytest.mark.parametrize(("room", "function"), [("capture", "step"), ("inductor", "run")])
-def test_a_room_prints_its_artefact(room: str, function: str) -> None:
+def test_python_m_prints_the_result_of_each_package(room: str, function: str) -> None:
     command = [sys.executable, "-m", f"weft.{room}"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     text = printed[printed.rindex(f"def {function}(") :]

@@ -45,7 +45,7 @@ def test_a_backward_hook_sees_the_line_that_called_backward() -> None:
     ]
 
 
-def test_no_user_code_is_said_so() -> None:
+def test_user_line_says_that_no_user_code_is_running() -> None:
     scope = {"user_line": user_line}
     # A file name that fx gives to code it generates: the innermost frames are machinery, this test is the
     # user.

@@ -420,7 +420,7 @@ def mistakes_body(rank: int, world: int) -> list[str]:
 
     wrapped = replicate(nn.Linear(2, 2))
     expect(errors.AlreadyWrapped, lambda: replicate(wrapped))
-    expect(errors.AlreadyWrapped, lambda: copy.deepcopy(wrapped))
+    expect(errors.CannotCopyWrapped, lambda: copy.deepcopy(wrapped))
     expect(ValueError, lambda: replicate(nn.ModuleList([nn.Linear(1, 1)])))
     expect(errors.InvalidMesh, lambda: replicate(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (world, 1))))
     embedding = replicate(nn.Embedding(4, 2, sparse=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +16,11 @@ import weft
 from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor.clock import Clock
-from weft.inductor.comm.cluster import load_cluster
-from weft.inductor.comm.consensus import number
-from weft.inductor.comm.schedule import Schedule
-from weft.inductor.compiler import planned
-from weft.inductor.retarget import retarget
+from weft.inductor.compiler import scheduled_graph
+from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.graph.pass_runner import PassRunner
+from weft.inductor.graph.retarget import retarget
+from weft.inductor.schedule.planner import Schedule
 
 H200 = load_cluster("h200x8")
 
@@ -42,17 +43,16 @@ def step(tmp_path: Path) -> Iterator[StepGraph]:
             return loss.detach()
 
         graph = retarget(weft.capture(train, torch.zeros(8192, 512)), "cuda:0")
-        number(graph)
         yield graph
 
 
 def plan(step: StepGraph, limit: int | None) -> tuple[StepGraph, Schedule]:
-    made, schedule = planned(step, H200, limit, True, Clock())
+    made, schedule = scheduled_graph(step, H200, limit, True, PassRunner())
     assert schedule is not None
     return made, schedule
 
 
-def test_less_memory_is_met_by_computing_again(step: StepGraph) -> None:
+def test_a_lower_memory_limit_is_met_by_recomputation(step: StepGraph) -> None:
     free, schedule = plan(step, None)
     limit = int(schedule.simulation.peak * 0.75)
     made, tight = plan(step, limit)
@@ -61,6 +61,15 @@ def test_less_memory_is_met_by_computing_again(step: StepGraph) -> None:
     assert made.outputs == free.outputs
 
 
-def test_a_limit_that_nothing_fits_is_refused(step: StepGraph) -> None:
-    with pytest.raises(MemoryLimitUnreachable, match="Allow"):
+def test_an_unreachable_memory_limit_raises_before_recomputation_is_tried(
+    step: StepGraph, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The inputs and one product need 72 MiB, whatever is recomputed."""
+    with caplog.at_level(logging.INFO, "weft"), pytest.raises(MemoryLimitUnreachable, match="Allow") as caught:
         plan(step, 1 << 24)
+    assert caught.value.certain
+    assert "recomputing more" not in caplog.text
+    message = str(caught.value)
+    assert "memory_limit=0.0156 GiB" in message
+    assert re.search(r"GiB made by \w+ of model\.\S+ at \S+test_compiler\.py:\d+ in", message)
+    assert " bytes" not in message

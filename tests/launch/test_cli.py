@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -9,12 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
+import weft
 from weft import knobs
-from weft.inductor.comm.calibrate import Calibration
-from weft.inductor.comm.cluster import Cluster, load_cluster
-from weft.inductor.comm.symmetric import NO_MULTICAST
+from weft.inductor.cost.calibrate import Calibration
+from weft.inductor.cost.cluster import Cluster, load_cluster
+from weft.inductor.transports.symmetric_memory import NO_MULTICAST
 from weft.launch.calibrate import show
 from weft.launch.cli import COMMANDS, main
 
@@ -91,10 +94,14 @@ def test_what_was_measured_stands_beside_what_ships() -> None:
     assert any("between nodes: 45 GB/s" in line for line in lines)
 
 
-def test_it_is_a_console_script() -> None:
+def test_it_is_a_console_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["weft"].partition(":")
-    assert getattr(sys.modules[module], name) is main
+    monkeypatch.setattr(sys, "argv", ["weft", "--help"])
+    with pytest.raises(SystemExit) as end:
+        getattr(importlib.import_module(module), name)()
+    assert end.value.code == 0
+    assert "calibrate" in capsys.readouterr().out
 
 
 @pytest.mark.gloo
@@ -109,3 +116,28 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
     cluster: Cluster = load_cluster(out)
     assert cluster.gpus_per_node == 2
     assert {transport.name for transport in cluster.transports} == {"gloo"}
+
+
+def test_checkpoint_verify_ends_with_1_and_names_what_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(3, 4)
+    state = weft.TrainState(model=model)
+    for step in (1, 2):
+        state.save(tmp_path, step, wait=True)
+    main(["checkpoint", "list", str(tmp_path)])
+    assert "step_000000002" in capsys.readouterr().out.replace("\n", "")
+    main(["checkpoint", "show", str(tmp_path)])
+    assert "model.weight: float32[4, 3]" in capsys.readouterr().out
+    for path, status in ((tmp_path, 0), (tmp_path / "step_000000001", 0)):
+        with pytest.raises(SystemExit) as end:
+            main(["checkpoint", "verify", str(path)])
+        assert end.value.code == status
+    data = tmp_path / "step_000000002" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(SystemExit) as end:
+        main(["checkpoint", "verify", str(tmp_path)])
+    assert end.value.code == 1
+    assert "step_000000002: __0_0.distcp has" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is no checkpoint in"):
+        main(["checkpoint", "verify", str(tmp_path / "absent")])

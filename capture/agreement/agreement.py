@@ -1,0 +1,210 @@
+"""Agreement: all ranks hold the same graph, or every rank raises an error that shows the difference.
+
+Ranks compare the SHA-256 of their graph's text through the store of the process group. They never use a collective,
+because a collective would hang if the graphs differ. The last rank to arrive (a counter in the store tells it) reads
+all hashes and publishes a verdict; the other ranks wait for that one key. So where all agree, each rank makes a few
+small requests, for any world size. Texts are sent only after a mismatch. One rank of the majority posts its text, the
+first rank of each other group posts its difference from that text, and all others read these few lines.
+
+A rank that died or does not arrive is found by a deadline. The rank whose deadline passes first publishes which ranks
+are missing. The verdict that is published first counts, so all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from weft import errors, knobs, torch_adapter
+from weft.capture.agreement.store_rendezvous import StoreRendezvous
+from weft.capture.agreement.text_difference import difference
+from weft.capture.fake.fake_world import current_fake_world
+
+log = logging.getLogger(__name__)
+
+# Seconds to wait for a verdict after a deadline, and for a difference after a verdict.
+GRACE_S = 5.0
+
+_UNKNOWN = "(the difference is not known: rank {} left before it sent its part)"
+
+# Number of groups besides the majority that are reported separately; further groups are reported as one.
+MAX_GROUPS = 8
+
+
+def agree(
+    name: str,
+    text: str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float | None = None,
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+) -> None:
+    """Return once every rank of `group` (default: all ranks) has called this with an equal `text`.
+
+    In a fake world, and without a process group, it returns at once.
+
+    Args:
+        name: of the comparison. Calls are matched by name and by how often each rank has called with this name.
+        text: of this rank.
+        group: the ranks that compare.
+        timeout_s: seconds from this rank's call; default: the knob agreement_timeout_s.
+        store, rank, world: used instead of those of the process group; all three or none.
+
+    Raises:
+        errors.GraphMismatch: on every rank: texts differ. The message names the ranks and shows the difference.
+        errors.AgreementTimeout: on every rank: ranks did not arrive in time. The message names them.
+        errors.StoreLost: the process that holds the store is gone.
+    """
+    if store is None:
+        if not dist.is_initialized() or current_fake_world() is not None:
+            log.debug("%s: nobody to compare this graph with", name)
+            return
+        store, rank = torch_adapter.default_store(), dist.get_rank()
+        ranks = dist.get_process_group_ranks(group)
+    else:
+        assert rank is not None
+        assert world is not None
+        ranks = list(range(world))
+    if len(ranks) == 1:
+        return
+    start = time.monotonic()
+    timeout_s = knobs.agreement_timeout_s if timeout_s is None else timeout_s
+    rendezvous = StoreRendezvous(f"agreement/{name}", ranks, rank, timeout_s, store=store)
+    _TextComparison(name, rendezvous, text).run()
+    log.debug(
+        "%s: %d ranks agree on capture %d (%.3f s)", name, len(ranks), rendezvous.number, time.monotonic() - start
+    )
+
+
+@dataclass(frozen=True)
+class _TextComparison:
+    """One comparison, as one rank sees it."""
+
+    name: str
+    rendezvous: StoreRendezvous
+    text: str
+
+    def run(self) -> None:
+        """Return where all texts are equal; otherwise raise what :func:`agree` says."""
+        here = self.rendezvous
+        here.post(f"hash/{here.rank}", _digest(self.text))
+        is_last = here.count("arrived") == len(here.ranks)
+        verdict = self._judge() if is_last else self._verdict()
+        if "missing" in verdict:
+            missing: list[int] = verdict["missing"]
+            raise errors.AgreementTimeout(
+                self.name, here.number, here.rank, missing, listed(missing), verdict["by"], verdict["waited"]
+            )
+        groups = [_RankGroup(digest, ranks) for digest, ranks in verdict["groups"]]
+        if len(groups) > 1:
+            self._show_mismatch(groups)
+        here.leave([f"hash/{here.rank}"], ["arrived", "judges", "verdict"])
+
+    def _verdict(self) -> dict[str, Any]:
+        """Wait for the verdict. After the deadline this rank publishes it, unless another rank has begun to."""
+        found = self.rendezvous.read("verdict")
+        if found is None and self.rendezvous.count("judges") > 1:
+            found = self.rendezvous.read("verdict", GRACE_S)
+        return self._judge() if found is None else json.loads(found)
+
+    def _judge(self) -> dict[str, Any]:
+        """Publish the missing ranks, or the groups of ranks with equal texts. The first published verdict counts."""
+        here = self.rendezvous
+        keys = {f"hash/{rank}": rank for rank in here.ranks}
+        missing = [keys[key] for key in here.absent(list(keys))]
+        if missing:
+            verdict: dict[str, Any] = {"missing": missing, "by": here.rank, "waited": here.timeout_s}
+        else:
+            hashes = here.read_all(list(keys))
+            verdict = {"groups": [(group.digest, group.ranks) for group in _groups(hashes, here.ranks)]}
+        return json.loads(here.post_first("verdict", json.dumps(verdict)))
+
+    def _show_mismatch(self, groups: list[_RankGroup]) -> None:
+        """Raise with the difference. The first rank of each group computes it, the others of the group read it.
+
+        Ranks of the majority see the difference of the first other group.
+        """
+        majority, *others = groups
+        here, digest = self.rendezvous, _digest(self.text)
+        shown_group = next((group for group in others if group.digest == digest), others[0])
+        if here.rank == majority.first:
+            here.post("text", base64.b64encode(zlib.compress(self.text.encode())).decode())
+        if here.rank == shown_group.first:
+            here.post(f"difference/{here.rank}", self._difference(majority.first))
+        shown = here.read(f"difference/{shown_group.first}", 2 * GRACE_S) or _UNKNOWN.format(shown_group.first)
+        differing = sorted(rank for group in others for rank in group.ranks)
+        raise errors.GraphMismatch(self.name, here.rank, differing, _summary(majority, others), shown)
+
+    def _difference(self, reference: int) -> str:
+        packed = self.rendezvous.read("text", GRACE_S)
+        if packed is None:
+            return _UNKNOWN.format(reference)
+        text = zlib.decompress(base64.b64decode(packed)).decode()
+        return difference(text, self.text, f"rank {reference}", f"rank {self.rendezvous.rank}")
+
+
+@dataclass(frozen=True)
+class _RankGroup:
+    """Ranks, ascending, whose texts have the same hash."""
+
+    digest: str
+    ranks: list[int]
+
+    @property
+    def first(self) -> int:
+        return self.ranks[0]
+
+
+def _groups(hashes: Sequence[str], ranks: Sequence[int]) -> list[_RankGroup]:
+    """Ranks grouped by hash: the largest group first, then the others by their lowest rank.
+
+    Of equally large groups the one with the lowest rank is the first. Groups beyond MAX_GROUPS become one without a
+    hash.
+    """
+    by_hash: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, digest in zip(ranks, hashes, strict=True):
+        by_hash[digest].append(rank)
+    groups = [_RankGroup(digest, sorted(found)) for digest, found in by_hash.items()]
+    groups.sort(key=lambda group: group.first)
+    majority = max(groups, key=lambda group: len(group.ranks))
+    others = [group for group in groups if group is not majority]
+    rest = sorted(rank for group in others[MAX_GROUPS:] for rank in group.ranks)
+    return [majority, *others[:MAX_GROUPS], *([_RankGroup("", rest)] if rest else [])]
+
+
+def _summary(majority: _RankGroup, others: list[_RankGroup]) -> str:
+    if len(others) > 1:
+        described = "; ".join(listed(group.ranks) + ("" if group.digest else " (several)") for group in others)
+        return f"The most common is held by {listed(majority.ranks)}; others are held by {described}."
+    (other,) = others
+    tie = " As many hold the one as the other." if len(other.ranks) == len(majority.ranks) else ""
+    return f"What {listed(other.ranks)} captured differs from what {listed(majority.ranks)} captured.{tie}"
+
+
+def listed(ranks: Sequence[int], at_most: int = 20) -> str:
+    """Ascending ranks as text: `rank 3`, `ranks 0-6, 9`, at most `at_most` ranges."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    words = ["-".join(map(str, run)) for run in runs[:at_most]]
+    more = f" and more ({len(ranks)} in all)" if len(runs) > at_most else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}{more}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

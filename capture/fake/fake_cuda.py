@@ -1,0 +1,249 @@
+"""The CUDA that a training script finds inside a fake world: `torch.cuda` answers, and all tensors are on the CPU.
+
+Fake *cuda* tensors with autograd abort a process whose torch has no CUDA, so none is ever made. Requests for a cuda
+device are redirected to the CPU at two levels. A function mode sees the requests of Python code: `x.to("cuda")`
+returns `x`, as it does on a GPU for a tensor that is there already. The fake mode itself sees the remaining requests,
+those from inside a tensor subclass. The functions of `torch.cuda` that scripts use are replaced by simple answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from weft import torch_adapter
+from weft.capture.fake import fake_streams
+from weft.thread_patches import Patches, present
+
+CPU = torch.device("cpu")
+
+# Properties of the fake device. A plan takes its figures from the cluster description, never from these.
+CAPABILITY = (9, 0)
+MEMORY = 80 * 2**30
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether a device argument (torch.device, string, or an accelerator's index) means a GPU."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def redirect_to_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments with the CPU for a cuda `device`, and without `pin_memory`, which needs a driver."""
+    if is_cuda(kwargs.get("device")):
+        kwargs = {**kwargs, "device": CPU}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    return kwargs
+
+
+class RedirectCudaToCpu(TorchFunctionMode):
+    """Function mode that redirects requests for cuda devices to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = redirect_to_cpu(kwargs or {})
+        if func is torch.Tensor.to:
+            args = (args[0], *(CPU if is_cuda(arg) else arg for arg in args[1:]))
+        elif func is torch.Tensor.cuda:
+            return args[0].to(CPU)
+        elif func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **kwargs)
+
+
+def patch_devices(
+    patches: Patches,
+    mode: RedirectCudaToCpu,
+    fake_mode: FakeTensorMode,
+    local_rank: int,
+    device_count: int,
+    available: bool,
+) -> None:
+    """Register all replacements of this file.
+
+    Args:
+        patches: takes the replacements.
+        mode: the function mode of the fake world.
+        fake_mode: the fake mode of the fake world.
+        local_rank: the current device.
+        device_count: number of GPUs of a host.
+        available: the answer of `torch.cuda.is_available()`.
+    """
+    fake_streams.set_stream(fake_streams.default_stream())
+    _patch_functions(patches, torch.cuda, _cuda(local_rank, device_count, available))
+    _patch_functions(patches, torch.cuda.nvtx, _nvtx())
+    _patch_functions(patches, torch.accelerator, _accelerator(available))
+    patches.function(torch, "Generator", _Generator)
+    patches.function(torch, "Stream", fake_streams.Stream)
+    patches.function(torch, "Event", fake_streams.Event)
+    patches.function(torch.utils, "swap_tensors", _swap_tensors(present(torch.utils, "swap_tensors"), fake_mode))
+    patches.attribute(torch.nn.Module, "to", _module_to(present(torch.nn.Module, "to")))
+    patches.attribute(torch.nn.Module, "cuda", lambda module, device=None: module.to(CPU))
+    patches.attribute(torch.autocast, "__init__", _autocast_init(present(torch.autocast, "__init__")))
+    patches.attribute(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    context = torch_adapter.device_context_type()
+    patches.attribute(context, "__init__", _device_context_init(present(context, "__init__")))
+    patches.function(*torch_adapter.gpu_context_entry(), nothing)
+    owner, name = torch_adapter.autograd_engine_entry()
+    patches.function(owner, name, _inside(mode, present(owner, name)))
+
+
+def _patch_functions(patches: Patches, owner: ModuleType, replacements: dict[str, Any]) -> None:
+    for name, new_operand in replacements.items():
+        if hasattr(owner, name):
+            patches.function(owner, name, new_operand)
+
+
+def _cuda(local_rank: int, device_count: int, available: bool) -> dict[str, Any]:
+    """Replacements of the functions of `torch.cuda` that training scripts use, by name."""
+    current = [local_rank]
+
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        current[0] = current[0] if index is None else index
+
+    properties = SimpleNamespace(
+        name="fake", total_memory=MEMORY, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
+    )
+    return {
+        "is_available": lambda: available,
+        "is_initialized": lambda: available,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: device_count if available else 0,
+        "current_device": lambda: current[0],
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+        "memory_stats": lambda device=None: {},
+        "set_device": set_device,
+        "device": _null_context,
+        "Stream": fake_streams.Stream,
+        "Event": fake_streams.Event,
+        "stream": fake_streams.stream,
+        "set_stream": fake_streams.set_stream,
+        "current_stream": fake_streams.current_stream,
+        "default_stream": fake_streams.default_stream,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "get_rng_state_all": lambda: [],
+        "initial_seed": torch.initial_seed,
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda device=None: 0),
+        **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda device=None: 0),
+        **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect"), nothing),
+        **dict.fromkeys(("reset_peak_memory_stats", "set_per_process_memory_fraction"), nothing),
+        # torch.manual_seed seeds these too; a seed queued for the real ones would outlive the world.
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), nothing),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), nothing),
+    }
+
+
+def _accelerator(available: bool) -> dict[str, Any]:
+    """Replacements of the functions of `torch.accelerator`; they use the replaced `torch.cuda`."""
+    return {
+        "is_available": lambda: available,
+        "current_accelerator": lambda check_available=False: torch.device("cuda") if available else None,
+        "device_count": lambda: torch.cuda.device_count(),
+        "current_device_index": lambda: torch.cuda.current_device(),
+        "set_device_index": lambda device: torch.cuda.set_device(device),
+        "current_stream": fake_streams.current_stream,
+        "set_stream": fake_streams.set_stream,
+        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), nothing),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), lambda device=None: 0),
+        **dict.fromkeys(("memory_reserved", "max_memory_reserved"), lambda device=None: 0),
+    }
+
+
+def _nvtx() -> dict[str, Any]:
+    return {
+        "range": _null_context,
+        **dict.fromkeys(("range_push", "range_pop", "mark"), nothing),
+    }
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Replaces a function that has an effect on a device and returns nothing."""
+
+
+@contextlib.contextmanager
+def _null_context(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+class _Generator(torch.Generator):
+    """`torch.Generator` on the CPU, whatever device was requested."""
+
+    def __new__(cls, device: Any = CPU) -> _Generator:
+        return super().__new__(cls, CPU if is_cuda(device) else device)  # type: ignore[call-arg]
+
+
+def _swap_tensors(original: Callable[..., None], fake_mode: FakeTensorMode) -> Callable[..., None]:
+    """Moves and casts of a module swap the contents of fake parameters. Torch refuses that while there is a weak
+    reference to them, and the fake mode holds one. The replacement lets the fake mode forget them first."""
+
+    def swap(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        torch_adapter.forget_fakes(fake_mode, (t1, t2))
+        original(t1, t2)
+
+    return swap
+
+
+def _module_to(original: Callable[..., Any]) -> Callable[..., Any]:
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        args = tuple(CPU if is_cuda(arg) else arg for arg in args)
+        kwargs = redirect_to_cpu(kwargs)
+        if (args, kwargs) in (((CPU,), {}), ((), {"device": CPU})) and _is_on_cpu(module):
+            # torch would swap fake parameters even where nothing changes, and it cannot once a backward used them.
+            return module
+        return original(module, *args, **kwargs)
+
+    return to
+
+
+def _is_on_cpu(module: torch.nn.Module) -> bool:
+    return all(tensor.device == CPU for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _device_context_init(original: Callable[..., None]) -> Callable[..., None]:
+    """`with torch.device("cuda")` creates tensors on the CPU. The context adds its device below any function mode, so
+    the mode above does not see it."""
+
+    def init(self: Any, device: Any) -> None:
+        original(self, CPU if is_cuda(device) else device)
+
+    return init
+
+
+def _autocast_init(original: Callable[..., None]) -> Callable[..., None]:
+    """The CPU's autocast for cuda's, with cuda's default dtype.
+
+    Both cast the same matrix products and convolutions down. The lists of operations that they run in float32 differ
+    in a few reductions.
+    """
+
+    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **named: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *rest, **named)
+
+    return init
+
+
+def _inside(mode: RedirectCudaToCpu, run_engine: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.backward` is a call that the function mode handles, and a mode is off while it handles a call. The
+    replacement turns it on again for the hooks and backward functions that the engine runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run_engine(*args, **kwargs)
+
+    return run

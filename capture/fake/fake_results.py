@@ -1,0 +1,117 @@
+"""A cache of the results of operations on fake tensors, by the layouts of their operands.
+
+The layers of a network call the same operations on the same layouts. Torch has a cache of fake results too, but a hit
+takes 0.15 ms. A hit takes a quarter of that here, which halves the time of a capture. Operations with symbolic sizes,
+and those whose results depend on data, are not cached.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from weft import torch_adapter
+from weft.capture.fake.fake_rules import fake_rule
+from weft.torch_adapter import OpOverload
+
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+# The results of collectives, and of operations on shards, depend on layouts and on the named group, which is fixed.
+_NAMESPACES = frozenset({"aten", "_c10d_functional", "weft"})
+# Tags of operations whose results depend on more than layouts.
+_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+
+
+class _ResultLayout(NamedTuple):
+    """Layout of one result. ``source``: number of the operand that it is a view of, -1 for new memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    source: int
+
+
+class _Uncacheable(Exception):
+    """An operand or a result that its layout does not determine."""
+
+
+class FakeResultCache:
+    """Runs operations on the fake tensors of one mode. Every call returns new tensors.
+
+    Valid as long as the process groups do not change, because results of collectives depend on their sizes.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, tuple[type | None, list[_ResultLayout]]] = {}
+
+    def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not _depends_on_layouts(op):
+            return fake_rule(op)(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        try:
+            named = [(name, _described(value, tensors)) for name, value in kwargs.items()]
+            key = op, _described(args, tensors), *named, torch.get_default_dtype()
+        except _Uncacheable:
+            return fake_rule(op)(*args, **kwargs)
+        known = self._known.get(key)
+        if known is not None:
+            return self._new_results(*known, tensors)
+        out = fake_rule(op)(*args, **kwargs)
+        try:
+            many = isinstance(out, (list, tuple))
+            layouts = [_layout(item, tensors) for item in (out if many else [out])]
+            self._known[key] = type(out) if many else None, layouts
+        except _Uncacheable:
+            pass
+        return out
+
+    def _new_results(self, many: type | None, layouts: list[_ResultLayout], tensors: list[torch.Tensor]) -> Any:
+        results = []
+        for sizes, strides, offset, dtype, device, source in layouts:
+            storage = None if source < 0 else tensors[source].untyped_storage()
+            results.append(torch_adapter.new_fake(self._mode, device, dtype, sizes, strides, offset, storage))
+        return results[0] if many is None else many(results)
+
+
+@functools.cache
+def _depends_on_layouts(op: OpOverload) -> bool:
+    return op.namespace in _NAMESPACES and not op._schema.is_mutable and op not in _LIFTS and _DATA.isdisjoint(op.tags)
+
+
+def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The key of an operand: the properties that decide layouts of results. Appends its tensors to ``tensors``."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value._has_symbolic_sizes_strides or value.constant is not None or value.layout is not torch.strided:
+            raise _Uncacheable
+        tensors.append(value)
+        marks = value.is_conj(), value.is_neg(), value.storage_offset()
+        return value.shape, value.stride(), value.dtype, value.fake_device, marks
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (list, tuple):
+        return kind, *[_described(item, tensors) for item in value]
+    raise _Uncacheable
+
+
+def _layout(out: Any, tensors: list[torch.Tensor]) -> _ResultLayout:
+    """The layout of a result. Raises _Uncacheable where a new tensor of this layout would not be the same."""
+    if type(out) is not FakeTensor or out._has_symbolic_sizes_strides or out.constant is not None:
+        raise _Uncacheable
+    if out.layout is not torch.strided or out.is_conj() or out.is_neg() or any(out is tensor for tensor in tensors):
+        raise _Uncacheable
+    sizes, strides, offset = tuple(out.shape), tuple(out.stride()), int(out.storage_offset())
+    key = torch_adapter.storage_key(out)
+    source = next((at for at, t in enumerate(tensors) if torch_adapter.storage_key(t) == key), -1)
+    if source < 0:
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        elements = 0 if 0 in sizes else last + 1
+        if offset != 0 or out.untyped_storage().nbytes() != elements * out.element_size():
+            raise _Uncacheable
+    return _ResultLayout(sizes, strides, offset, out.dtype, out.fake_device, source)

@@ -1,0 +1,56 @@
+"""Pauses Python's cyclic garbage collector while graphs are made.
+
+A graph has millions of objects. The collector would walk them again and again, for a third of the time that it takes
+to make them, and find nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+
+class _Pauses:
+    """Counts the threads that pause the collector, which is one for all of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._collecting = False
+
+    def begin(self) -> None:
+        """Switch the collector off."""
+        with self._lock:
+            if not self._count:
+                self._collecting = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def end(self) -> bool:
+        """Whether the collector must go on now: nobody else pauses it, and it was on before."""
+        with self._lock:
+            self._count -= 1
+            return self._collecting and not self._count
+
+
+_pauses = _Pauses()
+
+
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """While active, no automatic collection runs.
+
+    Objects that were created inside belong to the oldest generation afterwards. A full collection walks them; the next
+    collection of young objects, which would come at once, does not.
+    """
+    _pauses.begin()
+    try:
+        yield
+    finally:
+        if _pauses.end():
+            if not gc.get_freeze_count():  # objects that the user froze must stay frozen
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()

@@ -1,0 +1,183 @@
+"""Guards on the arguments of a call, and on single tensors.
+
+The arguments of a later call must have the same structure, equal plain values, the same hooks and the same aliasing
+among tensors. Sizes that are symbols are left to :mod:`weft.capture.guards.size_guard`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.record.arguments import CallArguments
+from weft.capture.state.containers import SIMPLE, StatePlace, same_simple
+from weft.capture.state.tensor_memory import inner_tensor
+
+
+class ArgumentGuard:
+    """Guards the structure, plain values, gradients, hooks and aliasing of the arguments."""
+
+    def __init__(self, arguments: CallArguments) -> None:
+        self._arguments = arguments
+        self._plain = [(at, leaf) for at, leaf in enumerate(arguments.leaves) if at not in arguments.tensors]
+        self._gradients = [(container, container.obj.grad is None) for _, container in arguments.gradients]
+        self._flags = [(at, _flags(arguments.leaves[at])) for at in arguments.tensors]
+        self._aliases = _aliases([arguments.leaves[at] for at in arguments.tensors])
+
+    def listed(self) -> list[str]:
+        """The conditions as text."""
+        paths = self._arguments.paths
+        return [
+            "the arguments have the structure of the captured call",
+            "the same arguments share memory",
+            *(f"{paths[at]} is {leaf!r}" for at, leaf in self._plain),
+            *(f"{container.label('grad')} {'is None' if empty else 'exists'}" for container, empty in self._gradients),
+            *(
+                f"{paths[at]}: {kind.__name__}, requires_grad {grad}, {len(hooks)} hooks"
+                for at, (kind, grad, hooks, _) in self._flags
+            ),
+        ]
+
+    def failure(self, leaves: list[Any], spec: Any) -> str | None:
+        """Why the graph cannot serve a call with these leaves, None where it can; binds them as the arguments."""
+        arguments = self._arguments
+        if spec != arguments.spec:
+            return "the arguments have another structure"
+        for at, expected in self._plain:
+            if not matches(leaves[at], expected):
+                return f"{arguments.paths[at]} is {leaves[at]!r}, was {expected!r}"
+        for at, flags in self._flags:
+            if _flags(leaves[at]) != flags:
+                return f"type, requires_grad, hooks or placements of {arguments.paths[at]} changed"
+        if _aliases([leaves[at] for at, _ in self._flags]) != self._aliases:
+            return "other arguments than before share memory"
+        arguments.bind(leaves)
+        for container, empty in self._gradients:
+            if (container.obj.grad is None) is not empty:
+                return f"{container.label('grad')} {'exists now' if empty else 'is gone'}"
+        return None
+
+
+class TensorGuard:
+    """Guards shape, strides, dtype and device of one input, except for symbolic sizes and strides."""
+
+    def __init__(self, place: StatePlace, val: torch.Tensor) -> None:
+        self.place = place
+        self.dtype, self.device = val.dtype, val.device
+        self.static = all(isinstance(n, int) for n in (*val.shape, *val.stride()))
+        self.shape = tuple(val.shape) if self.static else val.dim()
+        self.sizes = [(dim, n) for dim, n in enumerate(val.shape) if isinstance(n, int)]
+        self.strides: Any = (
+            val.stride() if self.static else [(d, s) for d, s in enumerate(val.stride()) if isinstance(s, int)]
+        )
+        self.described = _described(val)
+
+    def __str__(self) -> str:
+        return f"{self.place.path} is {self.described}"
+
+    def failure(self) -> str | None:
+        """How the tensor at the place now differs, None where it does not."""
+        value = self.place.get()
+        if not isinstance(value, torch.Tensor):
+            return f"{self.place.path} is no tensor any more"
+        if self.static:
+            same = value.shape == self.shape and value.stride() == self.strides
+        else:
+            same = value.dim() == self.shape and all(value.shape[d] == n for d, n in self.sizes)
+            same = same and all(value.stride(d) == s or value.shape[d] < 2 for d, s in self.strides)
+        if same and value.dtype == self.dtype and value.device == self.device:
+            return None
+        return f"{self.place.path} is {_described(value)}, was {self.described}"
+
+
+def hooks_of(tensor: torch.Tensor) -> tuple[HookKey, ...]:
+    """Keys of the hooks registered on a tensor, in order."""
+    return tuple(HookKey(hook) for hooks in torch_adapter.registered_hooks(tensor) for hook in hooks.values())
+
+
+def _node_hooks_of(leaf: torch.Tensor) -> tuple[HookKey, ...]:
+    found = torch_adapter.node_hooks(torch_adapter.accumulator(leaf)) if leaf.is_leaf else []
+    return tuple(HookKey(hook) for _, hooks in found for hook in hooks.values())
+
+
+class HookKey:
+    """Equal for hooks that do the same: one function object, or functions with the same code, closure and owner.
+
+    The second case is a lambda that the training loop registers anew on every batch.
+    """
+
+    __slots__ = ("_parts", "hook")
+
+    def __init__(self, hook: Any) -> None:
+        self.hook = hook
+        function = getattr(hook, "__func__", hook)
+        cells = getattr(function, "__closure__", None) or ()
+        code = getattr(function, "__code__", None)
+        owner = getattr(hook, "__self__", None)
+        defaults = getattr(function, "__defaults__", None) or ()
+        self._parts = None if code is None else (code, owner, *defaults, *(_content(cell) for cell in cells))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, HookKey):
+            return NotImplemented
+        if self.hook is other.hook:
+            return True
+        if self._parts is None or other._parts is None or len(self._parts) != len(other._parts):
+            return False
+        return all(
+            a is b or (isinstance(b, SIMPLE) and matches(a, b)) for a, b in zip(self._parts, other._parts, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
+
+
+def matches(value: Any, expected: Any) -> bool:
+    """Whether a value in Python state can replace the one at capture.
+
+    It must be the same object, an equal simple value, a tensor of the same shape and dtype, or a tuple of values that
+    match. A leaf that requires grad must be the same object, because its gradient, hooks and optimizer state belong to
+    it.
+    """
+    if value is expected:
+        return True
+    if isinstance(expected, torch.Tensor):
+        leaf = expected.requires_grad or isinstance(expected, torch.nn.Parameter)
+        return (
+            isinstance(value, torch.Tensor)
+            and not leaf
+            and not value.requires_grad
+            and (value.shape == expected.shape and value.dtype == expected.dtype)
+        )
+    if isinstance(expected, tuple):  # nobody can change one, so that its items are guarded with it
+        return (
+            type(value) is type(expected)
+            and len(value) == len(expected)
+            and all(matches(item, known) for item, known in zip(value, expected, strict=True))
+        )
+    return same_simple(value, expected)
+
+
+def _flags(leaf: Any) -> tuple[Any, ...]:
+    layout = (leaf.device_mesh, leaf.placements) if torch_adapter.is_dtensor(leaf) else None
+    hooks = (*hooks_of(leaf), *_node_hooks_of(leaf)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else ()
+    return type(leaf), getattr(leaf, "requires_grad", None), hooks, layout
+
+
+def _aliases(tensors: list[torch.Tensor]) -> list[int]:
+    """For each tensor the number of the first tensor with the same storage."""
+    first: dict[int, int] = {}
+    keys = [torch_adapter.storage_key(inner_tensor(tensor)[0]) for tensor in tensors]
+    return [first.setdefault(key, at) for at, key in enumerate(keys)]
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"

@@ -1,0 +1,240 @@
+"""Guards: the conditions under which a captured graph may serve a later call.
+
+All Python state that the walk found is guarded: simple values by equality, other objects by identity, tensors by
+shape, strides, dtype and device. The arguments, hooks, sizes and torch's global settings are guarded too. Values of
+tensors and learning rates are inputs of the graph and are not guarded. A call for which a guard fails is captured
+anew.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
+from weft.capture.guards.size_guard import SizeGuard
+from weft.capture.record.environment import environment_failure
+from weft.capture.record.tracer import CapturedStep
+from weft.capture.state.containers import MISSING, SIMPLE, Container
+from weft.capture.state.state_reader import EntryReader, PlaceReader
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One condition as text, for a reader, and its kind."""
+
+    kind: str
+    condition: str
+
+
+class Guards:
+    """The guards of one captured step.
+
+    :meth:`failure` checks them one by one and names the first that does not hold. Nearly always nothing has changed
+    since the last call, and a GPU may wait for the answer. So :meth:`unchanged` comes first: it compares everything at
+    once with the state that :meth:`failure` last accepted.
+    """
+
+    def __init__(self, captured: CapturedStep) -> None:
+        arguments = captured.arguments
+        self._arguments = ArgumentGuard(arguments)
+        self._world = _global_state()
+        self._environment = captured.environment
+        self._containers = _ContainerGuard([each for each in captured.state.containers if not each.frozen])
+        self._tensors = [TensorGuard(place, arguments.vals[at]) for at, place in arguments.tensors.items()]
+        self._tensors += [
+            TensorGuard(place, node.meta["val"])
+            for place, node in zip(captured.places, captured.graph.placeholders, strict=True)
+            if isinstance(node.meta["val"], torch.Tensor) and place.container is not arguments.container
+        ]
+        self._flags = [(tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves]
+        self._sites = captured.state.sites
+        self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
+        self._sizes = SizeGuard(captured)
+        # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
+        self._leaves = [leaf for leaf, _ in captured.state.leaves]
+        self._static = PlaceReader([guard.place for guard in self._tensors if guard.static])
+        self._symbolic = [guard for guard in self._tensors if not guard.static]
+        self._leaf_flags: list[tuple[Any, ...]] = []
+        self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
+        self._alike: Callable[..., bool] | None = None
+
+    def __len__(self) -> int:
+        return len(self.listed())
+
+    def listed(self) -> list[Guard]:
+        """Every condition, grouped by kind, cheapest check first."""
+        found = [Guard("argument", condition) for condition in self._arguments.listed()]
+        found += [Guard("python state", condition) for condition in self._containers.listed()]
+        for _, path, requires_grad, hooks in self._flags:
+            found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
+        found += [Guard("tensor", str(guard)) for guard in self._tensors]
+        found += [Guard("size", condition) for condition in self._sizes.conditions]
+        found += [Guard("environment", f"{key} is {value!r}") for key, value in self._environment.items()]
+        return found + [Guard("torch", f"{name} is {value}") for name, value in self._world.items()]
+
+    def failure(self, leaves: list[Any], spec: Any) -> str | None:
+        """Why the captured graph cannot serve a call with these argument leaves; None where it can."""
+        if self.unchanged(leaves, spec):
+            return None
+        why = (
+            self._arguments.failure(leaves, spec)
+            or self._containers.failure()
+            or self._leaf_failure()
+            or next(filter(None, (guard.failure() for guard in self._tensors)), None)
+            or self._sizes.failure()
+            or self._world_failure()
+            or environment_failure(self._environment)
+        )
+        if why is None:
+            self._remember()
+        return why
+
+    def unchanged(self, leaves: list[Any], spec: Any) -> bool:
+        """Whether everything is as :meth:`failure` last accepted it. False only means that it must be asked."""
+        with torch_adapter.no_torch_function():
+            return (
+                self._alike is not None
+                and self._arguments.failure(leaves, spec) is None
+                and self._containers.holds()
+                and list(map(torch_adapter.leaf_flags, self._leaves)) == self._leaf_flags
+                and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
+                and not any(self._quiet)
+                and self._alike(*self._static.read())
+                and all(guard.failure() is None for guard in self._symbolic)
+                and self._sizes.failure() is None
+                and _global_state() == self._world
+                and (not self._environment or environment_failure(self._environment) is None)
+            )
+
+    def _remember(self) -> None:
+        """Store the present state, which :meth:`failure` accepted, for later comparisons."""
+        self._leaf_flags = list(map(torch_adapter.leaf_flags, self._leaves))
+        # A dictionary of hooks equals itself even after its hooks changed, so the hooks are compared separately.
+        self._hooked = [
+            (leaf, hooks)
+            for (leaf, _, _, hooks), (_, *dicts) in zip(self._flags, self._leaf_flags, strict=True)
+            if any(each is not None for each in dicts)
+        ]
+        self._alike = torch_adapter.like(self._static.read())
+
+    def _leaf_failure(self) -> str | None:
+        for tensor, path, requires_grad, hooks in self._flags:
+            if tensor.requires_grad is not requires_grad:
+                return f"{path}.requires_grad is {tensor.requires_grad}"
+            if hooks_of(tensor) != hooks:
+                return f"the hooks registered on {path} changed: {_listed(hooks_of(tensor))}, had {_listed(hooks)}"
+        if any(self._quiet):
+            site = next(site for site in self._sites if site.read() and not site.before)
+            return f"a {site.kind} hook was registered on {site.owner}"
+        return None
+
+    def _world_failure(self) -> str | None:
+        now = _global_state()
+        return next((f"{k} is {now[k]}, was {v}" for k, v in self._world.items() if now[k] != v), None)
+
+
+def _listed(hooks: tuple[HookKey, ...]) -> str:
+    return ", ".join(getattr(key.hook, "__qualname__", repr(key.hook)) for key in hooks) or "none"
+
+
+def _shown(value: Any, article: str = "the same") -> str:
+    if isinstance(value, torch.Tensor):
+        leaf = value.requires_grad or isinstance(value, torch.nn.Parameter)
+        return f"{article if leaf else 'a'} tensor {value.dtype} {list(value.shape)}"
+    return repr(value) if isinstance(value, SIMPLE) else f"{article} {type(value).__qualname__}"
+
+
+class _ContainerGuard:
+    """Guards on the entries of all containers: tensors must look alike, all other values must match."""
+
+    def __init__(self, containers: Sequence[Container]) -> None:
+        self._entries = EntryReader(containers)
+        self._expected = [value for each in self._entries.containers for value in each.before.values()]
+        self._filled_first = sorted(containers, key=lambda each: not each.before)
+        sized = [each for each in containers if _is_sized(each)]
+        self._empty = [each.obj for each in sized if not each.before]
+        self._filled = [each.obj for each in sized if each.before]
+        self._counts = [len(each.before) for each in sized if each.before]
+
+    def listed(self) -> list[str]:
+        """The conditions as text."""
+        expected = self._expected_of()
+        return [
+            f"{each.label(key)} is {_shown(value)}"
+            for each in self._filled_first
+            for key, value in expected[id(each)].items()
+        ]
+
+    def holds(self) -> bool:
+        """Whether all entries match the expected ones. If they do, the present entries are expected from now on."""
+        if any(self._empty) or list(map(len, self._filled)) != self._counts:
+            return False
+        try:
+            now = self._entries.read()
+        except ValueError:
+            return False
+        if not all(map(operator.is_, now, self._expected)):
+            pairs = zip(now, self._expected, strict=True)
+            if not all(value is expected or matches(value, expected) for value, expected in pairs):
+                return False
+            self._expected = now
+        return True
+
+    def failure(self) -> str | None:
+        """The first entry that does not match, as text; None where all match."""
+        if self.holds():
+            return None
+        expected = self._expected_of()
+        failures = (_container_failure(each, expected[id(each)]) for each in self._filled_first)
+        return next(filter(None, failures), None)
+
+    def _expected_of(self) -> dict[int, dict[Any, Any]]:
+        """The expected entries of each container, by its id."""
+        containers = self._entries.containers
+        ends = accumulate(len(each.before) for each in containers)
+        return {
+            id(each): dict(zip(each.before, self._expected[end - len(each.before) : end], strict=True))
+            for each, end in zip(containers, ends, strict=True)
+        }
+
+
+def _container_failure(container: Container, expected: dict[Any, Any]) -> str | None:
+    now = container.entries()
+    if _is_sized(container) and len(now) != len(expected):
+        return f"{container.path} holds {len(now)} entries, had {len(expected)}"
+    for key, before in expected.items():
+        value = now.get(key, MISSING)
+        if not matches(value, before):
+            now_is = "missing" if value is MISSING else _shown(value, "another")
+            return f"{container.label(key)} is {now_is}, was {_shown(before, 'a')}"
+    return None
+
+
+def _is_sized(container: Container) -> bool:
+    """Whether the number of entries is guarded."""
+    return container.keys is None and isinstance(container.obj, (dict, list, deque))
+
+
+def _global_state() -> dict[str, Any]:
+    """Global settings of torch that change what a step computes."""
+    return {
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "autocast": [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")],
+        "anomaly mode with check_nan": torch.is_anomaly_check_nan_enabled() and torch.is_anomaly_enabled(),
+        "function modes": torch_adapter.function_modes(),
+        "saved tensor hooks": torch_adapter.innermost_saved_tensor_hooks(),
+        "autocast region": torch_adapter.in_autocast_region(),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }

@@ -1,0 +1,77 @@
+"""The guard on symbolic numbers: what a capture assumed of them, as one Python expression.
+
+Torch collects the assumptions as sympy expressions while the step runs. They are printed as Python and compiled into
+one function, so that a check costs microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._sympy.printers import PythonPrinter
+
+from weft import torch_adapter
+from weft.capture.record.tracer import CapturedStep
+
+
+class SizeGuard:
+    """Guards the symbolic sizes, strides and learning rates of a call.
+
+    There are three kinds of conditions: comparisons that the step made (``s0 == 10``), the range of each size (from 2,
+    because smaller sizes are never symbols), and strides that are products of symbolic sizes (``stride == s0*s1``).
+
+    Attributes:
+        conditions: Python expressions over the names of symbols.
+    """
+
+    def __init__(self, captured: CapturedStep) -> None:
+        places = captured.arguments.tensors
+        printed = PythonPrinter().doprint
+        self._values: dict[str, tuple[str, Callable[[], Any]]] = {}
+        self.conditions: list[str] = []
+        for size in captured.sizes.sizes:
+            place = places[size.leaf]
+            self._values[str(size.symbol)] = str(size), lambda place=place, size=size: size.of(place.get())
+        for symbol, place in captured.learning_rates:
+            self._values[str(symbol)] = place.path, place.get
+        for guard in torch_adapter.assumptions(captured.shape_env):
+            if guard.free_symbols and {str(symbol) for symbol in guard.free_symbols} <= self._values.keys():
+                self.conditions.append(printed(guard))
+        for size in captured.sizes.sizes:
+            low, high = torch_adapter.range_of(captured.shape_env, size.symbol)
+            self.conditions.append(f"{low} <= {size.symbol}" + ("" if high is None else f" <= {high}"))
+        own = {(size.leaf, size.dim) for size in captured.sizes.sizes if size.stride}
+        for leaf, val in captured.arguments.vals.items():
+            for dim, stride in enumerate(val.stride()):
+                if isinstance(stride, torch.SymInt) and (leaf, dim) not in own:
+                    name, place = f"stride_{leaf}_{dim}", places[leaf]
+                    self._values[name] = (
+                        f"{place.path}.stride({dim})",
+                        lambda place=place, dim=dim: place.get().stride(dim),
+                    )
+                    self.conditions.append(f"{name} == {printed(stride.node.expr)}")
+        self.conditions = list(dict.fromkeys(self.conditions))
+        self._holds = _function(self._values, " and ".join(f"({c})" for c in self.conditions) or "True")
+
+    def __len__(self) -> int:
+        return len(self.conditions)
+
+    def failure(self) -> str | None:
+        """The first condition that does not hold for the bound arguments, as text; None where all hold."""
+        values = [value() for _, value in self._values.values()]
+        if self._holds(*values):
+            return None
+        broken = next(c for c in self.conditions if not _function(self._values, c)(*values))
+        where = [
+            f"{name} = {shown} = {value}"
+            for (name, (shown, _)), value in zip(self._values.items(), values, strict=True)
+            if name in broken
+        ]
+        return f"{broken} does not hold for {', '.join(where)}"
+
+
+def _function(names: dict[str, Any], expression: str) -> Callable[..., bool]:
+    return eval(f"lambda {', '.join(names)}: {expression}", {"math": math})

@@ -1,0 +1,65 @@
+"""What kind of node a node of a StepGraph is: a collective, a wait, a random draw, an effect."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.fx
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+# Every operation of these namespaces but the wait starts a collective: torch's, and weft's own. What each one does is
+# said by the compiler's registry (inductor/graph/collectives.py); capture needs no more than this.
+_NAMESPACES = ("_c10d_functional", "weft_c10d")
+
+
+def is_collective(node: torch.fx.Node) -> bool:
+    """Whether the node starts a collective (its wait is a node of its own): an operation, or a callable that says so
+    (``collective``) and over which group (``group``)."""
+    if node.op != "call_function" or node.target is WAIT:
+        return False
+    return getattr(node.target, "namespace", "") in _NAMESPACES or getattr(node.target, "collective", False)
+
+
+def is_wait(node: torch.fx.Node) -> bool:
+    """Whether the node waits for a collective and hands on what it is given: the operation, or a callable that says so
+    (``waits``)."""
+    return node.target is WAIT or getattr(node.target, "waits", False)
+
+
+def is_effect(node: torch.fx.Node) -> bool:
+    """Whether the node must stay even when nothing uses its result (collectives, checks, opaque calls, random
+    state)."""
+    return (
+        node.op in ("placeholder", "output")
+        or is_collective(node)
+        or is_wait(node)
+        or bool(node.meta.get("effect"))
+        or is_random(node)
+    )
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether the node draws from a random generator, so that its order among such nodes matters."""
+    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+@functools.cache
+def sizes_differ_by_rank(target: object) -> bool:
+    """Whether a collective operation splits its tensor into parts of given sizes, which differ between ranks."""
+    if getattr(target, "namespace", "") not in _NAMESPACES:
+        return False
+    return any("split_sizes" in argument.name for argument in target._schema.arguments)  # type: ignore[attr-defined]
+
+
+def group_of(node: torch.fx.Node) -> str:
+    """Name of the process group that a node's operation works over, "" for one that takes no group."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return node.target.group if is_collective(node) else ""  # type: ignore[union-attr]
+    for at, argument in enumerate(schema.arguments):
+        if argument.name in ("group_name", "group"):
+            named = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+            return named if isinstance(named, str) else ""
+    return ""

@@ -1,0 +1,199 @@
+"""The arguments of a captured call: their leaves, which of them are tensors, and the fakes that stand for them.
+
+Arguments are flattened as a pytree. Each tensor leaf has a place, by which later calls find their own tensor. In the
+capture a fake tensor stands for it, with symbols for the dynamic sizes. A leaf that requires grad is passed as itself,
+because hooks and ``.grad`` belong to that object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.state.containers import SIMPLE, Container, StatePlace
+from weft.capture.state.tensor_memory import inner_tensor, memory_key
+from weft.capture.step_interface import Role
+from weft.errors import GraphOutsideStep, UnregisteredType, UnstridedArgument
+
+
+class CallArguments:
+    """The flattened arguments of one call.
+
+    Attributes:
+        leaves: the flattened arguments.
+        paths: how the user would write each leaf.
+        tensors: the place of each leaf that is a tensor, by its number.
+        vals: the fake of each of them, with symbolic sizes.
+        fakes: the place of each tensor that the step is given for one of them, by its id.
+        places: the same places by the memory of the tensor.
+        gradients: number of each leaf that requires grad, and the container of its ``.grad``.
+
+    Raises:
+        UnregisteredType: an argument is an object with tensors inside that is not registered as a pytree.
+        GraphOutsideStep: a tensor argument was computed with gradients outside the step.
+        UnstridedArgument: a tensor argument is sparse or has another layout that is not strided.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        torch_adapter.register_dataclasses((args, kwargs))
+        keyed, self.spec = torch_adapter.flatten_with_paths((args, kwargs))
+        self.paths = [_readable(path) for path, _ in keyed]
+        self._capture_spec = torch_adapter.exact_spec((args, kwargs))
+        self.container = Container([leaf for _, leaf in keyed], "args", label=lambda at: self.paths[at])
+        self.shapes: list[torch.Size | None] = []
+        self.tensors: dict[int, StatePlace] = {}
+        self.vals: dict[int, torch.Tensor] = {}
+        self.fakes: dict[int, StatePlace] = {}
+        self.places: dict[tuple[Any, ...], StatePlace] = {}
+        self.gradients: list[tuple[int, Container]] = []
+        self._passed: list[torch.Tensor] = []  # held, so that no other object gets the id of one
+        for at, leaf in enumerate(self.leaves):
+            self._admit(at, leaf)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The flattened arguments of the call that is bound now."""
+        return self.container.obj
+
+    @property
+    def objects(self) -> Iterator[tuple[Any, str]]:
+        """Arguments that are neither tensors nor plain values: modules, optimizers, functions."""
+        return (
+            (leaf, path)
+            for leaf, path in zip(self.leaves, self.paths, strict=True)
+            if not isinstance(leaf, (torch.Tensor, *SIMPLE))
+        )
+
+    @property
+    def differentiable(self) -> list[tuple[torch.Tensor, str]]:
+        """Tensor arguments that require grad, with their paths."""
+        return [(self.leaves[at], self.paths[at]) for at, _ in self.gradients]
+
+    def _admit(self, at: int, leaf: Any) -> None:
+        path = self.paths[at]
+        if not isinstance(leaf, torch.Tensor):
+            if _is_batch_object(leaf):
+                raise UnregisteredType(type(leaf), path)
+            self.shapes.append(None)
+            return
+        if leaf.is_nested:  # has no sizes to ask for
+            raise UnstridedArgument(path, leaf.layout, is_nested=True)
+        self.shapes.append(leaf.shape)
+        if leaf.requires_grad and not leaf.is_leaf:
+            raise GraphOutsideStep(path)
+        inner, names = inner_tensor(leaf)
+        if inner.layout is not torch.strided:
+            raise UnstridedArgument(path, inner.layout, is_nested=False)
+        self.tensors[at] = StatePlace(self.container, at, path, Role.BATCH, names)
+        self.places.setdefault(memory_key(inner), self.tensors[at])
+        if leaf.requires_grad:
+            gradient = Container(leaf, path, label=lambda _: f"{path}.grad")
+            self.gradients.append((at, gradient))
+            if leaf.grad is not None:
+                grad, names = inner_tensor(leaf.grad)
+                self.places.setdefault(
+                    memory_key(grad), StatePlace(gradient, "grad", f"{path}.grad", Role.GRADIENT, names)
+                )
+
+    def marked_dynamic(self) -> frozenset[tuple[int, int]]:
+        """(leaf, dimension) pairs that ``mark_dynamic`` or ``maybe_mark_dynamic`` named."""
+        return frozenset(
+            (at, dim)
+            for at, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor)
+            for dim, mark in getattr(leaf, MARKS, {}).items()
+            if mark != "static"
+        )
+
+    def as_fakes(
+        self,
+        recorder: OpRecorder,
+        dynamic: frozenset[tuple[int, int]],
+        sizes: DynamicSizes,
+        stand_in: Callable[[Any], Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments to capture with: fake tensors in place of real ones, symbols in place of dynamic sizes.
+
+        ``stand_in`` says what the step gets for an argument that is no tensor. A tensor that requires grad is passed
+        as itself: hooks on it and its ``.grad`` belong to that object.
+        """
+        leaves = [
+            self._fake(leaf, at, recorder, {d for a, d in dynamic if a == at}, sizes)
+            if isinstance(leaf, torch.Tensor)
+            else stand_in(leaf)
+            for at, leaf in enumerate(self.leaves)
+        ]
+        return torch_adapter.unflatten(leaves, self._capture_spec)
+
+    def _fake(
+        self, leaf: torch.Tensor, at: int, recorder: OpRecorder, dims: set[int], sizes: DynamicSizes
+    ) -> torch.Tensor:
+        path = self.paths[at]
+        inner, names = inner_tensor(leaf)
+        if leaf.requires_grad:
+            self.vals[at] = inner
+            self.fakes.setdefault(id(leaf), self.tensors[at])
+            for dim in sorted(dims):
+                sizes.refuse(
+                    path, dim, leaf.shape[dim], "requires_grad: such an argument keeps the sizes of the captured call"
+                )
+            return leaf
+        required = {dim for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "dynamic"}
+        with torch_adapter.only_mode(recorder.fake_mode):
+            shape = [
+                sizes.symbol(at, dim, path, size, required=dim in required) if dim in dims else size
+                for dim, size in enumerate(inner.shape)
+            ]
+            val = torch.empty_strided(
+                shape, sizes.strides(at, path, inner, shape), dtype=inner.dtype, device=inner.device
+            )
+        self.vals[at] = val
+        known = recorder.input_fake(inner)
+        fake = recorder.new_input(inner, val).val if known is None else known
+        passed = torch_adapter.rewrap(leaf, fake) if names else fake
+        self._passed.append(passed)
+        self.fakes.setdefault(id(passed), self.tensors[at])
+        return passed
+
+    def forget_fakes(self) -> None:
+        """Let go of what the step was given: only while it is captured are they tensors of the user's."""
+        self.fakes.clear()
+        self._passed.clear()
+
+    def bind(self, leaves: list[Any]) -> None:
+        """Bind the leaves of another call: places and gradients refer to them from now on."""
+        self.container.obj = leaves
+        for at, container in self.gradients:
+            container.obj = leaves[at]
+
+    def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
+        """(container, key, before, after) of each ``.grad`` of an argument that the step assigned."""
+        for _, container in self.gradients:
+            for key, old, new in container.changes():
+                yield container, key, old, new
+
+    def restore(self) -> None:
+        """Undo those changes."""
+        for _, container in self.gradients:
+            container.restore()
+
+
+def _is_batch_object(obj: Any) -> bool:
+    """Whether an object is data: it has tensors as attributes, and no module or optimizer among them."""
+    if isinstance(obj, (type, torch.nn.Module, torch.optim.Optimizer)) or callable(obj):
+        return False
+    values = list(getattr(obj, "__dict__", {}).values())
+    holds_model = any(isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) for value in values)
+    return not holds_model and any(isinstance(value, torch.Tensor) for value in values)
+
+
+def _readable(path: tuple[Any, ...]) -> str:
+    """``args[0]['ids']`` or ``labels`` for the path of a leaf in ``(args, kwargs)``."""
+    outer, *rest = path
+    tail = "".join(str(part) for part in rest)
+    return f"args{tail}" if str(outer) == "[0]" else tail.replace("['", "", 1).replace("']", "", 1)

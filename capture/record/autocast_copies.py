@@ -1,0 +1,132 @@
+"""The copies of weights that ``torch.autocast`` keeps while a region of it lasts.
+
+Eager casts a float32 weight once in a region of autocast and keeps the copy until the outermost region ends. Where a
+region is left open over an optimizer step, eager goes on with the copy from before the update: the forward no longer
+sees what training changed. A compiled step casts the weights as they are. Both give the same numbers as long as no
+weight was updated since its copy was made, and that is checked here, at each call of a step that a region surrounds:
+
+- :func:`check_copies` lets autocast make the copies that the step would make, so that later eager code in the region
+  finds them, and raises where one is older than its weight;
+- :func:`weights_updated` notes which weights a compiled step changed. Generated kernels do not move version counters.
+
+Autocast's cache can only be asked by an operation that it casts for (:func:`weft.torch_adapter.autocast_copy`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.state.containers import StatePlace
+from weft.capture.state.tensor_memory import inner_tensor
+from weft.capture.user_code import user_line
+from weft.errors import StaleAutocastCopy
+
+
+@dataclass(frozen=True)
+class AutocastCopy:
+    """A copy that a captured step makes of a weight.
+
+    Attributes:
+        step: name of the step.
+        place: of the weight.
+        dtype: of the copy.
+        after_write: whether the step writes to the weight before it casts it.
+    """
+
+    step: str
+    place: StatePlace
+    dtype: torch.dtype
+    after_write: bool
+
+
+@dataclass
+class _Known:
+    """A copy that was seen to equal its weight: the two, the weight's version then, and whether a step changed it."""
+
+    weight: weakref.ref[torch.Tensor]
+    copy: weakref.ref[torch.Tensor]
+    version: int
+    changed: bool = False
+
+
+# By the id of the weight. Autocast's cache is one for all threads, and so is this.
+known_copies: dict[int, _Known] = {}
+
+
+def may_be_copied(tensor: torch.Tensor) -> bool:
+    """Whether autocast would keep a copy of this tensor: it is a leaf in float32 that requires grad."""
+    return tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and tensor.layout is torch.strided
+
+
+def check_copies(copies: Iterable[AutocastCopy]) -> None:
+    """Make the copies that a step will make in the region around it, where autocast has none yet.
+
+    Raises:
+        StaleAutocastCopy: autocast has a copy of a weight from before an update, which eager would use.
+    """
+    for each in copies:
+        weight = each.place.outer()
+        known = known_copies.get(id(weight))
+        if known is not None and known.weight() is weight:
+            copy = known.copy()
+            if copy is not None and not known.changed and known.version == _version(weight):
+                continue
+        if each.after_write:
+            raise StaleAutocastCopy(each.step, each.place.path, str(each.dtype), user_line())
+        copy = torch_adapter.autocast_copy(weight, each.dtype, make=True)
+        if copy is None:
+            continue
+        if not _equal(copy, weight):
+            raise StaleAutocastCopy(each.step, each.place.path, str(each.dtype), user_line())
+        known_copies[id(weight)] = _Known(weakref.ref(weight), weakref.ref(copy), _version(weight))
+
+
+def weights_updated(places: Iterable[StatePlace]) -> None:
+    """Note that a compiled step wrote to the tensors at these places. Only of use where there are ``known_copies``."""
+    for key in [key for key, each in known_copies.items() if each.copy() is None or each.weight() is None]:
+        del known_copies[key]
+    if known_copies:
+        written = {torch_adapter.storage_key(place.get()) for place in places}
+        for each in known_copies.values():
+            weight = each.weight()
+            if weight is not None and torch_adapter.storage_key(inner_tensor(weight)[0]) in written:
+                each.changed = True
+
+
+@contextmanager
+def emptied(step: str, leaves: list[tuple[torch.Tensor, str]]) -> Iterator[None]:
+    """Inside, autocast has no copies but those that a capture makes; afterwards none of those.
+
+    Copies of the weights ``leaves`` (with their names) are made anew.
+
+    Raises:
+        StaleAutocastCopy: one of them is older than its weight.
+    """
+    before = [(leaf, name, torch_adapter.autocast_copy(leaf, None, make=False)) for leaf, name in leaves]
+    for leaf, name, copy in before:
+        if copy is not None and not _equal(copy, leaf):
+            raise StaleAutocastCopy(step, name, str(copy.dtype), user_line())
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for leaf, _, copy in before:
+            if copy is not None:
+                torch_adapter.autocast_copy(leaf, copy.dtype, make=True)
+
+
+def _version(weight: torch.Tensor) -> int:
+    return inner_tensor(weight)[0]._version
+
+
+@torch.no_grad()
+def _equal(copy: torch.Tensor, weight: torch.Tensor) -> bool:
+    copy, weight = inner_tensor(copy)[0].detach(), inner_tensor(weight)[0].detach()
+    return torch.equal(copy.nan_to_num(), weight.to(copy.dtype).nan_to_num())

@@ -1,0 +1,95 @@
+"""Clocks that a step reads: a node reads the same clock at every call.
+
+``time.perf_counter()`` and its relatives give a symbolic number, read at that point of the step. A clock that gives an
+object (``datetime.now()``) is refused. Only reads by the user's code count: logging and torch read clocks for ends of
+their own, such as the time of a log line.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from weft.capture.record.host_draws import HostDraws
+from weft.capture.user_code import called_by_user, user_line
+from weft.errors import UncapturableDraw
+
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+CLOCKS = tuple(name + unit for name in _CLOCKS for unit in ("", "_ns"))
+# These read the clock where they are not given a time, with the number of arguments that they then have.
+_CONVERSIONS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
+_REMEDY = (
+    "read the clock before the step and pass it as an argument, or read it in a function marked @weft.opaque; "
+    "time.time() and time.perf_counter() give numbers, which each call reads anew"
+)
+
+
+def read_clock(name: str) -> float | int:
+    """``time.perf_counter()`` and its relatives, the target of a node; in seconds, or nanoseconds for ``*_ns``."""
+    if name not in CLOCKS:
+        raise ValueError(f"{name} is no clock")
+    return getattr(time, name)()
+
+
+def clock_replacements(draws: HostDraws) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, replacement): what stands in for the clocks while a step is captured."""
+    for name in CLOCKS:
+        yield time, name, _clock(getattr(time, name), name, draws)
+    for name, arguments in _CONVERSIONS.items():
+        yield time, name, _conversion(getattr(time, name), name, arguments, draws)
+    yield datetime, "datetime", _dated(datetime.datetime, ("now", "utcnow", "today"), draws)
+    yield datetime, "date", _dated(datetime.date, ("today",), draws)
+
+
+def _clock(original: Callable[[], Any], name: str, draws: HostDraws) -> Any:
+    @functools.wraps(original)
+    def read() -> Any:
+        if not (draws.intercepts() and called_by_user()):
+            return original()
+        kind = int if name.endswith("_ns") else float
+        return draws.record(read_clock, (name,), {}, draws.fresh(kind, f"time.{name}"))
+
+    return read
+
+
+def _conversion(original: Callable[..., Any], name: str, arguments: int, draws: HostDraws) -> Any:
+    @functools.wraps(original)
+    def convert(*args: Any) -> Any:
+        if len(args) <= arguments and draws.intercepts() and called_by_user():
+            raise UncapturableDraw(f"time.{name}", user_line(), "it reads the clock once, in the capture", _REMEDY)
+        return original(*args)
+
+    return convert
+
+
+def _dated(kind: Any, readers: tuple[str, ...], draws: HostDraws) -> Any:
+    """A class that is ``kind`` in every respect but that it refuses to read the clock for the user's code."""
+
+    class Like(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, kind)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, kind)
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return kind(*args, **kwargs)
+
+        def __getattribute__(cls, name: str) -> Any:
+            value = getattr(kind, name)
+            if name not in readers:
+                return value
+
+            @functools.wraps(value)
+            def read(*args: Any, **kwargs: Any) -> Any:
+                if draws.intercepts() and called_by_user():
+                    what = f"{kind.__name__}.{name}"
+                    raise UncapturableDraw(what, user_line(), "it reads the clock once, in the capture", _REMEDY)
+                return value(*args, **kwargs)
+
+            return read
+
+    return Like(kind.__name__, (), {})

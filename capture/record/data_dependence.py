@@ -1,0 +1,99 @@
+"""Errors about values that do not exist during a capture, as ``CannotCapture`` with the user's line.
+
+Fake tensors have no data. Where the step's Python needs some (``if loss > 1:``), torch raises errors of several kinds
+that speak of symbols. They are turned into one error that names the line, the value that was asked for, and the remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.record.symbols import Symbols
+from weft.capture.user_code import Frame, format_frames, frames_of
+from weft.errors import CannotCapture, DrawDecidesPython, WeftError
+
+# Functions of torch that read data only to check it or to choose sizes, and the argument that makes them do without.
+# By the file that the error passed through, from the folder of torch.
+_WITHOUT_READING = {
+    "distributions/": "Pass validate_args=False to the distribution, which then does not check its arguments by value",
+    "nn/utils/clip_grad.py": "Pass error_if_nonfinite=False, and look at the norm that it returns outside the step",
+    "amp/grad_scaler.py": "Train in bfloat16, which needs no GradScaler, or call scaler.step and scaler.update outside",
+    "optim/lbfgs.py": "Step this optimizer outside the step: how often it calls its closure depends on the loss",
+}
+_INDEX_REMEDY = "Index with a tensor: x[y.argmax()] without .item(), or x.index_select(0, positions)"
+
+_SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
+
+
+@contextlib.contextmanager
+def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: Mapping[Any, str]) -> Iterator[None]:
+    """Inside, errors of torch about missing data become :class:`CannotCapture`; other errors pass.
+
+    Args:
+        step: the step that runs inside.
+        symbols: knows where the numbers that an error speaks of come from.
+        drawn: what drew a symbol that is a random number or a time, and where.
+    """
+    try:
+        yield
+    except WeftError:
+        raise
+    except torch_adapter.data_dependent_errors() as error:
+        frames = frames_of(error.__traceback__)
+        asked = getattr(getattr(error, "cond", None), "free_symbols", ())
+        sources = [drawn[symbol] for symbol in sorted(asked, key=str) if symbol in drawn]
+        if sources:
+            raise DrawDecidesPython(_line(frames, step), sources) from error
+        raise CannotCapture(_line(frames, step), _reason(error, symbols, frames), _remedy(error)) from error
+    except RuntimeError as error:
+        if not torch_adapter.wants_fake_data(error):
+            raise
+        reason = "torch read the numbers in a tensor"
+        raise CannotCapture(_line(frames_of(error.__traceback__), step), reason, _remedy(error)) from error
+    except (IndexError, TypeError, ValueError) as error:
+        # torch and Python refuse a number without a value where they want a plain one: in an index, in a format.
+        if _SYMBOLIC.search(str(error)) is None:
+            raise
+        frames = frames_of(error.__traceback__)
+        reason = "a number that only the data decides is used here where Python wants a plain one"
+        remedy = _INDEX_REMEDY if isinstance(error, IndexError) else _remedy(error)
+        raise CannotCapture(_line(frames, step), reason, remedy) from error
+
+
+def _line(frames: list[Frame], step: Callable[..., Any]) -> str:
+    """The innermost line of user code that the error passed through."""
+    return format_frames(frames, source=True) if frames else getattr(step, "__qualname__", type(step).__qualname__)
+
+
+def _reason(error: Exception, symbols: Symbols, frames: list[Frame]) -> str:
+    """Which value was asked for."""
+    condition = getattr(error, "cond", None)
+    if condition is not None:
+        line = frames[0] if frames else None
+        asked = [symbols.described(symbol, line) for symbol in sorted(condition.free_symbols, key=str)]
+        return f"Python asked for the value of {' and '.join(dict.fromkeys(asked))}"
+    operation = getattr(error, "func", None)
+    name = str(operation).removesuffix(".default") if operation is not None else "an operation"
+    return f"torch read the numbers in a tensor for {name}"
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do where a function of torch is known to read data; "" elsewhere."""
+    root = os.path.dirname(torch.__file__) + os.sep
+    traceback: TracebackType | None = error.__traceback__
+    found = ""
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if filename.startswith(root):
+            inside = filename[len(root) :].replace(os.sep, "/")
+            found = next((remedy for part, remedy in _WITHOUT_READING.items() if inside.startswith(part)), found)
+        traceback = traceback.tb_next
+    return found

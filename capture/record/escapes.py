@@ -1,0 +1,335 @@
+"""No value of a capture stays with the user: the one check, after every capture, whether it ended well or not.
+
+A step runs once on fake tensors and symbolic numbers, which mean nothing outside the capture. What the step stored at
+places that the walk of the Python state knows is put back. A step can store at other places too: in an object of a
+library, in a queue, in a generator that it returns. A training loop that went on with such a value would compute
+nonsense, so this check looks for every fake and every symbolic number that somebody still holds.
+
+It asks Python's garbage collector, which knows the holders of every object. While a step is captured, all objects that
+existed before are frozen (``gc.freeze``). So the objects made since are exactly those that the collector lists, and
+finding the fakes among them takes a hundredth of the time of the capture. After a capture that ended well only the
+graph may hold fakes, and each reference to one is accounted for by its count. Where the counts differ, and after a
+capture that failed (whose traceback holds everything), the holders are followed up to an object that is older than the
+capture, or to something that the step returned. Weft's own records and the frames of the traceback do not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from weft import torch_adapter
+from weft.capture.record.templates import Template
+from weft.capture.record.tracked_storages import made_at, was_tracked
+from weft.capture.state.containers import Container
+from weft.capture.user_code import format_frame
+from weft.errors import CaptureValueEscaped, EscapedTensor
+
+_KINDS = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+# What holds values of a capture by right, or only while an exception travels. Holders of these are not followed.
+_RECORDS = (torch.fx.Node, torch.fx.Graph, types.FrameType, types.TracebackType, type, types.ModuleType)
+_OWN_MODULES = ("weft.", "torch._subclasses", "torch.fx", "torch.utils._sympy", "sympy")
+# Old objects of these types cannot have come to hold a new one.
+_UNCHANGEABLE = frozenset(
+    {
+        tuple,
+        frozenset,
+        types.CodeType,
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+        types.GenericAlias,
+        types.UnionType,
+        weakref.ref,
+        staticmethod,
+        classmethod,
+        property,
+    }
+)
+_CACHE = type(functools.lru_cache(lambda: None))
+_CHUNK = 500
+_FEW = 32
+_LONGEST_PATH = 6
+
+
+class EscapeCheck:
+    """Finds values of one capture that others than the capture hold.
+
+    Attributes:
+        modes: the fake modes of the attempts at the capture.
+        in_fake_world: whether the user's own tensors are fakes too.
+        containers: asked for those of the walk, which name places.
+    """
+
+    def __init__(self) -> None:
+        self.modes: list[FakeTensorMode] = []
+        self.in_fake_world = False
+        self.containers: Callable[[], Iterable[Container]] = lambda: ()
+        self._frozen = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keeps the objects that exist already apart from those that are made inside."""
+        # Where the user froze objects, all that is not frozen counts as new: the check is slower and finds as much.
+        self._frozen = not gc.get_freeze_count()
+        if self._frozen:
+            gc.freeze()
+        else:
+            gc.collect(0)
+        try:
+            yield
+        finally:
+            if self._frozen:
+                gc.unfreeze()
+
+    def raise_for_escaped(self, step: str, legitimate: Iterable[Any], failure: BaseException | None = None) -> None:
+        """Raise if anybody but the capture holds one of its values; called inside :meth:`watching`.
+
+        Args:
+            step: how the step is called in the message.
+            legitimate: the values that the graph holds, once for each reference.
+            failure: the error that ended the capture, if one did.
+
+        Raises:
+            CaptureValueEscaped: names the place. The value was taken out of it.
+        """
+        values = self._values(self._new_objects())
+        if failure is None:
+            gc.collect()  # cycles of the step's own are nobody's; objects from before the capture are not looked at
+            held = Counter(map(id, legitimate))
+            suspects = _held_by_others(values, held)
+        else:
+            suspects = _alive(values)
+        if not suspects:
+            return
+        search = _HolderSearch(suspects, self._new_objects())
+        for template, leaf in search.in_templates():
+            raise EscapedTensor(type(leaf), template.where)
+        containers = {id(each.obj): each for each in self.containers()}
+        found = [(search.described(*entry, containers), *entry) for entry in search.entries(self._recent())]
+        for _, holder, child in found:
+            _take_out(holder, child)
+        for (place, value), holder, _ in found:
+            if isinstance(holder, _CACHE):
+                continue  # emptied: the function computes its result again, outside the capture
+            raise CaptureValueEscaped(step, place, type(value).__qualname__, _line_of(value), failure) from failure
+
+    def _new_objects(self) -> list[Any]:
+        return gc.get_objects() if self._frozen else gc.get_objects(generation=0)
+
+    def _recent(self) -> set[int]:
+        """The ids of all objects made since :meth:`watching` began; from here on the older ones are listed too."""
+        recent = set(map(id, self._new_objects()))
+        if self._frozen:
+            gc.unfreeze()
+            self._frozen = False
+        return recent
+
+    def _values(self, objects: list[Any]) -> list[weakref.ref[Any]]:
+        """Weak references to the values of the capture among ``objects``."""
+        return [weakref.ref(each) for each in objects if type(each) in _KINDS and self._is_value(each)]
+
+    def _is_value(self, value: Any) -> bool:
+        """Whether a fake or a number is of this capture; other threads may be tracing too."""
+        if isinstance(value, FakeTensor):
+            known = any(value.fake_mode is mode for mode in self.modes)
+            return known and (not self.in_fake_world or was_tracked(value))
+        return any(torch_adapter.shape_env_of_number(value) is mode.shape_env for mode in self.modes)
+
+
+def _references(objects: list[Any], at: int) -> int:
+    """How many others than ``objects`` refer to its entry number ``at`` from Python."""
+    value = objects[at]
+    inside = torch_adapter.references_from_cpp(value) if isinstance(value, torch.Tensor) else 0
+    return sys.getrefcount(value) - _HELD_BY_A_LIST - inside
+
+
+_HELD_BY_A_LIST = 0
+_HELD_BY_A_LIST = _references([object()], 0)
+
+
+def _alive(values: list[weakref.ref[Any]]) -> list[Any]:
+    return [value for value in [each() for each in values] if value is not None]
+
+
+def _held_by_others(values: list[weakref.ref[Any]], held: Counter[int]) -> list[Any]:
+    """Those values that have more references than ``held`` says, by id."""
+    alive = _alive(values)
+    return [alive[at] for at in range(len(alive)) if _references(alive, at) > held[id(alive[at])]]
+
+
+class _HolderSearch:
+    """Who leads to ``values``, among the objects made during the capture and up to one step beyond.
+
+    Args:
+        values: the fakes and symbolic numbers in question; the list is emptied, so that it does not count as a holder.
+        young: all objects made since the capture began.
+    """
+
+    def __init__(self, values: list[Any], young: list[Any]) -> None:
+        at_of = {id(each): at for at, each in enumerate(young)}
+        wanted = [at_of[id(value)] for value in values]
+        values.clear()
+        holders: list[list[int]] = [[] for _ in young]  # positions in ``young``, for each position there
+        for at in range(len(young)):
+            for referent in map(id, gc.get_referents(young[at])):
+                if (found := at_of.get(referent)) is not None:
+                    holders[found].append(at)
+        # From each object that leads to a value, the next object on the way there.
+        leads: dict[int, int | None] = dict.fromkeys(wanted)
+        pending = deque(wanted)
+        while pending:
+            child = pending.popleft()
+            for at in holders[child]:
+                if at not in leads and not _is_record(young[at]):
+                    leads[at] = child
+                    pending.append(at)
+        # The count of an object that only ``young`` and other new objects hold is explained.
+        explained = [_references(young, at) <= len(holders[at]) for at in leads]
+        self._entered = [young[at] for at, known in zip(leads, explained, strict=True) if not known]
+        self._next = {id(young[at]): None if to is None else young[to] for at, to in leads.items()}
+        self._templates = [young[at] for at in leads if isinstance(young[at], Template)]
+
+    def in_templates(self) -> Iterator[tuple[Template, Any]]:
+        """Templates of what the step returned or stored, each with a leaf that leads to a value."""
+        for template in self._templates:
+            yield from ((template, leaf) for leaf in template.leaves if id(leaf) in self._next)
+
+    def entries(self, recent: set[int]) -> Iterator[tuple[Any, Any]]:
+        """(an object from before the capture, the new object that it holds and that leads to a value).
+
+        ``recent`` are the ids of all objects made since the capture began, those of this search among them.
+        """
+        known = {id(each) for each in self._entered}
+        for holder in self._old_holders(known):
+            if id(holder) not in recent and not _is_record(holder) and not _is_own_dictionary(holder):
+                for child in gc.get_referents(holder):
+                    if id(child) in known:
+                        yield holder, child
+
+    def _old_holders(self, known: set[int]) -> Iterator[Any]:
+        if len(known) <= _FEW:
+            yield from gc.get_referrers(*self._entered) if known else ()  # compares each reference with each object
+            return
+        old = [each for each in gc.get_objects() if type(each) not in _UNCHANGEABLE]
+        for start in range(0, len(old), _CHUNK):
+            chunk = old[start : start + _CHUNK]
+            if not known.isdisjoint(map(id, gc.get_referents(*chunk))):
+                yield from chunk
+
+    def described(self, holder: Any, child: Any, containers: dict[int, Container]) -> tuple[str, Any]:
+        """The way from ``holder`` to the value, as the user would write it, and the value."""
+        known = containers.get(id(holder))
+        key = _key_of(holder, child)
+        path = known.label(key) if known is not None else _name_of(holder, key)
+        while (below := self._next[id(child)]) is not None and path.count("[") + path.count(".") < _LONGEST_PATH:
+            inner = vars(child) if isinstance(vars_of := getattr(child, "__dict__", None), dict) else None
+            if isinstance(child, dict):
+                path += f"[{_shown(_key_of(child, below))}]"
+            elif isinstance(child, (list, deque)):
+                path += f"[{_key_of(child, below)}]"
+            elif inner is not None and below is not vars_of and (name := _key_of(inner, below)) is not None:
+                path += f".{name}"
+            child = below
+        while self._next[id(child)] is not None:
+            child = self._next[id(child)]
+        return path, child
+
+
+def _line_of(value: Any) -> str:
+    """The user's line that computed a fake tensor; empty where that is not known."""
+    frames = made_at(value) if isinstance(value, FakeTensor) else ()
+    return format_frame(frames[0]) if frames else ""
+
+
+def _is_record(holder: Any) -> bool:
+    if isinstance(holder, _RECORDS):
+        return True
+    kind = type(holder)
+    return kind.__module__.startswith(_OWN_MODULES) and kind not in _KINDS and kind is not Template
+
+
+def _is_own_dictionary(holder: Any) -> bool:
+    """Whether an old object is bookkeeping of weft's or of torch's fakes: the names of a module or of a class."""
+    return type(holder) is dict and str(holder.get("__name__", holder.get("__module__", ""))).startswith(_OWN_MODULES)
+
+
+def _key_of(holder: Any, child: Any) -> Any:
+    """The key, index or attribute under which ``holder`` has ``child``; None where it has none of these."""
+    if isinstance(holder, dict):
+        return next((key for key, value in holder.items() if value is child), None)
+    if isinstance(holder, (list, deque)):
+        return next((at for at, value in enumerate(holder) if value is child), None)
+    if isinstance(holder, types.CellType):
+        return 0
+    names = [*getattr(holder, "__dict__", ()), *_slots(type(holder))]
+    return next((name for name in names if _attribute(holder, name) is child), None)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(holder, name)
+    except AttributeError:
+        return None
+
+
+def _slots(kind: type) -> list[str]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__]
+    return [name for each in found for name in ([each] if isinstance(each, str) else each)]
+
+
+def _name_of(holder: Any, key: Any) -> str:
+    """How to write the entry ``key`` of an object that the walk does not know."""
+    if isinstance(holder, dict):
+        if isinstance(holder.get("__name__"), str) and "__builtins__" in holder:
+            return f"{holder['__name__']}.{key}"
+        for owner in gc.get_referrers(holder):
+            if getattr(owner, "__dict__", None) is holder:
+                return f"the attribute {key!r} of a {_kind(owner)}"
+        return f"a {_kind(holder)} that the step's code does not name, at [{_shown(key)}]"
+    if isinstance(holder, types.CellType):
+        return "a variable that a function closes over"
+    if isinstance(holder, (list, set, deque)):
+        return f"a {_kind(holder)} that the step's code does not name"
+    return f"the attribute {key!r} of a {_kind(holder)}" if key is not None else f"a {_kind(holder)}"
+
+
+def _kind(obj: Any) -> str:
+    kind = type(obj)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _shown(key: Any) -> str:
+    return repr(key) if isinstance(key, (str, int)) else f"a {type(key).__qualname__}"
+
+
+def _take_out(holder: Any, child: Any) -> None:
+    """Remove ``child`` from an object: what is missing is noticed, a value of the capture would be computed with."""
+    with contextlib.suppress(Exception):
+        if isinstance(holder, dict):
+            for key in [key for key, value in holder.items() if value is child]:
+                del holder[key]
+        elif isinstance(holder, (list, deque)):
+            for at in reversed([at for at, value in enumerate(holder) if value is child]):
+                del holder[at]
+        elif isinstance(holder, set):
+            holder.discard(child)
+        elif isinstance(holder, types.CellType):
+            del holder.cell_contents
+        elif isinstance(holder, _CACHE):
+            holder.cache_clear()
+        else:
+            delattr(holder, _key_of(holder, child))

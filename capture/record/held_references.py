@@ -1,0 +1,110 @@
+"""Functions and generators that the user's code holds under names of its own, replaced while a step is captured.
+
+``from random import random`` binds the function before the capture replaces ``random.random``. So the replacement is
+also put where the user's code holds the original: in the globals of the user's modules, and in the containers that the
+step can reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from weft.capture.state.containers import Container
+from weft.capture.user_code import is_user_file
+
+# A function that stands in for another carries that one under this name.
+ORIGINAL = "__weft_original__"
+# Installed packages that hold such functions for ends of their own.
+_MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypothesis", "mpmath"})
+
+
+@contextlib.contextmanager
+def held_references_replaced(
+    containers: Iterable[Container], objects: Iterable[Any], stand_in: Callable[[Any], Any | None]
+) -> Iterator[None]:
+    """Inside, stand-ins are in the globals of the user's modules, in containers, and in the defaults of functions.
+
+    A container also takes the stand-in for what it was found with: it is no change that the step made.
+
+    Args:
+        containers: those that the step can reach.
+        objects: the functions among them can be called by the step.
+        stand_in: what stands in for a value, None where nothing does.
+    """
+
+    def replacement(value: Any) -> Any | None:
+        if type(value) is not tuple:
+            return stand_in(value)
+        new = [stand_in(item) for item in value]
+        if all(item is None for item in new):
+            return None
+        return tuple(old if item is None else item for old, item in zip(value, new, strict=True))
+
+    with contextlib.ExitStack() as stack:
+        for container in list(containers):
+            for key, value in list(container.before.items()):
+                if (new := replacement(value)) is not None:
+                    container.set(key, new)
+                    container.before[key] = new
+                    stack.callback(_put_back, container, key, value, new)
+        for function in objects:
+            if type(function) is types.FunctionType:
+                _replace_defaults(stack, function, replacement)
+        for module in list(sys.modules.values()):
+            if _is_users(module):
+                names = vars(module)
+                for name, value in list(names.items()):
+                    if (new := replacement(value)) is not None:
+                        names[name] = new
+                        stack.callback(_put_back_name, names, name, value, new)
+        yield
+
+
+class StandIn:
+    """Stands in for an object; ``weft_original`` is the original."""
+
+    def __init__(self, original: Any) -> None:
+        self.weft_original = original
+
+
+def _replace_defaults(
+    stack: contextlib.ExitStack, function: types.FunctionType, replacement: Callable[[Any], Any | None]
+) -> None:
+    positional, named = function.__defaults__, function.__kwdefaults__ or {}
+    if positional and (new := replacement(positional)) is not None:
+        stack.callback(setattr, function, "__defaults__", positional)
+        function.__defaults__ = new
+    replaced = {name: new for name, value in named.items() if (new := replacement(value)) is not None}
+    if replaced:
+        stack.callback(setattr, function, "__kwdefaults__", named)
+        function.__kwdefaults__ = named | replaced
+
+
+def original_of(value: Any) -> Any:
+    """The original of a function or object that stood in for it, where the step stored or returned it; else
+    ``value``."""
+    if isinstance(value, StandIn):
+        return value.weft_original
+    return vars(value).get(ORIGINAL, value) if type(value) is types.FunctionType else value
+
+
+def _is_users(module: Any) -> bool:
+    if not isinstance(module, types.ModuleType) or module.__name__.split(".")[0] in _MACHINERY:
+        return False
+    filename = vars(module).get("__file__")
+    return module.__name__ == "__main__" or (isinstance(filename, str) and is_user_file(filename))
+
+
+def _put_back(container: Container, key: Any, value: Any, new: Any) -> None:
+    container.before[key] = value
+    if container.entries().get(key) is new:
+        container.set(key, value)
+
+
+def _put_back_name(names: dict[str, Any], name: str, value: Any, new: Any) -> None:
+    if names.get(name) is new:
+        names[name] = value

@@ -1,0 +1,67 @@
+"""Looks at the memory of tensors, which fake tensors do not have: addresses, storages, copies made in C++.
+
+The answers would be wrong (all fakes have the address 0), or a kernel would read memory that is not there. Torch's own
+code may look, where it does so with care; code of the user's and of libraries is refused with its line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.record.recorder import recording
+from weft.capture.user_code import is_user_file, user_line
+from weft.errors import MemoryOfTensor
+
+_COMPARE = "compare tensors with `is`, or their sizes"
+_OUTSIDE = "do it outside the step"
+_COPY = "use tensor.detach().clone()"
+# What the function is called in a message, what to do instead, and whether Python code of torch's may call it.
+_REFUSED: dict[Any, tuple[str, str, bool]] = {
+    torch.Tensor.data_ptr: ("data_ptr()", _COMPARE, True),
+    torch.Tensor.is_set_to: ("is_set_to()", _COMPARE, True),
+    torch.Tensor.untyped_storage: ("untyped_storage()", _OUTSIDE, True),
+    torch_adapter.version_getter(): ("_version", _OUTSIDE, True),
+    torch.Tensor.storage: ("storage()", _OUTSIDE, False),
+    torch.Tensor.share_memory_: ("share_memory_()", _OUTSIDE, False),
+    torch.Tensor.pin_memory: ("pin_memory()", _OUTSIDE, False),
+    torch.Tensor.__dlpack__: ("__dlpack__()", _COPY, False),
+    torch.Tensor.__deepcopy__: ("copy.deepcopy()", _COPY, False),
+    torch.Tensor.__reduce_ex__: ("pickle or torch.save", _OUTSIDE, False),
+}
+
+
+def refuse_memory_access(function: Callable[..., Any]) -> None:
+    """Called with each torch function, from a function mode, before it runs.
+
+    Raises:
+        MemoryOfTensor: it looks at memory, and is not called by torch's own code.
+    """
+    found = _REFUSED.get(function)
+    if found is None:
+        return
+    name, remedy, by_torch = found
+    if not by_torch or is_user_file(sys._getframe(2).f_code.co_filename):
+        raise MemoryOfTensor(name, user_line(), remedy)
+
+
+@contextlib.contextmanager
+def storages_keep_their_memory() -> Iterator[None]:
+    """Inside, a storage is not resized by a thread that captures: the memory belongs to the user's real tensors."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, *args: Any, **kwargs: Any) -> Any:
+        if recording() is not None:
+            raise MemoryOfTensor("resize_() of a storage", user_line(), _OUTSIDE)
+        return original(storage, *args, **kwargs)
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_

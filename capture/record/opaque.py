@@ -1,0 +1,140 @@
+"""``weft.opaque``: functions that run in every step but are not captured, such as logging and metrics.
+
+In a captured step an opaque function is one node with an effect (:class:`OpaqueCall`). Its operands are the tensors
+among its arguments and those of the tensors it can reach that the step has written (a
+:class:`~weft.capture.record.state_snapshot.StateSnapshot`). At run time the node puts the user's Python state as it
+was at that point, calls the function with real tensors, and takes the state back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.argument_checks import ArgumentChecks
+from weft.capture.record.recorder import recording
+from weft.capture.record.state_snapshot import StateSnapshot
+from weft.capture.record.templates import Template
+from weft.capture.state.code_names import OPAQUE, opaque_code
+from weft.capture.state.containers import SIMPLE
+
+
+class _SilenceOfThread(threading.local):
+    """Whether opaque functions do nothing in the running thread."""
+
+    silent = False
+
+
+_mine = _SilenceOfThread()
+
+
+class OpaqueCall:
+    """The target of a node that calls ``function`` with the real tensors of this step.
+
+    Args:
+        function: the user's function.
+        arguments: its arguments, over the first ``argument_count`` of the node's operands.
+        argument_count: how many operands are arguments.
+        snapshot: the other state that it can reach at this point of the step, over all operands.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Template, argument_count: int, snapshot: StateSnapshot
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.argument_count = argument_count
+        self.snapshot = snapshot
+        self._grad_enabled = torch.is_grad_enabled()
+        self.__name__ = self.__qualname__ = f"opaque_{getattr(function, '__name__', type(function).__name__)}"
+        self.__module__ = __name__
+
+    def __call__(self, *operands: Any) -> None:
+        passed = operands[: self.argument_count]
+        passed = [value.detach() if isinstance(value, torch.Tensor) else value for value in passed]
+        args, kwargs = self.arguments.fill(passed)
+        with self.snapshot.restored(list(operands)), torch.set_grad_enabled(self._grad_enabled):
+            self.function(*args, **kwargs)
+        del args, kwargs
+        _copy_kept_tensors(passed)
+
+
+def _copy_kept_tensors(passed: list[Any]) -> None:
+    """Give tensors that the function kept a reference to memory of their own: the program may reuse the buffer."""
+    for at in range(len(passed)):
+        if isinstance(passed[at], torch.Tensor) and _references(passed, at) > _UNSHARED:
+            passed[at].data = passed[at].clone()
+
+
+def _references(items: list[Any], at: int) -> int:
+    return sys.getrefcount(items[at])
+
+
+# The reference count of an object that only a list holds.
+_UNSHARED = _references([object()], 0)
+
+
+def opaque(function: Callable[..., Any]) -> Callable[..., None]:
+    """Mark a function as one that runs every step with real tensors and is not captured.
+
+    The graph has a node that calls it, at the point where the step called it. The function sees the tensors of the
+    step with the values they have at that point: its arguments, and what it can reach through its closure and its
+    globals (gradients, parameters, optimizer state). It may do anything that Python can: print, append to a list,
+    compute metrics with ``.item()``. It must not change tensors of the step, and it returns nothing. In a step that
+    is not compiled it is an ordinary function. It may be a hook of any kind. All ranks must call it, as they must any
+    part of the step: test for the rank inside the function, not around the call.
+
+    Raises:
+        InvalidArgumentType: ``function`` cannot be called, or calling it would run nothing (a generator, a coroutine).
+    """
+    checks = ArgumentChecks("weft.opaque")
+    checks.function_or_callable("function", function, "Write @weft.opaque above a function")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        remedy = "Call it to its end in an ordinary function, and mark that"
+        raise checks.wrong_type("function", function, "a function that runs when it is called", remedy)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        opaque_code.add(code)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> None:
+        recorder = recording()
+        if recorder is None:
+            if not _mine.silent:
+                function(*args, **kwargs)
+            return
+        operands: list[Any] = []
+
+        def add_operand(value: Any) -> int:
+            operands.append(value)
+            return len(operands) - 1
+
+        snapshots = recorder.snapshots
+        where = f"an argument of {getattr(function, '__qualname__', function)}"
+        template = Template.of((args, kwargs), recorder, add_operand, where, places_by_id=snapshots.places_by_id)
+        argument_count = len(operands)
+        roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
+        snapshot = snapshots.take([function, *roots], add_operand)
+        recorder.emit_effect(OpaqueCall(function, template, argument_count, snapshot), *operands)
+
+    setattr(called, OPAQUE, True)
+    return called
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Inside, opaque functions do nothing in this thread: a step that runs a second time, for a comparison, must not
+    log twice."""
+    before, _mine.silent = _mine.silent, True
+    try:
+        yield
+    finally:
+        _mine.silent = before

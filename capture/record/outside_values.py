@@ -1,0 +1,128 @@
+"""What a step reads besides tensors and Python state: random numbers, clocks and environment variables.
+
+While a step is captured, the functions that give such values are replaced, by name and where the user's code holds them
+(:mod:`weft.capture.record.held_references`). A random number or a time becomes a node, so every call reads a new one;
+an environment variable becomes a guard; all else is refused. Other threads get what they always get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from weft.capture.record.clocks import clock_replacements
+from weft.capture.record.environment import EnvironmentReads
+from weft.capture.record.generator_states import GeneratorStates, MovingLine
+from weft.capture.record.held_references import ORIGINAL, held_references_replaced
+from weft.capture.record.host_draws import HostDraws
+from weft.capture.record.randomness import RandomState
+from weft.capture.record.recorder import OpRecorder, recording
+from weft.capture.state.reachable_state import ReachableState
+from weft.errors import UnrecordedDraw
+
+
+class OutsideValues:
+    """Replaces and watches what gives values from outside, for one capture.
+
+    Args:
+        recorder: of the capture.
+        state: what the step can reach.
+        watched: whether to look for the line that moves a generator, which takes long.
+    """
+
+    def __init__(self, recorder: OpRecorder, state: ReachableState, *, watched: bool = False) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._watched = watched
+        self._thread = threading.get_ident()
+        self.draws = HostDraws(recorder, self._intercepts)
+        self.environment = EnvironmentReads(self._intercepts)
+        self._torch = RandomState(recorder, self.draws)
+
+    def _intercepts(self) -> bool:
+        """Whether this thread runs the step now, and nothing is paused."""
+        return threading.get_ident() == self._thread and recording() is self._recorder and not self._recorder.is_paused
+
+    def argument(self, value: Any) -> Any:
+        """What the step gets for an argument that is no tensor."""
+        stand_in = self.draws.stand_in(value)
+        return value if stand_in is None else stand_in
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """While active, reads are recorded; at the end all generators are as they were.
+
+        Raises:
+            UnrecordedDraw: a generator was used without a node.
+        """
+        states = GeneratorStates(self._state.objects)
+        moved = lambda: states.moved(self.draws.used_elsewhere)
+        try:
+            with contextlib.ExitStack() as stack:
+                functions: dict[int, Any] = {}
+                alive: list[Any] = []
+                stand_ins: dict[int, tuple[Any, Any]] = {}
+                stack.enter_context(_originals_in_new_modules(stand_ins))
+                replacements = [
+                    *self.draws.replacements(),
+                    *clock_replacements(self.draws),
+                    *self.environment.replacements(),
+                    *self._torch.replacements(),
+                ]
+                for owner, name, new in replacements:
+                    original = getattr(owner, name)
+                    alive.append(original)
+                    functions.setdefault(id(original), new)
+                    stand_ins[id(new)] = new, original
+                    if isinstance(new, types.FunctionType):
+                        setattr(new, ORIGINAL, original)
+                    _replace(stack, owner, name, new)
+                held = lambda value: functions.get(id(value)) or self.draws.stand_in(value)
+                stack.enter_context(held_references_replaced(self._state.containers, self._state.objects, held))
+                line = MovingLine(moved)
+                if self._watched:
+                    stack.enter_context(line.watched())
+                yield
+        except BaseException:
+            states.restore(self.draws.used_elsewhere)
+            raise
+        names = moved()
+        if names:
+            states.restore(self.draws.used_elsewhere)
+            if line.found is not None or not self._watched:
+                raise UnrecordedDraw(names, line.found)
+
+
+@contextlib.contextmanager
+def _originals_in_new_modules(stand_ins: dict[int, tuple[Any, Any]]) -> Iterator[None]:
+    """Puts originals into the modules that are imported inside.
+
+    A module with ``from time import time`` that is first imported during a capture binds the replacement, and would
+    keep it, and with it the capture, for ever.
+
+    Args:
+        stand_ins: by the id of a replacement, it and its original; filled later.
+    """
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - before:
+            names = getattr(sys.modules.get(name), "__dict__", {})
+            for key, value in list(names.items()):
+                new, original = stand_ins.get(id(value), (None, None))
+                if new is value and new is not None:
+                    names[key] = original
+
+
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, new: Any) -> None:
+    """Assign an attribute until the stack ends. What a class only inherits is deleted then."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, new)

@@ -1,0 +1,132 @@
+"""What a step prints and logs: each call of ``print`` and of a logger becomes a call that every step repeats.
+
+While a step is captured its numbers are symbols, and its Python runs once. So calls of ``print`` and of loggers, made
+by code of the user's or of libraries, are recorded as :func:`weft.opaque` records a function: they run at this point of
+every step, with the numbers of that step. A message that is already text by then (an f-string) would hold the name of a
+symbol for ever; making text of a tensor or of a symbolic number is refused. Files are not opened in a captured step.
+
+Loggers that a function with ``functools.lru_cache`` calls (``logger.warning_once``) are left alone: they speak once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weft.capture.record.opaque import opaque
+from weft.capture.record.recorder import recording
+from weft.capture.user_code import is_user_file, user_line
+from weft.errors import OutsideEffect, TextOfValue
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_CACHE = type(functools.lru_cache(lambda: None))
+_TEXTS = {torch.Tensor.__repr__, torch.Tensor.__format__}
+_ON_THE_WAY = {"__repr__", "__format__", "handle_torch_function"}  # functions of torch's that lead from user to mode
+
+
+def refuse_text(function: Callable[..., Any]) -> None:
+    """Called with each torch function, from a function mode, before it runs.
+
+    Raises:
+        TextOfValue: the user's code makes text of a tensor.
+    """
+    if function not in _TEXTS:
+        return
+    frame = sys._getframe(3)
+    while frame.f_code.co_name in _ON_THE_WAY and frame.f_back is not None:
+        frame = frame.f_back
+    if is_user_file(frame.f_code.co_filename):
+        raise TextOfValue(user_line())
+
+
+@contextlib.contextmanager
+def output_repeated() -> Iterator[None]:
+    """Inside, the capturing thread's calls of ``print`` and of loggers are recorded; other threads notice nothing."""
+    originals = builtins.print, logging.Logger.handle, builtins.open
+    texts = [(kind, name, getattr(kind, name)) for kind in _NUMBERS for name in ("__repr__", "__str__", "__format__")]
+    builtins.print = _print_through(originals[0])
+    logging.Logger.handle = _handle_through(originals[1])  # type: ignore[method-assign]
+    builtins.open = io.open = _open_through(originals[2])  # type: ignore[assignment]
+    inherited = [name not in vars(kind) for kind, name, _ in texts]
+    for kind, name, original in texts:
+        setattr(kind, name, _text_through(original))
+    try:
+        yield
+    finally:
+        builtins.print, logging.Logger.handle, builtins.open = originals  # type: ignore[method-assign]
+        io.open = originals[2]
+        for (kind, name, original), from_base in zip(texts, inherited, strict=True):
+            delattr(kind, name) if from_base else setattr(kind, name, original)
+
+
+def _by_user(depth: int) -> bool:
+    """Whether the frame ``depth`` levels up is code of the user's or of a library, in a thread that captures."""
+    return recording() is not None and is_user_file(sys._getframe(depth).f_code.co_filename)
+
+
+def _print_through(original: Callable[..., None]) -> Callable[..., None]:
+    repeated = opaque(original)
+
+    def print(*args: Any, **kwargs: Any) -> None:
+        (repeated if _by_user(2) else original)(*args, **kwargs)
+
+    return print
+
+
+def _handle_through(original: Callable[..., None]) -> Callable[..., None]:
+    @opaque
+    def repeat(logger: logging.Logger, where: tuple[Any, ...], message: Any, args: Any) -> None:
+        level, filename, line, function = where
+        record = logger.makeRecord(logger.name, level, filename, line, message, args, None, function)
+        logger.handle(record)
+
+    def handle(self: logging.Logger, record: logging.LogRecord) -> None:
+        if recording() is None or not is_user_file(record.pathname) or _speaks_once(record):
+            return original(self, record)
+        where = record.levelno, record.pathname, record.lineno, record.funcName
+        args = record.args if isinstance(record.args, tuple) else (record.args,)
+        return repeat(self, where, record.msg, args)
+
+    return handle
+
+
+def _speaks_once(record: logging.LogRecord) -> bool:
+    """Whether a cached function logs: it runs once in eager too."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != record.pathname:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    found: Any = frame.f_globals.get(frame.f_code.co_name)
+    return isinstance(found, _CACHE) and found.__wrapped__.__code__ is frame.f_code
+
+
+def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:
+    def open(*args: Any, **kwargs: Any) -> Any:
+        depth = 1
+        while sys._getframe(depth).f_globals.get("__name__", "").startswith("pathlib"):
+            depth += 1
+        if _by_user(depth + 1):
+            raise OutsideEffect("opens a file", user_line())
+        return original(*args, **kwargs)
+
+    return open
+
+
+def _text_through(original: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(original)
+    def text(*args: Any, **kwargs: Any) -> str:
+        if _by_user(2):
+            raise TextOfValue(user_line())
+        return original(*args, **kwargs)
+
+    return text

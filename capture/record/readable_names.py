@@ -1,0 +1,15 @@
+"""Names of graph inputs that a reader recognises."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+
+
+def readable_name(path: str) -> str:
+    """``model_blocks_0_weight`` for the path ``model.blocks.0.weight``: a valid Python name, perhaps not unique."""
+    name = re.sub(r"\W+", "_", path).strip("_") or "input"
+    return (
+        f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else f"_{name}" if name[0].isdigit() else name
+    )

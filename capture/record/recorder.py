@@ -1,0 +1,586 @@
+"""Records every operation that reaches the dispatcher as a node of a graph of values.
+
+The recorder is a ``TorchDispatchMode``. It runs below autograd, so it sees the operations of forward, backward and
+optimizer alike, and tensor subclasses (DTensor) have already been taken apart. Each operation runs on fake tensors:
+shapes, strides and dtypes are computed, nothing is allocated. Then one of three things happens:
+
+- An operation that computes a new value becomes a call node.
+- A view becomes a call node too, and its result is noted as a view of its base.
+- An in-place operation becomes the functional operation that computes the new value; every tensor that shares the
+  storage reads that value from then on.
+
+:mod:`weft.capture.record.tracked_storages` keeps the book on which node is the current value of which tensor; its
+docstring follows ``p.grad.add_()`` until it is a graph value. A tensor of the user becomes a placeholder when an
+operation first meets it. :mod:`weft.capture.record.tracer` runs the step under this mode and makes the StepGraph.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from weft import torch_adapter
+from weft.capture.fake.fake_results import FakeResultCache
+from weft.capture.node_kinds import sizes_differ_by_rank
+from weft.capture.record.constant_scalars import constant_scalar
+from weft.capture.record.functional_ops import Effects, effects, executable_form, out_of_place
+from weft.capture.record.list_writes import check_independent
+from weft.capture.record.literals import LIFTS, Literals, is_literal
+from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
+from weft.capture.record.symbols import Number, Symbols
+from weft.capture.record.tracked_storages import MEMO_NODE, TrackedStorages, TrackedTensor, is_tracked
+from weft.capture.state.tensor_memory import memory_key
+from weft.capture.strided_overlap import apart, offset_within, same_layout, span
+from weft.capture.user_code import Frame, user_frames, user_line
+from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableLayout, UncapturableMutation
+from weft.torch_adapter import OpOverload, TorchDispatchMode
+
+aten = torch.ops.aten
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_SAME_VALUE = (aten.detach.default, aten.alias.default, *LIFTS)
+# The fake result of these depends on the data of an operand, for which torch makes a symbol.
+_READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_DEVICE = torch.ops.prim.device.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def check(holds: bool, condition: str, names: str, *values: int) -> None:
+    """Target of a node that checks what the graph assumes about numbers that only the data decides.
+
+    Args:
+        holds: whether the assumption is true in this call.
+        condition: the assumption as text.
+        names, values: the numbers in it; the names are separated by line feeds.
+
+    Raises:
+        RuntimeCheckFailed: it does not hold; names the condition and the numbers.
+    """
+    if not holds:
+        found = ", ".join(f"{name} = {value}" for name, value in zip(names.split("\n"), values, strict=True))
+        raise RuntimeCheckFailed(condition, found)
+
+
+class _RecorderOfThread(threading.local):
+    """The recorder of the capture that is going on in the running thread."""
+
+    recorder: OpRecorder | None = None
+
+
+_mine = _RecorderOfThread()
+
+
+def recording() -> OpRecorder | None:
+    """The recorder of the capture that is going on in this thread, None outside of captures."""
+    return _mine.recorder
+
+
+class OpRecorder(TorchDispatchMode):
+    """Records operations into ``graph`` while active.
+
+    Args:
+        fake_mode: the mode that computes fake results; must be active too, below this mode.
+
+    Attributes:
+        graph: the operations so far.
+        symbols: the symbolic numbers and the nodes that compute them.
+        storages: the current value of each tensor.
+        placeholders: each placeholder with the user's tensor that it stands for.
+        recorded: number of operations recorded; passed: of those that ran while recording was paused.
+        module_path: asked for the module that a new node belongs to.
+        optimizing: whether ``optimizer.step()`` is running.
+        stream: asked for the number of the current CUDA stream; None where all work is on one stream.
+        input_name: asked for the name of a new placeholder.
+        shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
+        float_tags: floats that stand for symbolic numbers (see ``TorchFunctionInterceptor``).
+        snapshots: makes the snapshots of Python state that opaque calls need.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.graph = torch.fx.Graph()
+        self.fake_mode = fake_mode
+        self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph, self._stamp)
+        self.storages = TrackedStorages(self.emit, self.value, self._input, self._define_sizes)
+        self.literals = Literals(self.emit_first)
+        self.recorded = 0
+        self.passed = 0
+        self.module_path: Callable[[], str] = lambda: ""
+        self.optimizing = False
+        self.stream: Callable[[], int] | None = None
+        self.input_name: Callable[[torch.Tensor], str] = lambda tensor: "input"
+        self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
+        self.float_tags: dict[float, torch.SymFloat] = {}
+        self.snapshots: Any = None
+        self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
+        self._results = FakeResultCache(fake_mode)
+        self._same_dtype: dict[Any, bool] = {}
+        self._inputs: dict[tuple[Any, ...], TrackedTensor] = {}
+        self._input_storages: dict[int, list[tuple[TrackedTensor, torch.Tensor]]] = {}
+        self._forward_origins: dict[int, tuple[tuple[Frame, ...], str, int]] = {}
+        self._last_input = self.graph._root
+        self._paused_in: tuple[TorchDispatchMode, ...] | None = None
+        self._asserted: set[Any] = set()
+        self._outer: OpRecorder | None = None
+        # Each rank has a GPU of its own. The graph says "cuda", the current one, so its text is equal on all ranks.
+        self._own_device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+
+    # ---- dispatch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every dispatch to keep its own compiler out; none runs here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        # In a backward the function modes of a fake world are on here, and would see each look at a tensor.
+        with torch_adapter.no_torch_function_modes():
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, op: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if op is _DEVICE:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        if any(not torch_adapter.is_plain_tensor_type(t) for t in types):
+            return NotImplemented  # the subclass takes its tensor apart; its operations on plain tensors come here
+        if self._paused_in is not None or op.namespace == "profiler":
+            self.passed += op.namespace != "profiler"
+            with torch_adapter.only_mode(*(self._paused_in or ())):
+                return op(*args, **kwargs)
+        if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in tensors_in((args, kwargs))):
+            return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
+        if op.namespace == "c10d":
+            remedy = (
+                "torch's wrappers of modules issue it. Wrap the model with weft.replicate in place of "
+                "DistributedDataParallel, and with weft.fully_shard in place of torch's. A call of your own: use "
+                "a function of torch.distributed that works on tensors of all ranks"
+            )
+            raise UncapturableCollective(op._schema.name.split("::")[1], user_line(), remedy)
+        return self._record(op, args, kwargs)
+
+    def __enter__(self) -> OpRecorder:
+        self._outer, _mine.recorder = _mine.recorder, self
+        return super().__enter__()
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        _mine.recorder = self._outer
+        super().__exit__(exc_type, exc_val, exc_tb)
+
+    @contextmanager
+    def paused(self, *modes: TorchDispatchMode) -> Iterator[None]:
+        """Operations inside are not recorded and run for real, under ``modes`` alone."""
+        self._paused_in = modes
+        try:
+            yield
+        finally:
+            self._paused_in = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what runs now is no part of the step."""
+        return self._paused_in is not None
+
+    # ---- operations that compute
+
+    def _record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one operation and return its fake result, as the user's code and autograd see it."""
+        self.recorded += 1
+        if op in LIFTS and is_literal(args[0]):
+            return self._record_literal(args[0])
+        fakes = map_operands(args, self._fake), map_operands(kwargs, self._fake)
+        if not _READS_DATA.isdisjoint(op.tags):
+            self._forget_stale_memos(tensors_in((args, kwargs)))
+        if op is aten._local_scalar_dense.default:
+            return self._record_item(op, args, fakes[0])
+        writes = effects(op)
+        if writes is not None:
+            return self._record_write(op, writes, args, kwargs, *fakes)
+        if sizes_differ_by_rank(op):
+            _check_splits(*fakes[0][:3])
+        try:
+            out = self._results(op, *fakes)
+        except Exception as error:
+            error.add_note(f"while capturing {op} at {user_line()}")
+            raise
+        self.emit_new_checks()
+        if op in _SAME_VALUE and isinstance(out, FakeTensor):
+            return self.storages.share(out, self.storages.of(args[0]))
+        if op is _WAIT:
+            return self._record_wait(out, args[0])
+        operands = map_operands(args, self.value)
+        node = self.emit(executable_form(op), *operands, val=out, **map_operands(kwargs, self.value))
+        self._bind(out, node, op, args, kwargs)
+        return out
+
+    def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
+        """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
+        operand = self.value(args[0])
+        constant = constant_scalar(operand)
+        if constant is not None:
+            return constant
+        out = op(*fakes)
+        if isinstance(out, _NUMBERS):
+            node = self.emit(op, operand, val=out)
+            self.symbols.define(out, lambda: node)
+            self.claim_pending_symbols()
+        return out
+
+    def _forget_stale_memos(self, tensors: list[torch.Tensor]) -> None:
+        """Drop the symbols that torch remembers for the data of ``tensors`` where the value has changed since.
+
+        Two reads of one value (one node) share a symbol. After a write the next read must get a new one, or both reads
+        would be the number from before the write.
+        """
+        for tensor in tensors:
+            fake, node = self._fake(tensor), self.value(tensor)
+            if fake.__dict__.get(MEMO_NODE) is not node:
+                torch_adapter.forget_data_memos(fake)
+                setattr(fake, MEMO_NODE, node)
+
+    def _record_literal(self, literal: torch.Tensor) -> torch.Tensor:
+        """``torch.tensor([1.0])``: the real tensor is an input, the step works with a tensor of its own."""
+        val, node = torch_adapter.fake_like(self.fake_mode, literal), self.value(literal)
+        self.storages.bind_fresh(val, node)
+        self.literals.add(node, val, frames=user_frames(4), module=self.module_path())
+        return val
+
+    def _record_wait(self, out: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+        """A wait hands back the storage of its operand, which holds the result of the collective from here on."""
+        tracked = self.storages.of(operand)
+        node = self.emit(_WAIT, self.storages.read(tracked), val=tracked.val)
+        if torch_adapter.storage_key(out) != torch_adapter.storage_key(tracked.val):
+            # The fake implementation hands back new memory, the real one the memory of its operand.
+            layout = out.dtype, out.shape, out.stride(), out.storage_offset()
+            out = torch_adapter.new_fake(self.fake_mode, out.device, *layout, tracked.val.untyped_storage())
+        self.storages.replace_contents(tracked, node)
+        return self.storages.share(out, tracked)
+
+    # ---- operations that write
+
+    def _record_write(
+        self,
+        op: OpOverload,
+        writes: Effects,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fake_args: tuple[Any, ...],
+        fake_kwargs: dict[str, Any],
+    ) -> Any:
+        """Record an in-place or ``out=`` operation as its functional form and give the new values to what it writes.
+
+        The functional form returns the fresh results first, then the new value of each written argument. Returns what
+        the operation returns: the user's own tensor objects where it hands them back.
+        """
+        if torch.Tag.inplace_view in op.tags:
+            return self._record_reshape_in_place(op, args, kwargs, fake_args, fake_kwargs)
+        if op is aten.copy_.default and self._overwrites_whole(*fake_args[:2]):
+            self.storages.write(self.storages.of(args[0]), self.value(args[1]))
+            return args[0]
+        positions = {a.name: position for position, a in enumerate(op._schema.arguments)}
+        # Operands are read before the operation runs: what it writes is an operand too, with its old value.
+        operands = map_operands(args, self.value), map_operands(kwargs, self.value)
+        for position, name in writes.writes:
+            if isinstance(targets := argument_of(args, kwargs, position, name), (list, tuple)):
+                check_independent(op, targets, [*args, *kwargs.values()], self.storages, self._fake)
+        wide = self._widened(op, writes, fake_args, fake_kwargs)
+        out = op(*fake_args, **fake_kwargs)
+        results = () if out is None else out if isinstance(out, tuple) else (out,)
+        fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
+        written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
+        vals = [*fresh, *map_operands(written, self._fake)] if wide is None else [wide]
+        single = len(vals) == 1
+        node = self.emit(writes.functional, *operands[0], val=vals[0] if single else tuple(vals), **operands[1])
+        if wide is None:
+            node.meta["inplace"] = op  # the executor may run it in place where nothing else needs the old value
+        parts = [node] if single else [self.getitem(node, i, v) for i, v in enumerate(vals)]
+        for value, part in zip(fresh, parts, strict=False):
+            if isinstance(value, torch.Tensor):
+                self.storages.bind_fresh(value, part)
+        for target, part in zip(written, parts[len(fresh) :], strict=True):
+            self._write_all(target, part)
+        return inplace_results(op, out, args, kwargs, positions)
+
+    def _overwrites_whole(self, target: torch.Tensor, source: torch.Tensor | Number) -> bool:
+        """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed."""
+        if not isinstance(source, torch.Tensor):
+            return False
+        same = target.dtype == source.dtype and target.device == source.device
+        return same and self.storages.of(target).parent is None and same_layout(target, source)
+
+    def _widened(
+        self, op: OpOverload, writes: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The fake result of the functional form where its dtype is not that of the tensor it replaces, else None.
+
+        ``a.add_(b)`` of a bfloat16 ``a`` and a float32 ``b`` computes in float32 and rounds at the end; ``a.eq_(b)``
+        makes numbers of the answers.
+        """
+        first = argument_of(args, kwargs, *writes.writes[0])
+        if not isinstance(first, torch.Tensor) or not isinstance(writes.functional, OpOverload):
+            return None
+        if op is aten.copy_.default:
+            return None
+        tensors = tensors_in((args, kwargs))
+        key = op, *[(t.dtype, t.dim() == 0) for t in tensors]
+        if self._same_dtype.get(key):
+            return None
+        result = self._results(writes.functional, args, kwargs)
+        widened = isinstance(result, torch.Tensor) and result.dtype != first.dtype
+        self._same_dtype[key] = not widened
+        return result if widened else None
+
+    def _write_all(self, target: Any, part: torch.fx.Node) -> None:
+        """Give new values to a written argument: a tensor, or a list of tensors (foreach operations)."""
+        if isinstance(target, torch.Tensor):
+            self.storages.write(self.storages.of(target), part)
+        elif isinstance(target, (list, tuple)):
+            for at, tensor in enumerate(target):
+                self.storages.write(self.storages.of(tensor), self.getitem(part, at, self._fake(tensor)))
+
+    def _record_reshape_in_place(
+        self,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fake_args: tuple[Any, ...],
+        fake_kwargs: dict[str, Any],
+    ) -> Any:
+        """``t.transpose_()`` and the like change what the tensor object is: from now on a view of what it was."""
+        target = args[0]
+        view = out_of_place(op)
+        given = is_tracked(target) and any(target is known.val for known in self._inputs.values())
+        if view is None or given or not is_tracked(target):
+            raise UncapturableMutation(f"{op} at {user_line()}: a tensor of your own cannot change its shape in a step")
+        before = self.storages.of(target)
+        viewed = self._record(view, args, kwargs)
+        with torch_adapter.only_mode(self.fake_mode):
+            layout_before = target.detach()
+        # The object is about to change its layout; nodes that it stands for keep the layout they were recorded with.
+        for node in self.graph.nodes:
+            node.meta["val"] = map_operands(node.meta["val"], lambda val: layout_before if val is target else val)
+        with torch.no_grad():
+            op(*fake_args, **fake_kwargs)
+        self.storages.mark(target, self.storages.reshaped(self.storages.of(viewed), before, layout_before))
+        return target
+
+    # ---- values
+
+    def value(self, argument: Any) -> Any:
+        """The operand of a node for ``argument``: nodes for tensors and symbolic numbers, all else as it is."""
+        if isinstance(argument, torch.Tensor):
+            return self.storages.read(self.storages.of(argument))
+        if isinstance(argument, _NUMBERS):
+            return self.symbols.node(argument)
+        if type(argument) is float and argument in self.float_tags:
+            return self.symbols.node(self.float_tags[argument])
+        if type(argument) is torch.device and argument == self._own_device:
+            return torch.device(argument.type)
+        return argument
+
+    def current_value(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """The node of the value that ``tensor`` has now, whole or view."""
+        return self.storages.read(self.storages.of(tensor))
+
+    def _fake(self, argument: Any) -> Any:
+        """The fake tensor that an operation runs on in the place of ``argument``."""
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return argument if is_tracked(argument) else self.storages.of(argument).val
+
+    def set_data(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """``target.data = source``: target stays the same object and shares the memory of source from here on."""
+        tracked = self.storages.copy_of(self.storages.of(source))
+        if isinstance(target, FakeTensor):
+            self.storages.mark(target, tracked)
+        else:
+            self.storages.of(target)  # an input, whose new value is that of source at the end of the step
+            self._inputs[memory_key(target)] = tracked
+
+    # ---- inputs
+
+    def _input(self, tensor: torch.Tensor) -> TrackedTensor:
+        """What a tensor of the user is in the graph: a placeholder, or a view of one that shares its memory."""
+        key = memory_key(tensor)
+        if key not in self._inputs:
+            whole = self._whole(tensor, key[0])
+            if whole is not tensor:
+                self._input(whole)
+            self._inputs[key] = self._view_of_input(tensor, key[0]) or self.new_input(tensor)
+        return self._inputs[key]
+
+    def _whole(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
+        """The largest of the user's tensors that ``tensor`` is a part of: one input serves both."""
+        known = [t for t in self.shares_memory(storage) if offset_within(tensor, t) is not None]
+        largest = max(known, key=span, default=tensor)
+        return largest if span(largest) > span(tensor) else tensor
+
+    def _view_of_input(self, tensor: torch.Tensor, storage: int) -> TrackedTensor | None:
+        """A tensor inside the memory of an input already known, as a view of that input; None where it is in none.
+
+        Raises:
+            UncapturableMutation: it shares only a part of its memory with an input, which no view can say.
+        """
+        for known, real in self._input_storages.get(storage, ()):
+            offset = offset_within(tensor, real)
+            if offset is None and apart(tensor, real):
+                continue
+            if offset is None:
+                raise UncapturableMutation(
+                    f"tensors that share a part of their memory, at {user_line()}; clone one of them"
+                )
+            layout = list(tensor.shape), list(tensor.stride()), offset
+            with torch_adapter.only_mode(self.fake_mode):
+                val = torch.as_strided(known.val, *layout)
+            op = aten.as_strided.default
+            node = self.emit(op, self.storages.read(known), *layout, val=val)
+            return self.storages.mark(val, TrackedTensor(known.storage, node, val, known, (op, layout)))
+        return None
+
+    def new_input(self, tensor: torch.Tensor, val: torch.Tensor | None = None) -> TrackedTensor:
+        """A placeholder for a tensor of the user, before all operations; ``val`` overrides its fake (dynamic sizes)."""
+        if val is None:
+            val = torch_adapter.fake_like(self.fake_mode, tensor)
+        tracked = self.new_operand(val, self.input_name(tensor))
+        self._inputs[memory_key(tensor)] = tracked
+        self._input_storages.setdefault(memory_key(tensor)[0], []).append((tracked, tensor))
+        self.placeholders.append((tracked.node, tensor))
+        return tracked
+
+    def new_operand(self, val: torch.Tensor, name: str) -> TrackedTensor:
+        """A placeholder for a fake tensor in memory of its own."""
+        return self.storages.bind_fresh(val, self._placeholder(name, val))
+
+    def _placeholder(self, name: str, val: Any) -> torch.fx.Node:
+        with self.graph.inserting_after(self._last_input):
+            node = self._last_input = self.graph.placeholder(name)
+        node.meta["val"] = val
+        return node
+
+    def input_fake(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The fake that stands for a tensor of the user; None where it is no input yet."""
+        tracked = self._inputs.get(memory_key(tensor))
+        return tracked.val if tracked else None
+
+    def is_user_fake(self, tensor: torch.Tensor) -> bool:
+        """Whether a fake tensor is the user's own, made in a fake world before the capture."""
+        return not is_tracked(tensor)
+
+    def scalar_input(self, value: Number, name: str) -> torch.fx.Node:
+        """A placeholder for a Python number that changes from call to call (a learning rate)."""
+        node = self._placeholder(name, value)
+        self.symbols.define(value, lambda: node)
+        return node
+
+    # ---- nodes
+
+    def emit(self, target: Callable[..., Any], *args: Any, val: Any, **kwargs: Any) -> torch.fx.Node:
+        """Append a call to the graph; ``val`` is its fake result, operands are nodes already."""
+        name = _name(target) if isinstance(target, OpOverload) else None  # other functions keep the name that fx gives
+        node = torch_adapter.new_node(self.graph, "call_function", target, args, kwargs, name)
+        node.meta["val"] = val
+        self._stamp(node)
+        return node
+
+    def _stamp(self, node: torch.fx.Node) -> None:
+        """Mark a node with the user's line, the module and the stage it belongs to, and the stream it was issued on.
+
+        A backward operation has no line of the user. It gets those of the forward operation that autograd's sequence
+        number leads to.
+        """
+        meta = node.meta
+        stream = self.stream() if self.stream is not None else 0
+        running = torch_adapter.running_autograd_node()
+        if running is None:
+            meta["frames"], meta["module"] = user_frames(4), self.module_path()
+            meta["stage"] = "optimizer" if self.optimizing else "forward"
+            number = torch_adapter.last_sequence_number()
+            self._forward_origins.setdefault(number, (meta["frames"], meta["module"], stream))
+        else:
+            unknown = ((), "", 0)
+            number = torch_adapter.sequence_number(running)
+            meta["frames"], meta["module"], issued = self._forward_origins.get(number, unknown)
+            stream = stream or issued  # autograd runs a backward on the stream of its forward
+            if not meta["frames"]:
+                meta["frames"] = user_frames(4)
+            meta["stage"] = "backward"
+        if stream:
+            meta["stream"] = stream
+
+    def emit_first(self, target: Callable[..., Any], *args: Any) -> torch.fx.Node:
+        """A call before all operations; the caller sets its metadata."""
+        name = _name(target) if isinstance(target, OpOverload) else None
+        with self.graph.inserting_after(self._last_input):
+            return self.graph.create_node("call_function", target, args, name=name)
+
+    def effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
+        """Append a call that must run whether or not its result is used; operands are the user's values."""
+        operands = map_operands(args, self.value)
+        node = self.emit_effect(target, *operands, val=val, **map_operands(kwargs, self.value))
+        if isinstance(val, torch.Tensor):
+            self.storages.bind_fresh(val, node)
+        return node
+
+    def emit_effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
+        """:meth:`effect` for operands that are nodes already."""
+        node = self.emit(target, *args, val=val, **kwargs)
+        node.meta["effect"] = True
+        return node
+
+    def emit_new_checks(self) -> None:
+        """Append a check for each new assumption about data-dependent numbers, before the nodes that rely on it."""
+        for expr, _ in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
+            if all(self.symbols.knows(symbol) for symbol in expr.free_symbols):
+                symbols = sorted(expr.free_symbols, key=str)
+                values = [self.symbols.expression(symbol) for symbol in symbols]
+                # Without files and lines: ranks compare the arguments of nodes, and may have other paths.
+                names = self.symbols.names(symbols)
+                shown = self.symbols.shown(expr, dict(zip(symbols, names, strict=True)))
+                self.emit_effect(check, self.symbols.expression(expr), shown, "\n".join(names), *values)
+
+    def getitem(self, node: torch.fx.Node, index: int, val: Any) -> torch.fx.Node:
+        """Append a call that takes one of several results."""
+        return self.emit(operator.getitem, node, index, val=val)
+
+    def _bind(
+        self, out: Any, node: torch.fx.Node, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note for each result of an operation which node computes it, and whether it is a view of an operand."""
+        many = isinstance(out, (list, tuple))
+        for at, value in enumerate(out if many else (out,)):
+            index = at if many else None
+            if isinstance(value, torch.Tensor):
+                if value.layout is not torch.strided:
+                    raise UncapturableLayout(str(op), value.layout, user_line())
+                part = self.getitem(node, at, value) if many else node
+                self.storages.bind_result(value, part, op, args, kwargs, index)
+            elif isinstance(value, _NUMBERS):
+                part = self.getitem(node, at, value) if many else node
+                self.symbols.define(value, lambda part=part: part)
+        self.claim_pending_symbols()
+
+    def _define_sizes(self, val: torch.Tensor, node: torch.fx.Node) -> None:
+        self.symbols.define_sizes(val, node, self.emit)
+
+    def claim_pending_symbols(self) -> None:
+        """Tell torch that fresh data-dependent symbols are defined; it raises for those that nobody claims."""
+        pending = self.symbols.shape_env.pending_fresh_unbacked_symbols
+        if pending:
+            del pending[:]
+
+
+@functools.cache
+def _name(op: OpOverload) -> str:
+    """``mm`` for ``aten.mm.default``."""
+    return op._schema.name.split("::")[1]
+
+
+def _check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:
+    """Splits of an all-to-all that only the data decides: sizes, of which those sent must cover the tensor."""
+    for size in (*theirs, *ours):
+        torch._check(size >= 0, lambda size=size: f"{size} is no size to split by")
+    torch._check(sum(ours) == sent.shape[0], lambda: f"splits {ours} do not cover {sent.shape[0]} rows")

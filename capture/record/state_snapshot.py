@@ -1,0 +1,185 @@
+"""The Python state that an opaque call sees, as it is at one point of a step.
+
+A compiled step changes the user's objects at its end: gradients are assigned, attributes set. A function marked
+``@weft.opaque`` runs in the middle of the step and must find these objects as the eager step would show them at that
+point, for the time of its call. While the step is captured, :class:`StateSnapshots` walks what such a function can
+reach (its arguments, closure and globals, as :mod:`weft.capture.state.reachable_state` walks the step) and notes what
+differs from the beginning of the step. At run time :class:`StateSnapshot` puts the differences in place and takes
+them back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft import torch_adapter
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.templates import Template
+from weft.capture.state.containers import MISSING, Container, StatePlace
+from weft.capture.state.reachable_state import ReachableState
+from weft.capture.state.tensor_memory import inner_tensor, memory_key
+
+AddOperand = Callable[[Any], int]
+
+
+@dataclass(frozen=True)
+class _ChangedEntry:
+    """``container[key]`` is ``template`` at that point (None: there is no such entry)."""
+
+    container: Container
+    key: Any
+    template: Template | None
+
+
+@dataclass(frozen=True)
+class _WrittenTensor:
+    """The tensor at ``place`` has the value of operand number ``index`` at that point."""
+
+    place: StatePlace
+    index: int
+
+
+@dataclass(frozen=True)
+class StateSnapshot:
+    """How the state that one call can reach differs from the state at the beginning of the step."""
+
+    entries: list[_ChangedEntry]
+    tensors: list[_WrittenTensor]
+
+    @contextlib.contextmanager
+    def restored(self, operands: list[Any]) -> Iterator[None]:
+        """Inside, the user's objects are as they were at this point; ``operands`` are the values of the node's."""
+        tensors = [(each.place.get(), operands[each.index]) for each in self.tensors]
+        entries = [
+            (e.container, e.key, MISSING if e.template is None else e.template.fill(operands)) for e in self.entries
+        ]
+        with contextlib.ExitStack() as stack:
+            for tensor, value in tensors:
+                if not _same_memory(tensor, value):
+                    stack.callback(_set_data, tensor, tensor.data)
+                    _set_data(tensor, value)
+            for container, key, value in entries:
+                stack.callback(_put, container, key, container.entries().get(key, MISSING))
+                _put(container, key, value)
+            yield
+
+
+class StateSnapshots:
+    """Takes a :class:`StateSnapshot` for each opaque call while a step is captured.
+
+    Args:
+        recorder: of the capture.
+        state: what the step can reach.
+        gradients: the containers of the arguments' ``.grad``.
+        arguments: the places of the arguments that are tensors, by their ids.
+    """
+
+    def __init__(
+        self,
+        recorder: OpRecorder,
+        state: ReachableState,
+        gradients: Iterable[Container],
+        arguments: Mapping[int, StatePlace],
+    ) -> None:
+        self._recorder = recorder
+        self._state = state
+        self._gradients = list(gradients)
+        self._arguments = arguments
+
+    @property
+    def places_by_id(self) -> dict[int, StatePlace]:
+        """The place of each of the user's own tensor objects, by id."""
+        return {**self._state.places_by_id, **self._arguments}
+
+    def take(self, roots: Iterable[Any], add_operand: AddOperand) -> StateSnapshot:
+        """The snapshot of what ``roots`` lead to, now.
+
+        Args:
+            roots: the function and those of its arguments that are no plain values.
+            add_operand: makes a node an operand of the call and returns its number.
+        """
+        places_by_id = self.places_by_id
+        known: dict[int, list[Container]] = {}
+        for container in [*self._state.containers, *self._gradients]:
+            known.setdefault(id(container.obj), []).append(container)
+        entries: list[_ChangedEntry] = []
+        places: dict[tuple[Any, ...], StatePlace] = {}
+        for root in roots:
+            if isinstance(root, torch.Tensor) and self._is_captured(root):
+                continue
+            with torch_adapter.only_mode():
+                reached = ReachableState(root, with_hooks=False)
+            for container in reached.containers:
+                if id(container.obj) in known:
+                    for mine in known.pop(id(container.obj)):
+                        entries += self._changed(mine, places_by_id, add_operand)
+                else:
+                    entries += self._new_in_step(container, places_by_id, add_operand)
+            places.update(reached.places)
+            if isinstance(root, torch.Tensor) and id(root) in places_by_id:
+                places[memory_key(inner_tensor(root)[0])] = places_by_id[id(root)]
+        return StateSnapshot(entries, [*self._written(places, add_operand)])
+
+    def _changed(
+        self, container: Container, places_by_id: Mapping[int, StatePlace], add_operand: AddOperand
+    ) -> Iterator[_ChangedEntry]:
+        for key, _, new in container.changes():
+            yield self._entry(container, key, new, places_by_id, add_operand)
+
+    def _new_in_step(
+        self, container: Container, places_by_id: Mapping[int, StatePlace], add_operand: AddOperand
+    ) -> Iterator[_ChangedEntry]:
+        """Entries of a container that the step created (a cell of a function), if tensors are in them."""
+        for key, value in container.before.items():
+            tensors = [leaf for leaf in torch_adapter.flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+            if any(id(t) in self._arguments or self._is_captured(t) for t in tensors):
+                yield self._entry(container, key, value, places_by_id, add_operand)
+
+    def _entry(
+        self,
+        container: Container,
+        key: Any,
+        value: Any,
+        places_by_id: Mapping[int, StatePlace],
+        add_operand: AddOperand,
+    ) -> _ChangedEntry:
+        if value is MISSING:
+            return _ChangedEntry(container, key, None)
+        template = Template.of(value, self._recorder, add_operand, container.label(key), places_by_id=places_by_id)
+        return _ChangedEntry(container, key, template)
+
+    def _is_captured(self, tensor: torch.Tensor) -> bool:
+        inner = inner_tensor(tensor)[0]
+        return isinstance(inner, FakeTensor) and not self._recorder.is_user_fake(inner)
+
+    def _written(
+        self, places: Mapping[tuple[Any, ...], StatePlace], add_operand: AddOperand
+    ) -> Iterator[_WrittenTensor]:
+        """The user's tensors that the step has written to so far."""
+        for place in places.values():
+            tensor = place.get()
+            if isinstance(tensor, torch.Tensor) and self._recorder.input_fake(tensor) is not None:
+                node = self._recorder.current_value(tensor)
+                if node.op != "placeholder":
+                    yield _WrittenTensor(place, add_operand(node))
+
+
+def _same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return tensor.data_ptr() == value.data_ptr() and tensor.shape == value.shape and tensor.stride() == value.stride()
+
+
+def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.data = value
+
+
+def _put(container: Container, key: Any, value: Any) -> None:
+    if value is MISSING:
+        container.remove(key)
+    else:
+        container.set(key, value)

@@ -1,0 +1,130 @@
+"""Templates of Python values: a value with slots for the tensors and numbers that each call computes.
+
+The step returns a value, and it leaves values in the user's Python state. Both may hold tensors at any depth. A
+template keeps the structure of such a value (as a pytree). Each leaf is a slot for an output of the graph, a reference
+to one of the user's own tensors, or a constant. Filling the template after a call gives the value of that call.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft import torch_adapter
+from weft.capture.record.held_references import original_of
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.tracked_storages import is_tracked
+from weft.capture.state.containers import StatePlace
+from weft.capture.state.tensor_memory import inner_tensor
+from weft.errors import EscapedTensor
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True)
+class _OutputSlot:
+    """Takes output number ``index``, wrapped like ``like`` where that is a tensor subclass."""
+
+    index: int
+    like: torch.Tensor | None = None
+    requires_grad: bool = False
+
+    def fill(self, outputs: list[Any]) -> Any:
+        value = outputs[self.index]
+        value = value if self.like is None else torch_adapter.rewrap(self.like, value)
+        return value.requires_grad_() if self.requires_grad else value
+
+
+@dataclass(frozen=True)
+class _StateReference:
+    """Takes the object that is at ``place`` when a call begins."""
+
+    place: StatePlace
+
+    def fill(self, outputs: list[Any]) -> Any:
+        return self.place.outer()
+
+
+@dataclass(frozen=True)
+class Template:
+    """The structure of one Python value, over the outputs of a graph; ``where`` it is, in words."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+    where: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        value: Any,
+        recorder: OpRecorder,
+        keep: Callable[[Any], int],
+        where: str,
+        *,
+        places_by_id: Mapping[int, StatePlace] | None = None,
+        slots: dict[int, int] | None = None,
+    ) -> Template:
+        """Make a template of ``value``, which the capture left at ``where``.
+
+        Args:
+            keep: makes a node an output of the graph and returns the output's number.
+            places_by_id: the places of the user's own tensors, by id. The template refers to the place, because a
+                later call may find another tensor there.
+            slots: the number of the output that each tensor object of the capture takes, by id; filled here. Templates
+                that are given the same one put one object in all places where the step put one.
+
+        Raises:
+            EscapedTensor: a tensor of the capture sits inside an object that cannot be rebuilt.
+        """
+        torch_adapter.register_dataclasses(value)
+        leaves, _ = torch_adapter.flatten(value)
+        places = places_by_id or {}
+        slots = {} if slots is None else slots
+        made = tuple(_leaf_template(leaf, recorder, keep, where, places, slots) for leaf in leaves)
+        return cls(made, torch_adapter.exact_spec(value), where)
+
+    def fill(self, outputs: list[Any]) -> Any:
+        """The value of one call, from the values of the graph's ``Create`` and ``Return`` outputs."""
+        slots = (_OutputSlot, _StateReference)
+        leaves = [leaf.fill(outputs) if isinstance(leaf, slots) else leaf for leaf in self.leaves]
+        return torch_adapter.unflatten(leaves, self.spec)
+
+
+def _leaf_template(
+    leaf: Any,
+    recorder: OpRecorder,
+    keep: Callable[[Any], int],
+    where: str,
+    places_by_id: Mapping[int, StatePlace],
+    slots: dict[int, int],
+) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        inner, names = inner_tensor(leaf)
+        if id(leaf) in places_by_id:
+            if is_tracked(inner):
+                keep(recorder.current_value(inner))  # the graph lists an argument that is returned, too
+            return _StateReference(places_by_id[id(leaf)])
+        if not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
+            return leaf
+        grad = leaf.requires_grad and leaf.is_leaf
+        index = slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
+        return _OutputSlot(index, leaf if names else None, grad)
+    if isinstance(leaf, _NUMBERS):
+        return _OutputSlot(keep(recorder.value(leaf)))
+    if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):
+        raise EscapedTensor(type(leaf), where)
+    return original_of(leaf)
+
+
+def _inside(leaf: Any) -> list[Any]:
+    """The attributes of an object, and the variables that a function closes over."""
+    cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or () if cell != _EMPTY_CELL]
+    return [*getattr(leaf, "__dict__", {}).values(), *cells]
+
+
+_EMPTY_CELL = types.CellType()

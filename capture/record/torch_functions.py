@@ -1,0 +1,97 @@
+"""Torch functions that the recorder cannot see at the dispatcher.
+
+Most of what a step does arrives at the dispatcher and is recorded there. A few functions do their work in C++ above
+it: ``tolist`` reads the data, ``tensor.data = ...`` replaces the memory of a tensor, ``numpy()`` gives it away. A
+torch function mode sees these calls first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from weft import torch_adapter
+from weft.capture.record.memory_access import refuse_memory_access
+from weft.capture.record.printed import refuse_text
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.user_code import user_line
+from weft.errors import NumpyOnTensor, UncapturableMutation
+
+_TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
+_FUSED = tuple(
+    getattr(torch, name)
+    for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
+    if hasattr(torch, name)
+)
+
+
+def to_list(tensor: torch.Tensor) -> list[Any]:
+    """The numbers of a 1-D tensor as Python numbers, in one copy to the host; the target of a node."""
+    return tensor.tolist()
+
+
+class TorchFunctionInterceptor(TorchFunctionMode):
+    """Function mode of a capture; it is active above the recorder."""
+
+    def __init__(self, recorder: OpRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._tags = 0
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.tolist and args[0].dim() == 1:
+            return self._to_list(args[0])
+        refuse_memory_access(func)
+        refuse_text(func)
+        if func in _TO_NUMPY:
+            raise NumpyOnTensor(user_line())
+        if func == _SET_DATA:
+            return self._set_data(*args)
+        if func in _FUSED and isinstance(kwargs.get("lr"), torch.SymFloat):
+            kwargs = {**kwargs, "lr": self._tag(kwargs["lr"])}
+        return func(*args, **kwargs)
+
+    def _to_list(self, tensor: torch.Tensor) -> list[Any]:
+        """One node for the whole list; each number becomes a symbol of its own."""
+        recorder = self._recorder
+        length = tensor.shape[0]
+        if not isinstance(length, int):
+            return tensor.tolist()
+        values = [torch_adapter.fresh_number(recorder.symbols.shape_env, tensor.dtype) for _ in range(length)]
+        node = recorder.effect(to_list, tensor, val=values)
+        for at, value in enumerate(values):
+            recorder.symbols.define(value, lambda at=at, value=value: recorder.getitem(node, at, value))
+        recorder.claim_pending_symbols()
+        return values
+
+    def _set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """``target.data = value``: target keeps its identity and hooks and shares the memory of value from here on.
+
+        Raises:
+            UncapturableMutation: value has another shape or dtype.
+        """
+        fake = self._recorder.storages.of(value).val
+        if fake.shape != target.shape or fake.dtype != target.dtype:
+            raise UncapturableMutation(
+                f"`tensor.data = ...` with another shape or dtype at {user_line()}; assign a new tensor instead"
+            )
+        self._recorder.set_data(target, value)
+
+    def _tag(self, rate: torch.SymFloat) -> float:
+        """A float that stands for a symbolic learning rate where an argument must be a C double.
+
+        The fused optimizers take lr as a double, and the conversion would fix the symbol to its present value. The
+        smallest denormal numbers serve as tags, because no program uses them as learning rates. The recorder puts the
+        symbol back in their place (``OpRecorder.float_tags``).
+        """
+        self._tags += 1
+        tag = self._tags * 5e-324
+        self._recorder.float_tags[tag] = rate
+        return tag
+
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -1,0 +1,31 @@
+"""Functions compiled by ``torch.jit.script``, while a step is captured.
+
+TorchScript's executor profiles the tensors that a function is called with and then fuses it by a compiler of its own.
+On fake tensors both go wrong: a kernel that was fused for a GPU reads memory that does not exist. A capture runs the
+Python function from which the script was compiled, so that it sees the operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.thread_patches import present, replaced
+
+
+@contextlib.contextmanager
+def script_functions_uncompiled() -> Iterator[None]:
+    """While active, a call of a scripted function runs the Python function that it was compiled from, if any."""
+    kind: Any = torch.jit.ScriptFunction
+    compiled = present(kind, "__call__")
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        source = torch_adapter.scripted_from(function)
+        return compiled(function, *args, **kwargs) if source is None else source(*args, **kwargs)
+
+    with replaced(kind, "__call__", call):
+        yield

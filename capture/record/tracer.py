@@ -1,0 +1,539 @@
+"""Runs a training step once on fake tensors and makes the captured step: a StepGraph and how calls reach it.
+
+The user's function runs unchanged, with its own modules, optimizers and hooks. Nothing is computed; real tensors give
+their shapes and dtypes only. The operations that reach the dispatcher become nodes
+(:mod:`weft.capture.record.recorder`). What the function changed in Python state (a new ``.grad``, an attribute) is
+found as the difference from a copy made before (:mod:`weft.capture.state.reachable_state`), undone, and kept as
+:class:`Effect` s, which each later call repeats.
+
+The outputs of the graph are of three kinds. ``Create``: a tensor that the step put at a place of Python state.
+``Return``: a tensor that the step returned. ``Update``: the new value of an input that the step wrote to in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from weft import torch_adapter
+from weft.capture.fake.fake_cuda import RedirectCudaToCpu
+from weft.capture.fake.fake_world import current_fake_world
+from weft.capture.garbage_collection import garbage_collection_paused
+from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.record.arguments import CallArguments
+from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
+from weft.capture.record.data_dependence import data_dependence_reported
+from weft.capture.record.dynamic_sizes import DynamicSizes, Specialised
+from weft.capture.record.escapes import EscapeCheck
+from weft.capture.record.generator_states import generators_kept
+from weft.capture.record.group_names import canonical_groups
+from weft.capture.record.hook_counts import HookCounts
+from weft.capture.record.intercept_collectives import functional_collectives
+from weft.capture.record.memory_access import storages_keep_their_memory
+from weft.capture.record.module_path import ModulePath
+from weft.capture.record.operands import map_operands
+from weft.capture.record.outside_values import OutsideValues
+from weft.capture.record.printed import output_repeated
+from weft.capture.record.readable_names import readable_name
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.state_snapshot import StateSnapshots
+from weft.capture.record.streams import Streams
+from weft.capture.record.templates import Template
+from weft.capture.record.torch_functions import TorchFunctionInterceptor
+from weft.capture.record.torchscript import script_functions_uncompiled
+from weft.capture.record.tracked_storages import was_tracked
+from weft.capture.state.code_names import opaque_code
+from weft.capture.state.containers import MISSING, Container, StatePlace
+from weft.capture.state.hook_registrations import user_hook
+from weft.capture.state.reachable_state import ReachableState
+from weft.capture.state.tensor_memory import inner_tensor, memory_key
+from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
+from weft.capture.step_threads import capturing
+from weft.capture.user_code import user_line
+from weft.errors import (
+    AnomalyModeAround,
+    CannotCapture,
+    FunctionModeAround,
+    PythonStateChanged,
+    UncapturableWrapper,
+    UnrecordedDraw,
+    UsedDuringCapture,
+)
+
+log = logging.getLogger(__name__)
+
+_STEP_OUTSIDE = "step the learning-rate scheduler outside the step, after the call"
+
+
+@dataclass
+class Effect:
+    """A change of Python state that each call repeats: ``container[key]`` becomes ``template`` (None: is removed)."""
+
+    container: Container
+    key: Any
+    template: Template | None
+
+
+@dataclass
+class CapturedStep:
+    """A step as captured: the graph, and how calls of the user's function reach and leave it.
+
+    Attributes:
+        graph: the StepGraph.
+        places: the place in Python state of each input's value at a call, aligned with ``graph.inputs``.
+        effects: changes of Python state that each call repeats.
+        result: the step's return value, over the graph's ``Return`` outputs.
+        arguments: of the captured call.
+        state: the Python state that the step can reach, for guards.
+        recorded: number of operations in the step.
+        passed: number of operations that ran once, during the capture, and are no part of the step (they created
+            optimizer state).
+        hooks: how often each registered hook fired.
+        shape_env: the symbols of the graph and what the step assumed of them.
+        sizes: the sizes of arguments that the capture began with as symbols.
+        learning_rates: the symbol of each learning rate and the place of its value.
+        specialised: the sizes that were to be symbolic and are numbers in the graph.
+        environment: the environment variables that the step read; None for one that is not set.
+        autocast_copies: copies of weights that autocast keeps in the region around the call.
+        aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
+            of their own, and a program may return as an input or as another result (``p.detach()``).
+        seconds: duration of the capture.
+    """
+
+    graph: StepGraph
+    places: list[StatePlace]
+    effects: list[Effect]
+    result: Template
+    arguments: CallArguments
+    state: ReachableState
+    recorded: int
+    passed: int
+    hooks: HookCounts
+    shape_env: ShapeEnv
+    sizes: DynamicSizes
+    learning_rates: list[tuple[sympy.Symbol, StatePlace]]
+    specialised: list[Specialised]
+    environment: dict[str, str | None]
+    autocast_copies: list[AutocastCopy]
+    aliases: list[int]
+    seconds: float = 0.0
+
+    def fakes(self) -> Iterator[Any]:
+        """The fake tensors and symbolic numbers that the captured step holds, once for each reference."""
+        pending: list[Any] = [*self.arguments.vals.values(), *(node.meta.get("val") for node in self.graph.graph.nodes)]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, (list, tuple)):
+                pending += value
+            else:
+                yield value
+
+
+@generators_kept()
+@garbage_collection_paused()
+def capture_step(
+    step: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic: frozenset[tuple[int, int]] = frozenset(),
+) -> CapturedStep:
+    """Capture one call ``step(*args, **kwargs)`` without computing anything.
+
+    Args:
+        step: the training step.
+        args, kwargs: its arguments: real tensors, or fake ones of a fake world, in any nesting that pytrees know.
+        dynamic: (tensor leaf, dimension) pairs to keep symbolic, besides those marked on the tensors themselves.
+
+    Raises:
+        CannotCapture: the step does something that a graph cannot hold; names the user's line and the remedy.
+    """
+    escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
+    _refuse_tools_around(name)
+    with capturing(), escapes.watching():
+        known = len(opaque_code)
+        try:
+            captured = _captured(step, args, kwargs or {}, dynamic, escapes)
+            # The step defined opaque functions. What only they use must not be guarded, which the walk now knows.
+            if len(opaque_code) > known:
+                captured = _captured(step, args, kwargs or {}, dynamic, escapes)
+        except Exception as error:
+            escapes.raise_for_escaped(name, (), error)
+            raise
+        escapes.raise_for_escaped(name, captured.fakes())
+    return captured
+
+
+def _refuse_tools_around(step: str) -> None:
+    """Raise where the caller is inside a mode that changes or checks what a program does not do."""
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise AnomalyModeAround(step, user_line())
+    # Users' modes see calls of functions, which a program does not make. Those of a fake world are weft's.
+    seen = [type(mode) for mode in torch_adapter.function_modes() if not isinstance(mode, torch.device)]
+    if foreign := [kind.__qualname__ for kind in seen if kind is not RedirectCudaToCpu]:
+        raise FunctionModeAround(step, foreign[-1], user_line())
+
+
+def _captured(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic: frozenset[tuple[int, int]],
+    escapes: EscapeCheck,
+) -> CapturedStep:
+    """Capture the path that eager takes.
+
+    Libraries ask torch whether they run under a trace, and then avoid branches on data. The first attempt answers no.
+    If it fails because data decides, the second attempt answers yes.
+    """
+    asked: list[str] = []
+    try:
+        with torch_adapter.fakes_unnoticed() as asked:
+            try:
+                return _StepCapture(step, args, kwargs, dynamic, escapes).run()
+            except UnrecordedDraw:  # by the step, or by a module that was imported meanwhile
+                return _StepCapture(step, args, kwargs, dynamic, escapes, watched=True).run()
+    except CannotCapture as error:
+        if not asked:
+            raise
+        log.info("%s can be traced another way; this one could not be: %s", asked[-1], str(error).split("\n")[0])
+    return _StepCapture(step, args, kwargs, dynamic, escapes).run()
+
+
+class _StepCapture:
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic: frozenset[tuple[int, int]],
+        escapes: EscapeCheck,
+        *,
+        watched: bool = False,
+    ) -> None:
+        self.step = step
+        world = current_fake_world()
+        self.fake_mode = world.fake_mode if world else FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.modes = (self.fake_mode,) if world else ()
+        self.recorder = OpRecorder(self.fake_mode)
+        self.state = state = ReachableState(step)
+        escapes.containers = lambda: state.containers
+        escapes.modes.append(self.fake_mode)
+        escapes.in_fake_world = world is not None
+        self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
+        self.arguments = CallArguments(args, kwargs)
+        for obj, path in self.arguments.objects:
+            self.state.add(obj, path)
+        self.dynamic = dynamic | self.arguments.marked_dynamic()
+        self.recorder.input_name = self._input_name
+        self.streams = Streams(self.recorder)
+        self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
+        self.learning_rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, StatePlace]] = []
+        self.initialized: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
+        self.outside = OutsideValues(self.recorder, self.state, watched=watched)
+        for module, path in self.state.modules.values():
+            if torch_adapter.is_fsdp_of_torch(module):
+                remedy = "use weft.fully_shard, which takes the same arguments"
+                raise UncapturableWrapper(path or "the model", "torch.distributed.fsdp.fully_shard", remedy)
+        self.path = ModulePath(self.state)
+        self.hooks = self._hooks()
+        self.autocast_copies: list[AutocastCopy] = []
+        self.recorder.snapshots = self._snapshots()
+
+    def run(self) -> CapturedStep:
+        started = time.perf_counter()
+        try:
+            with self._prepared():
+                args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes, self.outside.argument)
+                functions = TorchFunctionInterceptor(self.recorder)
+                symbols, drawn = self.recorder.symbols, self.outside.draws.described
+                reported = data_dependence_reported(self.step, symbols, drawn)
+                with reported, self.fake_mode, self.recorder, functions:
+                    result = self.step(*args, **kwargs)
+                self.specialised = self.sizes.specialised()
+            captured = self._finish(result)
+        except BaseException:
+            self._restore_state()
+            for optimizer, parameter in self.initialized:
+                optimizer.state.pop(parameter, None)
+            raise
+        finally:
+            self.recorder.storages.forget_all()
+        captured.seconds = time.perf_counter() - started
+        return captured
+
+    def _hooks(self) -> HookCounts:
+        """Walk the hooks that belong to no object of the step, which are global or on arguments; count all hooks."""
+        for kind, hooks in torch_adapter.global_hooks():
+            self.state.add_hooks(hooks, f"the {kind} hooks of everything")
+        known = self.state.places_by_id
+        leaves = [(leaf, path) for leaf, path in self.arguments.differentiable if id(leaf) not in known]
+        for leaf, path in leaves:
+            for hooks in torch_adapter.registered_hooks(leaf):
+                for hook in hooks.values():
+                    self.state.add(user_hook(hook), f"a hook of {path}")
+        return HookCounts(self.state, self.path, leaves)
+
+    def _snapshots(self) -> StateSnapshots:
+        arguments = self.arguments
+        places = {id(arguments.leaves[at]): place for at, place in arguments.tensors.items()}
+        return StateSnapshots(self.recorder, self.state, [container for _, container in arguments.gradients], places)
+
+    # ---- around the run
+
+    @contextlib.contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Everything that the capture changes in torch and in the user's objects while the function runs."""
+        name = getattr(self.step, "__qualname__", repr(self.step))
+        with contextlib.ExitStack() as stack:
+            if torch_adapter.in_autocast_region():
+                stack.enter_context(self._autocast_around(name))
+            refuse = lambda: UsedDuringCapture(name, threading.current_thread().name, user_line())
+            stack.enter_context(torch_adapter.in_this_thread_alone(self.fake_mode, refuse))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch_adapter.force_eager())
+            stack.enter_context(torch_adapter.dtensors_in_captures())
+            stack.enter_context(script_functions_uncompiled())
+            stack.enter_context(functional_collectives())
+            stack.enter_context(self.outside.replaced())
+            stack.enter_context(self.path.followed())
+            stack.enter_context(self.hooks.counted())
+            stack.enter_context(self.sizes.watched())
+            stack.enter_context(self.streams.noted())
+            stack.enter_context(storages_keep_their_memory())
+            stack.enter_context(output_repeated())
+            stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
+            self.recorder.module_path = self.path.current
+            for optimizer, path in self.state.optimizers:
+                self._make_learning_rates_symbolic(optimizer, path)
+            yield
+
+    @contextlib.contextmanager
+    def _autocast_around(self, name: str) -> Iterator[None]:
+        """The capture in a region of autocast that began before the call: note which weights it copies."""
+        leaves = [*self.state.leaves, *self.arguments.differentiable]
+        real = [] if self.modes else [(leaf, path) for leaf, path in leaves if may_be_copied(leaf)]
+        with emptied(name, real):
+            yield
+            arguments = {id(self.arguments.leaves[at]): place for at, place in self.arguments.tensors.items()}
+            places = {**self.state.places_by_id, **arguments}
+            leaves = [] if self.modes else [*self.state.leaves, *self.arguments.differentiable]
+            for leaf, _ in leaves:
+                copy = torch_adapter.autocast_copy(leaf, None, make=False) if may_be_copied(leaf) else None
+                if copy is not None and id(leaf) in places:
+                    cast = self.recorder.current_value(inner_tensor(copy)[0])
+                    after_write = not any(node.op == "placeholder" for node in cast.all_input_nodes)
+                    self.autocast_copies.append(AutocastCopy(name, places[id(leaf)], copy.dtype, after_write))
+
+    def _restore_state(self) -> None:
+        for group, _, _, place in self.learning_rates:
+            group["lr"] = place.container.before["lr"]
+        self.state.restore()
+        self.arguments.restore()
+
+    def _make_learning_rates_symbolic(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        for at, group in enumerate(optimizer.param_groups):
+            if type(group.get("lr")) is not float:
+                continue
+            where = f"{path}.param_groups[{at}]['lr']"
+            place = StatePlace(Container(group, where, frozenset({"lr"})), "lr", where, Role.SCALAR)
+            name = f"lr{len(self.learning_rates)}"
+            symbol = torch_adapter.lr_symbol(self.recorder.symbols.shape_env, group["lr"], name)
+            node = self.recorder.scalar_input(symbol, readable_name(where))
+            self.learning_rates.append((group, symbol, node, place))
+            group["lr"] = symbol
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.recorder.optimizing = True
+        if all(known is not optimizer for known, _ in self.state.optimizers):
+            self.state.add(optimizer, "optimizer")
+            self._make_learning_rates_symbolic(optimizer, "optimizer")
+        missing = [
+            p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p not in optimizer.state
+        ]
+        if missing:
+            with self.recorder.paused(*self.modes):
+                made = torch_adapter.init_optimizer_state(optimizer)
+            states = [value for p in missing for value in optimizer.state.get(p, {}).values()]
+            if made and any(map(self._is_of_the_capture, states)):
+                # Made from gradients, which are fakes here: it is made again in the step, and recorded there.
+                for p in missing:
+                    optimizer.state.pop(p, None)
+            elif made:
+                self.initialized += [(optimizer, p) for p in missing]
+                self.state.extend_optimizer_state()
+
+    def _is_of_the_capture(self, value: Any) -> bool:
+        """Whether a value of an optimizer's state means nothing outside the capture."""
+        if not isinstance(value, torch.Tensor):
+            return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        inner = inner_tensor(value)[0]
+        return isinstance(inner, FakeTensor) and (not self.modes or was_tracked(inner))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.recorder.optimizing = False
+
+    # ---- from the record to the captured step
+
+    def _finish(self, result: Any) -> CapturedStep:
+        recorder = self.recorder
+        outputs: list[Output] = []
+        nodes: list[Any] = []
+
+        def keep(kind: Callable[[int], Output], value: Any) -> int:
+            outputs.append(kind(len(nodes)))
+            nodes.append(value)
+            return len(nodes) - 1
+
+        with torch_adapter.only_mode(self.fake_mode):
+            self.hooks.check()
+            self.state.notice_new_hooks()
+            slots: dict[int, int] = {}
+            effects = self._effects(keep, slots)
+            kept = lambda value: keep(Return, value)
+            known = {**self.state.places_by_id, **self.arguments.fakes}
+            where = "the step's return value"
+            returned = Template.of(result, recorder, kept, where, places_by_id=known, slots=slots)
+            self.arguments.forget_fakes()
+            self._restore_state()
+            aliases = _aliases([node for node, _ in recorder.placeholders], nodes)
+            self._updates(outputs, nodes)
+        self.streams.end()
+        recorder.graph.output(tuple(recorder.literals.copy_escaping(nodes)))
+        self._detach_from_autograd()
+        drop_dead(recorder.graph)
+        inputs, places = self._inputs(outputs)
+        groups = canonical_groups(recorder.graph)
+        graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
+        return CapturedStep(
+            graph,
+            places,
+            effects,
+            returned,
+            self.arguments,
+            self.state,
+            recorder.recorded,
+            recorder.passed,
+            self.hooks,
+            recorder.symbols.shape_env,
+            self.sizes,
+            [(torch_adapter.symbol_of(symbol), place) for _, symbol, _, place in self.learning_rates],
+            self.specialised,
+            self.outside.environment.found,
+            self.autocast_copies,
+            aliases,
+        )
+
+    def _detach_from_autograd(self) -> None:
+        """Detach the fake values of the graph from autograd's graph.
+
+        Autograd's nodes hold the hooks of the step, and with them the user's model. Python's garbage collector does
+        not see cycles through these nodes, so a fake value that requires grad would keep the model alive.
+        """
+
+        def cut(val: Any) -> Any:
+            detach = isinstance(val, torch.Tensor) and val.requires_grad
+            return torch_adapter.detached_fake(val) if detach else val
+
+        with torch_adapter.only_mode(self.fake_mode):
+            for node in self.recorder.graph.nodes:
+                if "val" in node.meta:
+                    node.meta["val"] = map_operands(node.meta["val"], cut)
+
+    def _effects(self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int]) -> list[Effect]:
+        effects = []
+        for group, symbol, _, place in self.learning_rates:
+            if group["lr"] is not symbol:
+                raise PythonStateChanged(place.path, "a number", _STEP_OUTSIDE)
+            group["lr"] = place.container.before["lr"]
+        for container, key, old, new in [*self.state.changes(), *self.arguments.changes()]:
+            path = container.label(key)
+            if container.counts_steps and isinstance(old, (int, float)):
+                raise PythonStateChanged(path, f"{old!r} -> {new!r}", _STEP_OUTSIDE)
+            if new is MISSING:
+                effects.append(Effect(container, key, None))
+                continue
+            if isinstance(new, (int, float)) and not isinstance(new, bool):
+                remedy = "keep it in a tensor, count outside the step, or in a function marked @weft.opaque"
+                raise PythonStateChanged(path, f"{old!r} -> {new!r}", remedy)
+            if container.grew():
+                remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
+                change = f"{len(container.before)} -> {len(container.obj)} entries"
+                raise PythonStateChanged(container.path, change, remedy)
+            kept = lambda value, path=path: keep(lambda _: Create(path), value)
+            known = {**self.state.places_by_id, **self.arguments.fakes}
+            template = Template.of(new, self.recorder, kept, path, places_by_id=known, slots=slots)
+            effects.append(Effect(container, key, template))
+        return effects
+
+    def _updates(self, outputs: list[Output], nodes: list[Any]) -> None:
+        for node, tensor in self.recorder.placeholders:
+            value = self.recorder.current_value(tensor)
+            if value is not node:
+                outputs.append(Update(node.name))
+                nodes.append(value)
+
+    def _inputs(self, outputs: list[Output]) -> tuple[list[Input], list[StatePlace]]:
+        """The entry and the place of each placeholder that is used; the other placeholders are erased."""
+        known = dict(self.recorder.placeholders)
+        rate_places = {node: place for _, _, node, place in self.learning_rates}
+        updated = {out.input for out in outputs if isinstance(out, Update)}
+        inputs, places = [], []
+        for node in [n for n in self.recorder.graph.nodes if n.op == "placeholder"]:
+            if not node.users and node.name not in updated:
+                self.recorder.graph.erase_node(node)
+                continue
+            place = rate_places.get(node) or self._place(known[node])
+            inputs.append(Input(node.name, place.role, place.path, _sharding(place)))
+            places.append(place)
+        return inputs, places
+
+    def _input_name(self, tensor: torch.Tensor) -> str:
+        found = self._known_place(tensor)
+        return "constant" if found is None else readable_name(found.path)
+
+    def _known_place(self, tensor: torch.Tensor) -> StatePlace | None:
+        key = memory_key(tensor)
+        return self.arguments.places.get(key) or self.state.places.get(key)
+
+    def _place(self, tensor: torch.Tensor) -> StatePlace:
+        found = self._known_place(tensor)
+        if found is None:
+            log.debug("a tensor of shape %s is not reachable from the step: it becomes a constant", tuple(tensor.shape))
+            found = StatePlace(Container([tensor], "constant"), 0, "constant", Role.BUFFER)
+        return found
+
+
+def _aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
+    """Numbers of the values that lie where an input lies, or a value before them: a program may hold both as one."""
+    known = {_geometry(node) for node in inputs}
+    found = []
+    for at, node in enumerate(values):
+        if isinstance(node, torch.fx.Node) and isinstance(node.meta["val"], torch.Tensor):
+            where = _geometry(node)
+            if where in known:
+                found.append(at)
+            known.add(where)
+    return found
+
+
+def _geometry(node: torch.fx.Node) -> Any:
+    val = node.meta["val"]
+    if not isinstance(val, torch.Tensor):
+        return node
+    return torch_adapter.storage_key(val), val.dtype, *map(str, (val.storage_offset(), *val.shape, *val.stride()))
+
+
+def _sharding(place: StatePlace) -> str:
+    outer = place.outer()
+    return torch_adapter.describe_dtensor(outer) if place.inner else ""

@@ -1,0 +1,260 @@
+"""In-place operations and views as values: which node holds the contents of each storage.
+
+A StepGraph has no mutation, but a training step is full of it: ``p.grad.add_(g)``, running statistics, the optimizer.
+This module is the bookkeeping that turns such writes into values while the step runs (functionalization). It keeps
+one :class:`TrackedStorage` a storage, with the node of its current contents, and one :class:`TrackedTensor` a fake
+tensor, which is the whole of a storage or a view into it. Aliasing is decided by the storages of the fake tensors.
+
+Take ``p.grad.add_(g)`` where ``p.grad`` is the view ``flat[0:4]`` of a flat gradient buffer:
+
+1. The recorder asks for the current values of both operands (:meth:`TrackedStorages.read`) and emits the functional
+   form ``new = aten.add(grad, g)`` (:mod:`weft.capture.record.functional_ops` knows it).
+2. :meth:`TrackedStorages.write` makes ``new`` the value of ``p.grad``. Because that is a view, the base gets a new
+   value too: ``flat_1 = aten.slice_scatter(flat, new, 0, 0, 4)``. The version of the storage goes up by one.
+3. Any other view of ``flat`` now has an older version than its storage. When it is next read, its view operation is
+   emitted again on ``flat_1``; a view that is never read again costs no node.
+4. At the end of the capture the tracer reads every input once more. An input whose node is no longer its placeholder
+   was written by the step, and the node becomes an :class:`~weft.capture.step_interface.Update` output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft import torch_adapter
+from weft.capture.record.functional_ops import as_strided_like, single_view, write_back
+from weft.capture.record.operands import map_operands, tensors_in
+from weft.capture.user_code import Frame
+from weft.torch_adapter import OpOverload
+
+aten = torch.ops.aten
+_TRACKED = "_weft_tracked"
+# On a fake tensor: the node whose value the symbols describe that torch remembers for its data.
+MEMO_NODE = "_weft_memo_node"
+# On a fake tensor that was tracked in a capture that is over: the user's lines that it was made at.
+_CAPTURED = "_weft_captured"
+
+
+class TrackedStorage:
+    """One storage of the capture.
+
+    Attributes:
+        node: computes its current contents, as the tensor ``whole``.
+        storage: of the fake tensors; held so that its address is not given to another one.
+        version: how many writes to it were recorded.
+        whole: the tensor that covers the storage, from which views start.
+    """
+
+    __slots__ = ("node", "storage", "version", "whole")
+
+    def __init__(self, node: torch.fx.Node, storage: torch.UntypedStorage) -> None:
+        self.node = node
+        self.whole: TrackedTensor | None = None
+        self.version = 0
+        self.storage = storage
+
+
+class TrackedTensor:
+    """One tensor of the capture: the whole of a storage, or a view of another tracked tensor.
+
+    Attributes:
+        storage: where its elements are.
+        node: computes its value as of ``version`` of the storage.
+        val: the fake tensor; layout and dtype of the value.
+        parent: the tensor that it is a view of, None for the whole of a storage.
+        view: operation and arguments that make it from ``parent``.
+        version: of the storage when ``node`` was current. Behind the storage's: ``node`` is stale.
+    """
+
+    __slots__ = ("node", "parent", "storage", "val", "version", "view")
+
+    def __init__(
+        self,
+        storage: TrackedStorage,
+        node: torch.fx.Node,
+        val: torch.Tensor,
+        parent: TrackedTensor | None = None,
+        view: tuple[OpOverload, tuple[Any, ...]] | None = None,
+    ) -> None:
+        self.storage = storage
+        self.node = node
+        self.val = val
+        self.parent = parent
+        self.view = view
+        self.version = storage.version
+
+
+class TrackedStorages:
+    """All storages that a capture has met.
+
+    Args:
+        emit: appends a call to the graph; its fake result is the keyword ``val``.
+        value: the node of a tensor or symbolic number; any other argument as it is.
+        add_input: called with a tensor of the user that the capture meets for the first time.
+        on_new_storage: called with the fake tensor and the node of each new storage.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[..., torch.fx.Node],
+        value: Callable[[Any], Any],
+        add_input: Callable[[torch.Tensor], TrackedTensor],
+        on_new_storage: Callable[[torch.Tensor, torch.fx.Node], None],
+    ) -> None:
+        self._emit = emit
+        self._value = value
+        self._add_input = add_input
+        self._on_new_storage = on_new_storage
+        self._storages: dict[int, TrackedStorage] = {}
+        self._marked: list[torch.Tensor] = []
+
+    def of(self, tensor: torch.Tensor) -> TrackedTensor:
+        """What is known of a tensor. A real tensor, or a fake one made before the capture, becomes an input."""
+        found = tensor.__dict__.get(_TRACKED) if isinstance(tensor, FakeTensor) else None
+        return found if found is not None else self._add_input(tensor)
+
+    # ---- reading and writing
+
+    def read(self, tracked: TrackedTensor) -> torch.fx.Node:
+        """The node of the tensor's current value.
+
+        A view whose storage was written since is made again from the current value of its base.
+        """
+        if tracked.version != tracked.storage.version:
+            if tracked.parent is None:
+                tracked.node = tracked.storage.node
+            else:
+                op, args = tracked.view  # type: ignore[misc]
+                tracked.node = self._emit(op, self.read(tracked.parent), *args, val=tracked.val)
+            tracked.version = tracked.storage.version
+        return tracked.node
+
+    def write(self, tracked: TrackedTensor, new: torch.fx.Node) -> None:
+        """Make ``new`` the value of the tensor; every tensor that shares its storage reads it from now on.
+
+        A view passes its value on to its base, as the scatter that is the inverse of the view, up to the whole of
+        the storage. ``new`` is converted to the tensor's dtype first, as an in-place operation does.
+        """
+        val = new.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.dtype != tracked.val.dtype:
+            new = self._emit(aten._to_copy.default, new, val=tracked.val, dtype=tracked.val.dtype)
+        if tracked.parent is None:
+            tracked.storage.version += 1
+            tracked.storage.node = new
+        else:
+            op, args = tracked.view  # type: ignore[misc]
+            parent = tracked.parent
+            base = write_back(self._emit, op, args, self.read(parent), parent.val, new, tracked.val)
+            self.write(parent, base)
+        # The write counted the version up: without this the next read would take ``new`` for stale.
+        tracked.node, tracked.version = new, tracked.storage.version
+
+    def replace_contents(self, tracked: TrackedTensor, node: torch.fx.Node) -> None:
+        """Make ``node`` the contents of the tensor's whole storage: a wait hands back the storage it was given."""
+        tracked.storage.version += 1
+        tracked.node, tracked.version = node, tracked.storage.version
+        tracked.storage.node = node
+
+    # ---- results of operations
+
+    def bind_fresh(self, val: torch.Tensor, node: torch.fx.Node) -> TrackedTensor:
+        """Start to track ``val``, a fake tensor in new memory whose contents ``node`` computes."""
+        storage = self._storages[torch_adapter.storage_key(val)] = TrackedStorage(node, val.untyped_storage())
+        self._on_new_storage(val, node)
+        storage.whole = self.mark(val, TrackedTensor(storage, node, val))
+        return storage.whole
+
+    def bind_result(
+        self,
+        val: torch.Tensor,
+        node: torch.fx.Node,
+        op: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        index: int | None,
+    ) -> None:
+        """Start to track a result of ``op(*args, **kwargs)``: new memory, or a view of an operand.
+
+        ``index`` is its position where the operation returns several results.
+        """
+        storage = self._storages.get(torch_adapter.storage_key(val))
+        if storage is None:
+            self.bind_fresh(val, node)
+            return
+        if is_tracked(val):
+            return
+        bases = [base for t in tensors_in((args, kwargs)) if (base := self.of(t)).storage is storage]
+        simple = bases and not kwargs and op is not aten.as_strided.default and bases[0] is self.of(args[0])
+        if simple and index is not None:
+            op, args = single_view(op, args[1:], index, val)
+        elif simple:
+            args = args[1:]
+        else:
+            op, args = as_strided_like(val)
+        # as_strided counts from the start of the storage, not of the view it is called on.
+        parent = storage.whole if op is aten.as_strided.default else bases[0]
+        self.mark(val, TrackedTensor(storage, node, val, parent, (op, tuple(map_operands(args, self._value)))))
+
+    def share(self, out: torch.Tensor, source: TrackedTensor) -> torch.Tensor:
+        """Let ``out`` be another tensor object for exactly what ``source`` is (``detach``)."""
+        if not is_tracked(out):
+            self.mark(out, source)
+        return out
+
+    def reshaped(self, viewed: TrackedTensor, before: TrackedTensor, val: torch.Tensor) -> TrackedTensor:
+        """A tensor object that ``t_()`` and the like turned into the view ``viewed`` of what it was before.
+
+        ``val`` is a fake of the object's layout before; the object itself has the new layout by now.
+        """
+        base = TrackedTensor(before.storage, before.node, val, before.parent, before.view)
+        base.version = before.version
+        return TrackedTensor(viewed.storage, viewed.node, viewed.val, base, viewed.view)
+
+    def copy_of(self, source: TrackedTensor) -> TrackedTensor:
+        """A tensor of its own that is now the same view of the same storage (``a.data = b``)."""
+        copy = TrackedTensor(source.storage, self.read(source), source.val, source.parent, source.view)
+        copy.version = source.storage.version
+        return copy
+
+    def mark(self, val: torch.Tensor, tracked: TrackedTensor) -> TrackedTensor:
+        """Let a fake tensor object stand for ``tracked``."""
+        setattr(val, _TRACKED, tracked)
+        self._marked.append(val)
+        return tracked
+
+    def forget_all(self) -> None:
+        """Stop tracking everything: nothing here leads to fake tensors any more, nor they to the capture."""
+        for val in self._marked:
+            frames = getattr(val, _TRACKED).node.meta.get("frames", ()) if hasattr(val, _TRACKED) else ()
+            forget(val)
+            setattr(val, _CAPTURED, frames)
+        self._marked.clear()
+        self._storages.clear()
+
+
+def is_tracked(tensor: Any) -> bool:
+    """Whether a value is a fake tensor of the capture: an input's or a result's, not one the user made before."""
+    return isinstance(tensor, FakeTensor) and _TRACKED in tensor.__dict__
+
+
+def was_tracked(tensor: FakeTensor) -> bool:
+    """Whether a fake tensor is or was one of a capture's."""
+    return _TRACKED in tensor.__dict__ or _CAPTURED in tensor.__dict__
+
+
+def made_at(tensor: FakeTensor) -> tuple[Frame, ...]:
+    """The user's lines, innermost first, at which a fake tensor of a finished capture was computed."""
+    return tensor.__dict__.get(_CAPTURED, ())
+
+
+def forget(val: torch.Tensor) -> None:
+    """Stop tracking a fake tensor object: nothing more will be recorded of it."""
+    for name in (_TRACKED, MEMO_NODE):
+        val.__dict__.pop(name, None)
+    if isinstance(val, FakeTensor):
+        torch_adapter.forget_data_memos(val)

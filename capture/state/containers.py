@@ -1,0 +1,191 @@
+"""Mutable Python objects that hold others, and the places in them where tensors and numbers are found.
+
+The capture looks at the user's Python state as a set of containers: dictionaries, lists, the cells of closures, and
+tensors, whose one entry is ``.grad``. A :class:`Container` remembers the entries that it was found with (a shallow
+copy). So the capture can say what a step changed, undo it, and repeat it in each later call. A :class:`StatePlace` is
+one entry of a container; it finds the present value of an input of the graph when the step is called.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.capture.step_interface import Role
+
+# Values that are compared by equality; all other objects are compared by identity.
+SIMPLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+)
+# Stands for an entry that a container does not have.
+MISSING = object()
+
+
+class AllBut:
+    """The keys of a dictionary other than ``names``, those that it gets later included."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = frozenset(names)
+
+    def __contains__(self, key: Any) -> bool:
+        return key not in self._names
+
+
+class Container:
+    """A mutable Python object that holds others.
+
+    Args:
+        obj: a dictionary (also the ``vars`` of an object), list, deque, set or tuple, closure cell, or a tensor.
+        path: how the user would write it.
+        keys: the entries that count, None for all.
+        label: how the user would write the entry of a key; ``path[key]`` if not given.
+
+    Attributes:
+        before: the entries as they were found.
+        frozen: whether no guard is needed: nobody assigns to it (attributes of weft's own frozen dataclasses), or
+            another container guards what the step reads of it.
+        counts_steps: whether it belongs to a learning-rate scheduler.
+    """
+
+    def __init__(
+        self,
+        obj: Any,
+        path: str,
+        keys: frozenset[str] | AllBut | None = None,
+        label: Callable[[Any], str] | None = None,
+    ) -> None:
+        self.obj = obj
+        self.path = path
+        self.keys = keys
+        self.frozen = False
+        self.counts_steps = False
+        self.label = label or (lambda key: f"{path}[{key!r}]")
+        self.before: dict[Any, Any] = self.entries()
+
+    def entries(self) -> dict[Any, Any]:
+        """The entries that count, as they are now; an empty cell has none."""
+        obj = self.obj
+        if isinstance(obj, types.CellType):
+            try:
+                return {0: obj.cell_contents}
+            except ValueError:
+                return {}
+        if isinstance(obj, dict):
+            return {k: v for k, v in obj.items() if self.keys is None or k in self.keys}
+        if isinstance(obj, torch.Tensor):
+            return {"grad": obj.grad}
+        return dict(enumerate(obj))
+
+    def set(self, key: Any, value: Any) -> None:
+        """Assign an entry; a key one past the end of a list appends."""
+        obj = self.obj
+        if isinstance(obj, types.CellType):
+            obj.cell_contents = value
+        elif isinstance(obj, torch.Tensor):
+            obj.grad = value
+        elif isinstance(obj, dict):
+            obj[key] = value
+        elif isinstance(obj, (list, deque)):
+            if key == len(obj):
+                obj.append(value)
+            else:
+                obj[key] = value
+
+    def remove(self, key: Any) -> None:
+        """Delete an entry of a dictionary, list or deque."""
+        if isinstance(self.obj, dict):
+            self.obj.pop(key, None)
+        elif isinstance(self.obj, (list, deque)):
+            del self.obj[key]
+
+    def restore(self) -> None:
+        """Put the entries back as they were found, in their order."""
+        for key, _, _ in reversed(list(self.changes())):
+            if key not in self.before:
+                self.remove(key)
+        for key, old, _ in list(self.changes()):
+            self.set(key, old)
+        if isinstance(self.obj, dict) and self.keys is None and list(self.obj) != list(self.before):
+            for key in self.before:  # hooks run in the order of their dictionary
+                self.obj[key] = self.obj.pop(key)
+
+    def grew(self) -> bool:
+        """Whether a list kept its entries and got more of them, as it then would at every call.
+
+        A list that was empty does not count: the next call may clear it before it fills it again.
+        """
+        now = self.entries()
+        longer = isinstance(self.obj, (list, deque)) and len(now) > len(self.before) > 0
+        return longer and all(now[key] is old for key, old in self.before.items())
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(key, before, after) of each entry that is not as it was found; MISSING for an absent entry."""
+        now = self.entries()
+        for key in {**self.before, **now}:
+            old, new = self.before.get(key, MISSING), now.get(key, MISSING)
+            if old is not new and not same_simple(old, new):
+                yield key, old, new
+
+
+@dataclass(frozen=True)
+class StatePlace:
+    """The place of one tensor or number: an entry of a container.
+
+    Attributes:
+        container, key: the entry.
+        path: how the user would write it.
+        role: of the value in training.
+        inner: attributes that lead from a tensor subclass (DTensor) at the place to the plain tensor inside.
+        items: positions that lead from the entry, a tuple, to the value: ``(1, 0)`` for ``entry[1][0]``.
+    """
+
+    container: Container
+    key: Any
+    path: str
+    role: Role
+    inner: tuple[str, ...] = ()
+    items: tuple[int, ...] = ()
+
+    def outer(self) -> Any:
+        """The object at this place now, MISSING where there is none."""
+        obj = self.container.obj
+        if isinstance(obj, dict):
+            value = obj.get(self.key, MISSING)
+        elif isinstance(obj, torch.Tensor):
+            value = obj.grad
+        else:
+            value = self.container.entries().get(self.key, MISSING)
+        for at in self.items:
+            value = value[at] if isinstance(value, tuple) and at < len(value) else MISSING
+        return value
+
+    def get(self) -> Any:
+        """The plain tensor or number at this place now, MISSING where there is none."""
+        value = self.outer()
+        for name in self.inner:
+            value = getattr(value, name, MISSING)
+        return value
+
+
+def same_simple(value: Any, expected: Any) -> bool:
+    """Whether two plain values of one type are the same to a program: NaN is NaN, and -0.0 is not 0.0."""
+    if type(value) is not type(expected) or not isinstance(expected, SIMPLE):
+        return False
+    if value == expected:
+        return not isinstance(expected, (float, complex)) or bool(expected) or repr(value) == repr(expected)
+    return value != value and expected != expected

@@ -1,0 +1,394 @@
+"""The Python state that a step can reach: its tensors, modules, optimizers, containers and hooks.
+
+A captured graph replaces the user's Python, so everything that this Python would read or write must be known. Starting
+from the step function, :class:`ReachableState` walks closures, globals, modules, optimizers, attributes and plain
+containers, and keeps a shallow copy of each container. The walk serves three ends. It gives the inputs of the graph
+their names and roles. The difference between the copies and the containers after the capture is what the step changed:
+it is undone, and repeated by each compiled call. And the copies are guards of later calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.state.code_names import OPAQUE, AttributeNames, closed_over, code_names, methods_used
+from weft.capture.state.containers import SIMPLE, AllBut, Container, StatePlace
+from weft.capture.state.hook_registrations import user_hook
+from weft.capture.state.tensor_memory import inner_tensor, memory_key
+from weft.capture.step_interface import Role
+
+# Packages whose objects and functions are not walked: they are no state of the user's.
+_FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
+# Modules inside those packages whose objects are walked all the same.
+_WALKED = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp")
+# Attributes of every nn.Module that do not change what its forward or backward does.
+_BOOKKEEPING = frozenset(
+    {
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_is_full_backward_hook",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
+
+
+@dataclass(frozen=True)
+class HookSite:
+    """Where hooks of one kind are registered on one leaf tensor.
+
+    Attributes:
+        owner: path of the tensor.
+        kind: of the hooks.
+        read: returns their dictionary as it is now, None where torch has made none yet.
+        before: the hooks that were registered when the walk was made.
+    """
+
+    owner: str
+    kind: str
+    read: Callable[[], dict[int, Any] | None]
+    before: dict[int, Any]
+
+
+class ReachableState:
+    """Everything reachable from a step function, at the time of the walk.
+
+    Args:
+        step: the function whose closure, globals and ``self`` are walked.
+        with_hooks: whether hooks on leaf tensors are walked too.
+
+    Attributes:
+        places: the place where each tensor was found first, by its ``memory_key``.
+        containers: every mutable container that was met.
+        places_by_id: the place where each tensor object was found first, by its id.
+        in_memory: the plain tensors found in each storage, by the storage's address.
+        modules, optimizers, leaves: those found, with their paths.
+        sites: where hooks can be registered on the leaves.
+    """
+
+    def __init__(self, step: Any, *, with_hooks: bool = True) -> None:
+        self.step = step
+        self._with_hooks = with_hooks
+        self.places: dict[tuple[Any, ...], StatePlace] = {}
+        self.places_by_id: dict[int, StatePlace] = {}
+        self.in_memory: dict[int, list[torch.Tensor]] = {}
+        self.containers: list[Container] = []
+        self.modules: dict[int, tuple[torch.nn.Module, str]] = {}
+        self.optimizers: list[tuple[torch.optim.Optimizer, str]] = []
+        self.leaves: list[tuple[torch.Tensor, str]] = []
+        self._seen: dict[int, Any] = {}
+        self.sites: list[HookSite] = []
+        self._attributes: list[tuple[torch.nn.Module, str]] = []
+        self._later: list[tuple[torch.optim.Optimizer, str]] = []
+        self._keys: list[tuple[Any, str]] = []
+        self._objects: dict[int, tuple[Any, str, set[str]]] = {}
+        self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
+        self._names = AttributeNames(step)
+        self.add(step, "")
+
+    def add(self, obj: Any, path: str) -> None:
+        """Walk ``obj`` too, a module or optimizer that the step was seen to use."""
+        self._visit(obj, path, None)
+        known = -1
+        while self._attributes or self._later or self._keys or known != self._names.count:
+            if self._attributes:
+                self._module_attributes(*self._attributes.pop(0))
+            elif self._later:
+                self._optimizer(*self._later.pop())
+            elif known != self._names.count:
+                # Functions met since then name more attributes. Objects met before may have these attributes.
+                known = self._names.count
+                for known_object, where, _ in list(self._objects.values()):
+                    self._object(known_object, where)
+                for scheduler, where, read in list(self._schedulers.values()):
+                    self._scheduler_reads(scheduler, where, read)
+            else:
+                key, where = self._keys.pop(0)
+                self._visit(key, where, None)
+
+    @property
+    def objects(self) -> list[Any]:
+        """All objects that the walk met, but for plain values."""
+        return list(self._seen.values())
+
+    def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
+        """Walk a dictionary of hooks and what they close over."""
+        self._container(Container(hooks, path, label=lambda key: f"a hook in {path}"))
+        for hook in list(hooks.values()):
+            self._visit(user_hook(hook), path, None)
+
+    def sites_of(self, leaf: torch.Tensor, path: str) -> list[HookSite]:
+        """Where hooks can be registered on a leaf that requires grad: the tensor and its autograd node."""
+        reads: list[tuple[str, Callable[[], dict[int, Any] | None]]] = []
+        for at, (kind, _) in enumerate(torch_adapter.tensor_hooks(leaf)):
+            reads.append((kind, lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]))
+        node = torch_adapter.accumulator(leaf)
+        for kind, hooks in torch_adapter.node_hooks(node):
+            reads.append((kind, lambda hooks=hooks, node=node: hooks))
+        return [HookSite(path, kind, read, dict(read() or {})) for kind, read in reads]
+
+    def notice_new_hooks(self) -> None:
+        """Treat hooks that the step left on leaves without hooks as changes of Python state."""
+        for site in self.sites:
+            hooks = site.read()
+            if hooks and not site.before and id(hooks) not in self._seen:
+                self._seen[id(hooks)] = hooks
+                container = Container(hooks, f"the {site.kind} hooks of {site.owner}")
+                container.before = {}
+                self.containers.append(container)
+
+    # ---- what changed
+
+    def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
+        """(container, key, before, after) of each entry that differs from the walk."""
+        for container in self.containers:
+            for key, old, new in container.changes():
+                yield container, key, old, new
+
+    def restore(self) -> None:
+        """Undo the changes: every container gets back the entries that the walk found."""
+        for container in reversed(self.containers):
+            container.restore()
+
+    def refresh(self) -> None:
+        """Compare with the entries as they are now from here on."""
+        for container in self.containers:
+            container.before = container.entries()
+
+    # ---- the walk
+
+    def _visit(self, obj: Any, path: str, place: StatePlace | None) -> None:
+        if isinstance(obj, torch.Tensor):
+            self._tensor(obj, path, place)
+            return
+        if isinstance(obj, SIMPLE) or id(obj) in self._seen:
+            return
+        self._seen[id(obj)] = obj
+        if isinstance(obj, torch.nn.Module):
+            self._module(obj, path)
+        elif isinstance(obj, torch.optim.Optimizer):
+            self._later.append((obj, path))
+        elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
+            self._scheduler(obj, path)
+        elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
+            self._function(obj, path)
+        elif isinstance(getattr(obj, "__wrapped__", None), (types.FunctionType, types.MethodType)):
+            self._visit(obj.__wrapped__, path, None)  # a compiled step that this step calls, or a cached function
+        elif isinstance(obj, (dict, list, deque)):
+            self._items(obj, path)
+        elif isinstance(obj, tuple):
+            for at, item in enumerate(obj):
+                inside = place and dataclasses.replace(place, items=(*place.items, at))
+                self._visit(item, f"{path}[{at}]", inside)
+        elif isinstance(obj, (set, frozenset)):
+            elements = Container(obj, path)
+            for at, item in enumerate(obj):
+                self._visit(item, f"{path}[{at}]", StatePlace(elements, at, f"{path}[{at}]", _role_of(item)))
+        elif _is_user_object(obj):
+            self._object(obj, path)
+
+    def _items(self, obj: Any, path: str, role: Role | None = None) -> None:
+        self._container(Container(obj, path), role)
+
+    def _container(self, container: Container, role: Role | None = None) -> None:
+        self.containers.append(container)
+        for key, value in container.before.items():
+            path = container.label(key)
+            if not isinstance(key, SIMPLE):
+                self._keys.append((key, path))
+            self._visit(value, path, StatePlace(container, key, path, role or _role_of(value)))
+
+    def _tensor(self, tensor: torch.Tensor, path: str, place: StatePlace | None) -> None:
+        if id(tensor) in self._seen:
+            return
+        self._seen[id(tensor)] = tensor
+        if place is not None and tensor.layout is torch.strided:
+            inner, names = inner_tensor(tensor)
+            found = dataclasses.replace(place, path=path, inner=names)
+            self.places_by_id[id(tensor)] = found
+            self.places.setdefault(memory_key(inner), found)
+            self.in_memory.setdefault(memory_key(inner)[0], []).append(inner)
+        if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+            self.leaves.append((tensor, path))
+            self._container(Container(tensor, path, label=lambda key: f"{path}.grad"), Role.GRADIENT)
+            if tensor.requires_grad and self._with_hooks:
+                self._leaf_hooks(tensor, path)
+
+    def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
+        sites = self.sites_of(leaf, path)
+        self.sites += sites
+        for site in sites:
+            hooks = site.read()
+            if hooks and id(hooks) not in self._seen:
+                self._seen[id(hooks)] = hooks
+                self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
+
+    def _module(self, module: torch.nn.Module, path: str) -> None:
+        self.modules[id(module)] = module, path
+        self._function_code(type(module).forward)
+        prefix = f"{path}." if path else ""
+        own = vars(module)
+        for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
+            self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
+        self._container(Container(own["_modules"], path, label=lambda key: f"{prefix}{key}"))
+        self._attributes.append((module, path))
+
+    def _module_attributes(self, module: torch.nn.Module, path: str) -> None:
+        """The other attributes of a module.
+
+        They come after its parameters, so that a parameter that is found in both places has its short name.
+        """
+        prefix = f"{path}." if path else ""
+        keys = frozenset(vars(module)) - _BOOKKEEPING | frozenset(self._names)
+        self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}"))
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        self.optimizers.append((optimizer, path))
+        # Loading a checkpoint replaces both objects; adding a parameter group makes the list longer.
+        replaceable = frozenset({"state", "param_groups"})
+        self.containers.append(Container(vars(optimizer), path, replaceable, label=lambda key: f"{path}.{key}"))
+        if _is_user_object(optimizer):  # a class of the user's may keep state in attributes
+            self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
+        self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
+        for at, group in enumerate(optimizer.param_groups):
+            self._items(group["params"], f"{path}.param_groups[{at}]['params']", Role.PARAMETER)
+            settings = AllBut("params", "lr")
+            where = f"{path}.param_groups[{at}]"
+            self._container(Container(group, where, settings, lambda key, where=where: f"{where}[{key!r}]"))
+            if isinstance(group["lr"], torch.Tensor):
+                rate = Container(group, where, frozenset({"lr"}), lambda key, where=where: f"{where}['lr']")
+                self._container(rate, Role.SCALAR)
+        for kind, hooks in torch_adapter.optimizer_hooks(optimizer):
+            self.add_hooks(hooks, f"the {kind} hooks of {path}")
+        self._optimizer_state(optimizer, path)
+
+    def _scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler, path: str) -> None:
+        """A learning-rate scheduler: each changed attribute counts, so that ``scheduler.step()`` in a step is noticed.
+
+        Its counters change between calls, wherever it is stepped. They are guards only where the step reads them.
+        """
+        self._schedulers[id(scheduler)] = scheduler, path, set()
+        attributes = vars(scheduler)
+        container = Container(attributes, path, label=lambda key: f"{path}.{key}")
+        container.frozen = container.counts_steps = True
+        self.containers.append(container)
+        for name, value in list(attributes.items()):
+            self._visit(value, f"{path}.{name}", None)
+
+    def _scheduler_reads(self, scheduler: Any, path: str, read: set[str]) -> None:
+        """The attributes of a scheduler that the user's code names."""
+        names = self._names.of(vars(scheduler)) | ({"_last_lr"} if "get_last_lr" in self._names else set())
+        keys = frozenset(names & vars(scheduler).keys()) - read
+        if keys:
+            read |= keys
+            self._container(Container(vars(scheduler), path, keys, label=lambda key: f"{path}.{key}"))
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        names = {id(tensor): where for tensor, where in self.leaves}
+
+        def label(key: Any) -> str:
+            return f"{path}.state[{names.get(id(key), '?')}]"
+
+        outer = Container(optimizer.state, f"{path}.state", label=label)
+        self.containers.append(outer)
+        for key, entry in outer.before.items():
+            where = label(key)
+            if isinstance(entry, dict):
+                inner = Container(entry, where, label=lambda name, where=where: f"{where}.{name}")
+                self._container(inner, Role.OPTIMIZER_STATE)
+            else:
+                self._visit(entry, where, StatePlace(outer, key, where, Role.OPTIMIZER_STATE))
+
+    def extend_optimizer_state(self) -> None:
+        """Walk the state of the optimizers again: it was created since the walk."""
+        for optimizer, path in self.optimizers:
+            self.containers = [c for c in self.containers if c.obj is not optimizer.state]
+            self._optimizer_state(optimizer, path)
+
+    def _function(self, fn: Any, path: str) -> None:
+        if hasattr(fn, OPAQUE):
+            return
+        if isinstance(fn, types.MethodType):
+            self._visit(fn.__self__, path or "self", None)
+            self._visit(fn.__func__, path, None)
+        elif isinstance(fn, functools.partial):
+            for at, value in enumerate((fn.func, *fn.args, *fn.keywords.values())):
+                self._visit(value, f"{path}.args[{at}]" if at else path, None)
+        else:
+            self._function_code(fn)
+            if not _is_foreign(fn):
+                self._names.add_code(fn.__code__)
+
+    def _function_code(self, fn: Any) -> None:
+        """The variables that a function closes over and the globals that it names."""
+        if not isinstance(fn, types.FunctionType) or id(fn.__code__) in self._seen:
+            return
+        self._seen[id(fn.__code__)] = fn.__code__
+        if _is_foreign(fn):
+            return
+        names = closed_over(fn.__code__)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if name in names and id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self._container(Container(cell, name, label=lambda key, name=name: name))
+        used = frozenset(code_names(fn.__code__)) & fn.__globals__.keys()
+        if used:
+            self._container(Container(fn.__globals__, "", used, label=str))
+        self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
+
+    def _object(self, obj: Any, path: str, known: frozenset[str] = frozenset()) -> None:
+        """The attributes of an object, but for those of the names ``known``, that code can read."""
+        walked = type(obj).__module__.startswith(_WALKED)
+        for method in () if walked else methods_used(type(obj), self._names):
+            self._function_code(method)
+        visited = self._objects.setdefault(id(obj), (obj, path, set(known)))[2]
+        keys = frozenset(vars(obj) if walked else self._names.of(vars(obj))) - visited
+        if not keys:
+            return
+        visited |= keys
+        prefix = f"{path}." if path else ""
+        container = Container(vars(obj), path, keys, label=lambda key: f"{prefix}{key}")
+        container.frozen = walked and _is_frozen(type(obj))
+        self._container(container)
+
+
+def _role_of(value: Any) -> Role:
+    return Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.BUFFER
+
+
+def _root(module: str | None) -> str:
+    return (module or "").split(".")[0]
+
+
+def _is_user_object(obj: Any) -> bool:
+    if isinstance(obj, (type, types.ModuleType)) or not hasattr(obj, "__dict__"):
+        return False
+    module = type(obj).__module__
+    if module.startswith(_WALKED):
+        return True
+    return _root(module) not in _FOREIGN and (_root(module) not in sys.stdlib_module_names or module == "__main__")
+
+
+def _is_frozen(owner: type) -> bool:
+    return dataclasses.is_dataclass(owner) and owner.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _is_foreign(fn: types.FunctionType) -> bool:
+    return _root(fn.__module__) in _FOREIGN and not (fn.__module__ or "").startswith(_WALKED)

@@ -1,0 +1,33 @@
+"""The memory of a tensor, as a key, and the plain tensor inside a subclass.
+
+Python may hold several tensor objects for one tensor in memory (``p``, ``p.data``, ``p.detach()``). The capture finds
+what it knows of a tensor by its memory: all such objects are one input of the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for plain tensors with the same elements in memory: storage, offset, sizes, strides and dtype."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def inner_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """The plain tensor inside a wrapper subclass (DTensor), which kernels work on.
+
+    Returns:
+        The inner tensor, and the names of the attributes that lead to it. A plain tensor is returned itself, with ().
+    """
+    names: tuple[str, ...] = ()
+    while hasattr(tensor, "__tensor_flatten__"):
+        inner = [n for n in tensor.__tensor_flatten__()[0] if isinstance(getattr(tensor, n), torch.Tensor)]
+        if len(inner) != 1:
+            break
+        names += (inner[0],)
+        tensor = getattr(tensor, inner[0])
+    return tensor, names

@@ -1,0 +1,62 @@
+"""The meaning of the inputs and outputs of a captured step.
+
+A StepGraph has one :class:`Input` per placeholder. Each of its outputs is an :class:`Update`, a :class:`Create` or a
+:class:`Return`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Role(enum.Enum):
+    """The role of an input in training."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    SCALAR = "scalar"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder of the graph.
+
+    Attributes:
+        name: the placeholder's name in the graph.
+        role: of the tensor or number.
+        path: its place, as the user would write it (``model.blocks.0.weight``, ``args[0]``).
+        sharding: global shape, mesh and placements as text where the tensor is the local shard of a DTensor, else "".
+    """
+
+    name: str
+    role: Role
+    path: str
+    sharding: str = ""
+
+
+@dataclass(frozen=True)
+class Update:
+    """An output that becomes the new value of the input called ``input``."""
+
+    input: str
+
+
+@dataclass(frozen=True)
+class Create:
+    """A new tensor that is assigned to ``path`` in the user's Python state (``model.weight.grad``)."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class Return:
+    """An output that the step returns; ``index`` is its position among the outputs."""
+
+    index: int
+
+
+Output = Update | Create | Return

@@ -1,0 +1,75 @@
+"""Overlap of strided tensors in one storage.
+
+The recorder uses it to decide whether a tensor of the user is a part of another one, so that one input serves both.
+Offsets and spans are in elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from weft import torch_adapter
+
+
+def offset_within(tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
+    """Offset of ``tensor`` inside ``whole``, in elements; None unless it is inside as a whole."""
+    if tensor.dtype != whole.dtype:
+        return None
+    start = int(tensor.storage_offset() - whole.storage_offset())
+    return start if start >= 0 and start + span(tensor) <= span(whole) else None
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether sizes and strides are known to be equal; strides of dimensions of size 1 do not count."""
+    if a.dim() != b.dim() or not all(torch_adapter.surely(m == n) for m, n in zip(a.shape, b.shape, strict=True)):
+        return False
+    strides = zip(a.stride(), b.stride(), a.shape, strict=True)
+    return all(torch_adapter.surely(s == t) or torch_adapter.surely(n == 1) for s, t, n in strides)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage are disjoint, judged by the bytes of their first and last elements."""
+    starts = [t.storage_offset() * t.element_size() for t in (a, b)]
+    ends = [start + span(t) * t.element_size() for start, t in zip(starts, (a, b), strict=True)]
+    return ends[0] <= starts[1] or ends[1] <= starts[0]
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage share an element; True where that would take long to find out."""
+    if not (_elements(a) and _elements(b)) or apart(a, b):
+        return False
+    if max(map(_elements, (a, b))) > _ENUMERATED or a.dtype != b.dtype:
+        return True
+    return not _places(a).isdisjoint(_places(b))
+
+
+def any_overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether any two of these tensors of one storage share an element."""
+    if len(tensors) < 2:
+        return False
+    ordered = sorted(filter(_elements, tensors), key=lambda t: int(t.storage_offset()) * t.element_size())
+    if all(apart(a, b) for a, b in itertools.pairwise(ordered)):
+        return False
+    return any(overlap(a, b) for a, b in itertools.combinations(ordered, 2))
+
+
+_ENUMERATED = 1 << 16
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    return int(tensor.numel())
+
+
+def _places(tensor: torch.Tensor) -> set[int]:
+    """The offsets of all elements in the storage."""
+    found = {int(tensor.storage_offset())}
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        found = {at + i * int(stride) for at in found for i in range(int(size))}
+    return found
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Number of elements of the storage from the first to the last element of ``tensor``."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0

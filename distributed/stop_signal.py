@@ -1,0 +1,118 @@
+"""``weft.stopping``: all ranks leave the training loop at the same step when one of them is told to stop.
+
+A cluster that takes a job back sends SIGTERM, or the signal that submitit asks for (SIGUSR2), to some processes of it
+and not always to all at the same moment. A handler only sets a flag: it may run in the middle of a collective.
+
+Ranks agree through the store of the process group, without a collective. Call number n of ``stopping`` has one
+decision, which the first rank that asks writes ("go" or "stop") and all others read: one atomic compare-and-set a call.
+A rank that was told to stop claims the first later call that no rank has reached yet, so ranks that run ahead never
+miss it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from weft import torch_adapter
+from weft.errors import NotMainThread
+
+_log = logging.getLogger(__name__)
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR2", "SIGINT") if hasattr(signal, name))
+
+# Decisions of so many calls ago are removed from the store: no rank is that far behind.
+_KEPT = 1000
+
+
+class _StopSignals:
+    """The handlers of this process, and the number of calls so far."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        self._store: dist.Store | None = None
+        self._group: Any = None
+        self._calls = 0
+        self._stopped = False
+
+    def install(self) -> None:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            return  # a data-loader worker: it inherited the handler, and ends with its parent
+        if self.received is not None:  # the second signal ends the process at once
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(self._process, number)
+            return
+        self.received = number
+        # Logging takes locks, which the interrupted code may hold; a write does not.
+        text = f"weft: {signal.Signals(number).name} received, stopping after this step; again to end at once\n"
+        os.write(2, text.encode())
+
+    def agreed(self) -> bool:
+        """Whether this call is the one at which all ranks stop."""
+        if self._stopped:
+            return True
+        if torch_adapter.world_size() == 1:
+            self._stopped = self.received is not None
+            return self._stopped
+        group = dist.group.WORLD
+        if group is not self._group:  # the first call, or a process group that was made anew
+            self._group, self._calls = group, 0
+            self._store = dist.PrefixStore("weft/stopping", torch_adapter.default_store())
+        store, self._calls = self._store, self._calls + 1
+        assert store is not None
+        decided = store.compare_set(f"call/{self._calls}", "", "go" if self.received is None else "stop")
+        if self.received is not None and decided != b"stop":
+            self._claim(store)
+        if self._calls % _KEPT == 0 and dist.get_rank() == 0:
+            for old in range(self._calls - 2 * _KEPT + 1, self._calls - _KEPT + 1):
+                store.delete_key(f"call/{old}")
+        self._stopped = decided == b"stop"
+        return self._stopped
+
+    def _claim(self, store: dist.Store) -> None:
+        """Decide that all ranks stop at the first later call that no rank has decided yet."""
+        later = self._calls + 1
+        while store.compare_set(f"call/{later}", "", "stop") != b"stop":
+            later += 1
+
+
+_signals: _StopSignals | None = None
+
+
+def stopping() -> bool:
+    """Whether the training loop is to be left now: call it once a step, on all ranks.
+
+        for step in range(first, steps):
+            train_step(*next(batches))
+            if weft.stopping():
+                state.save("checkpoints", step + 1, wait=True)
+                break
+
+    The first call installs handlers for SIGTERM, SIGUSR2 and SIGINT. Once any rank has received one of them, this
+    returns True at the same call on all ranks, and from then on. A second signal ends its process at once. Processes
+    forked from this one ignore the first signal.
+
+    A call costs one request to the store of the process group, tens of microseconds, and no collective.
+
+    Raises:
+        NotMainThread: the first call is not made in the main thread, where Python handles signals.
+    """
+    global _signals
+    if _signals is None:
+        if threading.current_thread() is not threading.main_thread():
+            raise NotMainThread
+        _signals = _StopSignals()
+        _signals.install()
+    return _signals.agreed()

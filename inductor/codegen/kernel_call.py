@@ -1,0 +1,221 @@
+"""A generated kernel as an operation of a graph: its inputs, its outputs and its launch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._sympy.printers import PythonPrinter
+
+from weft import torch_adapter
+from weft.capture.user_code import Frame, format_frame
+from weft.inductor.codegen.kernel import GeneratedKernel
+from weft.inductor.codegen.kernel_source import KernelSource
+from weft.inductor.graph.serializable import serializable
+from weft.inductor.loop_ir.ir import Buffer, Int
+
+log = logging.getLogger(__name__)
+
+Layout = tuple[tuple[Int, ...], tuple[Int, ...]]  # sizes, strides
+
+
+class Launchable(Protocol):
+    """A compiled kernel."""
+
+    def launch(self, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
+        """Start it on a stream."""
+
+
+class Compiler(Protocol):
+    """Compiles a further kernel while the step runs: the variant for unaligned tensors."""
+
+    def __call__(self, sources: Sequence[KernelSource]) -> Sequence[Launchable]: ...
+
+
+@serializable
+class Origin(NamedTuple):
+    """An operation of a step, and the user's line that it comes from, where one is known."""
+
+    operation: str
+    frame: Frame | None
+
+    def __str__(self) -> str:
+        return f"{self.operation}: {format_frame(self.frame)}" if self.frame else self.operation
+
+
+@serializable
+class KernelCall:
+    """A call of a graph that launches one generated kernel.
+
+    Called with the tensors that it reads, the tensors that earlier kernels wrote in part, and the numbers that it
+    needs, in the order of ``inputs``, ``continued`` and ``symbols``. Returns the tensors that it wrote, in the order of
+    ``outputs``; an output for which ``out`` has a tensor is written there.
+
+    Attributes:
+        generated: the kernel's text, its arguments and its grid.
+        inputs: the buffers that are read only.
+        continued: names of buffers that an earlier kernel wrote another part of.
+        outputs: the buffers written; those that are not continued are allocated here.
+        symbols: sizes and numbers that are known at the call.
+        origins: the operations of the step that the kernel computes, and the user's lines they come from.
+        bytes: what the kernel has to read and write, see :func:`weft.inductor.cost.roofline.bytes_moved`.
+    """
+
+    shares_as_fakes = True  # results lie in the memory of an input only where the fake tensors say so
+
+    def __init__(
+        self,
+        generated: GeneratedKernel,
+        inputs: Sequence[Buffer],
+        continued: Sequence[str],
+        outputs: Sequence[Buffer],
+        symbols: Sequence[sympy.Symbol],
+        origins: Sequence[Origin] = (),
+        bytes: int = 0,
+    ) -> None:
+        self.__name__ = self.__qualname__ = generated.source.name
+        self.generated = generated
+        self.inputs = tuple(inputs)
+        self.continued = tuple(continued)
+        self.outputs = tuple(outputs)
+        self.symbols = tuple(symbols)
+        self.origins = tuple(origins)
+        self.bytes = bytes
+        self.kernel: Launchable | None = None
+        self._unaligned: Launchable | None = None
+        self._compile: Compiler | None = None
+        self._static = not symbols
+        # Without symbols all but addresses is known here, and a call computes nothing on the host.
+        if self._static:
+            self._numbers: tuple[Any, ...] = ()
+            self._grid = generated.grid(())
+            self._layouts = [(tuple(b.sizes), tuple(b.strides)) for b in self.outputs]
+        else:
+            scalars = [scalar.expression for scalar in generated.scalars]
+            self._evaluate = _function(self.symbols, [scalars, *((b.sizes, b.strides) for b in self.outputs)])
+        at = {name: position for position, name in enumerate((*(b.name for b in self.inputs), *self.continued))}
+        made = {buffer.name: position for position, buffer in enumerate(self.outputs)}
+        self._input_positions = [at.get(name, -1) for name in generated.buffers]
+        self._output_positions = [made.get(name, -1) for name in generated.buffers]
+        self._continues = [at.get(buffer.name, -1) for buffer in self.outputs]
+        self._tensors = len(self.inputs) + len(self.continued)
+        self._relaid: dict[int, Layout] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its outputs."""
+        return self.outputs[0].device
+
+    def fake_result(self, recorded: Any, *args: Any) -> list[torch.Tensor]:
+        """The results for fake arguments, for the graph's verifier: those that are continued are operands, the others
+        are new, laid out as the kernel writes them."""
+        mode = args[0].fake_mode if args and isinstance(args[0], FakeTensor) else recorded[0].fake_mode
+        number = lambda n: n if isinstance(n, int) else torch_adapter.symbolic_size(mode, n)
+        results = []
+        for buffer, at in zip(self.outputs, self._continues, strict=True):
+            sizes, strides = [[number(n) for n in numbers] for numbers in (buffer.sizes, buffer.strides)]
+            new = lambda s=sizes, t=strides, b=buffer: torch.empty_strided(s, t, dtype=b.dtype, device=b.device)
+            results.append(args[at] if at >= 0 else new())
+        return results
+
+    def attach(self, kernel: Launchable, compile_: Compiler) -> None:
+        """Give the call its compiled kernel, and the means to compile a variant for unaligned tensors."""
+        self.kernel, self._compile = kernel, compile_
+
+    def __call__(self, *args: Any, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
+        if self._relaid is None:
+            self._relaid = self._unexpected_layouts(args)
+        if self._relaid:
+            args = self._with_expected_layouts(args, self._relaid)
+        if self._static:
+            numbers, grid, layouts = self._numbers, self._grid, self._layouts
+        else:
+            numbers, *layouts = self._evaluate(*args[self._tensors :])
+            grid = self.generated.grid(numbers)
+        if out is None:
+            outputs = [
+                args[given] if given >= 0 else torch.empty_strided(sizes, strides, dtype=made.dtype, device=made.device)
+                for given, (sizes, strides), made in zip(self._continues, layouts, self.outputs, strict=True)
+            ]
+        else:
+            outputs = self._outputs_in(args, layouts, out)
+        tensors = [
+            args[given] if given >= 0 else outputs[made]
+            for given, made in zip(self._input_positions, self._output_positions, strict=True)
+        ]
+        # CUDA refuses an empty grid.
+        if 0 not in grid:
+            self._variant(tensors).launch(grid, _stream(tensors[0]), *tensors, *numbers)
+        return outputs
+
+    def _outputs_in(
+        self, args: Sequence[Any], layouts: Sequence[Layout], out: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """The outputs: from ``out``, continued, or allocated as in a call without ``out``."""
+        made = []
+        for at, (there, (sizes, strides)) in enumerate(zip(out, layouts, strict=True)):
+            buffer, given = self.outputs[at], self._continues[at]
+            if there is None and given >= 0:
+                there = args[given]
+            if there is None:
+                there = torch.empty_strided(sizes, strides, dtype=buffer.dtype, device=buffer.device)
+            made.append(there)
+        return made
+
+    def _unexpected_layouts(self, args: Sequence[Any]) -> dict[int, Layout]:
+        """The inputs whose strides are not those of their fake tensors, by position, with the expected layout.
+
+        Some ATen kernels choose another layout on a GPU than the fake tensors say. It is the same at every call, so
+        the first call decides.
+        """
+        found = {}
+        for at, expected in enumerate(self.inputs):
+            strides = args[at].stride()
+            actual = zip(expected.sizes, expected.strides, strides, strict=True)
+            if any(_known(size, here) and size != 1 and here != there for size, here, there in actual):
+                log.info("%s reads %s after a copy: its strides are %s", self.__name__, expected.name, tuple(strides))
+                found[at] = expected.sizes, expected.strides
+        return found
+
+    def _with_expected_layouts(self, args: Sequence[Any], layouts: Mapping[int, Layout]) -> tuple[Any, ...]:
+        copied = list(args)
+        for at, (sizes, strides) in layouts.items():
+            given = args[at]
+            copied[at] = torch.empty_strided(sizes, strides, dtype=given.dtype, device=given.device).copy_(given)
+        return tuple(copied)
+
+    def _variant(self, tensors: Sequence[torch.Tensor]) -> Launchable:
+        """The kernel, or the variant without vector access where a tensor's address is no multiple of 16 bytes."""
+        # The GPU stops with an error where a 16-byte load is not aligned to 16 bytes.
+        if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+            assert self.kernel is not None, f"{self.__name__} was not compiled"
+            return self.kernel
+        if self._unaligned is None:
+            assert self._compile is not None, f"{self.__name__} was not compiled"
+            self._unaligned = self._compile([self.generated.source.unaligned()])[0]
+        return self._unaligned
+
+
+def _known(*numbers: Int) -> bool:
+    return all(isinstance(number, int) for number in numbers)
+
+
+def _stream(tensor: torch.Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _function(symbols: Sequence[sympy.Symbol], tree: Any) -> Any:
+    """A function of the symbols that gives ``tree`` with its expressions evaluated."""
+    text = f"lambda {', '.join(map(str, symbols))}: {expression_text(tree)}"
+    return eval(text, {"math": __import__("math")})
+
+
+def expression_text(tree: Any) -> str:
+    """A number, an expression or a tuple of them as Python."""
+    if isinstance(tree, (list, tuple)):
+        return f"({''.join(expression_text(item) + ', ' for item in tree)})"
+    return repr(tree) if isinstance(tree, int) else PythonPrinter().doprint(tree)

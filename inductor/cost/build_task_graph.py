@@ -1,0 +1,199 @@
+"""From a StepGraph to a task graph: one task per node, in the order of the graph.
+
+A task needs the operands of its node, and what any other order would break: an operation that writes to memory comes
+after all readers of the old value; calls with effects and random draws keep their order; a call that orders the step
+with outside streams keeps its place; inputs come first and the output last. Collectives keep no order among themselves:
+the chosen order follows from the graph alone, and so is the same on all ranks.
+
+Transports over symmetric memory may already be applied to the graph
+(:mod:`weft.inductor.transports.apply_transports`). Values in the symmetric arena are then no storages of the task
+graph, because the arena is allocated before the step and stays after it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_collective, is_effect, is_wait
+from weft.capture.record.streams import StreamCall
+from weft.inductor.cost.cluster import Cluster
+from weft.inductor.cost.collective_cost import collective_of, transfer
+from weft.inductor.cost.compute_cost import ComputeCosts, is_free
+from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
+from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.collectives import LIBRARIES, LIBRARY, sum_dtype_of
+from weft.inductor.graph.host_scalars import tensors_of
+from weft.inductor.graph.live_range import BLOCK
+from weft.inductor.graph.liveness import LiveRange, liveness
+from weft.inductor.lowering.lower import device_kind
+from weft.inductor.transports.arena_layout import shared_bytes
+from weft.inductor.transports.peer_calls import CopySumReduceScatter, arena_tensors_of
+
+Node = torch.fx.Node
+
+
+@torch_adapter.only_mode()  # the dispatch mode of a fake world makes every access to a fake tensor slow
+def build(step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None) -> tuple[TaskGraph, list[Node]]:
+    """The task graph of ``step`` on ``cluster``, and the node of each task.
+
+    Storages are those of :mod:`weft.inductor.graph.liveness`, so in the order of the graph both give the same memory
+    over time. Takes time linear in the nodes and their operands.
+
+    Args:
+        costs: of computation; default: estimates for the cluster's GPU.
+
+    Raises:
+        GroupGone: this process has no such process group.
+        CannotCarry, LinkMissing: see :func:`weft.inductor.cost.collective_cost.transfer`.
+    """
+    builder = _TaskGraphBuilder(step, cluster, costs or ComputeCosts(cluster.gpu))
+    tasks = [builder.task(at, node) for at, node in enumerate(builder.nodes)]
+    aside = set_aside(step)
+    return TaskGraph(tasks, builder.storages(), builder.inputs() + aside, aside), builder.nodes
+
+
+def set_aside(step: StepGraph) -> int:
+    """Bytes that the symmetric-memory transports of a step keep all the time; 0 if none is applied yet.
+
+    They are the symmetric arena, and the landing buffer of ``copy_sum``. All ``copy_sum`` collectives share one landing
+    buffer, because their queue runs them one at a time; the largest counts.
+    """
+    landings = (
+        node.target.staging_bytes(arena_tensors_of(node))
+        for node in step.graph.nodes
+        if isinstance(node.target, CopySumReduceScatter)
+    )
+    return shared_bytes(step) + max(landings, default=0)
+
+
+class _TaskGraphBuilder:
+    """Builds the tasks of a step in the order of its nodes."""
+
+    def __init__(self, step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> None:
+        self.step = step
+        self.cluster = cluster
+        self.costs = costs
+        self.nodes = list(step.graph.nodes)
+        self.place = {node: at for at, node in enumerate(self.nodes)}
+        self.on_gpu = device_kind(self.nodes) == "cuda"
+        self.memory = liveness(step, self.nodes)
+        self.users: dict[LiveRange, dict[int, None]] = {live_range: {} for live_range in self.memory.ranges}
+        self.since_written: dict[LiveRange, list[int]] = {live_range: [] for live_range in self.memory.ranges}
+        self.collectives: dict[Node, Node] = {}  # by result element or wait of a collective: its start
+        self.fence: int | None = None  # every later task depends on it, directly or not
+        self.sinks: dict[int, None] = {}  # tasks since the fence that no task needs so far
+
+    def task(self, at: int, node: Node) -> Task:
+        """The task of node number ``at``. Must be called once per node, in order."""
+        kind = self._kind(node)
+        task = Task(node.name, kind, self._needs(at, node), pinned=_is_pinned(node))
+        self._note_users(at, node)
+        if kind is Kind.COMPUTE:
+            task.seconds = self.costs.seconds(node)
+        elif kind is Kind.START:
+            collective = collective_of(self.step, node, self.costs.unbacked)
+            cost = transfer(self.cluster, collective, node.meta.get("transport", "nccl"))
+            task.seconds, task.queue = cost.seconds, cost.queue
+            task.link, task.interference = cost.link, cost.interference
+        return task
+
+    def _kind(self, node: Node) -> Kind:
+        if is_collective(node):
+            self.collectives[node] = node
+            return Kind.START
+        operand = node.args[0] if node.args else None
+        if operand in self.collectives and (is_wait(node) or node.target is operator.getitem):
+            self.collectives[node] = self.collectives[operand]
+            return Kind.WAIT if is_wait(node) else Kind.FREE
+        # In a step on the GPU, nodes on CPU scalars run on the host, ahead of the compute stream.
+        on_host = self.on_gpu and not any(tensor.is_cuda for tensor in tensors_of(node))
+        return Kind.FREE if on_host or is_free(node) else Kind.COMPUTE
+
+    # ---- order
+
+    def _needs(self, at: int, node: Node) -> tuple[int, ...]:
+        needs = dict.fromkeys(self.place[used] for used in node.all_input_nodes)
+        for written in self._written(node):
+            needs |= dict.fromkeys(self.since_written[written])  # write after read, write after write
+        fences = _is_fence(node)
+        # The needs of a fence reach every task before it through the sinks, and every later task reaches the fence.
+        # Direct edges to all tasks would take quadratic time and memory.
+        if fences:
+            needs |= self.sinks
+        if self.fence is not None and all(need < self.fence for need in needs):
+            needs[self.fence] = None
+        for need in needs:
+            self.sinks.pop(need, None)
+        self.sinks[at] = None
+        if fences:
+            self.fence = at
+        return tuple(needs)
+
+    def _written(self, node: Node) -> list[LiveRange]:
+        """The storages that a node writes to without having allocated them."""
+        if node.op != "call_function" or looks_into(node):
+            return []
+        return [live_range for live_range in self.memory.of[node] if live_range.maker is not node]
+
+    # ---- memory
+
+    def _note_users(self, at: int, node: Node) -> None:
+        # A list element reads nothing: it would extend the live ranges of all tensors of a coalesced result.
+        read = [] if node.target is operator.getitem else node.all_input_nodes
+        # A collective reads its operands until its wait: nothing may overwrite them before.
+        if is_wait(node) and node in self.collectives:
+            read = [*read, *self.collectives[node].all_input_nodes]
+        for used in read:
+            for live_range in self.memory.of[used]:
+                self.users[live_range][at] = None
+                self.since_written[live_range].append(at)
+        for written in self._written(node):
+            self.since_written[written] = [at]
+        for live_range in self.memory.of.get(node, ()):
+            self.users[live_range][at] = None
+
+    def storages(self) -> list[Storage]:
+        """The storages that tasks allocate, with their users."""
+        output = len(self.nodes) - 1
+        storages = []
+        for live_range, users in self.users.items():
+            if not live_range.is_input and live_range.size:
+                maker = self.place[live_range.maker]
+                readers = tuple(at for at in users if at not in (maker, output))
+                storages.append(Storage(live_range.size, maker, readers, kept=output in users))
+        # A library that sums in a wider dtype gets casted copies of its operands, live while the collective is issued.
+        widens = (at for at, node in enumerate(self.nodes) if sum_dtype_of(node) is not None)
+        return storages + [Storage(_widened(self.nodes[at]), at) for at in widens if self._by_library(self.nodes[at])]
+
+    def _by_library(self, node: Node) -> bool:
+        return node.meta.get("transport", LIBRARY) in LIBRARIES
+
+    def inputs(self) -> int:
+        """Bytes of the step's inputs."""
+        return sum(each.size for each in self.memory.ranges if each.is_input)
+
+
+def _widened(node: Node) -> int:
+    """Additional bytes of the casts that a library's collective needs, compared with the operands that they replace.
+    See :mod:`weft.inductor.passes.wire_dtype`."""
+    dtype: Any = node.args[-1]
+    operands = [val for used in node.all_input_nodes for val in tensors_of(used)]
+    more = ((torch_adapter.hint(val.numel()) or 0) * (dtype.itemsize - val.dtype.itemsize) for val in operands)
+    return sum(-(-size // BLOCK) * BLOCK for size in more)
+
+
+def _is_pinned(node: Node) -> bool:
+    return is_effect(node) and not is_collective(node) and not is_wait(node)
+
+
+def _is_fence(node: Node) -> bool:
+    """Whether no task may be moved across a node: the last input, the output, and calls that order the step with
+    outside streams."""
+    if node.op == "placeholder":
+        return node.next.op != "placeholder"
+    return node.op == "output" or bool(node.meta.get("fence")) or isinstance(node.target, StreamCall)

@@ -1,0 +1,261 @@
+"""Cluster descriptions: the speed of a GPU, the links between GPUs, and the transports of collectives.
+
+A description is a TOML file whose keys are the fields of the classes below, all in bytes, seconds, and bytes or
+operations per second. Descriptions of common clusters are in ``clusters/``. ``weft calibrate`` measures the machine it
+runs on and writes another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import torch
+
+from weft import knobs
+from weft.argument_checks import ArgumentChecks
+from weft.errors import InvalidCluster, NoClusterFile, NoClusterHere, UnknownOption
+from weft.inductor.cache import folder
+from weft.inductor.cost import cluster_file
+from weft.inductor.cost.cluster_file import LessThan
+from weft.inductor.graph import collectives
+
+log = logging.getLogger(__name__)
+
+SHIPPED = knobs.SHIPPED_CLUSTERS
+
+KINDS = tuple(collectives.KINDS)
+"""Kinds of collective."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+"""Names of the dtypes that a GPU can have rates for."""
+
+# Relative difference of memory between a GPU and its description. Torch reports a little less than the data sheet;
+# models of one name with other memory (40 and 80 GB) differ by more.
+_MEMORY_TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        name: the part of torch's device name that identifies it ("H200" of "NVIDIA H200").
+        arch: Triton's number of the architecture: 90 for sm_90; 0 for a CPU.
+        memory: bytes.
+        copy_bandwidth: bytes per second of a large copy, reads plus writes.
+        launch_latency: seconds that any kernel takes at least.
+        matmul: operations per second of large GEMMs, by dtype; "tf32" is float32 in tensor cores.
+        attention_forward: operations per second of causal attention in bfloat16, the masked half not counted.
+        attention_backward: the same for its backward, which does five GEMMs; forward does two.
+        multiprocessors: number of multiprocessors; of a CPU, its cores.
+    """
+
+    name: str
+    arch: int
+    memory: int
+    copy_bandwidth: float
+    launch_latency: Annotated[float, LessThan(1)]
+    matmul: Mapping[Annotated[str, (*DTYPES, "tf32")], float]
+    attention_forward: float
+    attention_backward: float
+    multiprocessors: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between GPUs.
+
+    Attributes:
+        name: of the link whose bandwidth collectives share ("nvlink", "pcie", "network").
+        bandwidth: bytes per second that one GPU can send and, at the same time, receive.
+        latency: seconds of one hop from GPU to GPU.
+    """
+
+    name: str
+    bandwidth: float
+    latency: Annotated[float, LessThan(1)]
+
+
+@dataclass(frozen=True)
+class TransportModel:
+    """The performance of a transport for some kinds of collective.
+
+    A cluster can have several entries of one name. The first that serves a collective's kind and dtype counts.
+
+    Attributes:
+        name: "nccl", or one of :mod:`weft.inductor.transports.peer_calls`.
+        kinds: the kinds of collective it serves.
+        bandwidth: bytes per second that a GPU sends within a node, in large collectives.
+        latency: seconds that a collective takes at least, without the hops of links.
+        interference: seconds of computation lost per second of communication.
+        dtypes: names of the dtypes it carries ("bfloat16"); all if empty.
+        sums: how it sums: "wire": in the dtype it sends; "float32": in float32 whatever it sends; "": not at all.
+        crosses: whether it works between nodes, in rings or trees. If not, every GPU reads or writes the memory of
+            every other GPU directly.
+        per_member: seconds for each tensor of a coalesced collective after the first.
+        ctas: thread blocks that it occupies; 0 if none, or if the library chooses.
+    """
+
+    name: str
+    kinds: tuple[Annotated[str, KINDS], ...]
+    bandwidth: float
+    latency: Annotated[float, LessThan(1)]
+    interference: Annotated[float, LessThan(1)]
+    dtypes: tuple[Annotated[str, DTYPES], ...] = ()
+    sums: Annotated[str, ("wire", "float32", "")] = ""
+    crosses: bool = False
+    per_member: Annotated[float, LessThan(1)] = 0.0
+    ctas: int = 0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of GPUs. The link ``node`` joins GPUs of one node, ``network`` joins nodes.
+
+    Attributes:
+        name: of the description.
+        gpus_per_node: consecutive ranks on one node: 0 to ``gpus_per_node - 1`` are on the first.
+        gpu: the GPU; all are alike.
+        hosts_per_node: machines that the link of a node joins (18 in an NVL72).
+        node: None if a node has one GPU.
+        network: None if there is one node.
+        transports: in order of preference for one name.
+    """
+
+    name: str
+    gpus_per_node: int
+    gpu: Gpu
+    hosts_per_node: int = 1
+    node: Link | None = None
+    network: Link | None = None
+    transports: tuple[TransportModel, ...] = ()
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node that a rank is on."""
+        return rank // self.gpus_per_node
+
+    def carrier(self, transport: str, kind: str, dtype: torch.dtype) -> TransportModel | None:
+        """The entry of a transport for a kind of collective and a dtype, None if it does not serve them.
+
+        Raises:
+            UnknownOption: the cluster has no transport of that name.
+        """
+        named = [known for known in self.transports if known.name == transport]
+        if not named:
+            raise UnknownOption("transport", transport, list(dict.fromkeys(known.name for known in self.transports)))
+        wanted = str(dtype).removeprefix("torch.")
+        fitting = (each for each in named if kind in each.kinds and (not each.dtypes or wanted in each.dtypes))
+        return next(fitting, None)
+
+
+def load_cluster(name: str | os.PathLike[str]) -> Cluster:
+    """Read a description: a shipped one by name ("h200x8"), or a TOML file by path.
+
+    Raises:
+        UnknownOption: neither a known name nor a file.
+        InvalidCluster: a key of the file is unknown, missing, or has a value that it cannot have.
+        InvalidArgumentType: neither a text nor a path.
+    """
+    checks, remedy = ArgumentChecks("load_cluster"), 'Write a name of docs/clusters.md, such as "h200x8"'
+    checks.kind("cluster", name, (str, os.PathLike), "the name of a cluster or the path of a .toml file", remedy)
+    shipped = {file.stem: file for file in _files(SHIPPED)}
+    path = shipped.get(str(name), Path(name))
+    if path.suffix != ".toml" and not path.is_file():
+        raise UnknownOption("cluster", str(name), [*shipped, "a path to a .toml file"])
+    if not path.is_file():
+        raise NoClusterFile(str(path))
+    cluster = cluster_file.read(path, Cluster)
+    _check(cluster, str(path))
+    return cluster
+
+
+def _check(cluster: Cluster, file: str) -> None:
+    """What the values of a description must be to one another and to weft. Raises InvalidCluster."""
+    if cluster.gpus_per_node % cluster.hosts_per_node:
+        what = f"must divide gpus_per_node, which is {cluster.gpus_per_node}"
+        raise InvalidCluster(file, f"hosts_per_node is {cluster.hosts_per_node}, and {what}")
+    for at, transport in enumerate(cluster.transports):
+        if collectives.parse_transport(transport.name)[0] not in collectives.TRANSPORTS:
+            known = ", ".join(collectives.TRANSPORTS)
+            raise InvalidCluster(file, f"transports[{at}].name is {transport.name!r}, and must be one of {known}")
+
+
+def save_cluster(cluster: Cluster, path: Path, comment: str = "") -> None:
+    """Write a description to a TOML file that ``load_cluster`` reads back as an equal object; ``comment`` comes first.
+
+    Creates missing folders. Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(cluster_file.text(cluster, comment))
+
+
+@cache
+def shipped_clusters() -> tuple[Cluster, ...]:
+    """All shipped descriptions, sorted by name."""
+    return tuple(load_cluster(file.stem) for file in _files(SHIPPED))
+
+
+def shipped_gpu(name: str) -> Gpu | None:
+    """The GPU of a shipped description whose name occurs in torch's device name ("NVIDIA H200"), or None."""
+    fitting = [cluster.gpu for cluster in shipped_clusters() if cluster.gpu.name in name]
+    return max(fitting, key=lambda gpu: len(gpu.name), default=None)  # "GB200" before "B200"
+
+
+def cluster_here() -> Cluster:
+    """The description of this machine: the one that ``knobs.cluster`` names, else one that fits its GPUs. Calibrated
+    descriptions take precedence over shipped ones.
+
+    ``gpus_per_node`` follows from the number of processes that torchrun started here, without torchrun from the number
+    of visible GPUs. The result can differ between machines that were calibrated separately, so ranks must agree on that
+    of rank 0.
+
+    Raises:
+        NoClusterHere: there is no GPU, or no description of it.
+        UnknownOption, InvalidCluster: as ``load_cluster``.
+    """
+    if knobs.cluster:
+        return load_cluster(knobs.cluster)
+    if not torch.cuda.is_available():
+        raise NoClusterHere("no GPU")
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    calibrated = _calibrated()
+    fitting = [
+        cluster
+        for cluster in (*calibrated, *shipped_clusters())
+        if cluster.gpu.name in device.name
+        and abs(device.total_memory - cluster.gpu.memory) <= _MEMORY_TOLERANCE * cluster.gpu.memory
+    ]
+    if not fitting:
+        raise NoClusterHere(f"{device.name} with {device.total_memory} bytes")
+    best = max(fitting, key=lambda cluster: len(cluster.gpu.name))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    return replace(best, gpus_per_node=here * best.hosts_per_node)
+
+
+def calibrated_folder() -> Path:
+    """The folder of the descriptions that ``weft calibrate`` writes."""
+    return Path(knobs.cache_dir).expanduser() / "clusters"
+
+
+def _calibrated() -> list[Cluster]:
+    """The descriptions that were measured here. A file that others can write to, or that is none, is left out with a
+    warning: the cache must not end a run."""
+    found = []
+    for file in _files(calibrated_folder()) if folder.usable() else []:
+        content = folder.read_own(file)
+        try:
+            if content is not None:
+                found.append(cluster_file.parse(content.decode(), Cluster, str(file)))
+        except (InvalidCluster, UnicodeDecodeError) as error:
+            log.warning("%s is left out: %s", file, error)
+    return found
+
+
+def _files(where: Path) -> list[Path]:
+    return sorted(where.glob("*.toml"))

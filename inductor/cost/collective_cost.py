@@ -1,0 +1,293 @@
+"""The time of a collective on a cluster, by a latency-bandwidth model.
+
+A collective takes a fixed latency, the latency of each hop on its longest path, and its bytes divided by the bandwidth
+of the slowest link on that path. In a ring (NCCL) every rank sends (n - 1)/n of the tensor to the next one. An
+all-reduce goes around twice, or up and down a tree, whichever is faster. Rings enter and leave a node through as many
+network cards as the group has ranks there. See NCCL's tuning model (``src/graph/tuning.cc``) and "bus bandwidth" in
+nccl-tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import group_of, is_collective
+from weft.errors import CannotCarry, GroupGone, LinkMissing
+from weft.inductor.cost.cluster import Cluster, Link, TransportModel
+from weft.inductor.graph.collectives import (
+    KINDS,
+    CollectiveKind,
+    NcclTree,
+    Traffic,
+    kind_of,
+    parse_transport,
+    reads_all,
+)
+
+Node = torch.fx.Node
+
+UNBACKED = 4096
+"""Assumed value of a data-dependent size (an unbacked symbol), in elements. A guess."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The properties of a collective that its time depends on.
+
+    Attributes:
+        kind: one of ``weft.inductor.cost.cluster.KINDS``.
+        ranks: of the group, in its order, as global ranks.
+        group: the name of the group in the graph.
+        bytes: of the unsharded tensors: the result of an all-gather, the operand of a reduce-scatter, the larger side
+            of an all-to-all.
+        dtype: of these tensors.
+        members: number of tensors in a coalesced collective.
+        guessed: data-dependent sizes, as the graph writes them.
+        wider: the dtype to sum in if it differs from ``dtype``. A transport that sums in the dtype it sends has to send
+            this one.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    group: str
+    bytes: int
+    dtype: torch.dtype
+    members: int = 1
+    guessed: tuple[str, ...] = ()
+    wider: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The cost of a collective over one transport.
+
+    Attributes:
+        seconds: alone on its queue and its link.
+        queue: runs one collective at a time.
+        link: the slowest link that it uses. Concurrent collectives of other queues share its bandwidth.
+        interference: seconds of computation lost per second of the collective.
+    """
+
+    seconds: float
+    queue: str
+    link: str
+    interference: float
+
+
+def collective_of(step: StepGraph, node: Node, unbacked: int = UNBACKED) -> Collective:
+    """The collective that ``node`` of ``step`` starts.
+
+    The group must exist in this process (in a fake world, too). Sizes are those of the captured call. A data-dependent
+    size counts as ``unbacked`` elements if neither side of the collective is known; ``guessed`` lists it in any case.
+
+    Raises:
+        GroupGone: this process has no such process group.
+    """
+    assert is_collective(node)
+    name = group_of(node)
+    try:
+        ranks = torch_adapter.group_ranks(step.groups[name])
+    except RuntimeError as error:
+        raise GroupGone(name) from error
+    sent, received = _tensors([used.meta["val"] for used in node.all_input_nodes]), _tensors(node.meta["val"])
+    guessed: dict[str, None] = {}
+    sides = [_bytes(tensors, unbacked, guessed) for tensors in (sent, received)]
+    # If the size of one side depends on the data, the other side's size is better than a guess. Otherwise the larger
+    # side is the unsharded one, for every kind of collective.
+    known = [size for size, certain in sides if certain]
+    kind, result_dtype = kind_of(node), received[0].dtype
+    dtype = result_dtype if kind.sends_result_dtype else sent[0].dtype
+    return Collective(
+        kind=kind.name,
+        ranks=ranks,
+        group=name,
+        bytes=max(known or [size for size, _ in sides]),
+        dtype=dtype,
+        members=len(sent),
+        guessed=tuple(guessed),
+        wider=None if result_dtype == dtype else result_dtype,
+    )
+
+
+def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") -> Transfer:
+    """The time of ``collective`` over ``transport``, and the queue and link that it shares with others.
+
+    A coalesced collective takes the time of one tensor of all its bytes, plus ``per_member`` seconds for each further
+    tensor. A group of one rank copies its tensor.
+
+    Raises:
+        UnknownOption: the cluster has no transport of that name.
+        CannotCarry: the transport does not serve such a collective.
+        LinkMissing: the cluster does not say what joins the ranks of the group.
+    """
+    queue = f"{transport}:{collective.group}:{KINDS[collective.kind].queue}"
+    if len(collective.ranks) == 1:
+        gpu = cluster.gpu
+        return Transfer(gpu.launch_latency + 2 * collective.bytes / gpu.copy_bandwidth, queue, "memory", 0.0)
+    sent, carrier = _transported(cluster, collective, transport)
+    spread = _GroupTopology.of(cluster, collective)
+    if carrier is None or (spread.nodes > 1 and not carrier.crosses):
+        raise CannotCarry(transport, collective.kind, str(collective.dtype), collective.group, spread.nodes)
+    seconds, link = _fastest(spread, sent, carrier)
+    seconds += carrier.per_member * (collective.members - 1)
+    # NCCL has a stream per communicator; transports over symmetric memory share streams among all groups.
+    if not carrier.crosses:
+        queue = _peer_queue(transport, collective.kind)
+    return Transfer(seconds, queue, link, carrier.interference)
+
+
+def _transported(cluster: Cluster, collective: Collective, transport: str) -> tuple[Collective, TransportModel | None]:
+    """The collective as a transport sends it, and the transport's cluster entry, None if it does not serve it."""
+    carrier = cluster.carrier(transport, collective.kind, collective.dtype)
+    wider = collective.wider
+    # A transport that sums in float32 sends the narrow dtype. NCCL sums in the dtype on the wire, so it must be given
+    # tensors cast to the wider one, which take more bytes.
+    if wider is None or (carrier is not None and carrier.sums == "float32"):
+        return collective, carrier
+    size = collective.bytes // collective.dtype.itemsize * wider.itemsize
+    return replace(collective, bytes=size, dtype=wider), cluster.carrier(transport, collective.kind, wider)
+
+
+def _peer_queue(transport: str, kind: str) -> str:
+    """The queue of a transport over symmetric memory.
+
+    One stream runs all reductions, of every group and transport. Gathers have one stream per transport; its variants
+    with other numbers of programs ("push", "push_32") share it.
+    """
+    carries = KINDS[kind].queue
+    return f"peers:{carries}" if carries == "reduce" else f"{parse_transport(transport)[0]}:{carries}"
+
+
+def queue_of(node: Node) -> str:
+    """The queue of a collective among those of its group: the last part of the queue name of :func:`transfer`."""
+    return kind_of(node).queue
+
+
+def transports_for(cluster: Cluster, collective: Collective) -> list[str]:
+    """Names of the transports of ``cluster`` that can carry ``collective``, as its file lists them."""
+    nodes = len({cluster.node_of(rank) for rank in collective.ranks})
+    names = dict.fromkeys(known.name for known in cluster.transports)
+    carriers = {name: _transported(cluster, collective, name)[1] for name in names}
+    return [name for name, carrier in carriers.items() if carrier is not None and (nodes == 1 or carrier.crosses)]
+
+
+# ---- operands and sizes of the node
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    """The tensors in a value. Symbolic split sizes are skipped."""
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def _bytes(tensors: list[torch.Tensor], unbacked: int, guessed: dict[str, None]) -> tuple[int, bool]:
+    """Bytes of ``tensors``, and whether all sizes are known. Guessed sizes are added to ``guessed``."""
+    total, certain = 0, True
+    for tensor in tensors:
+        sizes = [torch_adapter.hint(size) for size in tensor.shape]
+        for size, known in zip(tensor.shape, sizes, strict=True):
+            if known is None:
+                guessed[str(size)] = None
+                certain = False
+        total += math.prod(unbacked if known is None else known for known in sizes) * tensor.dtype.itemsize
+    return total, certain
+
+
+# ---- time
+
+
+@dataclass(frozen=True)
+class _GroupTopology:
+    """How the ranks of a group are placed on nodes.
+
+    Attributes:
+        ranks, nodes: their numbers.
+        most, fewest: the largest and smallest number of ranks of the group on one node.
+        inner, outer: the links within and between nodes; None if the group does not use them.
+    """
+
+    ranks: int
+    nodes: int
+    most: int
+    fewest: int
+    inner: Link | None
+    outer: Link | None
+
+    @staticmethod
+    def of(cluster: Cluster, collective: Collective) -> _GroupTopology:
+        on_node = Counter(cluster.node_of(rank) for rank in collective.ranks).values()
+        most, fewest, nodes = max(on_node), min(on_node), len(on_node)
+        for needed, link, name in ((most > 1, cluster.node, "node"), (nodes > 1, cluster.network, "network")):
+            if needed and link is None:
+                raise LinkMissing(cluster.name, name, collective.group, len(collective.ranks), nodes)
+        inner = cluster.node if most > 1 else None
+        outer = cluster.network if nodes > 1 else None
+        return _GroupTopology(len(collective.ranks), nodes, most, fewest, inner, outer)
+
+    def hops(self, inner: int, outer: int) -> float:
+        """Seconds of ``inner`` hops within a node and ``outer`` hops between nodes."""
+        within = inner * self.inner.latency if self.inner else 0.0
+        return within + (outer * self.outer.latency if self.outer else 0.0)
+
+    def wires(self, inner: float, outer: float, carrier: TransportModel, cards: int) -> tuple[float, str]:
+        """Seconds to send ``inner`` bytes within a node and, at the same time, ``outer`` bytes out of it through
+        ``cards`` network cards; and the name of the link that takes longer."""
+        times = []
+        if self.outer:
+            times.append((outer / (cards * self.outer.bandwidth), self.outer.name))
+        if self.inner:
+            times.append((inner / carrier.bandwidth, self.inner.name))
+        return max(times, key=lambda time: time[0])
+
+
+def _fastest(spread: _GroupTopology, collective: Collective, carrier: TransportModel) -> tuple[float, str]:
+    """Seconds of the fastest algorithm that a transport has, and the name of the link that bounds it."""
+    size, kind = collective.bytes, KINDS[collective.kind]
+    if kind.traffic is Traffic.POINT_TO_POINT:
+        return _total(carrier.latency + spread.hops(1, 1), spread.wires(size, size, carrier, 1))
+    if kind.traffic is Traffic.PAIRWISE:
+        return _exchange(spread, size, carrier)
+    if reads_all(carrier.name):  # every rank reads the whole tensor of every other rank
+        read = size * (spread.ranks - 1)
+        return _total(carrier.latency, spread.wires(read, read, carrier, spread.fewest))
+    algorithms = [_ring(spread, kind, size, carrier)]
+    has_tree = kind.tree is NcclTree.ALWAYS or (kind.tree is NcclTree.ONE_RANK_PER_NODE and spread.most == 1)
+    if spread.nodes > 1 and has_tree:
+        algorithms.append(_tree(spread, kind, size, carrier))
+    return min(algorithms, key=lambda way: way[0])
+
+
+def _ring(spread: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
+    """``laps`` times around a ring of all ranks. The node with the fewest ranks has the fewest network cards, so it
+    bounds the ring. Transports over symmetric memory access all peers directly and pay no hops."""
+    laps = kind.laps
+    sent = laps * size if kind.sends_all else laps * size * (spread.ranks - 1) / spread.ranks
+    hops = spread.hops(laps * (spread.ranks - spread.nodes), laps * (spread.nodes - 1)) if carrier.crosses else 0.0
+    return _total(carrier.latency + hops, spread.wires(sent, sent, carrier, spread.fewest))
+
+
+def _tree(spread: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
+    """``laps`` passes through a binary tree of nodes, with a chain of ranks within each node."""
+    laps = kind.laps
+    sent = laps * size if laps > 1 else size * (spread.ranks - 1) / spread.ranks
+    hops = spread.hops(laps * (spread.most - 1), laps * (spread.nodes - 1).bit_length())
+    return _total(carrier.latency + hops, spread.wires(sent, sent, carrier, spread.fewest))
+
+
+def _exchange(spread: _GroupTopology, size: int, carrier: TransportModel) -> tuple[float, str]:
+    """All-to-all: every rank sends a part to every other rank, through its own network card. Each message costs the
+    latency of a hop to set up."""
+    inner = size * (spread.most - 1) / spread.ranks
+    outer = size * (spread.ranks - spread.fewest) / spread.ranks
+    return _total(carrier.latency + spread.hops(spread.ranks - 1, 1), spread.wires(inner, outer, carrier, 1))
+
+
+def _total(latency: float, wires: tuple[float, str]) -> tuple[float, str]:
+    return latency + wires[0], wires[1]

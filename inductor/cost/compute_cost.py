@@ -1,0 +1,202 @@
+"""Seconds of a node that is not a collective, alone on a GPU.
+
+Measured times come first. All others follow a roofline model: the launch latency plus the larger of two times, the
+bytes at the bandwidth of a large copy and the operations at the peak rate of their kind. Generated kernels know their
+bytes. GEMMs, convolutions and attention are counted in operations. Other calls read their operands and write their
+results. Views and list elements are free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from weft import torch_adapter
+from weft.capture.node_kinds import is_collective
+from weft.capture.printer import annotation, operation
+from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.cost import gemm_shapes
+from weft.inductor.cost.cluster import Gpu
+from weft.inductor.cost.collective_cost import UNBACKED
+from weft.inductor.graph.aliasing import looks_into, share_storage
+from weft.inductor.graph.host_scalars import tensors_of
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.runtime.multi_tensor import Launcher
+
+Node = torch.fx.Node
+
+aten = torch.ops.aten
+
+# Attention operations, each with whether it is the backward. Operands are [batch, heads, length, width]. Grouped-query
+# attention has fewer heads of keys than of queries; queries determine the work.
+_ATTENTION = {
+    getattr(aten, f"_scaled_dot_product_{name}{suffix}"): bool(suffix)
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    for suffix in ("", "_backward")
+}
+_ROWS = 128  # rows of queries (forward) or keys (backward) per program of attention. An estimate.
+
+# These read no more of their first tensor than they return.
+_GATHERS = frozenset({aten.embedding, aten.gather, aten.index, aten.index_select, aten.take})
+# Views that copy if no strides can express the result.
+_MAY_COPY = frozenset({aten.reshape, aten.contiguous, aten.flatten})
+
+
+class ComputeCosts:
+    """Estimates the seconds of nodes.
+
+    Args:
+        gpu: the GPU with its rates. float32 GEMMs count as "tf32" if torch is set so. A dtype without a rate gets the
+            lowest one.
+        measured: seconds by :func:`key`.
+        unbacked: assumed value of data-dependent sizes. Other symbols have the value of the captured call.
+    """
+
+    def __init__(self, gpu: Gpu, measured: Mapping[str, float] | None = None, unbacked: int = UNBACKED) -> None:
+        self.gpu = gpu
+        self.measured = measured or {}
+        self.unbacked = unbacked
+
+    def seconds(self, node: Node) -> float:
+        """Seconds that ``node`` occupies the compute stream; 0 if :func:`is_free`."""
+        if is_free(node):
+            return 0.0
+        known = self.measured.get(key(node)) if self.measured else None
+        if known is not None:
+            return known
+        moving = self.bytes(node) / self.gpu.copy_bandwidth
+        return self.gpu.launch_latency + max(moving, self._computing(node))
+
+    def bytes(self, node: Node) -> int:
+        """Bytes that a call reads and writes. Each element of an expanded tensor counts once."""
+        known = isinstance(node.target, KernelCall) and not _has_symbols(node)
+        if known:
+            return node.target.bytes  # type: ignore[union-attr]
+        written = sum(map(self._bytes, tensors_of(node)))
+        read = [sum(map(self._bytes, tensors_of(used))) for used in node.all_input_nodes]
+        if read and getattr(node.target, "overloadpacket", None) in _GATHERS:
+            read[0] = min(read[0], written)
+        return sum(read) + written
+
+    def _computing(self, node: Node) -> float:
+        """Seconds of the arithmetic of a library call; 0 for all other nodes, which are bound by memory."""
+        packet = getattr(node.target, "overloadpacket", None)
+        products = gemm_shapes.products_of(node, self._shape)
+        if products is not None:
+            convolves = "convolution" in str(node.target)
+            rate = self._rate(tensors_of(node.all_input_nodes[0])[0].dtype, convolves=convolves)
+            # Split-K writes a float32 partial sum per element and reads it again.
+            added = 2 * torch.float32.itemsize / self.gpu.copy_bandwidth
+            return sum(gemm_shapes.seconds(each, rate, self.gpu.multiprocessors, added) for each in products)
+        if packet in _ATTENTION:
+            return self._attention(gemm_shapes.arguments_of(node), backward=_ATTENTION[packet])
+        if packet in flop_registry:
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])  # type: ignore
+            count = flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])
+            return self._size(count) / self._rate(tensors_of(node)[0].dtype)
+        return 0.0
+
+    def _attention(self, arguments: Mapping[str, Any], *, backward: bool) -> float:
+        """Seconds of attention: two GEMMs over all pairs of a query and a key, five in backward. Causal attention skips
+        the keys after each query."""
+        batch, heads, queries, width = self._shape(arguments["query"])
+        keys, of_values = self._shape(arguments["key"])[2], self._shape(arguments["value"])[3]
+        pairs = float(queries * keys)
+        if arguments["is_causal"]:
+            pairs = min(queries, keys) ** 2 / 2 + max(queries - keys, 0) * keys
+        widths = 3 * width + 2 * of_values if backward else width + of_values
+        dtype = arguments["query"].dtype
+        rate = self.gpu.attention_backward if backward else self.gpu.attention_forward
+        # The attention rates are those of bfloat16; other dtypes scale like GEMMs.
+        rate *= self._rate(dtype) / self._rate(torch.bfloat16)
+        programs = batch * heads * -(-(keys if backward else queries) // _ROWS)
+        rate *= gemm_shapes.filled(programs, self.gpu.multiprocessors) if programs else 1.0
+        return 2 * batch * heads * pairs * widths / rate
+
+    def _rate(self, dtype: torch.dtype, *, convolves: bool = False) -> float:
+        """Operations per second of large GEMMs in ``dtype``."""
+        name = str(dtype).removeprefix("torch.")
+        if dtype is torch.float32 and _uses_tf32(convolves):
+            name = "tf32"
+        return self.gpu.matmul.get(name) or min(self.gpu.matmul.values())
+
+    def _bytes(self, tensor: torch.Tensor) -> int:
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        return math.prod(self._size(n) for n, stride in dims if str(stride) != "0") * tensor.dtype.itemsize
+
+    def _shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(map(self._size, tensor.shape))
+
+    def _size(self, size: int | torch.SymInt) -> int:
+        known = torch_adapter.hint(size)
+        return self.unbacked if known is None else known
+
+
+def is_free(node: Node) -> bool:
+    """Whether a node takes no time on the compute stream: inputs and outputs, views, list elements, collectives and
+    their waits, uninitialised memory, calls without tensor results, and targets with a true attribute ``free``."""
+    if node.op != "call_function" or not tensors_of(node) or is_collective(node) or getattr(node.target, "free", False):
+        return True
+    if looks_into(node):
+        return not _copies(node)
+    return str(node.target).startswith(("aten.empty", "aten.new_empty"))
+
+
+def is_attention(node: Node) -> bool:
+    """Whether a node is a library call of attention, forward or backward."""
+    return getattr(node.target, "overloadpacket", None) in _ATTENTION
+
+
+def key(node: Node) -> str:
+    """The operation of a node with dtypes, sizes and strides of its tensors, as text. Nodes with equal keys take
+    equally long.
+
+    Example: ``aten.mm(bf16[2048,4096](4096,1),bf16[4096,512](1,4096))``. Symbolic sizes have the value of the captured
+    call, data-dependent ones are ``?``; numbers that can change at every call are ``_``.
+    """
+    target: Any = node.target
+    if isinstance(target, Launcher):
+        target = target.effects.functional
+    name = repr(target) if isinstance(target, MultiTensor) else operation(target)
+    if isinstance(target, KernelCall):
+        name = f"{target.__name__}:{target.generated.source.content[:16]}"
+    words = [_word(arg) for arg in node.args] + [f"{name}={_word(arg)}" for name, arg in node.kwargs.items()]
+    return f"{name}({','.join(words)})"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Node):
+        return _word(value.meta.get("val"))
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_word, value))}]"
+    if isinstance(value, torch.Tensor):
+        dtype = annotation(value).partition("[")[0]
+        return f"{dtype}[{','.join(map(_word, value.shape))}]({','.join(map(_word, value.stride()))})"
+    if isinstance(value, torch.SymInt):
+        known = torch_adapter.hint(value)
+        return "?" if known is None else str(known)
+    return "_" if isinstance(value, (torch.SymFloat, torch.SymBool)) else str(value)
+
+
+def _copies(view: Node) -> bool:
+    """Whether an operation that returns a view if it can has to copy its operand."""
+    operand = view.args[0]
+    if getattr(view.target, "overloadpacket", None) not in _MAY_COPY or not isinstance(operand, Node):
+        return False
+    return not share_storage(view, operand) and not operand.meta["val"].is_contiguous()
+
+
+def _has_symbols(node: Node) -> bool:
+    tensors = [tensor for each in (node, *node.all_input_nodes) for tensor in tensors_of(each)]
+    return any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+def _uses_tf32(convolves: bool) -> bool:
+    """Whether torch computes float32 GEMMs or convolutions in tensor cores. By default only convolutions."""
+    if convolves:
+        return torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return torch.get_float32_matmul_precision() != "highest"

@@ -1,0 +1,227 @@
+"""From fused loops back to a graph: each kernel becomes one call node of a StepGraph.
+
+Everything that orders, places and runs graphs so handles kernels too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+
+from weft import knobs, torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_meta import meta_of
+from weft.capture.record.symbols import Symbols
+from weft.inductor.codegen import canonical
+from weft.inductor.codegen.kernel import generate
+from weft.inductor.codegen.kernel_call import KernelCall, Origin
+from weft.inductor.cost.roofline import bytes_moved
+from weft.inductor.fusion.fuse import FusedLoops
+from weft.inductor.loop_ir.ir import Buffer, Int, Scalar
+from weft.inductor.loop_ir.verify import verify_nest
+from weft.inductor.lowering.lowered_step import Extern, Lowered
+from weft.inductor.lowering.registry import SEEDS
+from weft.inductor.lowering.verify import origin
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+
+def emit(lowered: Lowered, items: Sequence[FusedLoops | Extern]) -> StepGraph:
+    """The step as a graph of kernels and of the calls that were not lowered, in the order of ``items``."""
+    return _Emitter(lowered).run(items)
+
+
+class _Emitter:
+    def __init__(self, lowered: Lowered) -> None:
+        self.lowered = lowered
+        self.step = lowered.step
+        self.mode = torch_adapter.fake_mode_of(lowered.step.graph)
+        self.graph = torch.fx.Graph()
+        self.nodes: dict[Node, Node] = {}
+        self.node_of_buffer: dict[str, Node] = {}  # the latest node whose result is the buffer
+        self.computed: set[Node] = set()  # by kernels so far; a node that several compute is counted once
+        self.symbols: Symbols | None = None
+
+    def run(self, items: Sequence[FusedLoops | Extern]) -> StepGraph:
+        for node in self.step.placeholders:
+            self._keep(node, self.graph.node_copy(node))
+        for item in items:
+            if isinstance(item, Extern):
+                self._node(item.node)
+            else:
+                self._kernel(item)
+        self.graph.output(torch.fx.map_arg(self.step.results, self._node))
+        step = self.step
+        return StepGraph(self.graph, list(step.inputs), list(step.outputs), dict(step.groups))
+
+    # ---- nodes as they were
+
+    def _node(self, node: Node) -> Node:
+        """The new graph's node for a call that was not lowered, a view, or an element of a list."""
+        if node in self.nodes:
+            return self.nodes[node]
+        operand = self.lowered.operands.get(node)
+        if operand is not None and operand.buffer in self.node_of_buffer and self._is_whole(node):
+            return self._keep(node, self.node_of_buffer[operand.buffer])
+        new = self.graph.node_copy(node, self._node)
+        base = new.args[0] if new.args else None
+        if operand is not None and isinstance(base, Node) and operand.buffer != node.name:
+            new.meta["val"] = _window(base.meta["val"], node.args[0].meta["val"], node.meta["val"])  # type: ignore
+        return self._keep(node, new)
+
+    def _is_whole(self, node: Node) -> bool:
+        """Whether the node is its buffer, not a view of it."""
+        operand = self.lowered.operands[node]
+        if operand.buffer == node.name:
+            return True
+        source = node.args[0]
+        return node.target is operator.getitem and operand.buffer == f"{source.name}.{node.args[1]}"  # type: ignore
+
+    def _keep(self, node: Node, new: Node) -> Node:
+        self.nodes[node] = new
+        operand = self.lowered.operands.get(node)
+        if operand is not None and self._is_whole(node):
+            self.node_of_buffer.setdefault(operand.buffer, new)
+        return new
+
+    def _buffer_node(self, name: str) -> Node:
+        """The node that holds a buffer: a kernel's result, an input, a call's result or an element of it."""
+        if name == SEEDS:
+            return self._seeds()
+        if name not in self.node_of_buffer:
+            source, _, at = name.rpartition(".")
+            node = next(n for n in self.nodes if n.name == source)
+            self.node_of_buffer[name] = self._element(self.nodes[node], int(at))
+        return self.node_of_buffer[name]
+
+    def _element(self, new: Node, at: int) -> Node:
+        element = self.graph.call_function(operator.getitem, (new, at))
+        element.meta = meta_of(new, val=new.meta["val"][at])
+        return element
+
+    def _seeds(self) -> Node:
+        """One draw of the generator per step: the seeds of all random operations in kernels."""
+        if SEEDS not in self.node_of_buffer:
+            buffer = self.lowered.buffers[SEEDS]
+            last = next(reversed(self.step.placeholders), None)
+            with self.graph.inserting_after(self.nodes[last]) if last else self.graph.inserting_before():
+                drawn = self.graph.call_function(
+                    aten.randint.low, (0, 2**31, list(buffer.sizes)), {"dtype": torch.int64, "device": buffer.device}
+                )
+            drawn.meta = meta_of((), val=self._fake(buffer))
+            self.node_of_buffer[SEEDS] = drawn
+        return self.node_of_buffer[SEEDS]
+
+    # ---- kernels
+
+    def _kernel(self, kernel: FusedLoops) -> None:
+        buffers = {name: self.lowered.buffers[name] for name in (*kernel.reads, *kernel.writes)}
+        generated = generate(
+            kernel.nest, {name: buffer.dtype for name, buffer in buffers.items()}, self.lowered.multiprocessors
+        )
+        if knobs.verify_graphs:
+            _verify_canonical(kernel, buffers)
+        writes = kernel.nest.writes
+        inputs = [name for name in generated.buffers if name not in writes]
+        # Several kernels may store parts of one buffer (a concatenation): the later ones take it as an argument.
+        continued = [name for name in writes if name in self.node_of_buffer]
+        outputs = [buffers[name] for name in writes]
+        symbols = _symbols(kernel, outputs)
+        moved = bytes_moved(kernel.nest, buffers)
+        input_buffers = [buffers[name] for name in inputs]
+        call = KernelCall(generated, input_buffers, continued, outputs, symbols, _origins(kernel), moved)
+        arguments = [self._buffer_node(name) for name in (*inputs, *continued)]
+        arguments += [self._number(symbol) for symbol in symbols]
+        new = self.graph.call_function(call, tuple(arguments))
+        vals = [self.node_of_buffer[b.name].meta["val"] if b.name in continued else self._fake(b) for b in outputs]
+        new.meta = meta_of(kernel.nodes[0], val=vals, fused_ops=len(set(kernel.nodes) - self.computed))
+        self.computed.update(kernel.nodes)
+        for at, name in enumerate(writes):
+            self.node_of_buffer[name] = self._element(new, at)
+
+    def _fake(self, buffer: Buffer) -> torch.Tensor:
+        with self.mode:
+            return torch.empty_strided(
+                [self._size(n) for n in buffer.sizes],
+                [self._size(n) for n in buffer.strides],
+                dtype=buffer.dtype,
+                device=buffer.device,
+            )
+
+    def _size(self, size: Any) -> Any:
+        return size if isinstance(size, int) else torch_adapter.symbolic_size(self.mode, size)
+
+    def _number(self, symbol: sympy.Symbol) -> Node:
+        """The node that computes a symbol."""
+        if self.symbols is None:
+            self.symbols = Symbols(torch_adapter.shape_env_of(self.mode), self.graph)
+        if not self.symbols.knows(symbol):
+            self._learn(self.symbols)
+        return self.symbols.expression(symbol)
+
+    def _learn(self, symbols: Symbols) -> None:
+        """Register the nodes that define symbols: numbers, and sizes of inputs and of results that data decides."""
+        for node, new in list(self.nodes.items()):
+            val = node.meta.get("val")
+            if isinstance(val, (torch.SymInt, torch.SymFloat)):
+                symbols.define(val, lambda new=new: new)
+            elif isinstance(val, torch.Tensor):
+                symbols.define_sizes(val, new, self._emit)
+            for at, item in enumerate(val if isinstance(val, (list, tuple)) else ()):
+                if isinstance(item, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in item.shape):
+                    symbols.define_sizes(item, self._buffer_node(f"{node.name}.{at}"), self._emit)
+
+    def _emit(self, target: Any, *args: Any, val: Any) -> Node:
+        node = self.graph.call_function(target, args)
+        node.meta = meta_of((), val=val)
+        return node
+
+
+def _verify_canonical(kernel: FusedLoops, buffers: Mapping[str, Buffer]) -> None:
+    """Check the nest that the kernel is printed from: canonicalisation renames its buffers and symbols."""
+    form = canonical.canonical(kernel.nest)
+    symbols = {scalar.expression: canonical.symbol(at) for at, scalar in enumerate(form.scalars)}
+
+    def renamed(numbers: Sequence[Int]) -> tuple[Int, ...]:
+        return tuple(n if isinstance(n, int) else n.xreplace(symbols) for n in numbers)
+
+    known = {
+        f"b{at}": replace(buffers[name], sizes=renamed(buffers[name].sizes), strides=renamed(buffers[name].strides))
+        for at, name in enumerate(form.buffers)
+    }
+    verify_nest(form.nest, known, stage="canonicalisation", origin=origin(kernel.nodes))
+
+
+def _window(base: torch.Tensor, old_base: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """The view of a new base that ``old`` was of the old one."""
+    if base is old_base:
+        return old
+    offset = base.storage_offset() + old.storage_offset() - old_base.storage_offset()
+    return torch.as_strided(base, old.shape, old.stride(), offset)
+
+
+def _symbols(kernel: FusedLoops, outputs: Sequence[Buffer]) -> list[sympy.Symbol]:
+    """The symbols whose values a launch of the kernel and the allocation of its outputs need."""
+    found: set[sympy.Symbol] = set()
+    numbers: list[Any] = [*kernel.nest.sizes]
+    for buffer in outputs:
+        numbers += [*buffer.sizes, *buffer.strides]
+    for value in kernel.nest.values():
+        if isinstance(value, Scalar):
+            numbers.append(value.expression)
+    for index in [store.index for store in kernel.nest.stores] + [load.index for load in kernel.nest.reads]:
+        numbers += [index.offset, *(stride for _, stride in index.strides), *(stride for _, stride in index.indirect)]
+    for number in numbers:
+        if not isinstance(number, int):
+            found |= number.free_symbols
+    return sorted(found, key=str)
+
+
+def _origins(kernel: FusedLoops) -> list[Origin]:
+    return [Origin(node.name, next(iter(node.meta.get("frames", ())), None)) for node in kernel.nodes]

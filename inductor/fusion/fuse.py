@@ -1,0 +1,534 @@
+"""Loop fusion: which loop nests share a kernel.
+
+Two nests that access one buffer are joined when their loops correspond there (:mod:`weft.inductor.loop_ir.axes`). Pairs
+that save most bytes come first. A reader joined with its writer saves a read, and the write too if nobody else reads
+the buffer; two readers of the same elements read them once. XLA and torch's Inductor fuse greedily by shared bytes as
+well. They do not split loops to make them correspond, and they gate joining the row and the column reductions of a
+norm's backward on shapes.
+
+Two rules keep a kernel correct. All reductions of a nest run over the same axes, or code generation confirms that it
+supports both (``supports``). A buffer that one nest writes is read by the other at the same loop point only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft import knobs
+from weft.capture.node_kinds import is_effect
+from weft.inductor.fusion.lifetimes import Lifetimes
+from weft.inductor.loop_ir.axes import (
+    AxisExpression,
+    Factor,
+    Substitution,
+    align,
+    merge,
+    size_hint,
+    split_axes,
+    substitute,
+    substitute_stores,
+)
+from weft.inductor.loop_ir.ir import Call, Index, Int, Load, Nest, Reduce, Store, Value, map_values, rewrite
+from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered, NestItem
+from weft.inductor.lowering.registry import convert, literal
+from weft.inductor.lowering.verify import verify_lowered
+
+log = logging.getLogger(__name__)
+
+Node = torch.fx.Node
+Supports = Callable[[Nest], str | None]
+
+_MAX_DISTANCE = 200  # operations between two nests that only share reads: longer live ranges cost memory
+# Bounds on a kernel's text, on its registers, and on the time of the search.
+_MAX_MEMBERS = 48
+_MAX_BUFFERS = 28
+_CACHED_BYTES = 1 << 20  # a buffer this small stays in the L2 cache in whatever order it is read
+_MAX_ROW_ELEMENTS = 16384 * 32  # elements in registers of one row, over all buffers of a row kernel
+_MIN_SHARED_READ = 65536  # bytes that two readers must share to be joined for that alone
+
+
+@dataclass(frozen=True)
+class FusedLoops(NestItem):
+    """Loop nests joined to one, and the nodes they came from."""
+
+    nodes: tuple[Node, ...]
+
+
+def fuse(lowered: Lowered, supports: Supports = lambda nest: None) -> list[FusedLoops | Extern]:
+    """Join the loop nests of a step into kernels; calls stay as they are. The result is in topological order.
+
+    Args:
+        supports: why code generation cannot print a nest, None where it can.
+    """
+    fuser = _Fuser(lowered, supports)
+    fuser.join_all()
+    kernels = fuser.kernels()  # may undo joins, and counts those among the refusals
+    log.debug(
+        "loop nests not joined: %s", ", ".join(f"{n} x {why}" for why, n in fuser.refusals.most_common()) or "none"
+    )
+    if knobs.verify_graphs:
+        verify_lowered(lowered, kernels, "fusion")
+    return kernels
+
+
+@dataclass
+class _FusionGroup:
+    """Nests that will be one kernel, over common axes ``sizes``.
+
+    Attributes:
+        members: positions of the operations, and their axes in the group's.
+        reads, writes: indices over the group's axes, by buffer; None where a buffer is accessed in several ways.
+        reduced: the sets of axes reduced over.
+        first, last: positions of the first and the last member in the step.
+    """
+
+    sizes: list[Int]
+    members: list[tuple[int, Substitution]]
+    reads: dict[str, set[Index]]
+    writes: dict[str, Index | None]
+    reduced: set[frozenset[int]]
+    first: int
+    last: int
+    fixed: bool = False  # an extern
+
+    @property
+    def buffers(self) -> set[str]:
+        return set(self.reads) | set(self.writes)
+
+
+class _Fuser:
+    def __init__(self, lowered: Lowered, supports: Supports) -> None:
+        self.lowered = lowered
+        self.supports = supports
+        self.lifetimes = Lifetimes(lowered)
+        self.groups: dict[int, _FusionGroup] = {}
+        self.group_of: dict[int, int] = {}  # operation -> group
+        self.writers: dict[str, list[int]] = {}
+        self.readers: dict[str, list[int]] = {}
+        self.refused: set[tuple[int, int, int]] = set()
+        self.refusals: Counter[str] = Counter()
+        for at, operation in enumerate(lowered.operations):
+            self.groups[at] = _group(at, operation)
+            self.group_of[at] = at
+            for name in operation.writes:
+                self.writers.setdefault(name, []).append(at)
+            for name in operation.reads:
+                self.readers.setdefault(name, []).append(at)
+        # Data does not order effects such as random draws and collectives. Eager does, and ranks must agree on it.
+        effects = [at for at, group in self.groups.items() if group.fixed and is_effect(lowered.operations[at].node)]
+        self.next_effect = dict(itertools.pairwise(effects))
+        self.successors = {at: self._successors(at) for at in self.groups}
+        self.after: dict[int, set[int]] = {}
+        self.before: dict[int, set[int]] = {}
+        self._link_groups()
+
+    def _link_groups(self) -> None:
+        """Derive the edges between groups from those between operations."""
+        self.after = {at: set() for at in self.groups}
+        self.before = {at: set() for at in self.groups}
+        for at, successors in self.successors.items():
+            for successor in successors:
+                a, b = self.group_of[at], self.group_of[successor]
+                if a != b:
+                    self.after[a].add(b)
+                    self.before[b].add(a)
+
+    def _successors(self, at: int) -> set[int]:
+        operation = self.lowered.operations[at]
+        after = {reader for name in operation.writes for reader in self.readers.get(name, ())}
+        # Loops that write one buffer write different elements of it. An ATen call may write all of it, so its
+        # order among the writers stays.
+        after |= {
+            w for name in operation.writes for w in self.writers[name] if w > at and isinstance(operation, Extern)
+        }
+        if at in self.next_effect:
+            after.add(self.next_effect[at])
+        return after - {at}
+
+    # ---- joining
+
+    def join_all(self) -> None:
+        queue = [entry for at in self.groups for entry in self._candidates(at) if entry[1] < entry[2]]
+        heapq.heapify(queue)
+        while queue:
+            _, a, b = heapq.heappop(queue)
+            # The queue is not searched when groups are joined: entries of groups that are gone are skipped here.
+            if a not in self.groups or b not in self.groups:
+                continue
+            # A refusal holds until one of the two has grown, which the number of members tells.
+            pair = a, b, len(self.groups[a].members) + len(self.groups[b].members)
+            if pair in self.refused:
+                continue
+            if self._join(a, b):
+                for entry in self._candidates(a):
+                    heapq.heappush(queue, entry)
+            else:
+                self.refused.add(pair)
+
+    def _candidates(self, at: int) -> list[tuple[float, int, int]]:
+        """Groups that share a buffer with this one, by the bytes that joining may save. Producers and consumers of any
+        size count, as joining them saves a launch; readers of one buffer count from ``_MIN_SHARED_READ`` bytes on."""
+        group = self.groups[at]
+        if group.fixed:
+            return []
+        saved: dict[int, float] = {}
+        for name in group.buffers:
+            bytes_ = self.lowered.bytes(name)
+            for operation in self._sharers(name, group):
+                other = self.group_of[operation]
+                if other != at and not self.groups[other].fixed:
+                    saved[other] = max(saved.get(other, 0.0), bytes_)
+        far = {o for o in saved if not self._is_near(group, self.groups[o]) and not self._linked(at, o)}
+        return [(-bytes_, min(at, other), max(at, other)) for other, bytes_ in saved.items() if other not in far]
+
+    def _sharers(self, name: str, group: _FusionGroup) -> list[int]:
+        """The operations that ``group`` may be joined with because of a buffer."""
+        writers, readers = self.writers.get(name, []), self.readers.get(name, [])
+        return [*writers, *readers] if name in group.writes or self.lowered.bytes(name) >= _MIN_SHARED_READ else writers
+
+    def _is_near(self, a: _FusionGroup, b: _FusionGroup) -> bool:
+        return max(a.first, b.first) - min(a.last, b.last) <= _MAX_DISTANCE
+
+    def _linked(self, a: int, b: int) -> bool:
+        return b in self.after[a] or a in self.after[b]
+
+    def _join(self, a: int, b: int) -> bool:
+        joined = self._combined(a, b)
+        if isinstance(joined, str):
+            self.refusals[joined] += 1
+            return False
+        self._replace(a, b, joined)
+        return True
+
+    def _combined(self, a: int, b: int) -> _FusionGroup | str:
+        """Two groups as one, or why they cannot be."""
+        one, two = self.groups[a], self.groups[b]
+        if len(one.members) + len(two.members) > _MAX_MEMBERS or len(one.buffers | two.buffers) > _MAX_BUFFERS:
+            return "too large"
+        both_ways = (one, two), (two, one)
+        # A value that backward recomputes would stay in memory if the kernel of its forward computed it too.
+        if not self._linked(a, b) and any(self._is_forward(x) and self._is_recomputed(y) for x, y in both_ways):
+            return "recomputed in backward so that it is not kept"
+        if self._path_between(a, b) or self._path_between(b, a):
+            return "an operation must run between them"
+        if self._extends_lifetimes(*sorted((one, two), key=lambda group: group.last)):
+            return "large buffers would live longer"
+        joined = self._joined(one, two)
+        if joined is None:
+            return "their loops differ"
+        # Last, as it builds and plans the kernel. Nests that are reduced in one way always have a plan.
+        why = self.supports(self._nest(joined)) if len(joined.reduced) > 1 else None
+        return joined if why is None else why
+
+    def _extends_lifetimes(self, early: _FusionGroup, late: _FusionGroup) -> bool:
+        """Whether computing the first group at the position of the second would extend the live ranges of large
+        buffers."""
+        return self.lifetimes.would_extend(early.reads.keys() - late.reads.keys(), early.writes, late.last)
+
+    def _is_recomputed(self, group: _FusionGroup) -> bool:
+        """Whether a group recomputes values of the forward."""
+        return any(node.meta.get("recomputed") for node in self._computed(group))
+
+    def _is_forward(self, group: _FusionGroup) -> bool:
+        """Whether a group computes a value of the forward."""
+        return any(node.meta.get("stage") == "forward" for node in self._computed(group))
+
+    def _computed(self, group: _FusionGroup) -> Iterator[Node]:
+        return (node for at, _ in group.members for node in self.lowered.operations[at].nodes)
+
+    # A kernel of both groups would have to run before and after what lies on such a path: a cycle.
+    def _path_between(self, a: int, b: int) -> bool:
+        """Whether something else must run after ``a`` and before ``b``."""
+        last = self.groups[b].last
+        seen = {a, b}
+        stack = [n for n in self.after[a] if n != b]
+        while stack:
+            at = stack.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if b in self.after[at]:
+                return True
+            # Refusing a join is always correct, so a long search ends with that.
+            if len(seen) > 4000:
+                return True
+            stack += (n for n in self.after[at] if n not in seen and self.groups[n].first <= last)
+        return False
+
+    def _joined(self, one: _FusionGroup, two: _FusionGroup) -> _FusionGroup | None:
+        # Buffers with most axes first: they match most loops, so that few axes are left to one group alone.
+        shared = sorted(
+            one.buffers & two.buffers, key=lambda name: (-_rank(one, two, name), -self.lowered.bytes(name), name)
+        )
+        for name in shared:
+            for left in _accesses(one, name):
+                for right in _accesses(two, name):
+                    if name not in one.writes and name not in two.writes and left.offset != right.offset:
+                        continue
+                    factors = align(left, one.sizes, right, two.sizes)
+                    if factors:
+                        joined = _over_common_axes(one, two, factors)
+                        if joined is not None and self._legal(one, two, joined):
+                            return joined[0]
+        return None
+
+    def _legal(
+        self, one: _FusionGroup, two: _FusionGroup, joined: tuple[_FusionGroup, _FusionGroup, _FusionGroup]
+    ) -> bool:
+        """Whether every buffer that one group writes is accessed at one index only, and the axes of both groups fit."""
+        both, left, right = joined
+        for name in one.buffers & two.buffers:
+            written = name in one.writes or name in two.writes
+            # Programs of a kernel run in no order: a point can read only what it stored itself.
+            if written and len({*_accesses(left, name), *_accesses(right, name)}) != 1:
+                return False
+            if written and None in (left.writes.get(name, 0), right.writes.get(name, 0)):
+                return False
+        mine, others = _axes_of(left), _axes_of(right)
+        if len(both.reduced) > 1:
+            # Rows and columns of one space, not a sum and the sum of its parts; what is done once a row adds none.
+            once = any(
+                _is_row_part(narrow, wide, over) and not part.reduced
+                for narrow, wide, part in ((mine, others, left), (others, mine, right))
+                for over in both.reduced
+            )
+            if not (mine == others or once) or not frozenset().union(*both.reduced) <= mine | others:
+                return False
+        else:
+            over = next(iter(both.reduced), frozenset())
+            if not (mine == others or _is_row_part(mine, others, over) or _is_row_part(others, mine, over)):
+                return False
+            # A reduction's axes must be loops of each part as a whole, or not at all.
+            if any(over & part not in (over, frozenset()) for part in (mine, others)):
+                return False
+        if both.reduced:
+            if not self._along_memory(both):
+                return False
+            width = min((_width(both.sizes, over) for over in both.reduced), default=1.0)
+            # Longer rows are processed in a loop (codegen/kernel_plan.py) and need not fit.
+            if width <= 16384 and width * len(both.buffers) > _MAX_ROW_ELEMENTS:
+                return False
+        return True
+
+    def _along_memory(self, group: _FusionGroup) -> bool:
+        """Whether all large buffers are contiguous along axes of one kind: reduced in one way, or not reduced. A kernel
+        that loops along rows would load each cache line of a transposed tensor many times."""
+        kinds = set()
+        for name in group.buffers:
+            if self.lowered.bytes(name) < _CACHED_BYTES:
+                continue
+            for index in _accesses(group, name):
+                inner = [axis for axis, stride in index.strides if stride == 1]
+                whole = any(index.axes & over for over in group.reduced)
+                if inner and whole and not index.indirect:
+                    kinds.add(next((over for over in group.reduced if inner[0] in over), frozenset()))
+        return len(kinds) <= 1
+
+    def _replace(self, a: int, b: int, joined: _FusionGroup) -> None:
+        for at, _ in joined.members:
+            self.group_of[at] = a
+        self.groups[a] = joined
+        del self.groups[b]
+        for links, back in ((self.after, self.before), (self.before, self.after)):
+            merged = (links[a] | links.pop(b)) - {a, b}
+            links[a] = merged
+            for other in merged:
+                back[other].discard(b)
+                back[other].add(a)
+
+    # ---- results
+
+    def kernels(self) -> list[FusedLoops | Extern]:
+        result: list[FusedLoops | Extern] = []
+        for at in self._order():
+            group = self.groups[at]
+            operation = self.lowered.operations[group.members[0][0]]
+            if isinstance(operation, Extern):
+                result.append(operation)
+                continue
+            loops = [self.lowered.operations[member] for member, _ in sorted(group.members, key=_first)]
+            nodes = tuple(dict.fromkeys(node for loop in loops for node in loop.nodes))
+            result.append(FusedLoops(merge(self._nest(group)), nodes))
+        return result
+
+    def _order(self) -> list[int]:
+        """Groups in topological order, otherwise in the step's order; effects keep their order.
+
+        :meth:`_path_between` follows paths in the order of the step only, which keeps it cheap. A path through a group
+        with an early and a late member escapes it, and two joins may then wait for each other. Such a group is split
+        into its operations again.
+        """
+        while len(order := self._topological()) < len(self.groups):
+            waiting = [at for at in self.groups.keys() - set(order) if len(self.groups[at].members) > 1]
+            assert waiting, "operations of a graph wait for each other"
+            self._split(max(waiting, key=lambda at: (self.groups[at].last - self.groups[at].first, at)))
+        return order
+
+    def _topological(self) -> list[int]:
+        """Kahn's algorithm, the earliest group first. Groups on a cycle, and those behind one, are left out."""
+        waiting = {at: len(needs) for at, needs in self.before.items()}
+        ready = [(self.groups[at].first, at) for at, count in waiting.items() if count == 0]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, at = heapq.heappop(ready)
+            order.append(at)
+            for other in self.after[at]:
+                waiting[other] -= 1
+                if waiting[other] == 0:
+                    heapq.heappush(ready, (self.groups[other].first, other))
+        return order
+
+    def _split(self, at: int) -> None:
+        """Let each operation of a group be a group of its own again."""
+        self.refusals["joins that wait for each other"] += 1
+        for member, _ in self.groups.pop(at).members:
+            self.groups[member] = _group(member, self.lowered.operations[member])
+            self.group_of[member] = member
+        self._link_groups()
+
+    def _nest(self, group: _FusionGroup) -> Nest:
+        """The members' stores over the group's axes, each reading what earlier ones stored from registers."""
+        inside = {at for at, _ in group.members}
+        stores: list[Store] = []
+        known: dict[str, tuple[Index, Value]] = {}
+        for at, substitution in sorted(group.members, key=_first):
+            operation = self.lowered.operations[at]
+            assert isinstance(operation, Loop)
+            for store in _forward_stores(substitute_stores(operation.nest.stores, substitution), known):
+                buffer = self.lowered.buffers[store.buffer]
+                # Under a mask, or added, a stored value alone is not what a reader finds in memory.
+                if store.mode == "set" and store.mask is None:
+                    known[store.buffer] = (store.index, convert(store.value, buffer.dtype))
+                stores.append(store)
+        return Nest(tuple(group.sizes), tuple(s for s in stores if self._needed(s.buffer, inside)))
+
+    def _needed(self, name: str, inside: set[int]) -> bool:
+        return name in self.lifetimes.results or any(at not in inside for at in self.readers.get(name, ()))
+
+
+def _first(member: tuple[int, Substitution]) -> int:
+    return member[0]
+
+
+def _group(at: int, operation: Loop | Extern) -> _FusionGroup:
+    if isinstance(operation, Extern):
+        return _FusionGroup([], [(at, {})], {}, {}, set(), at, at, fixed=True)
+    nest = operation.nest
+    reads: dict[str, set[Index]] = {}
+    for load in nest.reads:
+        reads.setdefault(load.buffer, set()).add(load.index)
+    writes: dict[str, Index | None] = {}
+    for store in nest.stores:
+        plain = store.mode == "set" and store.mask is None and store.buffer not in writes and not store.index.indirect
+        writes[store.buffer] = store.index if plain else None
+    same = {axis: AxisExpression(((axis, 1),)) for axis in range(len(nest.sizes))}
+    reduced = {frozenset(value.over) for value in nest.values() if isinstance(value, Reduce)}
+    return _FusionGroup(list(nest.sizes), [(at, same)], reads, writes, reduced, at, at)
+
+
+def _accesses(group: _FusionGroup, name: str) -> list[Index]:
+    found = list(group.reads.get(name, ()))
+    written = group.writes.get(name)
+    return [*found, written] if written is not None and written not in found else found
+
+
+def _rank(one: _FusionGroup, two: _FusionGroup, name: str) -> int:
+    return min(max((len(i.strides) for i in _accesses(g, name)), default=0) for g in (one, two))
+
+
+def _axes_of(group: _FusionGroup) -> frozenset[int]:
+    """The axes that a part of a joined group loops over."""
+    indices = [index for reads in group.reads.values() for index in reads]
+    indices += [index for index in group.writes.values() if index is not None]
+    return frozenset().union(*(index.axes for index in indices), *group.reduced)
+
+
+def _is_row_part(narrow: frozenset[int], wide: frozenset[int], over: frozenset[int]) -> bool:
+    """Whether ``narrow`` runs once a row where ``wide`` runs along the row too."""
+    return bool(over) and narrow | over == wide and not narrow & over
+
+
+def _width(sizes: Sequence[Int], over: Iterable[int]) -> float:
+    total = 1.0
+    for axis in over:
+        total *= size_hint(sizes[axis])
+    return total
+
+
+def _over_common_axes(
+    one: _FusionGroup, two: _FusionGroup, factors: list[Factor]
+) -> tuple[_FusionGroup, _FusionGroup, _FusionGroup] | None:
+    """Both groups over common axes, together and each alone."""
+    sizes: list[Int] = []
+    left: list[tuple[int, int, Int]] = []
+    right: list[tuple[int, int, Int]] = []
+    for factor in factors:
+        left.append((factor.left, len(sizes), factor.size))
+        right.append((factor.right, len(sizes), factor.size))
+        sizes.append(factor.size)
+    for group, pairs in ((one, left), (two, right)):
+        known = {axis for axis, _, _ in pairs}
+        for axis, size in enumerate(group.sizes):
+            if axis not in known and size != 1:
+                pairs.append((axis, len(sizes), size))
+                sizes.append(size)
+    a, b = _moved(one, left, sizes), _moved(two, right, sizes)
+    reads = {name: a.reads.get(name, set()) | b.reads.get(name, set()) for name in {**a.reads, **b.reads}}
+    both = _FusionGroup(
+        sizes,
+        a.members + b.members,
+        reads,
+        {**a.writes, **b.writes},
+        a.reduced | b.reduced,
+        min(a.first, b.first),
+        max(a.last, b.last),
+    )
+    return both, a, b
+
+
+def _moved(group: _FusionGroup, pairs: list[tuple[int, int, Int]], sizes: list[Int]) -> _FusionGroup:
+    substitution = split_axes(pairs, group.sizes)
+    return _FusionGroup(
+        sizes,
+        [(at, _through(old, substitution)) for at, old in group.members],
+        {name: {substitute(index, substitution) for index in indices} for name, indices in group.reads.items()},
+        {name: None if index is None else substitute(index, substitution) for name, index in group.writes.items()},
+        {frozenset(new for axis in over for new, _ in substitution[axis].terms) for over in group.reduced},
+        group.first,
+        group.last,
+    )
+
+
+def _through(old: Substitution, substitution: Mapping[int, AxisExpression]) -> Substitution:
+    """Axes written in a group's axes, written in the joined group's."""
+    return {
+        axis: AxisExpression(
+            tuple((new, factor * step) for mid, factor in place.terms for new, step in substitution[mid].terms)
+        )
+        for axis, place in old.items()
+    }
+
+
+def _forward_stores(stores: Sequence[Store], known: Mapping[str, tuple[Index, Value]]) -> list[Store]:
+    """The stores, with loads of what was stored before replaced by the values."""
+
+    def forward(value: Value) -> Value:
+        if not isinstance(value, Load) or value.buffer not in known:
+            return value
+        index, stored = known[value.buffer]
+        if index != value.index:
+            return value
+        if value.mask is None:
+            return stored
+        return Call("where", (value.mask, stored, literal(value.other, stored.dtype)), stored.dtype)
+
+    new = rewrite([root for store in stores for root in store.values()], forward)
+    return [map_values(store, new) for store in stores]

@@ -1,0 +1,236 @@
+"""Inlining: pointwise nests are computed in the nests that read them, where that costs less than memory traffic.
+
+A pointwise nest is inlined if it has one reader and no point is computed twice, or if it needs no more memory traffic
+than a read of its result (a constant, an upcast, a position). It stays a nest of its own if inlining would keep a much
+larger operand alive until the reader runs: the logits of a row, for the one logit at its label. Buffers that remain are
+read by several kernels or by ATen calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from weft import knobs
+from weft.inductor.fusion.lifetimes import Lifetimes
+from weft.inductor.loop_ir.axes import (
+    AxisExpression,
+    merge,
+    size_hint,
+    solve_access,
+    split_axes,
+    squeeze,
+    substitute,
+    substitute_values,
+)
+from weft.inductor.loop_ir.ir import Call, Index, Load, Nest, Reduce, Store, Value, map_values, rewrite
+from weft.inductor.loop_ir.ops import OPS
+from weft.inductor.lowering.lowered_step import Loop, Lowered
+from weft.inductor.lowering.registry import convert, literal
+from weft.inductor.lowering.verify import verify_lowered
+
+_CHEAP = 24  # instructions of a value that is recomputed in several kernels
+_TRIVIAL = 3  # instructions of a value that is recomputed many times for the same point
+_MAX_MASKED_RATIO = 4  # loop points of a masked load for each point where its mask holds
+_MAX_VALUES = 256  # values of a nest: more do not fit into registers
+_MAX_READS = 24
+
+
+class _Producer(NamedTuple):
+    loop: Loop
+    nest: Nest
+    store: Store
+    cost: int
+
+
+def inline(lowered: Lowered) -> Lowered:
+    """Inline pointwise nests into the nests that read them, and drop nests that nobody reads any more."""
+    writers: dict[str, int] = {}
+    readers: dict[str, int] = {}
+    for operation in lowered.operations:
+        for name in operation.writes:
+            writers[name] = writers.get(name, 0) + 1
+        for name in operation.reads:
+            readers[name] = readers.get(name, 0) + 1
+    producers: dict[str, _Producer] = {}
+    lifetimes = Lifetimes(lowered)
+    operations = []
+    for at, operation in enumerate(lowered.operations):
+        if isinstance(operation, Loop):
+            operation = replace(operation, nest=merge(squeeze(operation.nest)))
+            operation = _inline_producers(operation, at, producers, lowered, readers, lifetimes)
+            producer = _producer(operation, writers)
+            if producer is not None:
+                producers[producer.store.buffer] = producer
+        operations.append(operation)
+    inlined = replace(lowered, operations=_without_dead_loops(operations, lifetimes.results))
+    if knobs.verify_graphs:
+        verify_lowered(inlined, inlined.operations, "inlining")
+    return inlined
+
+
+def _without_dead_loops(operations: list, kept: frozenset[str]) -> list:
+    alive = []
+    read = set(kept)
+    for operation in reversed(operations):
+        # Backwards, so that a nest whose only reader was dropped is dropped too.
+        if isinstance(operation, Loop) and operation.writes.isdisjoint(read):
+            continue
+        read |= operation.reads
+        alive.append(operation)
+    return alive[::-1]
+
+
+def _producer(loop: Loop, writers: dict[str, int]) -> _Producer | None:
+    """The nest as one that readers may inline: pointwise, with one store. None for any other."""
+    nest = loop.nest
+    if len(nest.stores) != 1:
+        return None
+    store = nest.stores[0]
+    # Each element that a reader may load must have this nest's value: one writer, and no mask.
+    if store.mode != "set" or store.mask is not None or store.index.indirect or writers[store.buffer] != 1:
+        return None
+    values = nest.values()
+    if any(isinstance(value, Reduce) for value in values):
+        return None
+    cost = sum(OPS[value.op].cost for value in values if isinstance(value, Call))
+    return _Producer(loop, nest, store, cost)
+
+
+def _inline_producers(
+    loop: Loop,
+    at: int,
+    producers: dict[str, _Producer],
+    lowered: Lowered,
+    readers: dict[str, int],
+    lifetimes: Lifetimes,
+) -> Loop:
+    """Operation ``at`` with its operands inlined, where that pays."""
+    nest, inlined = loop.nest, list(loop.inlined)
+    for name in list(dict.fromkeys(load.buffer for load in nest.reads)):
+        producer = producers.get(name)
+        if producer is None or lifetimes.would_extend(producer.loop.reads, (name,), at):
+            continue
+        alone = readers[name] == 1 and name not in lifetimes.results
+        if not (_adds_no_traffic(producer, nest, name, lowered) or (alone and _computes_once(producer, nest, name))):
+            continue
+        taken = _substituted(nest, name, producer, lowered.buffers[name].dtype)
+        if taken is not None and len(taken.values()) <= _MAX_VALUES and len(taken.reads) <= _MAX_READS:
+            nest = taken
+            lifetimes.read(producer.loop.reads, at)
+            inlined += (*producer.loop.inlined, producer.loop.node)
+            for buffer in {load.buffer for load in producer.nest.reads}:
+                # Where the producer also stays a nest of its own, its operands get one more reader.
+                readers[buffer] = readers.get(buffer, 0) + (0 if alone else 1)
+    return replace(loop, nest=nest, inlined=tuple(dict.fromkeys(inlined)))
+
+
+def _adds_no_traffic(producer: _Producer, nest: Nest, name: str, lowered: Lowered) -> bool:
+    """Whether inlining reads no more bytes than the value itself has, and takes few instructions."""
+    if producer.cost > (_CHEAP if _computes_once(producer, nest, name) else _TRIVIAL):
+        return False
+    # Operands that change along fewer axes (a bias, a scale) are small and come from the caches.
+    whole = frozenset(range(len(producer.nest.sizes)))
+    read = sum(
+        lowered.buffers[load.buffer].dtype.itemsize if load.buffer in lowered.buffers else 8
+        for load in producer.nest.reads
+        if load.axes == whole and whole
+    )
+    # A gather moves a whole memory sector for each element.
+    gathers = any(load.index.indirect for load in producer.nest.reads)
+    return read <= lowered.buffers[producer.store.buffer].dtype.itemsize and not gathers
+
+
+def _computes_once(producer: _Producer, nest: Nest, name: str) -> bool:
+    """Whether the reader computes no point of the producer more than once.
+
+    A part of a concatenation is read under a mask: where the mask does not hold it costs instructions, but no memory
+    traffic, so a few more points are allowed.
+    """
+    loads = [load for load in nest.reads if load.buffer == name]
+    cheap = producer.cost <= _CHEAP
+    # Loads at different indices compute the value once each.
+    if len(loads) > 1 and not cheap:
+        return False
+    points = _point_count(producer.nest.sizes)
+    most = [points * (_MAX_MASKED_RATIO if cheap and load.mask is not None else 1) for load in loads]
+    walked = [_point_count([nest.sizes[axis] for axis in _computed_axes(nest, load)]) for load in loads]
+    return all(here <= limit for here, limit in zip(walked, most, strict=True))
+
+
+def _computed_axes(nest: Nest, load: Load) -> frozenset[int]:
+    """The axes along which a load is computed: those of its index, as long as it can be hoisted out of the others.
+
+    Code generation computes a value once for all points along which it does not change only in row kernels; elsewhere
+    it is computed at every point.
+    """
+    return load.axes if nest.reduces else frozenset(range(len(nest.sizes)))
+
+
+def _point_count(sizes: list | tuple) -> float:
+    total = 1.0
+    for size in sizes:
+        total *= size_hint(size)
+    return total
+
+
+def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype) -> Nest | None:
+    """``nest`` with every load of ``name`` replaced by the producer's value there; None where one cannot be."""
+    while True:
+        load = next((load for load in nest.reads if load.buffer == name), None)
+        if load is None:
+            return nest
+        constant = not producer.store.value.axes
+        if constant:
+            value = convert(producer.store.value, dtype)
+            nest = _replaced(nest, load, value if load.mask is None else _masked(value, load.mask, load.other))
+            continue
+        found = solve_access(producer.store.index, producer.nest.sizes, load.index, nest.sizes, load.mask)
+        # Every load must be replaced, or the producer's buffer would still be needed.
+        if found is None:
+            return None
+        split = split_axes(found.factors, nest.sizes)
+        stores = nest.stores
+        if any(len(place.terms) != 1 for place in split.values()) or list(split) != [
+            place.terms[0][0] for place in split.values()
+        ]:
+            new = substitute_values([value for store in stores for value in store.values()], split)
+            moved = new[load]
+            assert isinstance(moved, Load)
+            stores = tuple(map_values(store, new, substitute(store.index, split)) for store in stores)
+            load = moved
+        nest = Nest(tuple(found.sizes), stores)
+        terms = load.index.indirect
+        gathered = {axis: AxisExpression((), 0, (_as_position(terms[at][0]),)) for axis, at in found.gathered.items()}
+        substitution = found.substitution | gathered
+        value = substitute_values([producer.store.value], substitution)[producer.store.value]
+        if load.mask is not None:
+            value = _masked(value, load.mask, load.other)
+        nest = _replaced(nest, load, convert(value, dtype))
+
+
+def _as_position(value: Value) -> Value:
+    """An indirect index as int64, the dtype of positions."""
+    return convert(value, torch.int64)
+
+
+def _masked(value: Value, mask: Value, other: float) -> Value:
+    """``value`` where ``mask`` holds, reading nothing elsewhere."""
+
+    def guard(part: Value) -> Value:
+        if not isinstance(part, Load):
+            return part
+        # Where the mask is off, the index may lie outside of the producer's operands.
+        both = mask if part.mask is None else Call("and", (mask, part.mask), torch.bool)
+        return Load(part.buffer, part.index, part.dtype, both, part.other)
+
+    guarded = rewrite([value], guard)[value]
+    return Call("where", (mask, guarded, literal(other, value.dtype)), value.dtype)
+
+
+def _replaced(nest: Nest, load: Load, value: Value) -> Nest:
+    new = rewrite([root for store in nest.stores for root in store.values()], lambda old: value if old is load else old)
+    stores = [map_values(store, new, Index(store.index.strides, store.index.offset)) for store in nest.stores]
+    return Nest(nest.sizes, tuple(stores))

@@ -1,0 +1,178 @@
+"""Where a value lies in memory, as far as its fake tensor and its operation tell.
+
+A recorder runs the step on fake tensors, so the fakes share storages just as the eager step's tensors would:
+two values whose fakes have one storage, offset, sizes and strides are one tensor in eager, perhaps before and
+after it was written.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.node_kinds import WAIT, is_wait
+from weft.capture.record.functional_ops import Effects, effects
+from weft.torch_adapter import OpOverload
+
+aten = torch.ops.aten
+
+# Writes a changed view back into its base: (base, view, *where). A new tensor, though its fake is the base's.
+SCATTERS = frozenset(
+    {
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.diagonal_scatter.default,
+        aten.as_strided_scatter.default,
+    }
+)
+# Views that undo a view; where the result has the geometry of a tensor that exists, it is that tensor.
+_INVERSES = frozenset(
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.permute.default,
+        aten.view.dtype,
+        aten.alias.default,
+        aten.detach.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.as_strided.default,
+    }
+)
+# Hand back their input's memory although their schemas do not say so.
+_UNMARKED_VIEWS = frozenset({"aten::_unsafe_view", WAIT._schema.name})
+
+Geometry = tuple[Any, ...]
+
+
+class InPlace(Protocol):
+    """An in-place operation of weft's own, such as a multi-tensor kernel. It takes the arguments of the functional
+    operation and returns the results that are new values.
+
+    Attributes:
+        effects: which arguments it writes.
+    """
+
+    effects: Effects
+
+    def __call__(self, *arguments: Any) -> Any: ...
+
+
+def effects_of(op: OpOverload | InPlace) -> Effects | None:
+    """The arguments that ``op`` writes; None for an operation that writes nothing."""
+    return effects(op) if isinstance(op, OpOverload) else op.effects
+
+
+def geometry(value: torch.fx.Node) -> Geometry | None:
+    """Storage, offset, sizes, strides, dtype and marks of the value's fake; None for all but strided tensors."""
+    val = value.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided or _is_list(value):
+        return None
+    places = (val.storage_offset(), *val.shape, *val.stride())
+    marks = val.is_conj(), val.is_neg()  # views that change values when they are read
+    return torch_adapter.storage_key(val), val.dtype, *marks, *(n if type(n) is int else str(n) for n in places)
+
+
+def share_storage(a: torch.fx.Node, b: torch.fx.Node) -> bool:
+    """Whether any fake tensor of ``a`` lies in the storage of any of ``b``."""
+    return not storages(a).isdisjoint(storages(b))
+
+
+def looks_into(node: torch.fx.Node) -> bool:
+    """Whether the node only makes another view of its input's memory, or picks from a list of such."""
+    return _makes_views(node.target)
+
+
+def _makes_views(target: Any) -> bool:
+    if target is operator.getitem or getattr(target, "waits", False):
+        return True
+    return isinstance(target, OpOverload) and _is_view(target)
+
+
+@functools.cache
+def _is_view(op: OpOverload) -> bool:
+    marked = any(result.alias_info is not None for result in op._schema.returns)
+    return not op._schema.is_mutable and (marked or op._schema.name in _UNMARKED_VIEWS)
+
+
+def addresses_storage(node: torch.fx.Node) -> bool:
+    """Whether the node goes by the whole storage of its first input: to a place counted from the beginning of that, or
+    because it copies all of it. Such an input must not be a part of something larger."""
+    return node.target in SCATTERS or node.target is aten.as_strided.default
+
+
+def read_by_storage(node: torch.fx.Node) -> bool:
+    """Whether some node goes by the whole storage that ``node`` lies in, be it of a view, or after a write in place."""
+    views = [node]
+    for view in views:
+        if any(map(addresses_storage, view.users)):
+            return True
+        there = (user for user in view.users if share_storage(user, node) or _is_another_view(user))
+        views += [user for user in there if user not in views]
+    return False
+
+
+def _is_another_view(node: torch.fx.Node) -> bool:
+    """Whether the node makes a view, and does not pick from a list, in which other storages may be."""
+    return looks_into(node) and node.target is not operator.getitem
+
+
+def is_inverse_view(node: torch.fx.Node) -> bool:
+    """Whether the node may be a view made back into the tensor it was taken from."""
+    return node.target in _INVERSES
+
+
+def returns_its_input(node: torch.fx.Node) -> bool:
+    """Whether the result is the very tensor given."""
+    return is_wait(node)
+
+
+def sources(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Inputs whose memory a result of the node may lie in; more rather than fewer."""
+    target = node.target
+    if not isinstance(target, OpOverload) and not getattr(target, "shares_as_fakes", False):
+        return [n for n in node.all_input_nodes if "val" not in n.meta or storages(n)]
+    if target in SCATTERS:
+        return []
+    if isinstance(target, OpOverload) and looks_into(node):
+        return _aliased_arguments(node, target) or node.all_input_nodes[:1]
+    own = storages(node)
+    return [n for n in node.all_input_nodes if not own.isdisjoint(storages(n))]
+
+
+def _aliased_arguments(node: torch.fx.Node, target: OpOverload) -> list[torch.fx.Node]:
+    found = []
+    for at, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None:
+            value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+            found += [
+                v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.fx.Node)
+            ]
+    return found
+
+
+def storages(node: torch.fx.Node) -> set[int]:
+    """Keys of the storages of the node's fake tensors."""
+    return set(_keys(node.meta.get("val")))
+
+
+def _is_list(node: torch.fx.Node) -> bool:
+    """Whether elements are picked from the node; a view taken again has its one element as its fake."""
+    return any(user.target is operator.getitem for user in node.users)
+
+
+def _keys(val: Any) -> Iterator[int]:
+    if isinstance(val, torch.Tensor):
+        yield torch_adapter.storage_key(val)
+    elif isinstance(val, (list, tuple)):
+        for item in val:
+            yield from _keys(item)

@@ -1,0 +1,215 @@
+"""How much memory a step holds at each of its nodes, when they run in a given order.
+
+What lives and dies is a *storage*: views of one, and in-place operations on it, share it, as their fakes do. Inputs are
+there from beginning to end, what the step leaves behind (outputs) from where it is made to the end, everything else
+from the node that makes it through the last one that reads it. A collective reads until it has been waited for. What
+lies in an arena that ranks share (:mod:`weft.inductor.transports.arena_layout`) counts nothing: the arena is there all
+the time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_collective, is_wait
+from weft.capture.sizes_in_bytes import format_bytes
+from weft.capture.user_code import format_frame
+from weft.inductor.graph.aliasing import effects_of, looks_into
+from weft.inductor.graph.live_range import BLOCK, LiveInterval, bytes_over_time
+
+Node = torch.fx.Node
+
+# Hand back what they were given where its strides allow, else a copy.
+_MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::flatten"})
+
+
+@dataclass(eq=False)
+class LiveRange(LiveInterval):
+    """The live interval of one storage. Its ``size`` is 0 where only the data decides.
+
+    Attributes:
+        maker: the node that makes it (a placeholder for an input's).
+        values: the nodes whose results lie in it, views included.
+    """
+
+    maker: Node
+    values: list[Node] = field(default_factory=list)
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the storage is alive before the step begins."""
+        return self.maker.op == "placeholder"
+
+
+@dataclass(eq=False)
+class Liveness:
+    """The memory of a step over its nodes.
+
+    Attributes:
+        order: the nodes, as they run.
+        ranges: its storages, in the order they are made.
+        of: the storages that each node's results lie in.
+        over_time: bytes alive while each node runs, aligned with ``order``.
+        unknown: nodes that make storages whose size only the data decides.
+    """
+
+    order: list[Node]
+    ranges: list[LiveRange]
+    of: dict[Node, list[LiveRange]]
+    over_time: list[int]
+    unknown: list[Node]
+
+    @property
+    def peak(self) -> int:
+        """Most bytes alive at once."""
+        return max(self.over_time, default=0)
+
+    @property
+    def peak_at(self) -> int:
+        """Position of the first node during which ``peak`` bytes are alive."""
+        return self.over_time.index(self.peak)
+
+    def alive(self, at: int) -> list[LiveRange]:
+        """Storages alive while node number ``at`` runs, largest first."""
+        return sorted((r for r in self.ranges if r.start <= at <= r.end), key=lambda r: -r.size)
+
+    def explain(self, at: int | None = None, most: int = 20) -> str:
+        """The largest storages at a position (default: the peak), a line each, with the user's line that made them."""
+        at = self.peak_at if at is None else at
+        alive = self.alive(at)
+        lines = [f"{format_bytes(self.over_time[at])} in {len(alive)} storages at {self.order[at].name}"]
+        for found in alive[:most]:
+            frames = found.maker.meta.get("frames", ())
+            where = format_frame(frames[0]) if frames else ""
+            lines.append(f"{format_bytes(found.size):>12}  {found.maker.name}  {where}".rstrip())
+        return "\n".join(lines)
+
+
+def liveness(step: StepGraph, order: Sequence[Node] | None = None, *, rounded: bool = True) -> Liveness:
+    """Live ranges of all storages of ``step``, in time linear in its nodes.
+
+    Args:
+        order: a topological order of all nodes, the output last (default: as they stand in the graph).
+        rounded: count each storage in whole blocks of 512 bytes, as CUDA's allocator does.
+    """
+    order = list(step.graph.nodes) if order is None else list(order)
+    walk = _Walk(order, rounded)
+    for position, node in enumerate(order):
+        walk.visit(position, node)
+    ranges = list(walk.ranges.values())
+    return Liveness(order, ranges, walk.of, bytes_over_time(ranges, len(order)), walk.unknown)
+
+
+class _Walk:
+    def __init__(self, order: list[Node], rounded: bool) -> None:
+        self.last = len(order) - 1
+        self.rounded = rounded
+        self.ranges: dict[int, LiveRange] = {}
+        self.of: dict[Node, list[LiveRange]] = {}
+        self.unknown: list[Node] = []
+        self.same_as: dict[int, int] = {}
+
+    def visit(self, position: int, node: Node) -> None:
+        if node.target is not operator.getitem:
+            for used in node.all_input_nodes:
+                self._extend(used, position)
+        if node.op == "output":
+            return
+        if is_wait(node):
+            self._extend_inputs(node, position)
+        tensors = _tensors(node.meta.get("val"))
+        self._unite(node)
+        found: dict[int, LiveRange] = {}
+        for tensor, elsewhere in zip(tensors, _in_arena(node, len(tensors)), strict=True):
+            key = self._key(tensor)
+            known = self.ranges.get(key)
+            if known is None:
+                known = self.ranges[key] = self._new(position, node, tensor)
+                known.size = 0 if elsewhere else known.size
+            found[key] = known
+        self.of[node] = list(found.values())
+        for known in found.values():
+            known.values.append(node)
+            known.end = max(known.end, position)
+
+    def _new(self, position: int, node: Node, tensor: torch.Tensor) -> LiveRange:
+        size = torch_adapter.hint(tensor.untyped_storage().nbytes())
+        if size is None:
+            self.unknown.append(node)
+        size = size or 0
+        if self.rounded:
+            size = -(-size // BLOCK) * BLOCK
+        return LiveRange(size, position, self.last if node.op == "placeholder" else position, node)
+
+    def _unite(self, node: Node) -> None:
+        """Let fake storages that are one storage when the step runs count as one.
+
+        Fakes of one capture share storages by themselves; those of nodes that a pass put in the place of others do not.
+        """
+        for given, result in _same_memory(node):
+            if self._key(result) != self._key(given):
+                self.same_as[torch_adapter.storage_key(result)] = self._key(given)
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        key = torch_adapter.storage_key(tensor)
+        return self.same_as.get(key, key)
+
+    def _extend(self, node: Node, position: int) -> None:
+        for known in self.of[node]:
+            known.end = max(known.end, position)
+
+    def _extend_inputs(self, wait: Node, position: int) -> None:
+        start = wait.args[0]
+        assert isinstance(start, Node)
+        picked = start.args[0] if start.target is operator.getitem else start
+        if isinstance(picked, Node) and is_collective(picked):
+            for used in picked.all_input_nodes:
+                self._extend(used, position)
+
+
+def _in_arena(node: Node, count: int) -> list[bool]:
+    """For each result whether it lies in memory that ranks share, which is there from before the step."""
+    place = node.meta.get("arena_slots")
+    if place is None:
+        return [getattr(node.target, "in_arena", False)] * count
+    return [slot is not None for slot in place]
+
+
+def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of a tensor given to ``node`` and one of its results that lies in the same storage."""
+    val = node.meta.get("val")
+    if "inplace" in node.meta:
+        what = effects_of(node.meta["inplace"])
+        assert what is not None
+        written = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in what.writes]
+        results = val if isinstance(val, (list, tuple)) and what.fresh + len(what.writes) > 1 else [val]
+        pairs = zip(_tensors(torch.fx.node.map_arg(written, _val)), _tensors(results[what.fresh :]), strict=False)
+    elif node.target is operator.getitem:
+        given, index = _val(node.args[0]), node.args[1]
+        picked = [given[index]] if isinstance(given, (list, tuple)) and isinstance(index, int) else []
+        pairs = zip(_tensors(picked), _tensors(val), strict=False)
+    elif looks_into(node):
+        given = _tensors(_val(node.all_input_nodes[0]))[:1]
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        copies = name in _MAY_COPY and not given[0].is_contiguous()
+        pairs = ((given[0], result) for result in ([] if copies else _tensors(val)))
+    else:
+        return
+    yield from pairs
+
+
+def _val(node: Any) -> Any:
+    return node.meta.get("val")
+
+
+def _tensors(val: object) -> list[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        return [val] if val.layout is torch.strided else []
+    return [tensor for item in val for tensor in _tensors(item)] if isinstance(val, (list, tuple)) else []

@@ -1,0 +1,423 @@
+"""The loop IR: what lowering produces, fusion joins and code generation prints.
+
+A :class:`Nest` is a perfect loop nest over ``sizes`` that stores values. A value is a tree of data nodes (loads,
+constants, operations, reductions). Nodes are interned: equal trees are one object, so hashing and comparing them costs
+nothing, and a layer that is repeated thirty-two times gives one kernel.
+
+Axis ``k`` of a nest runs over ``range(sizes[k])``. An :class:`Index` is affine in the axes and in integer values. A
+view of a tensor is therefore only another index, and gathers and scatters need nothing more. Sizes, strides and offsets
+are ints, or sympy expressions where the captured step kept a size symbolic.
+
+Registers hold float32 for every half-precision type: ``Load.dtype`` is the dtype in the register, the buffer knows its
+own. :mod:`weft.inductor.loop_ir.verify` is the grammar of this IR as code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
+
+import sympy
+import torch
+
+from weft.inductor.graph.serializable import serializable
+
+if TYPE_CHECKING:
+    Int = Any  # sympy does not say what its operators do with ints
+else:
+    Int = int | sympy.Expr
+
+_HALVES = frozenset({torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+def register_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type a value of ``dtype`` has between its load and its store."""
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+@serializable
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that nests read and write: the whole of one operation's result, or an input of the step.
+
+    Attributes:
+        name: the node's name; ``name.1`` for result 1 of an operation with several, ``name.<suffix>`` for a temporary.
+        dtype: of an element in memory.
+        sizes, strides: in elements, as the fake tensor has them.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    sizes: tuple[Int, ...]
+    strides: tuple[Int, ...]
+
+
+class _Interned(type):
+    """Makes equal nodes the same object."""
+
+    _all: ClassVar[WeakValueDictionary[Any, Any]] = WeakValueDictionary()
+
+    # Weak values: a step's nodes go with the step, and a long session does not accumulate them.
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Operands are interned already, so the key holds them by identity, and no tree is walked.
+        node = super().__call__(*args, **kwargs)
+        return _Interned._all.setdefault(node.key(), node)
+
+
+class Value(metaclass=_Interned):
+    """A number computed at each point of a loop nest, of register type ``dtype``."""
+
+    __slots__ = ("__weakref__", "axes", "dtype")
+    dtype: torch.dtype
+    axes: frozenset[int]  # the axes it changes along
+
+    def key(self) -> tuple[Any, ...]:
+        """Everything that tells this node from others."""
+        raise NotImplementedError
+
+    def operands(self) -> tuple[Value, ...]:
+        """The values it is computed from."""
+        return ()
+
+    def with_operands(self, operands: tuple[Value, ...]) -> Value:
+        """The same node over other operands (as many as :meth:`operands` gives)."""
+        return self
+
+
+class Index:
+    """A position in a buffer, in elements: ``offset + sum(stride * axis) + sum(stride * value)``.
+
+    Attributes:
+        strides: (axis, stride) pairs, by axis, no stride zero.
+        offset: elements from the buffer's start.
+        indirect: (integer value, stride) pairs: indirect indexing, by values that the data or other arithmetic decides.
+    """
+
+    __slots__ = ("_hash", "indirect", "offset", "strides")
+
+    def __init__(
+        self,
+        strides: Iterable[tuple[int, Int]] = (),
+        offset: Int = 0,
+        indirect: Iterable[tuple[Value, Int]] = (),
+    ) -> None:
+        # In one order and without zeros: equal positions must be equal keys.
+        self.strides = tuple(sorted(((a, s) for a, s in strides if s != 0), key=lambda pair: pair[0]))
+        self.offset = offset
+        self.indirect = tuple(indirect)
+        # Computed once: indices are keys of the table of interned nodes, and are hashed at each construction.
+        self._hash = hash((self.strides, offset, self.indirect))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Index):
+            return NotImplemented
+        return (self.strides, self.offset, self.indirect) == (other.strides, other.offset, other.indirect)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """The axes that it changes along, through strides or indirect values."""
+        picked = [value.axes for value, _ in self.indirect]
+        return frozenset(axis for axis, _ in self.strides).union(*picked)
+
+    def stride(self, axis: int) -> Int:
+        """The stride along an axis, 0 where it does not change along it."""
+        return next((stride for a, stride in self.strides if a == axis), 0)
+
+    def __str__(self) -> str:
+        terms = [f"{_times(stride)}d{axis}" for axis, stride in self.strides]
+        terms += [f"{_times(stride)}{value}" for value, stride in self.indirect]
+        if self.offset != 0 or not terms:
+            terms.append(str(self.offset))
+        return " + ".join(terms)
+
+    __repr__ = __str__
+
+
+def _times(stride: Int) -> str:
+    return "" if stride == 1 else f"{stride}*"
+
+
+class Load(Value):
+    """An element of a buffer; ``other`` where ``mask`` is false (nothing is read there)."""
+
+    __slots__ = ("buffer", "index", "mask", "other")
+
+    def __init__(
+        self, buffer: str, index: Index, dtype: torch.dtype, mask: Value | None = None, other: float = 0
+    ) -> None:
+        self.buffer, self.index, self.dtype, self.mask, self.other = buffer, index, dtype, mask, other
+        self.axes = index.axes | (mask.axes if mask is not None else frozenset())
+
+    def key(self) -> tuple[Any, ...]:
+        # 0.0 == -0.0 and nan != nan: text tells the constants of floats apart as their bits do.
+        """See :meth:`Value.key`."""
+        other = repr(float(self.other)) if self.dtype.is_floating_point else self.other
+        return "load", self.buffer, self.index, self.dtype, self.mask, other
+
+    def operands(self) -> tuple[Value, ...]:
+        """The indirect indices, then the mask if there is one."""
+        picked = tuple(value for value, _ in self.index.indirect)
+        return picked if self.mask is None else (*picked, self.mask)
+
+    def with_operands(self, operands: tuple[Value, ...]) -> Value:
+        """See :meth:`Value.with_operands`."""
+        indirect = [(value, stride) for value, (_, stride) in zip(operands, self.index.indirect, strict=False)]
+        mask = None if self.mask is None else operands[-1]
+        index = Index(self.index.strides, self.index.offset, indirect)
+        return Load(self.buffer, index, self.dtype, mask, self.other)
+
+    def __str__(self) -> str:
+        condition = "" if self.mask is None else f" if {self.mask} else {self.other}"
+        return f"{self.buffer}[{self.index}]{condition}"
+
+
+# A buffer that does not exist: its element ``k`` is ``k``. Integers that are affine in the axes become loads of it.
+POSITIONS = "positions"
+
+
+def is_position(value: Value) -> bool:
+    """Whether a value is an element of :data:`POSITIONS`."""
+    return isinstance(value, Load) and value.buffer == POSITIONS
+
+
+class Const(Value):
+    """A number known when the step is compiled."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: bool | int | float, dtype: torch.dtype) -> None:
+        self.value, self.dtype, self.axes = value, dtype, frozenset()
+
+    def key(self) -> tuple[Any, ...]:
+        """See :meth:`Value.key`."""
+        return "const", repr(self.value), self.dtype  # repr tells -0.0 from 0.0, True from 1, and nan is itself
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+@serializable
+class Scalar(Value):
+    """A number known when the step is called: a number input of the step, or a symbolic size; ``expression`` over
+    the names of the graph's symbols and number inputs."""
+
+    __slots__ = ("expression",)
+
+    def __init__(self, expression: sympy.Expr, dtype: torch.dtype) -> None:
+        self.expression, self.dtype, self.axes = expression, dtype, frozenset()
+
+    def key(self) -> tuple[Any, ...]:
+        """See :meth:`Value.key`."""
+        return "scalar", self.expression, self.dtype
+
+    def __str__(self) -> str:
+        return str(self.expression)
+
+
+class Position(Value):
+    """Where the loop is along one axis, as an integer (int64)."""
+
+    __slots__ = ("axis",)
+
+    def __init__(self, axis: int) -> None:
+        self.axis, self.dtype, self.axes = axis, torch.int64, frozenset({axis})
+
+    def key(self) -> tuple[Any, ...]:
+        """See :meth:`Value.key`."""
+        return "position", self.axis
+
+    def __str__(self) -> str:
+        return f"d{self.axis}"
+
+
+class Call(Value):
+    """A pointwise operation (a name of :data:`weft.inductor.loop_ir.ops.OPS`) on values of one loop point."""
+
+    __slots__ = ("args", "op")
+
+    def __init__(self, op: str, args: tuple[Value, ...], dtype: torch.dtype) -> None:
+        self.op, self.args, self.dtype = op, args, dtype
+        self.axes = frozenset().union(*(arg.axes for arg in args))
+
+    def key(self) -> tuple[Any, ...]:
+        """See :meth:`Value.key`."""
+        return "call", self.op, self.args, self.dtype
+
+    def operands(self) -> tuple[Value, ...]:
+        """The arguments of the operation."""
+        return self.args
+
+    def with_operands(self, operands: tuple[Value, ...]) -> Value:
+        """See :meth:`Value.with_operands`."""
+        return Call(self.op, operands, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.op}({', '.join(map(str, self.args))})"
+
+
+class Reduce(Value):
+    """A reduction of values along ``over``; ``kind`` is a name of :data:`weft.inductor.loop_ir.ops.REDUCTIONS`.
+
+    Kinds with several results (``welford``: mean, sum of squared deviations, count; ``argmax``: value, position) are
+    read through :class:`ReductionResult`; a Reduce of such a kind has the type of its first result.
+    """
+
+    __slots__ = ("args", "kind", "over")
+
+    def __init__(self, kind: str, args: tuple[Value, ...], over: Iterable[int], dtype: torch.dtype) -> None:
+        self.kind, self.args, self.over, self.dtype = kind, args, tuple(sorted(over)), dtype
+        self.axes = frozenset().union(*(arg.axes for arg in args)) - frozenset(self.over)
+
+    def key(self) -> tuple[Any, ...]:
+        """See :meth:`Value.key`."""
+        return "reduce", self.kind, self.args, self.over, self.dtype
+
+    def operands(self) -> tuple[Value, ...]:
+        """The values that are reduced."""
+        return self.args
+
+    def with_operands(self, operands: tuple[Value, ...]) -> Value:
+        """See :meth:`Value.with_operands`."""
+        return Reduce(self.kind, operands, self.over, self.dtype)
+
+    def __str__(self) -> str:
+        over = ", ".join(f"d{axis}" for axis in self.over)
+        return f"{self.kind}[{over}]({', '.join(map(str, self.args))})"
+
+
+class ReductionResult(Value):
+    """Result number ``at`` of a reduction that has several results."""
+
+    __slots__ = ("at", "reduce")
+
+    def __init__(self, reduce: Value, at: int, dtype: torch.dtype) -> None:
+        self.reduce, self.at, self.dtype, self.axes = reduce, at, dtype, reduce.axes
+
+    def key(self) -> tuple[Any, ...]:
+        """See :meth:`Value.key`."""
+        return "part", self.reduce, self.at, self.dtype
+
+    def operands(self) -> tuple[Value, ...]:
+        """The reduction that it is a result of."""
+        return (self.reduce,)
+
+    def with_operands(self, operands: tuple[Value, ...]) -> Value:
+        """See :meth:`Value.with_operands`."""
+        return ReductionResult(operands[0], self.at, self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.reduce}.{self.at}"
+
+
+@dataclass(frozen=True)
+class Store:
+    """``buffer[index] = value`` (or ``+=`` with ``mode="add"``, in no order) at every point of the axes that the index
+    or the value change along, where ``mask`` holds."""
+
+    buffer: str
+    index: Index
+    value: Value
+    mask: Value | None = None
+    mode: str = "set"
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """The axes whose points store: those of the index, the value and the mask."""
+        mask = self.mask.axes if self.mask is not None else frozenset()
+        return self.index.axes | self.value.axes | mask
+
+    def values(self) -> Iterator[Value]:
+        """The values at the roots: what is stored, picked positions and the mask."""
+        yield self.value
+        for value, _ in self.index.indirect:
+            yield value
+        if self.mask is not None:
+            yield self.mask
+
+    def __str__(self) -> str:
+        sign = {"set": "=", "add": "+="}[self.mode]
+        condition = "" if self.mask is None else f" if {self.mask}"
+        return f"{self.buffer}[{self.index}] {sign} {self.value}{condition}"
+
+
+@dataclass(frozen=True)
+class Nest:
+    """A loop over ``sizes`` with its stores. Prints as text; equal nests are equal and hash alike."""
+
+    sizes: tuple[Int, ...]
+    stores: tuple[Store, ...]
+
+    @functools.cached_property
+    def reads(self) -> list[Load]:
+        """Every load, once, operands first."""
+        return [value for value in self.values() if isinstance(value, Load)]
+
+    @property
+    def reduces(self) -> list[Reduce]:
+        """Every reduction, once, operands first."""
+        return [value for value in self.values() if isinstance(value, Reduce)]
+
+    @property
+    def writes(self) -> list[str]:
+        """Buffers written, in order, each once."""
+        return list(dict.fromkeys(store.buffer for store in self.stores))
+
+    def values(self) -> list[Value]:
+        """Every value, once, operands before what uses them."""
+        return self._values
+
+    @functools.cached_property
+    def _values(self) -> list[Value]:
+        return ordered(value for store in self.stores for value in store.values())
+
+    def __str__(self) -> str:
+        loop = ", ".join(f"d{axis} < {size}" for axis, size in enumerate(self.sizes))
+        return "\n".join([f"for {loop or 'one point'}:", *(f"    {store}" for store in self.stores)])
+
+
+def ordered(roots: Iterable[Value]) -> list[Value]:
+    """The values that ``roots`` are made of, once each, operands before what uses them."""
+    # An explicit stack: chains of values can be deeper than Python's recursion limit.
+    done: dict[Value, None] = {}
+    stack = list(roots)[::-1]
+    while stack:
+        value = stack[-1]
+        waiting = [operand for operand in value.operands() if operand not in done]
+        if waiting and value not in done:
+            stack += waiting[::-1]
+            continue
+        stack.pop()
+        done.setdefault(value)
+    return list(done)
+
+
+def rewrite(roots: Iterable[Value], change: Any) -> dict[Value, Value]:
+    """Rebuild the values under ``roots`` from the leaves up.
+
+    Args:
+        change: called with each value after its operands were replaced; returns what stands in its place.
+
+    Returns:
+        The new value of every value.
+    """
+    new: dict[Value, Value] = {}
+    for value in ordered(roots):
+        operands = value.operands()
+        replaced = tuple(new[operand] for operand in operands)
+        new[value] = change(value if replaced == operands else value.with_operands(replaced))
+    return new
+
+
+def map_values(store: Store, new: dict[Value, Value], index: Index | None = None) -> Store:
+    """The store with its values replaced by ``new``, at ``index`` where that is given."""
+    index = store.index if index is None else index
+    indirect = [(new[value], stride) for value, stride in store.index.indirect]
+    mask = None if store.mask is None else new[store.mask]
+    return Store(store.buffer, Index(index.strides, index.offset, indirect), new[store.value], mask, store.mode)

@@ -1,0 +1,158 @@
+"""From a StepGraph to a lowered step: loop nests where there is a lowering, ATen calls where there is none.
+
+Views produce no operation. The reader of a view reads the base's buffer with the view's own sizes and strides, which
+the fake tensors of the graph record; every other value has a buffer of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from weft import knobs, torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import WAIT
+from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.gpu import multiprocessors
+from weft.inductor.graph.host_scalars import tensors_of
+from weft.inductor.graph.inline_function import base_of
+from weft.inductor.loop_ir.ir import Buffer
+from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered
+from weft.inductor.lowering.registry import LOWERINGS, SEEDS, Lower, Lowering, Operand, size_of
+from weft.inductor.lowering.verify import verify_lowered
+
+Node = torch.fx.Node
+
+
+def lower(step: StepGraph, order: Sequence[Node]) -> Lowered:
+    """Lower the nodes of ``step`` in ``order`` (topological, the output last)."""
+    import weft.inductor.lowering.all_lowerings  # noqa: F401 - registers the lowerings
+
+    kind = device_kind(order)
+    lowered = Lowered(step, kind, multiprocessors=multiprocessors(kind))
+    for node in order:
+        if node.op == "placeholder":
+            _own_buffer(lowered, node)
+        elif node.op == "call_function":
+            _lower_node(lowered, node)
+    if lowered.seeds:
+        device = lowered.seeds[0].meta["val"]
+        while not isinstance(device, torch.Tensor):
+            device = device[0]
+        lowered.buffers[SEEDS] = Buffer(SEEDS, torch.int64, device.device, (len(lowered.seeds),), (1,))
+    if knobs.verify_graphs:
+        verify_lowered(lowered, lowered.operations, "lowering")
+    return lowered
+
+
+def device_kind(nodes: Iterable[Node]) -> str:
+    """ "cuda" where any tensor is on a GPU, else "cpu"."""
+    vals = (node.meta.get("val") for node in nodes)
+    return "cuda" if any(isinstance(val, torch.Tensor) and val.is_cuda for val in vals) else "cpu"
+
+
+def _lower_node(lowered: Lowered, node: Node) -> None:
+    if _is_view(lowered, node):
+        return
+    lowering = LOWERINGS.get(node.target)
+    out = Lowering(node, lowered.operands, lowered.seeds, lowered.multiprocessors)
+    if lowering is not None and out.takes_operands() and _known(lowered, node) and _lowered(lowering, out):
+        lowered.buffers.update(out.buffers)
+        lowered.operations += (Loop(nest, node) for nest in out.nests)
+        val = node.meta["val"]
+        if isinstance(val, torch.Tensor):
+            lowered.operands[node] = out.result()
+        return
+    lowered.reasons[str(node.target)] += 1
+    _own_buffer(lowered, node)
+    lowered.operations.append(Extern(node, frozenset(_read(lowered, node)), frozenset(_written(lowered, node))))
+
+
+def _lowered(lowering: Lower, out: Lowering) -> bool:
+    """Whether the lowering covers this case. What has no elements is left to ATen."""
+    return lowering(out, out.node) is not False and not any(0 in nest.sizes for nest in out.nests)
+
+
+def _is_view(lowered: Lowered, node: Node) -> bool:
+    """Give ``node`` its operand where it is a view, or a result, of a value that has one."""
+    val = node.meta.get("val")
+    if node.target is operator.getitem:
+        if val is None:  # a result that was not asked for
+            return True
+        source, at = node.args
+        name = f"{source.name}.{at}"  # type: ignore[union-attr]
+        if isinstance(val, torch.Tensor) and name in lowered.buffers:
+            buffer = lowered.buffers[name]
+            lowered.operands[node] = Operand(name, buffer.dtype, buffer.sizes, buffer.strides)
+            return True
+        return False
+    if not isinstance(val, torch.Tensor) or node.target is WAIT or not looks_into(node):
+        return False
+    source = next((n for n in node.all_input_nodes if n in lowered.operands), None)
+    if source is None or val.layout is not torch.strided or val.dtype != source.meta["val"].dtype:
+        return False
+    if torch_adapter.hint(val.storage_offset()) is None:  # only the view itself knows where the data put it
+        return False
+    if node.target is torch.ops.aten.as_strided.default and base_of(node).op == "placeholder":
+        return False  # it counts from the start of a storage, in which the input of a call lies anywhere
+    base = lowered.operands[source]
+    source_val = source.meta["val"]
+    # A lazy conjugate or negative has the base's memory but not its values.
+    if val.is_conj() != source_val.is_conj() or val.is_neg() != source_val.is_neg():
+        return False
+    offset = base.offset + size_of(val.storage_offset()) - size_of(source_val.storage_offset())
+    sizes, strides = tuple(map(size_of, val.shape)), tuple(map(size_of, val.stride()))
+    # `as_strided` may start before its source. Elements before the buffer's start belong to no buffer here.
+    if offset != base.offset and isinstance(offset, int) and offset < 0:
+        return False
+    lowered.operands[node] = Operand(base.buffer, base.dtype, sizes, strides, offset)
+    return True
+
+
+def _own_buffer(lowered: Lowered, node: Node) -> None:
+    """The buffers of an input, or of what an ATen call returns."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        if val.layout is torch.strided:
+            buffer = lowered.buffers[node.name] = _buffer(node.name, val)
+            lowered.operands[node] = Operand(buffer.name, buffer.dtype, buffer.sizes, buffer.strides)
+    elif isinstance(val, (list, tuple)):
+        for at, item in enumerate(val):
+            if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+                lowered.buffers[f"{node.name}.{at}"] = _buffer(f"{node.name}.{at}", item)
+
+
+def _buffer(name: str, val: torch.Tensor) -> Buffer:
+    return Buffer(name, val.dtype, val.device, tuple(map(size_of, val.shape)), tuple(map(size_of, val.stride())))
+
+
+def _known(lowered: Lowered, node: Node) -> bool:
+    """Whether the node makes tensors where the step computes, from tensors that are windows on buffers."""
+    here = all(tensor.device.type == lowered.device_kind for tensor in tensors_of(node))
+    return here and all(
+        n in lowered.operands
+        for n in node.all_input_nodes
+        if isinstance(n.meta.get("val"), (torch.Tensor, list, tuple))
+    )
+
+
+def _read(lowered: Lowered, node: Node) -> Iterator[str]:
+    for source in node.all_input_nodes:
+        if source in lowered.operands:
+            yield lowered.operands[source].buffer
+        else:
+            yield from _written(lowered, source)
+
+
+def _written(lowered: Lowered, node: Node) -> Iterator[str]:
+    """Buffers of the results; of a call that returns lists, its name, for the order of what picks from them."""
+    val: Any = node.meta.get("val")
+    if isinstance(val, (list, tuple)):
+        if any(isinstance(item, (list, tuple)) for item in val):
+            yield node.name
+        yield from (name for at in range(len(val)) if (name := f"{node.name}.{at}") in lowered.buffers)
+    elif node.name in lowered.buffers:
+        yield node.name

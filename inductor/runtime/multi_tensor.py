@@ -1,0 +1,95 @@
+"""Runs the multi-tensor calls of a graph (optimizers, norms, casts) with their generated kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft.capture.graph import StepGraph
+from weft.capture.record.functional_ops import Effects
+from weft.inductor.graph.pass_runner import changes_bits
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.runtime.bound_plan import BoundLaunches
+from weft.inductor.runtime.kernels import compile_kernels
+
+Node = torch.fx.Node
+
+
+class Launcher:
+    """The in-place form of one multi-tensor call of a graph, on the device of its tensors.
+
+    A call takes the arguments of the node, overwrites the lists that the operation updates, and returns the new lists.
+    New tensors are written to those of ``out`` where it has any. The launcher keeps the tensors' addresses on the
+    device, so each node needs its own.
+
+    Attributes:
+        effects: the arguments that it writes.
+        plan: the kernels that it launches, with grids and pointer tables.
+        device: where the kernels run.
+    """
+
+    # The program verifier relies on it: a result shares memory with an argument only if their fake tensors do.
+    shares_as_fakes = True
+
+    def __init__(self, node: Node, number_type: str = "fp32") -> None:
+        call = node.target
+        assert isinstance(call, MultiTensor)
+        fakes: Any = torch.fx.node.map_arg(node.args, lambda used: used.meta["val"])
+        fresh = len(node.meta["val"]) - len(call.updated)
+        self.__name__ = self.__qualname__ = f"{call.__name__}_kernels"
+        self.effects = Effects(tuple((at, str(at)) for at in call.updated), fresh, call)
+        self.plan = call.plan(fakes, number_type)
+        self._fresh = [
+            [(tuple(val.shape), tuple(val.stride()), val.dtype) for val in list_] for list_ in node.meta["val"][:fresh]
+        ]
+        self.device = fakes[0][0].device
+        self._bound: BoundLaunches | None = None
+
+    def __call__(
+        self, *arguments: Any, out: Sequence[Sequence[torch.Tensor | None]] | None = None
+    ) -> list[list[torch.Tensor]]:
+        if self._bound is None:
+            self._bound = BoundLaunches(self.plan, self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        places = out or [[None] * len(list_) for list_ in self._fresh]
+        results = [
+            [
+                torch.empty_strided(size, stride, dtype=dtype, device=self.device) if place is None else place
+                for place, (size, stride, dtype) in zip(places_, list_, strict=True)
+            ]
+            for places_, list_ in zip(places, self._fresh, strict=True)
+        ]
+        self._bound.bind(arguments, results, stream)
+        self._bound.launch(stream)
+        self._bound.release()
+        return results
+
+
+@changes_bits("norms and segment sums add in the order of their kernels")
+def use_kernels(step: StepGraph, number_type: str = "fp32") -> StepGraph:
+    """Run multi-tensor calls with their generated kernels instead of ATen's, and compile these. Changes ``step``.
+
+    In a step on GPUs, lists on the CPU (step counters of an optimizer) stay with ATen.
+
+    Args:
+        step: the graph.
+        number_type: dtype in which kernels receive Python numbers, see :meth:`MultiTensor.plan`.
+
+    Raises:
+        KernelCompilationFailed, TritonMissing, CudaError: see ``compile_kernels``.
+    """
+    launchers: dict[torch.device, list[Launcher]] = {}
+    calls = [node for node in step.graph.nodes if isinstance(node.target, MultiTensor)]
+    on_gpu = [node for node in calls if node.meta["val"][0][0].is_cuda]
+    for node in on_gpu or calls:
+        launcher = Launcher(node, number_type)
+        launchers.setdefault(launcher.device, []).append(launcher)
+        if launcher.effects.writes:
+            node.meta["inplace"] = launcher
+        else:
+            node.target = launcher
+    for device, here in launchers.items():
+        compile_kernels([launch.kernel for launcher in here for launch in launcher.plan.launches], device)
+    return step

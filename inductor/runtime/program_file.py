@@ -1,0 +1,219 @@
+"""A compiled step as one Python file that imports only torch and triton, for reading, profiling and editing.
+
+The file holds each kernel with the user's lines it came from, a function per kernel that allocates its outputs (or
+takes them as ``out``) and launches it, and the calls in order. Run as a script it runs once on tensors of zeros.
+Operations over lists of tensors import weft; Python objects that exist only in the compiling process raise when called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import sympy
+import torch
+
+from weft.capture.graph import StepGraph
+from weft.capture.user_code import printable
+from weft.inductor.codegen.canonical import symbol
+from weft.inductor.codegen.kernel_call import KernelCall, expression_text
+from weft.inductor.graph.repro import known
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.runtime.memory_plan import new_arena, part, plan_memory
+from weft.inductor.runtime.multi_tensor import Launcher
+from weft.inductor.runtime.placement import place
+from weft.inductor.runtime.writer import write_program
+from weft.torch_adapter import OpOverload
+
+_MODULES = {"operator": operator, "math": math}
+_OF_ARENAS = (new_arena, part)
+
+_HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs with torch and triton{also}."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+import triton
+import triton.language as tl
+'''
+
+_ELSEWHERE = '''
+
+def elsewhere(what):
+    """Stands for an object that exists only in the process that compiled the step."""
+
+    def call(*args, **kwargs):
+        raise RuntimeError(f"{what} is not part of this file")
+
+    return call
+'''
+
+_IN_PLACE = '''
+
+def in_place(operation, updated):
+    """The operation, with its new values copied into the arguments at positions ``updated``."""
+
+    def call(*args):
+        *fresh, = operation(*args)
+        new = [fresh.pop() for _ in updated][::-1]
+        for at, values in zip(updated, new):
+            for old, value in zip(args[at], values):
+                old.copy_(value)
+        return fresh
+
+    return call
+'''
+
+_INTO = '''
+
+def into(operation):
+    """The operation, with its results copied into the tensors of ``out``."""
+
+    def call(*args, out=None):
+        results = operation(*args)
+        for targets, values in zip(out or [], results):
+            values[:] = [value if target is None else target.copy_(value) for target, value in zip(targets, values)]
+        return results
+
+    return call
+'''
+
+
+def program_file(step: StepGraph, planned: bool = False) -> str:
+    """The text of the file for ``step``, a graph after the kernel passes.
+
+    Args:
+        step: the graph; its fused loops are calls of generated kernels.
+        planned: whether values lie in one planned arena, as in :func:`weft.inductor.runtime.aten.compile_aten`.
+
+    Raises:
+        MalformedGraph: the graph has a node or an update that no program can run.
+    """
+    placement = place(step)
+    plan = plan_memory(step, placement) if planned else None
+    source, names, _ = write_program(step, placement, None, plan)
+    kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
+    bound = list(_bound(names))
+    also = ", and weft for what works on lists of tensors" if _lists(names) else ""
+    parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also)]
+    helpers = (_IN_PLACE, _INTO, _ELSEWHERE)
+    parts += [text for text in helpers if any(re.search(rf"\b{_name(text)}\(", line) for line in bound)]
+    parts += [f"\n\n{inspect.getsource(value)}" for value in names.values() if value in _OF_ARENAS]
+    parts += [f"\n\n{function}\n" for function in _functions(kernels.values())]
+    parts += [f"\n\n{_launch(name, call)}" for name, call in kernels.items()]
+    parts += ["\n\n", *(f"{line}\n" for line in bound), f"\n\n{source}", f"\n\n{_script(step)}"]
+    return "".join(parts)
+
+
+def _name(text: str) -> str:
+    """The name of the function that ``text`` defines."""
+    return text.split("def ", 1)[1].split("(", 1)[0]
+
+
+# ---- kernels
+
+
+def _functions(calls: Iterable[KernelCall]) -> list[str]:
+    """The distinct Triton functions of all kernels: equal layers share one."""
+    functions_seen: dict[str, None] = {}
+    for call in calls:
+        _, *functions = call.generated.source.text.split("@triton.jit\n")
+        functions_seen |= dict.fromkeys(f"@triton.jit\n{function.rstrip()}" for function in functions)
+    return list(functions_seen)
+
+
+def _launch(name: str, call: KernelCall) -> str:
+    """A function that allocates the outputs of a kernel and launches it."""
+    kernel, source = call.generated, call.generated.source
+    names_of = {buffer: _variable(buffer) for buffer in kernel.buffers}
+    parameters = [names_of[buffer] for buffer in (*(b.name for b in call.inputs), *call.continued)]
+    lines = [f"def {name}({', '.join([*parameters, *map(str, call.symbols), 'out=None'])}):"]
+    lines += ['    """', *(f"    {_docstring_line(str(origin))}" for origin in call.origins), '    """']
+    for at, buffer in enumerate(call.outputs):
+        if buffer.name not in call.continued:
+            layout = f"{expression_text(buffer.sizes)}, {expression_text(buffer.strides)}, dtype={buffer.dtype}"
+            lines.append(f"    {names_of[buffer.name]} = out[{at}] if out else None")
+            lines.append(f"    if {names_of[buffer.name]} is None:")
+            lines.append(f'        {names_of[buffer.name]} = torch.empty_strided({layout}, device="{buffer.device}")')
+    symbols = {symbol(at): scalar.expression for at, scalar in enumerate(kernel.scalars)}
+    sizes = [(size.xreplace(symbols) if isinstance(size, sympy.Expr) else size, block) for size, block in kernel.blocks]
+    programs = [f"triton.cdiv({expression_text(size)}, {block})" for size, block in sizes]
+    arguments = [*names_of.values(), *(expression_text(scalar.expression) for scalar in kernel.scalars)]
+    arguments += [f"{constant}={value!r}" for constant, value in source.constants.items()]
+    arguments += [f"num_warps={source.num_warps}", f"num_stages={source.num_stages}"]
+    lines.append(f"    {source.name}[({' * '.join(programs) or '1'},)]({', '.join(arguments)})")
+    lines.append(f"    return [{', '.join(names_of[buffer.name] for buffer in call.outputs)}]")
+    return "\n".join(lines) + "\n"
+
+
+def _docstring_line(text: str) -> str:
+    """``text`` as a line of a docstring between triple quotes: no character of it ends the string or is an escape."""
+    return printable(text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"'))
+
+
+def _variable(buffer: str) -> str:
+    """A variable for a buffer in the function that launches a kernel, apart from the names which that function uses."""
+    word = re.sub(r"\W", "_", buffer)
+    return f"{word}_" if word in ("out", "torch", "triton") else word
+
+
+# ---- other names
+
+
+def _bound(names: dict[str, Any]) -> Iterator[str]:
+    """The statements that define the global names of a program."""
+    for kind in sorted({type(call) for call in _lists(names)}, key=str):
+        yield f"from {kind.__module__} import {kind.__name__}"
+    for name, value in names.items():
+        if value in _OF_ARENAS:
+            if name != value.__name__:  # the name was taken by an input
+                yield f"{name} = {value.__name__}"
+        elif value is not torch and not isinstance(value, KernelCall):
+            yield f"{name} = {_expression(value)}"
+
+
+def _expression(value: Any) -> str:
+    if isinstance(value, OpOverload):
+        return f"torch.ops.{value}"
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, MultiTensor):
+        return repr(value)
+    if isinstance(value, Launcher):
+        updated = [at for at, _ in value.effects.writes]
+        return (
+            f"in_place({value.effects.functional!r}, {updated})" if updated else f"into({value.effects.functional!r})"
+        )
+    name = getattr(value, "__name__", "")
+    module = next((word for word, module in _MODULES.items() if getattr(module, name, None) is value), None)
+    return f"{module}.{name}" if module else f"elsewhere({name or type(value).__name__!r})"
+
+
+def _lists(names: dict[str, Any]) -> list[MultiTensor]:
+    """The multi-tensor operations among the values."""
+    calls = [value.effects.functional if isinstance(value, Launcher) else value for value in names.values()]
+    return [call for call in calls if isinstance(call, MultiTensor)]
+
+
+# ---- running it
+
+
+def _script(step: StepGraph) -> str:
+    lines = ['if __name__ == "__main__":', "    run(", "        ["]
+    for entry, node in zip(step.inputs, step.placeholders, strict=True):
+        lines.append(f"            {_zeros(node.meta['val'])},  # {entry.role.value} {printable(entry.path)}")
+    return "\n".join([*lines, "        ]", "    )"]) + "\n"
+
+
+def _zeros(val: Any) -> str:
+    if not isinstance(val, torch.Tensor):
+        return repr(known(val))
+    sizes, strides = ([known(n) for n in numbers] for numbers in (val.shape, val.stride()))
+    return f'torch.empty_strided({sizes}, {strides}, dtype={val.dtype}, device="{val.device}").zero_()'

@@ -1,0 +1,300 @@
+"""One schedule on all ranks: rank 0 decides, the other ranks apply its decisions.
+
+Costs follow from sizes, and batches and uneven shards have other sizes on other ranks. Ranks that decided on their own
+could issue their collectives in different orders and would hang. Ranks communicate through the store of the process
+group, never through a collective.
+
+Before anything is decided, ranks compare the structure of their graphs: decisions are positions in a graph and are
+valid only for an equal graph. If structures differ, because kernels were fused differently for different sizes,
+collectives are issued one by one in the order in which they were captured, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from weft import errors, knobs, torch_adapter
+from weft.capture.agreement.agreement import listed
+from weft.capture.agreement.store_rendezvous import StoreRendezvous
+from weft.capture.fake.fake_world import current_fake_world
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import group_of, is_collective
+from weft.inductor.cache.graph_cache import remembered
+from weft.inductor.cost import cluster_file
+from weft.inductor.cost.cluster import Cluster
+from weft.inductor.graph.node_order import put, reorder, together
+from weft.inductor.graph.pass_runner import Pass, PassRunner, changes_bits, keeps_bits, required
+from weft.inductor.graph.serializable import fits
+from weft.inductor.schedule.communicators import assign_communicators
+from weft.inductor.schedule.decisions import Decisions, schedule_passes, structure
+from weft.inductor.schedule.planner import Schedule, follow, log_warnings, schedule
+from weft.inductor.schedule.select_transport import LIBRARY
+from weft.inductor.schedule.verify import ScheduleVerifier, verifier
+from weft.inductor.transports.apply_transports import unreachable, use_transports
+from weft.inductor.transports.rendezvous import peer_rendezvous
+
+log = logging.getLogger(__name__)
+
+Node = torch.fx.Node
+
+
+def scheduled(
+    step: StepGraph,
+    cluster: Cluster,
+    memory_limit: int | None = None,
+    *,
+    keep_bits: bool = False,
+    runner: PassRunner | None = None,
+) -> tuple[StepGraph, Schedule | None]:
+    """The step in the order of issue that all ranks share, each queue on its own communicator; and its schedule, None
+    if the ranks' kernels differ. ``step`` is not changed.
+
+    All ranks must call it for the same steps in the same order. They communicate over the store. Peer access is tested
+    only after a schedule wants it. If some ranks lack it, another schedule is made without those groups.
+
+    Args:
+        cluster, memory_limit, keep_bits: see :func:`weft.inductor.schedule.planner.schedule`.
+        runner: runs the passes that apply the schedule.
+
+    Raises, on every rank:
+        MemoryLimitUnreachable: no schedule of rank 0's step fits ``memory_limit``.
+        ScheduleTimeout, ScheduleLost, StoreLost: see :func:`decided`.
+    """
+    checks = verifier(step)
+    unreachable_groups = _unreachable_groups.setdefault(dist.group.WORLD, []) if _has_peers() else []
+    # All ranks add the same groups, and each round adds at least one, so the loop ends on all ranks alike.
+    while (chosen := _agreed(step, cluster, memory_limit, keep_bits, unreachable_groups)) is not None:
+        more = _find_unreachable_groups(chosen.step)
+        if not more:
+            break
+        unreachable_groups += more
+    passes: list[Pass] = [in_captured_order] if chosen is None else schedule_passes(chosen.decisions)
+    passes = [*passes, apply_transports, assign_communicators]
+    runner = runner or PassRunner()
+    return runner.run("schedule", step.copy(), passes, checks.check if checks is not None else None), chosen
+
+
+def _agreed(
+    step: StepGraph, cluster: Cluster, memory_limit: int | None, keep_bits: bool, unreachable_groups: list[str]
+) -> Schedule | None:
+    """The schedule that rank 0 makes, or reads from its cache; None if the ranks' kernels differ."""
+    schedules: list[Schedule] = []
+    own = structure(step)
+
+    def make() -> str:
+        try:
+            schedules.append(
+                schedule(step, cluster, memory_limit, keep_bits=keep_bits, unreachable_groups=unreachable_groups)
+            )
+        except errors.MemoryLimitUnreachable as error:
+            return json.dumps(_unreachable(error))
+        return json.dumps({"decisions": schedules[0].decisions.text(), "warnings": schedules[0].warnings})
+
+    def decide() -> Decisions:
+        ranks = {name: torch_adapter.group_ranks(group) for name, group in sorted(step.groups.items())}
+        # Everything that the decisions depend on is part of the cache key.
+        asked = [cluster_file.text(cluster), memory_limit, keep_bits, ranks, unreachable_groups]
+        return remembered(step, own + json.dumps(asked), make, read)
+
+    def read(text: str) -> Decisions:
+        reply = json.loads(text)
+        if "unreachable" in reply and not _is_unreachable(reply["unreachable"]):
+            raise ValueError("it does not say what does not fit")
+        decisions = _follow(reply)
+        if decisions is None or not fits(reply["warnings"], list[str]):
+            raise ValueError("it holds no decisions")
+        if not schedules:
+            found = follow(step, cluster, decisions, memory_limit)
+            # The file may hold decisions that weft did not make. A wrong one would give wrong sums or a hang.
+            ScheduleVerifier(step).check(found.step, "reading the cache")
+            log_warnings(reply["warnings"])
+            schedules.append(found)
+        return decisions
+
+    decisions = agree_on_decisions(own, decide)
+    if decisions is None:
+        return None
+    cluster = _of_rank_0(cluster)
+    return schedules[0] if schedules else follow(step, cluster, decisions, memory_limit)
+
+
+def _of_rank_0(cluster: Cluster) -> Cluster:
+    """The cluster description of rank 0, on which the decisions are based. Other machines can have calibrated their
+    own."""
+    own = cluster_file.text(cluster)
+    text = from_rank_0("cluster", lambda: own)
+    return cluster if text == own else cluster_file.parse(text, Cluster, "the description of rank 0")
+
+
+# By default group: groups in which some rank lacks peer access. All ranks hold the same list, because it is part of
+# what the schedule depends on.
+_unreachable_groups: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def from_rank_0(about: str, make: Callable[[], str]) -> str:
+    """The text that ``make`` returns on rank 0, on all ranks. All ranks must call this in the same order.
+
+    Raises:
+        errors.PeersUnreachable: it did not arrive within ``knobs.peer_timeout_s`` seconds.
+    """
+    if not _has_peers():
+        return make()
+    rendezvous = _world_rendezvous(about)
+    return rendezvous.broadcast(make() if rendezvous.at == 0 else "")
+
+
+def _has_peers() -> bool:
+    return torch_adapter.world_size() > 1 and current_fake_world() is None
+
+
+def _world_rendezvous(about: str) -> StoreRendezvous:
+    """A rendezvous of all ranks."""
+    return peer_rendezvous("the world", torch_adapter.world_group_name(), about)
+
+
+def _find_unreachable_groups(step: StepGraph) -> list[str]:
+    """The groups with a symmetric-memory transport in a schedule in which some rank lacks peer access.
+
+    All ranks must call this with the same schedule, and all get the same result.
+    """
+    wanted = {group_of(node): node for node in step.collectives() if node.meta.get("transport", LIBRARY) != LIBRARY}
+    if not wanted or not _has_peers():
+        return []
+    unreachable_here = {group: why for group, node in wanted.items() if (why := unreachable(step, node)) is not None}
+    for group, why in unreachable_here.items():
+        first = torch_adapter.group_ranks(step.groups[group])[0]
+        level = logging.WARNING if dist.get_rank() == first else logging.DEBUG  # all of them have found the same
+        log.log(level, "%s carries all collectives over %s, as with WEFT_TRANSPORTS=nccl: %s", LIBRARY, group, why)
+    # A failure can be local to one rank: all ranks must drop the group, or they would run different collectives.
+    every = [json.loads(text) for text in _world_rendezvous("schedule").gather(json.dumps([*unreachable_here]))]
+    return [group for group in wanted if any(group in one for one in every)]
+
+
+@changes_bits("transports over peers add what the ranks have in the order of the ranks, in float32")
+def apply_transports(step: StepGraph) -> StepGraph:
+    """Replace every collective by a call of its transport. Changes ``step``.
+
+    In a fake world it does nothing: there are no peers, and nothing runs.
+    """
+    if current_fake_world() is None:
+        use_transports(step, {node: node.meta.get("transport", LIBRARY) for node in step.collectives()})
+    return step
+
+
+@required
+@keeps_bits
+def in_captured_order(step: StepGraph) -> StepGraph:
+    """Reorder ``step`` so that its collectives are issued in the captured order. Changes ``step``.
+
+    Raises:
+        ScheduleMismatch: no such order exists, because a kernel was fused from nodes before and after a collective.
+    """
+    waiting = deque(sorted(step.collectives(), key=lambda start: start.meta["capture_order"]))
+    order: dict[Node, None] = {}
+    for node in step.graph.nodes:
+        while waiting and is_collective(node) and node not in order:
+            put(waiting.popleft(), order)
+        put(node, order)
+    issued = [node.meta["capture_order"] for node in order if is_collective(node)]
+    if issued != sorted(issued):
+        raise errors.ScheduleMismatch
+    reorder(step, together(order))
+    return step
+
+
+def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions | None:
+    """The decisions of rank 0, on every rank; None on all ranks if the structures of their graphs differ.
+
+    All ranks of the default group must call this for the same steps in the same order. In a fake world, and at world
+    size 1, a rank decides for itself.
+
+    Args:
+        own: the structure of this rank's graph, see :func:`weft.inductor.schedule.decisions.structure`.
+        decide: called on rank 0 only.
+
+    Raises, on every rank:
+        errors.ScheduleTimeout: a rank did not arrive within ``knobs.schedule_timeout_s`` seconds.
+        errors.StoreLost: the process that hosts the store is gone.
+        errors.MemoryLimitUnreachable: ``decide`` raised it.
+        errors.ScheduleLost: ``decide`` raised another error; rank 0 raises that one.
+    """
+    if torch_adapter.world_size() == 1 or current_fake_world() is not None:
+        return decide()
+    rank, started = dist.get_rank(), time.monotonic()
+
+    def late(keys: list[str]) -> Exception:
+        missing = [int(key.partition("/")[2] or 0) for key in keys]  # what is not a rank's structure is rank 0's
+        return errors.ScheduleTimeout(rank, listed(missing), knobs.schedule_timeout_s)
+
+    ranks = range(dist.get_world_size())
+    rendezvous = StoreRendezvous("schedule", ranks, rank, knobs.schedule_timeout_s, late)
+    rendezvous.post(f"structure/{rank}", own)
+    if rank == 0:
+        decisions = _lead(rendezvous, decide)
+    else:
+        decisions = _follow(json.loads(rendezvous.read_all(["decisions"])[0]))
+    rendezvous.leave([f"structure/{rank}"], ["decisions"])
+    log.debug("schedule %d: decided after %.2f s", rendezvous.number, time.monotonic() - started)
+    return decisions
+
+
+def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decisions | None:
+    # Posted in `finally`, whatever happens: ranks that get no answer would wait until the timeout.
+    reply: dict[str, Any] = {"failed": "rank 0 stopped"}
+    try:
+        structures = rendezvous.read_all([f"structure/{rank}" for rank in rendezvous.ranks])
+        if len(set(structures)) > 1:
+            reply = {"differ": True}
+            log.warning("%s", _difference(structures))
+            return None
+        decisions = decide()
+        reply = {"decisions": decisions.text()}
+        return decisions
+    except errors.MemoryLimitUnreachable as error:
+        reply = _unreachable(error)
+        raise
+    except Exception as error:
+        reply = {"failed": f"{type(error).__name__}: {error}"}
+        raise
+    finally:
+        rendezvous.post("decisions", json.dumps(reply))
+
+
+def _unreachable(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
+    return {"unreachable": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
+
+
+def _is_unreachable(told: Any) -> bool:
+    """Whether this is what :func:`_unreachable` writes."""
+    if not (isinstance(told, list) and len(told) == 6 and fits(tuple(told[:4]), tuple[int, int, str, int])):
+        return False
+    limit, peak, _, _, held, certain = told
+    named = isinstance(held, list) and all(fits(tuple(each), tuple[int, str]) for each in held)
+    return named and isinstance(certain, bool) and peak > limit
+
+
+def _follow(reply: dict[str, Any]) -> Decisions | None:
+    if "unreachable" in reply:
+        raise errors.MemoryLimitUnreachable(*reply["unreachable"])
+    if "failed" in reply:
+        raise errors.ScheduleLost(reply["failed"])
+    return Decisions.read(reply["decisions"]) if "decisions" in reply else None
+
+
+def _difference(structures: list[str]) -> str:
+    usual = max(dict.fromkeys(structures), key=structures.count)
+    others = [rank for rank, own in enumerate(structures) if own != usual]
+    return (
+        f"the kernels of {listed(others)} are others than those of the rest, since sizes differ between ranks: "
+        "collectives are issued in the order of the step, one by one, and overlap less. Pad batches to one size, or "
+        "mark the size that differs with weft.mark_dynamic"
+    )

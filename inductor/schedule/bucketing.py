@@ -1,0 +1,346 @@
+"""Bucketing: collectives of one kind are merged into coalesced calls, across modules.
+
+A wrapper issues one collective per parameter. Each costs a latency on the wire and a launch on the host. Collectives
+whose operands are ready, or whose results are needed, at about the same time are therefore merged into one of torch's
+coalesced operations, which copies nothing into a flat buffer and leaves every tensor its own memory.
+
+A larger bucket costs time: it starts when its last operand is ready, and its first result is there only when all are.
+Buckets are cut on a queue, which runs one call at a time, by dynamic programming over the places to cut. It minimises
+first the largest lateness of a result, then the time on the queue. For reductions, in the order in which gradients
+become ready, this is the problem of MG-WFBP (S. Shi, X. Chu, B. Li, "MG-WFBP: Efficient Data Communication for
+Distributed Synchronous SGD Algorithms", INFOCOM 2019). For all-gathers of shards it is the same problem in reversed
+time, since a gather can start as early as a reduction can end late. The planner chooses how large a bucket can get, see
+:func:`reference_bucket_bytes`.
+
+Gathers keep their bits. A library may sum more than two numbers in another order when tensors are merged.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import WAIT, group_of, is_effect, is_wait
+from weft.capture.node_meta import meta_of
+from weft.capture.step_interface import Role
+from weft.inductor.graph.aliasing import looks_into, storages
+from weft.inductor.graph.collectives import collective_op, reduction_of
+from weft.inductor.graph.node_order import put, reorder, together
+from weft.inductor.schedule.reshard import written_operands
+
+Node = torch.fx.Node
+
+Price = Callable[[int, int], float]
+
+# Tensors in one bucket, and partial cuts that dynamic programming keeps per position: bounds of its time. Choices.
+_MAX_BUCKET_TENSORS = 32
+_MAX_CUTS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class BucketEntry:
+    """A collective that can share a call with others. Positions are indices of nodes in the graph.
+
+    Attributes:
+        start: its node.
+        position: of ``start``.
+        ready_at: index after the last producer of its operand. This can be far before ``position``: a wrapper may issue
+            the collectives of a block at its end.
+        latest: a merged call must come before this position: that of the first node that needs its result and cannot
+            move, or that writes to its operand. Infinity if there is none.
+        first_use: position of the first computation with its result.
+        from_shards: whether it depends on parameters and buffers only, so that it can be started anywhere.
+    """
+
+    start: Node
+    position: int
+    ready_at: int
+    latest: float
+    first_use: int
+    from_shards: bool
+
+
+def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[list[BucketEntry]]:
+    """The collectives of ``step`` that calls can share: one list per operation, group and dtype.
+
+    Collectives of shards, which can start anywhere, are in the order of their first use. All others are in the order in
+    which their operands are ready.
+
+    Args:
+        keep_bits: leave out reductions over more than two ranks, whose sums can have other bits in a merged call.
+    """
+    nodes = list(step.graph.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    until, early, writes = _untils(nodes), _from_shards(step), _writes(nodes)
+    sequences: dict[tuple[Any, ...], list[BucketEntry]] = {}
+    for at, node in enumerate(nodes):
+        if _can_coalesce(node) and all(user.target is WAIT for user in node.users):
+            if keep_bits and reduction_of(node) and len(torch_adapter.group_ranks(step.groups[group_of(node)])) > 2:
+                continue
+            is_early = node.all_input_nodes[0] in early
+            # A write to the operand before the call has ended could not be in place.
+            overwritten = (_first_after(at, writes.get(key, ())) for key in storages(node.all_input_nodes[0]))
+            last = min([until[node], *overwritten])
+            member = BucketEntry(node, at, _made(node, place), last, _first_use(node, place), is_early)
+            sequences.setdefault((_kind(node), is_early), []).append(member)
+    return [
+        sorted(of, key=lambda m: (m.first_use if m.from_shards else m.ready_at, m.position))
+        for of in sequences.values()
+    ]
+
+
+def cut_into_buckets(
+    members: Sequence[BucketEntry], clock: Sequence[float], sizes: Sequence[int], price: Price, max_bytes: float
+) -> list[list[BucketEntry]]:
+    """Cut one of :func:`bucketable_sequences` into buckets, each in order, with the least lateness; of those, with the
+    least time on the queue. Runs in time linear in the members.
+
+    Args:
+        clock: by position in the graph, when the compute stream comes there if it never stalls (s).
+        sizes: bytes of the members.
+        price: seconds of a call, from its bytes and its number of tensors.
+        max_bytes: largest bucket in bytes. A single collective can exceed it.
+    """
+    early = members[0].from_shards
+    if early:  # read backwards, a gather is ready where it is needed, and may end as late as the step begins
+        members, sizes = members[::-1], sizes[::-1]
+    ready = [-clock[m.first_use] if early else clock[m.ready_at] for m in members]
+    due = [0.0 if early else clock[m.first_use] for m in members]
+    # cuts_of[n]: Pareto-optimal cuts of the first n members. One objective is not enough: a cut that ends sooner can
+    # make a later bucket less late.
+    cuts_of = [[_Cut(0.0, -math.inf, 0.0, 0, None)]]
+    for end in range(1, len(members) + 1):
+        cuts = []
+        for begin in _begins(members, sizes, end, max_bytes):
+            seconds = price(sum(sizes[begin:end]), end - begin)
+            # A bucket starts when its last member is ready and the queue is free; its first result is due soonest.
+            soonest, last = min(due[begin:end]), max(ready[begin:end])
+            for before in cuts_of[begin]:
+                ends = max(before.ends, last) + seconds
+                cuts.append(_Cut(max(before.late, ends - soonest), ends, before.seconds + seconds, end, before))
+        cuts_of.append(_best(cuts))
+    cut: _Cut | None = min(cuts_of[-1], key=lambda candidate: (candidate.late, candidate.seconds, candidate.ends))
+    buckets = []
+    while cut is not None and cut.before is not None:
+        bucket = list(members[cut.before.count : cut.count])
+        buckets.append(bucket[::-1] if early else bucket)
+        cut = cut.before
+    return buckets if early else buckets[::-1]
+
+
+def reference_bucket_bytes(sizes: Sequence[int], price: Price) -> float:
+    """The bucket size in bytes that balances two costs: the time of one call, which is exposed at the beginning or end
+    of a step, and the latencies of all calls.
+
+    With B bytes in all, latency a and bandwidth b, the sum s/b + a B/s is smallest at s = sqrt(a b B).
+
+    Args:
+        sizes, price: as for :func:`cut_into_buckets`.
+    """
+    total, latency = sum(sizes), price(0, 1)
+    wire = price(total, 1) - latency
+    return total * math.sqrt(latency / wire) if wire > 0 else math.inf
+
+
+def merge_buckets(step: StepGraph, buckets: Iterable[Sequence[BucketEntry]]) -> StepGraph:
+    """Merge the members of each bucket into one coalesced call. Changes ``step``.
+
+    The call takes the place of its first member if they are ``from_shards``, otherwise of its last. The waits for its
+    results are adjacent.
+    """
+    late: set[Node] = set()
+    for bucket in buckets:
+        first, last = min(bucket, key=lambda m: m.position).start, max(bucket, key=lambda m: m.position).start
+        if len(bucket) > 1:
+            with step.graph.inserting_before(first if bucket[0].from_shards else last):
+                call = _coalesced(step.graph, [m.start for m in bucket])
+            if not bucket[0].from_shards:
+                late.add(call)
+    reorder(step, together(_order_after_merge(step, late)))
+    return step
+
+
+# ---- what may be merged
+
+
+class _Cut(NamedTuple):
+    """A partial solution: a cut of the first members of a sequence into buckets.
+
+    Attributes:
+        late: the largest lateness in seconds: by how much a call ends after one of its members is due.
+        ends: when the queue has finished all calls (s).
+        seconds: the sum of the times of all calls.
+        count: number of members.
+        before: the cut without the last bucket.
+    """
+
+    late: float
+    ends: float
+    seconds: float
+    count: int
+    before: _Cut | None
+
+
+def _begins(members: Sequence[BucketEntry], sizes: Sequence[int], end: int, max_bytes: float) -> Iterator[int]:
+    """The indices at which a bucket that ends with member ``end - 1`` can begin.
+
+    The merged call of computed operands takes the place of the last member. So no immovable node that needs a member
+    can come before that place. Otherwise two calls could need each other, and the graph would have no order.
+    """
+    total, until, last = 0, math.inf, -1
+    for begin in range(end - 1, max(end - 1 - _MAX_BUCKET_TENSORS, -1), -1):
+        member = members[begin]
+        total, until, last = total + sizes[begin], min(until, member.latest), max(last, member.position)
+        # Larger buckets only get worse, so stop at the first that is not valid. One collective alone always is.
+        if begin < end - 1 and (total > max_bytes or (not member.from_shards and last >= until)):
+            return
+        yield begin
+
+
+def _best(cuts: list[_Cut]) -> list[_Cut]:
+    """The Pareto-optimal cuts. If there are more than ``2 * _MAX_CUTS``, those of least lateness that end first, and
+    the best others."""
+    kept: list[_Cut] = []
+    # In ascending lateness, a cut is dominated if an earlier one is at least as good in both other respects.
+    for cut in sorted(cuts, key=lambda cut: (cut.late, cut.ends, cut.seconds)):
+        if all(cut.ends < other.ends or cut.seconds < other.seconds for other in kept):
+            kept.append(cut)
+    if len(kept) > 2 * _MAX_CUTS:
+        kept = kept[:_MAX_CUTS] + sorted(kept[_MAX_CUTS:], key=lambda cut: (cut.late, cut.seconds))[:_MAX_CUTS]
+    return kept
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    """The key of collectives that can share a call: operation, dtype, group and all other arguments."""
+    operand, *others = node.args
+    return node.target, operand.meta["val"].dtype, *others, *node.kwargs.items(), node.meta.get("inplace")  # type: ignore
+
+
+def _untils(nodes: list[Node]) -> dict[Node, int]:
+    """By node, the position of the first immovable node that needs it, directly or not: a collective or an effect."""
+    place = {node: at for at, node in enumerate(nodes)}
+    until: dict[Node, int] = {}
+    for node in reversed(nodes):
+        users = (place[user] if _is_anchored(user) else until[user] for user in node.users)
+        until[node] = min(users, default=len(nodes))
+    return until
+
+
+def _writes(nodes: list[Node]) -> dict[int, list[int]]:
+    """By storage, the positions of the operations that write to it."""
+    positions: dict[int, list[int]] = {}
+    for at, node in enumerate(nodes):
+        for key in {key for written in written_operands(node) for key in storages(written)}:
+            positions.setdefault(key, []).append(at)
+    return positions
+
+
+def _first_after(at: int, places: Sequence[int]) -> float:
+    """The first of the sorted ``places`` after ``at``; infinity if there is none."""
+    next_one = bisect_right(places, at)
+    return places[next_one] if next_one < len(places) else math.inf
+
+
+def _from_shards(step: StepGraph) -> set[Node]:
+    """The nodes that depend on parameters and buffers only: on no batch, collective, effect or random draw."""
+    model = {entry.name for entry in step.inputs if entry.role in (Role.PARAMETER, Role.BUFFER)}
+    nodes: set[Node] = set()
+    for node in step.graph.nodes:
+        if node.op == "placeholder":
+            early = node.name in model
+        else:
+            early = not _is_anchored(node) and all(used in nodes for used in node.all_input_nodes)
+        if early:
+            nodes.add(node)
+    return nodes
+
+
+def _is_anchored(node: Node) -> bool:
+    return is_effect(node) and node.op == "call_function" and not is_wait(node)
+
+
+def _made(start: Node, place: dict[Node, int]) -> int:
+    """Index after the last producer of the collective's operand. Views do not count: they move with the collective."""
+    shown = list(start.all_input_nodes)
+    for node in shown:
+        if _shows(node):
+            shown += node.all_input_nodes
+    return max((place[node] + 1 for node in shown if not _shows(node)), default=0)
+
+
+def _shows(node: Node) -> bool:
+    return looks_into(node) and not is_wait(node)
+
+
+def _first_use(start: Node, place: dict[Node, int]) -> int:
+    """The position of the first computation with the result of a collective. Views do not count: they move with it."""
+    views = list(start.users)
+    first = len(place) - 1
+    for view in views:
+        for user in view.users:
+            if looks_into(user):
+                views.append(user)
+            else:
+                first = min(first, place[user])
+    return first
+
+
+# ---- rewriting the graph
+
+
+def _can_coalesce(node: Node) -> bool:
+    """Whether the node is a collective of one tensor that has a coalesced form."""
+    row = collective_op(node.target)
+    return row is not None and row.coalesced is not None and node.target is row.op
+
+
+def _coalesced(graph: torch.fx.Graph, starts: list[Node]) -> Node:
+    """Insert one coalesced call at the graph's insertion point, with a getitem per result. Erases ``starts``."""
+    row: Any = collective_op(starts[0].target)
+    call = graph.call_function(row.coalesced, ([s.args[0] for s in starts], *starts[0].args[1:]), starts[0].kwargs)
+    call.meta = meta_of(starts, val=[start.meta["val"] for start in starts])
+    if "inplace" in starts[0].meta:
+        call.meta["inplace"] = row.coalesced_in_place
+    at = call
+    for index, start in enumerate(starts):
+        with graph.inserting_after(at):
+            at = graph.call_function(operator.getitem, (call, index))
+        at.meta = meta_of(start, val=start.meta["val"])
+        start.replace_all_uses_with(at)
+        graph.erase_node(start)
+    return call
+
+
+def _order_after_merge(step: StepGraph, late: set[Node]) -> list[Node]:
+    """The order of the graph, made valid after merging: users of a call in ``late`` come after it, and operands of the
+    other calls come before them. All other nodes keep their order."""
+    order: dict[Node, None] = {}
+    deferred: dict[Node, None] = {}
+    # Members that came first have readers in front of the merged call. These readers are put behind it.
+    missing = late.union(*(call.users for call in late))
+
+    def is_blocked(node: Node) -> bool:
+        return any(used in missing or used in deferred for used in node.all_input_nodes)
+
+    for node in step.graph.nodes:
+        if node in order:
+            continue
+        if is_blocked(node):
+            deferred[node] = None
+            continue
+        put(node, order)
+        if node in late:
+            missing.difference_update((node, *node.users))
+            for each in list(deferred):
+                if not is_blocked(each):
+                    del deferred[each]
+                    put(each, order)
+    return list(order)

@@ -1,0 +1,193 @@
+"""The decisions of a schedule, as positions of nodes in graphs that are equal on all ranks, and the passes that apply
+them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from weft.capture.graph import StepGraph
+from weft.errors import MalformedSchedule
+from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.graph.node_order import reorder
+from weft.inductor.graph.pass_runner import Pass, changes_bits, is_enabled, keeps_bits, required
+from weft.inductor.graph.serializable import check_fields
+from weft.inductor.schedule.bucketing import bucketable_sequences, merge_buckets
+from weft.inductor.schedule.param_names import Names
+from weft.inductor.schedule.reshard import add_gathers, gather_once
+from weft.inductor.schedule.split_optimizer import split_updates
+
+Node = torch.fx.Node
+
+_MOST_NODES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """How a step becomes its schedule.
+
+    Attributes:
+        regathers: pairs of a gathered value (its index in the result of :func:`gather_once`) and the indices of the
+            uses before which it is gathered again.
+        buckets: the collectives of each coalesced call, as positions in the graph after ``regathers``.
+        order: the nodes in order of issue, as positions in the graph after merging buckets and splitting updates.
+        transports: pairs of a collective's position in that graph and the name of its transport.
+    """
+
+    regathers: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    buckets: tuple[tuple[int, ...], ...] = ()
+    order: tuple[int, ...] = ()
+    transports: tuple[tuple[int, str], ...] = ()
+
+    def text(self) -> str:
+        """The decisions as JSON. Runs of consecutive positions are written as (first, length)."""
+        runs: list[list[int]] = []
+        for at in self.order:
+            if runs and at == sum(runs[-1]):
+                runs[-1][1] += 1
+            else:
+                runs.append([at, 1])
+        return json.dumps({**asdict(self), "order": runs}, separators=(",", ":"))
+
+    @staticmethod
+    def read(text: str) -> Decisions:
+        """The decisions that :meth:`text` wrote.
+
+        Raises:
+            ValueError, LookupError, TypeError: it did not write ``text``.
+        """
+        found = json.loads(text)
+        if sum(length for _, length in found["order"]) > _MOST_NODES:
+            raise ValueError("an order of more nodes than any graph has")
+        order = tuple(at for begin, length in found["order"] for at in range(begin, begin + length))
+        regathers = tuple((number, tuple(uses)) for number, uses in found["regathers"])
+        transports = tuple((at, name) for at, name in found["transports"])
+        fields = regathers, tuple(map(tuple, found["buckets"])), order, transports
+        check_fields(Decisions, fields)
+        return Decisions(*fields)
+
+
+def regather(step: StepGraph, regathers: Sequence[tuple[int, tuple[int, ...]]]) -> StepGraph:
+    """Gather each value once, and again before the uses that ``regathers`` lists. Changes ``step``.
+
+    Sets ``meta["param_names"]`` of every collective, and ``meta["regathers"] = 1`` of gathers that are not the first of
+    their value. Merging concatenates the names and adds the counts.
+    """
+    cuts = dict(regathers)
+    for number, value in enumerate(gather_once(step)):
+        for repeated in add_gathers(step, value, cuts.get(number, ()))[1:]:
+            repeated.start.meta["regathers"] = 1
+    names = Names(step)
+    for start in step.collectives():
+        start.meta["param_names"] = (names.of(start),)
+    return step
+
+
+def apply(step: StepGraph, decisions: Decisions) -> StepGraph:
+    """A copy of ``step`` after :func:`schedule_passes`.
+
+    Raises:
+        MalformedGraph: the decisions were made for another graph.
+    """
+    step = step.copy()
+    for pass_ in filter(is_enabled, schedule_passes(decisions)):
+        step = pass_(step)
+    return step.check()
+
+
+def schedule_passes(decisions: Decisions) -> list[Pass]:
+    """The passes that turn a step into its schedule. They are analysis-free: rank 0 has decided."""
+    return [
+        Reshard(decisions.regathers),
+        MergeBuckets(decisions.buckets),
+        split_updates,
+        SelectTransports(decisions.transports),
+        IssueOrder(decisions.order),
+    ]
+
+
+@required
+@keeps_bits
+class Reshard:
+    """A pass that gathers each sharded value once, and again before the uses of ``Decisions.regathers``."""
+
+    __name__ = "reshard"
+
+    def __init__(self, regathers: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        self.regathers = regathers
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """See :func:`regather`. Changes ``step``."""
+        return regather(step, self.regathers)
+
+
+@changes_bits("a library may sum an element in another order at another place of a buffer")
+class MergeBuckets:
+    """A pass that merges the collectives at the positions of ``Decisions.buckets`` into one call each."""
+
+    __name__ = "merge_buckets"
+
+    def __init__(self, buckets: Sequence[Sequence[int]] = ()) -> None:
+        self.buckets = buckets
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """See :func:`weft.inductor.schedule.bucketing.merge_buckets`. Changes ``step``."""
+        nodes = list(step.graph.nodes)
+        entries = {entry.start: entry for sequence in bucketable_sequences(step) for entry in sequence}
+        return merge_buckets(step, [[entries[nodes[at]] for at in bucket] for bucket in self.buckets])
+
+
+@required
+@keeps_bits
+class SelectTransports:
+    """A pass that writes the transport of each collective into its metadata, by ``Decisions.transports``."""
+
+    __name__ = "select_transports"
+
+    def __init__(self, transports: Sequence[tuple[int, str]]) -> None:
+        self.transports = transports
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """Set ``meta["transport"]``. Changes ``step``."""
+        nodes = list(step.graph.nodes)
+        for at, name in self.transports:
+            nodes[at].meta["transport"] = name
+        return step
+
+
+@required
+@keeps_bits
+class IssueOrder:
+    """A pass that puts the nodes into the order of ``Decisions.order``."""
+
+    __name__ = "issue_order"
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """Reorder the nodes. Changes ``step``."""
+        nodes = list(step.graph.nodes)
+        if sorted(self.order) != list(range(len(nodes))):
+            raise MalformedSchedule("scheduling", f"the order is none of the {len(nodes)} nodes", "")
+        reorder(step, [nodes[at] for at in self.order])
+        return step
+
+
+def structure(step: StepGraph) -> str:
+    """A hash of the operations of a graph and of their operands.
+
+    Decisions for one graph are valid for all graphs with this hash. Sizes and the contents of kernels are not part of
+    it, because they can differ between ranks.
+    """
+    place: dict[Node, int] = {}
+    content = hashlib.sha256()
+    for at, node in enumerate(step.graph.nodes):
+        place[node] = at
+        kind = "kernel" if isinstance(node.target, KernelCall) else getattr(node.target, "__name__", str(node.target))
+        content.update(f"{kind} {[place[used] for used in node.all_input_nodes]}\n".encode())
+    return content.hexdigest()

@@ -1,0 +1,286 @@
+"""One pass of list scheduling with look-ahead, around a reference order and within a memory limit.
+
+Computation follows the reference order. It departs from it where the next task would wait for a collective, or where
+another task would become late. A *due* time says how late a task can begin without making the step longer. Collectives
+start in the order of their due times, just before their queue runs empty: those that the reference has reached at once,
+others when they are due. The wait for a collective is issued before the first task that needs it, or some time after
+the collective has ended, to free its operands.
+
+Sources: list scheduling by due times (R. L. Graham, Bell System Technical Journal 45, 1966; E. G. Coffman and R. L.
+Graham, Acta Informatica 1, 1972); of two tasks, first the one that leaves the smaller lateness (J. Carlier, European
+Journal of Operational Research 11, 1982). Deciding by the clock of a simulated step is what the latency-hiding
+scheduler of XLA and the overlap scheduler of torch's inductor do.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from weft.inductor.cost.task_graph import Kind, Task
+from weft.inductor.schedule.partial_schedule import Key, PartialSchedule, ReadyStarts
+from weft.inductor.schedule.reference_order import Reference
+
+# Candidates per decision. Bounds the time of a decision. A choice.
+_MAX_CANDIDATES = 16
+# A collective starts earlier than it is due by this fraction of its time, against errors of the cost model: between the
+# median and the 95th percentile of the error that the tests allow.
+_EARLY_FRACTION = 0.5
+# If only memory or another collective needs a result, its wait is issued when the collective has been over for this
+# multiple of its time. On H200, collectives took up to three times their time alone, because computation kept their
+# kernels from running.
+_WAIT_AFTER_END = 2.0
+# Seconds between the first and the last rank's arrival at a collective, added to the above: up to 3.8 ms on four H200
+# of which one was slower. A wait that comes too early waits for the slowest rank of that moment, at each collective.
+_RANK_SKEW = 4e-3
+
+
+@dataclass(frozen=True)
+class LeadTime:
+    """Seconds by which collectives and computation are treated as due earlier than they are.
+
+    Infinity: tasks run in the order of their due times. Minus infinity: tasks keep the reference order, unless the
+    compute stream would wait.
+    """
+
+    collectives: float
+    computation: float
+
+
+@dataclass(eq=False)
+class ListSchedule:
+    """The result of a pass.
+
+    Attributes:
+        order: all tasks in order of issue.
+        seconds: until everything has ended.
+        peak: peak memory in bytes.
+        ends: by task, when a COMPUTE or the collective of a START ends (s).
+    """
+
+    order: list[int]
+    seconds: float
+    peak: int
+    ends: list[float]
+
+
+def list_schedule(reference: Reference, due: Sequence[float], lead_time: LeadTime) -> ListSchedule:
+    """Schedule a task graph within the memory limit of a reference order, in time near linear in its tasks.
+
+    Args:
+        reference: a valid order that fits its limit.
+        due: by task, when a COMPUTE or START has to begin (s). Other tasks have no due time.
+        lead_time: how much earlier tasks are treated as due.
+    """
+    return _ListScheduler(reference, due, lead_time).run()
+
+
+def _early_enough(tasks: Sequence[Task], due: Sequence[float]) -> list[float]:
+    """``due`` (s), with collectives due earlier by a margin for errors of the cost model.
+
+    The margin grows with a collective's time, so without care a long collective would overtake a short one of its queue
+    that computation needs sooner. So the order of ``due`` is kept on each queue: a collective is moved at least as far
+    as those behind it.
+    """
+    early = list(due)
+    queues: dict[str, list[int]] = {}
+    for at, task in enumerate(tasks):
+        if task.kind is Kind.START:
+            early[at] -= _EARLY_FRACTION * task.seconds
+            queues.setdefault(task.queue, []).append(at)
+    for starts in queues.values():
+        starts.sort(key=lambda at: due[at])
+        for later, earlier in pairwise(reversed(starts)):
+            if due[earlier] < due[later]:
+                early[earlier] = min(early[earlier], math.nextafter(early[later], -math.inf))
+    return early
+
+
+class _ListScheduler:
+    """State of one pass: the partial schedule, and the collectives that were waited for."""
+
+    def __init__(self, reference: Reference, due: Sequence[float], lead_time: LeadTime) -> None:
+        tasks = reference.task_graph.tasks
+        self.reference, self.lead_time = reference, lead_time
+        self.step = PartialSchedule(reference, _early_enough(tasks, due))
+        self.waited = 0  # how many of the ended collectives have their WAITs issued
+        # Estimated seconds of computation, as if it ran beside the collective with the largest interference. A queue is
+        # then refilled too early rather than too late. Full interference (1.0) is left out: it would give infinity.
+        slowest = 1.0 - max((task.interference for task in tasks if task.interference < 1.0), default=0.0)
+        self.work = [task.seconds / slowest if task.kind is Kind.COMPUTE else 0.0 for task in tasks]
+
+    def run(self) -> ListSchedule:
+        """Walk the reference once. COMPUTE tasks are issued in its order, with other tasks before them. STARTs and
+        WAITs become late, and are issued when due or when a task needs them."""
+        step = self.step
+        for step.at, task in enumerate(self.reference.order):
+            if step.issued[task]:
+                continue
+            if step.kinds[task] is Kind.COMPUTE:
+                while not step.issued[task]:
+                    self.issue_something(task)
+            elif step.kinds[task] is Kind.FREE and step.lacks_nothing(task):
+                step.make_room(task)
+                step.issue_with(task)
+            else:
+                step.postpone(task)
+        # Only communication is left: nothing is gained by delaying it.
+        while step.late:
+            if not self.start_one(math.inf, math.inf, None):
+                step.issue_with(min(islice(step.late, _MAX_CANDIDATES), key=step.issuable_at))
+        for start in self.reference.waits:  # the step is over when all collectives are
+            step.machine.wait(start)
+        ends = step.computed
+        for span in step.ended:
+            ends[span.task] = span.end
+        return ListSchedule(step.order, step.machine.now, step.live_memory.peak, ends)
+
+    def issue_something(self, following: int) -> None:
+        """Issue ``following``, the next computation of the reference, or one of its needs, or a better task before it.
+
+        Issues at least one task per call, so the caller's loop ends.
+        """
+        step = self.step
+        self.wait_for_ended()
+        task, lacking = following, step.lacking(following)
+        # A computation behind an unissued START cannot be issued yet: decide about that START instead.
+        for lacked in lacking:
+            if step.kinds[lacked] is Kind.START:
+                task, lacking = lacked, step.lacking(lacked)
+                break
+        now, ready = step.machine.now, step.ready(lacking)
+        until = ready if ready > now else now + self.work[task]
+        # If the step is ahead of its due times, all due times count as that much earlier: only differences matter.
+        due = until + max(step.keys[task][0] - now, 0.0)
+        if self.start_one(until, due, following):
+            return
+        task = self.fill_exposed_wait(task, ready) if ready > now else self.first(task, due)
+        step.make_room(task)
+        if step.issued[task]:
+            return
+        lacking = step.lacking(task)
+        # If the WAIT stalls, issue only up to it: after the stall other tasks can be better than this one.
+        step.issue_all(lacking[:-1] if step.ready(lacking) > now else lacking)
+
+    # ---- collectives
+
+    def wait_for_ended(self) -> None:
+        """Issue WAITs of collectives that ended some time ago. This frees their operands."""
+        step = self.step
+        while self.waited < len(step.ended):
+            start = step.ended[self.waited].task
+            if not self.has_ended(start):
+                break
+            self.waited += 1
+            step.wait_for(start)
+
+    def has_ended(self, start: int) -> bool:
+        """Whether a collective has ended even if it takes ``1 + _WAIT_AFTER_END`` times the predicted time and ranks
+        arrive ``_RANK_SKEW`` seconds apart."""
+        patience = _WAIT_AFTER_END * self.reference.task_graph.tasks[start].seconds + _RANK_SKEW
+        return self.step.ends.get(start, math.inf) + patience <= self.step.machine.now
+
+    def start_one(self, until: float, due: float, following: int | None) -> bool:
+        """Start a collective due before ``due`` (s) on a queue that is empty before ``until`` (s). Returns whether
+        there was one."""
+        step = self.step
+        # A queue with work until then gains nothing from another START, and its operands would be live for longer.
+        for queue in step.queues:
+            if (queue.late or queue.ahead) and queue.dry <= until:
+                start = self.next_of(queue, due, following)
+                if start is not None:
+                    step.issue_with(start)
+                    return True
+        return False
+
+    def next_of(self, queue: ReadyStarts, due: float, following: int | None) -> int | None:
+        """The START to issue on a queue: the one due first among those that can be issued at once, or None."""
+        late = next((key for key in queue.late[:_MAX_CANDIDATES] if self.can_start(key[2], following)), None)
+        for key in queue.ahead[:_MAX_CANDIDATES]:
+            # Keys are sorted: no later one is due either.
+            if key[0] - self.lead_time.collectives > due or (late is not None and late < key):
+                break
+            if self.can_start(key[2], following):
+                return key[2]
+        return None if late is None else late[2]
+
+    def can_start(self, start: int, following: int | None) -> bool:
+        """Whether a START can be issued without a stall, with room for ``following`` while its collective runs.
+
+        A START that reads the result of another collective is issued only after that has ended with a margin, unless it
+        is due. Otherwise, if the prediction is too short, its WAIT stalls the compute stream for a result that no
+        computation needs yet.
+        """
+        step = self.step
+        lacking = step.lacking(start)
+        if step.ready(lacking) > step.machine.now or not step.can_issue(lacking):
+            return False
+        if following is None:
+            return True
+        awaited = (self.reference.start_of[task] for task in lacking if step.kinds[task] is Kind.WAIT)
+        hurries = step.keys[start][0] <= step.machine.now
+        return (hurries or all(map(self.has_ended, awaited))) and step.fits_beside(start, following)
+
+    # ---- computation, and collectives behind a WAIT
+
+    def others(self, task: int) -> Iterator[Key]:
+        """The candidates to issue instead of ``task``, by due time."""
+        step = self.step
+        starts = [key for queue in step.queues for keys in (queue.late, queue.ahead) for key in keys[:_MAX_CANDIDATES]]
+        candidates = (
+            heapq.merge(step.computable[:_MAX_CANDIDATES], sorted(starts))
+            if starts
+            else step.computable[:_MAX_CANDIDATES]
+        )
+        return (key for key in candidates if key[2] != task)
+
+    def first(self, task: int, due: float) -> int:
+        """The task to issue first: ``task``, which can run at once, or one that is due before ``due`` (s)."""
+        step = self.step
+        now, own, work = step.machine.now, step.keys[task], self.work[task]
+        if step.kinds[task] is Kind.START:
+            return task
+        for key in self.others(task):
+            if own < key or key[0] - self.lead_time.computation > due:
+                break
+            other, when = key[2], key[0]
+            lacking = step.lacking(other)
+            begins = step.ready(lacking)
+            if begins <= now:
+                better = step.kinds[other] is Kind.COMPUTE  # the queue of a START is busy, or there is no room for it
+            else:
+                # Carlier's rule: the order of the two tasks with the smaller maximum lateness.
+                late = max(begins - when, begins + self.work[other] - own[0])
+                better = begins < now + work and late < max(now - own[0], now + work - when)
+            if better and step.can_issue(lacking):
+                return other
+        return task
+
+    def fill_exposed_wait(self, task: int, ready: float) -> int:
+        """The task to issue first: ``task``, for which the compute stream would stall until ``ready`` (s), or one that
+        can begin before.
+
+        Another task is better if it ends by then, or exceeds ``ready`` by less than the stall that it fills, or if the
+        order of the two has the smaller maximum lateness.
+        """
+        step = self.step
+        now, due, work = step.machine.now, step.keys[task][0], self.work[task]
+        best: tuple[float, Key] | None = None
+        for key in self.others(task):
+            other, when = key[2], key[0]
+            lacking = step.lacking(other)
+            begins = step.ready(lacking)
+            # Of several, the one that can begin first: the rest of the stall is filled by the next decision.
+            if begins >= ready or (best is not None and best < (begins, key)):
+                continue
+            if begins <= now and step.kinds[other] is Kind.START:
+                continue  # its queue is busy, or there is no room for it
+            ends = begins + self.work[other]
+            late = max(begins - when, max(ready, ends) - due)
+            better = ends - ready < ready - begins or late < max(ready - due, ready + work - when)
+            if better and step.can_issue(lacking):
+                best = begins, key
+        return task if best is None else best[1][2]

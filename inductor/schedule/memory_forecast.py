@@ -1,0 +1,87 @@
+"""Forecast of the memory that the rest of a step needs, if it is issued in a reference order.
+
+While the forecast is within the limit, the step can always be finished, whatever was issued ahead of its place so far.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from weft.inductor.cost.simulate import LiveMemory, users_of
+from weft.inductor.cost.task_graph import TaskGraph
+
+# Live bytes at the place of a task that was issued ahead: smaller than any maximum, even after additions. Nothing runs
+# at that place any more, so it must not count.
+_NOTHING = -(1 << 62)
+
+
+class MemoryForecast:
+    """Bytes held at each place of an order, if all tasks that are not issued yet follow in that order.
+
+    Late tasks are ignored: at every place, all tasks before it count as issued.
+    """
+
+    def __init__(self, task_graph: TaskGraph, order: Sequence[int]) -> None:
+        live_memory = LiveMemory(task_graph)
+        waits = task_graph.waits_of()
+        self._order = order
+        self._place = [0] * len(order)
+        for place, task in enumerate(order):
+            self._place[task] = place
+        self._sizes = [storage.size for storage in task_graph.storages]
+        # By storage, the places of its users in ascending order; empty if it is live until the end of the step.
+        self._users = [
+            sorted(self._place[user] for user in users_of(storage, waits)) for storage in task_graph.storages
+        ]
+        self._used: list[list[int]] = [[] for _ in order]
+        for at, places in enumerate(self._users):
+            for place in places:
+                self._used[order[place]].append(at)
+        self._live = torch.tensor([live_memory.issue(task) for task in order], dtype=torch.int64)
+        self._ahead = bytearray(len(order))  # by place: its task was issued ahead of it
+        # By storage, the number of its users up to the last one that was not issued ahead. That one frees it.
+        self._left = array("i", map(len, self._users))
+
+    def copy(self) -> MemoryForecast:
+        """An independent copy. Copies 8 bytes per task and 4 per storage."""
+        other = object.__new__(MemoryForecast)
+        other._order, other._place = self._order, self._place
+        other._sizes, other._users, other._used = self._sizes, self._users, self._used
+        other._live, other._ahead, other._left = self._live.clone(), self._ahead[:], self._left[:]
+        return other
+
+    def most(self, place: int, task: int) -> tuple[int, int]:
+        """The peak from ``place`` up to, not including, the place of ``task``, in bytes, and its last place."""
+        live = self._live[place : self._place[task]]
+        most = int(live.max())
+        return most, place + int((live == most).nonzero()[-1])
+
+    def freed(self, tasks: Sequence[int], issued: bytearray) -> int:
+        """Bytes of the storages whose unissued users are all in ``tasks``; ``issued`` says by task whether it is."""
+        storages = dict.fromkeys(at for task in tasks for at in self._used[task])
+        order = self._order
+
+        def is_last(at: int) -> bool:
+            return all(issued[order[place]] or order[place] in tasks for place in self._users[at])
+
+        return sum(self._sizes[at] for at in storages if is_last(at))
+
+    def issue_ahead(self, task: int, allocated: int, place: int) -> None:
+        """Record that ``task``, which allocates ``allocated`` bytes, is issued at ``place``, ahead of its own place."""
+        own = self._place[task]
+        self._live[place:own] += allocated
+        self._live[own] = _NOTHING
+        self._ahead[own] = True
+        # If it was the last user of a storage, the live range now ends at the last user that remains in its place.
+        for at in self._used[task]:
+            users, left = self._users[at], self._left[at]
+            if users[left - 1] != own:
+                continue
+            while left and self._ahead[users[left - 1]]:
+                left -= 1
+            self._left[at] = left
+            freed = max(users[left - 1] + 1 if left else 0, place)
+            self._live[freed:own] -= self._sizes[at]

@@ -1,0 +1,85 @@
+"""The parameter names (FQNs) that a collective moves: the parameter that it gathers, or whose gradient it reduces."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weft.capture.graph import StepGraph
+from weft.capture.step_interface import Role
+from weft.inductor.multi_tensor.operation import MultiTensor
+
+Node = torch.fx.Node
+
+# Nodes looked at between a collective and a parameter or the optimizer.
+MAX_TRACE_DEPTH = 32
+
+
+class Names:
+    """Names the collectives of a step."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self._paths = {entry.name: entry.path for entry in step.inputs if entry.role is Role.PARAMETER}
+
+    def of(self, start: Node) -> str:
+        """The path of the parameter that a collective gathers or whose gradient it reduces; the name of its node where
+        there is none."""
+        return self._gathered(start.all_input_nodes[0]) or self._reduced(start) or start.name
+
+    def _gathered(self, node: Node) -> str:
+        """Follows a shard to the parameter that it is made from, and from nothing else."""
+        for _ in range(MAX_TRACE_DEPTH):
+            before = _sources(node)
+            if len(before) != 1:
+                break
+            node = before[0]
+        return self._paths.get(node.name, "")
+
+    def _reduced(self, start: Node) -> str:
+        """Follows what is computed from a gradient alone to lists beside a list of parameters."""
+        todo, seen = [start], {start}
+        for node in todo:
+            for user in node.users:
+                found = self._beside(user, node) if isinstance(user.target, MultiTensor) else ""
+                if found:
+                    return found
+                for after in _results_for(user, node):
+                    if after not in seen and len(seen) < MAX_TRACE_DEPTH:
+                        seen.add(after)
+                        todo.append(after)
+        return ""
+
+    def _beside(self, call: Node, node: Node) -> str:
+        """The parameter at the same place of the first list of a call."""
+        first: Any = call.args[0]
+        at = next((of.index(node) for of in call.args if isinstance(of, (list, tuple)) and node in of), None)
+        if at is None or not isinstance(first, (list, tuple)):
+            return ""
+        beside = next(iter(first[at : at + 1]), None)  # lists of sums have lengths of their own
+        return self._paths.get(beside.name, "") if isinstance(beside, Node) else ""
+
+
+def _sources(node: Node) -> list[Node]:
+    """What ``node`` is computed from: of an element of a call on lists, the element at the same place."""
+    given = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(given, Node) and given.target is operator.getitem:
+        call: Any = given.args[0]
+        lists = [of for of in call.args if isinstance(of, (list, tuple))]
+        if isinstance(call.target, MultiTensor) and lists:
+            return [lists[0][node.args[1]]]  # type: ignore[index]
+    return node.all_input_nodes
+
+
+def _results_for(call: Node, node: Node) -> Iterator[Node]:
+    """What a call makes of ``node``: of a call on lists, the elements at the same place."""
+    if not isinstance(call.target, MultiTensor):
+        if call.op == "call_function" and (len(call.all_input_nodes) == 1 or call.target is operator.getitem):
+            yield call
+        return
+    for of in call.args:
+        if isinstance(of, (list, tuple)) and node in of:
+            for list_ in call.users:
+                yield from (user for user in list_.users if user.args[1:] == (of.index(node),))

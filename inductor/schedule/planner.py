@@ -1,0 +1,541 @@
+"""The planner: which all-gathers are repeated, which collectives share a bucket, and the order of issue.
+
+The planner compares a few candidates. A candidate says which gathered parameters are freed and gathered again
+(:mod:`weft.inductor.schedule.reshard`) and how large buckets can get (:mod:`weft.inductor.schedule.bucketing`). For
+each candidate the graph is rewritten, priced (:mod:`weft.inductor.cost.build_task_graph`), ordered within the memory
+limit (:mod:`weft.inductor.schedule.overlap`) and simulated with the transports that it will run with. The fastest
+candidate that fits is the schedule.
+
+Gathering again costs communication, so as few parameters as possible are resharded. Those with the longest idle time
+per second of communication go first: the first layers' parameters, which backward needs last. How many must go is
+estimated from the memory over time in an order that needs little memory. If no order of the candidate fits, more
+parameters go.
+
+Orders are searched with the times of the chosen transports, and as if no result lay in the symmetric arena, since the
+size of the arena follows from the order. The arena is then laid out for the order that was found. If the sum exceeds
+the limit, the search runs again with a limit that is lower by the excess. If no order with transports over peers
+fits, the library carries the collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_collective
+from weft.capture.sizes_in_bytes import tensor_bytes
+from weft.capture.user_code import format_frame
+from weft.errors import MalformedSchedule, MemoryLimitUnreachable
+from weft.inductor.cost.build_task_graph import build
+from weft.inductor.cost.cluster import Cluster, Gpu
+from weft.inductor.cost.collective_cost import Collective, collective_of, transfer
+from weft.inductor.cost.compute_cost import ComputeCosts
+from weft.inductor.cost.simulate import Simulation, simulate
+from weft.inductor.cost.task_graph import TaskGraph
+from weft.inductor.graph.node_order import reorder, together
+from weft.inductor.graph.pass_runner import is_enabled
+from weft.inductor.schedule import schedule_tables
+from weft.inductor.schedule.bucketing import (
+    BucketEntry,
+    Price,
+    bucketable_sequences,
+    cut_into_buckets,
+    merge_buckets,
+    reference_bucket_bytes,
+)
+from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, regather, structure
+from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
+from weft.inductor.schedule.overlap import TIME_TOLERANCE, overlap, unreachable
+from weft.inductor.schedule.precedence import precedence
+from weft.inductor.schedule.reshard import choose_gaps, gaps, gather_once
+from weft.inductor.schedule.schedule_tables import BucketReport, bucket_report
+from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
+from weft.inductor.schedule.split_optimizer import split_updates
+from weft.inductor.schedule.verify import verifier
+from weft.inductor.transports.apply_transports import replace_collectives, use_transports
+from weft.inductor.transports.peer_calls import results_in_arena
+from weft.torch_adapter import OpOverload
+
+log = logging.getLogger(__name__)
+
+Node = torch.fx.Node
+
+# Candidates for the largest bucket, as multiples of `reference_bucket_bytes`, the most promising first. A choice.
+_BUCKET_SCALES = (1.0, 0.7, 1.4, 0.5)
+# Nodes of all candidates with other bucket sizes together: bounds the time of scheduling. A choice.
+_MAX_TRIAL_NODES = 8_000
+# If the low-memory order peaks below this fraction of the limit, an order is first searched without a limit. A choice.
+_UNCONSTRAINED_FRACTION = 0.75
+# Default memory limit as a fraction of the GPU's memory. Libraries, communicators and fragmentation need the rest.
+_USABLE_FRACTION = 0.9
+# Fixed overhead per collective inside a step, in seconds: waiting for free multiprocessors and for late ranks. Chosen
+# so that there are about as many calls as in the measured schedules. In traces of four H200, barriers and waiting
+# reductions took 49, 8 and 11 us in the median of a step (Llama 8B with 2,048 and 8,192 tokens, 1B), 171, 315 and 22 us
+# in the mean.
+_CALL_OVERHEAD = 8e-5
+# Times that a candidate is ordered with a lower limit because its symmetric arena is larger than assumed.
+_MAX_REORDERS = 3
+
+
+@dataclass(frozen=True)
+class ScheduleCandidate:
+    """A candidate that the planner evaluates.
+
+    Attributes:
+        regathers: as in :class:`weft.inductor.schedule.decisions.Decisions`.
+        scale: the largest bucket, as a multiple of :func:`weft.inductor.schedule.bucketing.reference_bucket_bytes`.
+    """
+
+    regathers: tuple[tuple[int, tuple[int, ...]], ...]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate with its predicted step time (s) and peak memory (bytes); None for one that did not fit."""
+
+    plan: ScheduleCandidate
+    seconds: float | None
+    peak: int | None
+
+
+@dataclass(eq=False)
+class Schedule:
+    """A scheduled step.
+
+    Attributes:
+        step: the step, its nodes in order of issue.
+        decisions: what turns the original step into ``step``.
+        simulation: the predicted run, with the chosen transports, if all ranks have peer access to each other.
+        buckets: one report per collective, with the numbers that decided about it.
+        limit: memory limit in bytes; None where it is not known.
+        trials: the candidates that were evaluated.
+        warnings: messages for the user.
+    """
+
+    step: StepGraph
+    decisions: Decisions
+    simulation: Simulation
+    buckets: list[BucketReport]
+    limit: int | None
+    trials: list[Trial] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def schedule(
+    step: StepGraph,
+    cluster: Cluster,
+    memory_limit: int | None = None,
+    *,
+    keep_bits: bool = False,
+    unreachable_groups: Collection[str] = (),
+) -> Schedule:
+    """Schedule a step of generated kernels. ``step`` is not changed.
+
+    Args:
+        memory_limit: peak memory of a rank in bytes, including the step's inputs. Default: 90% of the memory of the
+            cluster's GPU. With the default, a step that does not fit gets the schedule of the lowest peak, and a
+            warning.
+        keep_bits: do not merge collectives if the merged results could have other bits.
+        unreachable_groups: groups whose ranks have no peer access. All other groups are assumed to have it.
+
+    Raises:
+        MemoryLimitUnreachable: no candidate fits ``memory_limit``.
+        GroupGone, CannotCarry, LinkMissing: see :func:`weft.inductor.cost.build_task_graph.build`.
+        MalformedSchedule: the schedule is not valid; checked if ``knobs.verify_graphs`` is set.
+    """
+    started = time.perf_counter()
+    with torch_adapter.only_mode():  # in a fake world too, numbers are numbers
+        planner = _Planner(step, cluster, memory_limit, keep_bits, unreachable_groups)
+        result = planner.best()
+        _verify(step, result, result.limit)
+    log_warnings(result.warnings)
+    log.debug("scheduled %d nodes in %.2f s, by %d plans", len(step), time.perf_counter() - started, len(result.trials))
+    schedule_tables.log_schedule(result)
+    return result
+
+
+def log_warnings(warnings: Sequence[str]) -> None:
+    """Log the warnings of a schedule."""
+    for line in warnings:
+        log.warning("%s", line)
+
+
+def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit: int | None = None) -> Schedule:
+    """The schedule of ``step`` by decisions that were made for an equal graph. ``step`` is not changed.
+
+    Raises:
+        MalformedGraph: the decisions were made for another graph.
+        MalformedSchedule: as :func:`schedule`.
+    """
+    captured = step
+    with torch_adapter.only_mode():
+        step = apply(captured, decisions)
+        simulation, nodes = _simulated(step.copy(), cluster, ComputeCosts(cluster.gpu))
+        result = Schedule(step, decisions, simulation, _bucket_reports(step, cluster, simulation, nodes), memory_limit)
+        _verify(captured, result, None)  # batches of this rank may be larger than those that the limit was held with
+    return result
+
+
+def _verify(step: StepGraph, result: Schedule, limit: int | None) -> None:
+    """Check a schedule of ``step``, and that its decisions give other ranks the same schedule.
+
+    Raises:
+        MalformedSchedule: it is not valid.
+    """
+    checks = verifier(step)
+    if checks is None:
+        return
+    checks.check(result.step, "scheduling")
+    if structure(apply(step, result.decisions)) != structure(result.step):
+        raise MalformedSchedule("scheduling", "its decisions give other ranks another schedule", "")
+    transported = result.step.copy()
+    use_transports(transported, _chosen(transported), LIBRARY, unreachable=_assume_reachable)
+    checks.check(transported, "applying transports", limit=limit, predicted_peak=result.simulation.peak)
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A candidate applied to the step, before it is ordered.
+
+    Attributes:
+        step: the rewritten step.
+        buckets: as in :class:`weft.inductor.schedule.decisions.Decisions`.
+        task_graph, nodes: of ``step``, with the times of the chosen transports and without the symmetric arena.
+    """
+
+    plan: ScheduleCandidate
+    step: StepGraph
+    buckets: tuple[tuple[int, ...], ...]
+    task_graph: TaskGraph
+    nodes: list[Node]
+
+
+@dataclass(eq=False)
+class _Attempt:
+    """A draft in an order of issue, with its simulation, see :func:`_simulated`."""
+
+    draft: _Draft
+    order: list[int]
+    simulation: Simulation
+    nodes: list[Node]
+
+
+class _Planner:
+    """Evaluates the candidates for one step and keeps what it learns from each."""
+
+    def __init__(
+        self,
+        step: StepGraph,
+        cluster: Cluster,
+        limit: int | None,
+        keep_bits: bool,
+        unreachable_groups: Collection[str] = (),
+    ) -> None:
+        self.step = step
+        self.cluster = cluster
+        self.transport_rules = {"keep_bits": keep_bits, "unreachable_groups": unreachable_groups}
+        self.keep_bits = keep_bits
+        self.asked = limit
+        self.limit = int(cluster.gpu.memory * _USABLE_FRACTION) if limit is None else limit
+        self.costs = _CachedCosts(cluster.gpu)
+        self.trials: list[Trial] = []
+        self.warnings: list[str] = []
+        self.excess = 0  # bytes by which the last candidate exceeded the limit
+        self.unpredicted = 0  # bytes of the last order's peak that its search did not count: the arena
+        self.least: _Attempt | None = None  # the attempt with the lowest peak
+        self.by_peers: list[str] = []  # transports over peers of the last draft
+        self.refused: list[str] = []  # transports that are not allowed
+        # Memory over time with every parameter gathered once: the starting point from which regathers are chosen.
+        whole = step.copy()
+        values = gather_once(whole)
+        ahead = [usual for of, _, _, usual in self.priced(whole) if of[0].from_shards]
+        # Room for one bucket of prefetched parameters.
+        self.reserve = int(max((size for size in ahead if size < math.inf), default=0))
+        task_graph, nodes = build(whole, cluster, self.costs)
+        order = min_memory_order(task_graph, precedence(task_graph))
+        self.gaps = gaps(values, task_graph, nodes, order)
+        self.memory = torch.tensor(simulate(task_graph, order).memory)
+        # Calls of libraries are the same in every candidate, whatever is gathered, merged, split or recomputed.
+        calls = [
+            at
+            for at, node in enumerate(nodes)
+            if isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_collective(node)
+        ]
+        self.hopeless = operands_bytes(task_graph, calls) > self.limit
+
+    def best(self) -> Schedule:
+        """The schedule of the fastest candidate; of those within ``TIME_TOLERANCE``, of the first."""
+        # Other bucket sizes are tried only with the regathers of the first candidate that fits: both choices together
+        # would take a product of attempts, and predicted times differ little between bucket sizes.
+        attempts = [self.fitting()]
+        for scale in _BUCKET_SCALES[1 : 1 + _MAX_TRIAL_NODES // len(self.step)]:
+            attempt = self.attempt(replace(attempts[0].draft.plan, scale=scale))
+            attempts += [attempt] if attempt is not None else []
+        # Attempts are in the order of preference, so differences that are not significant do not change the schedule.
+        slowest = min(attempt.simulation.seconds for attempt in attempts) * (1 + TIME_TOLERANCE)
+        found = next(attempt for attempt in attempts if attempt.simulation.seconds <= slowest)
+        draft = found.draft
+        carriers = tuple((at, node.meta["transport"]) for at, node in enumerate(draft.nodes) if is_collective(node))
+        decisions = Decisions(draft.plan.regathers, draft.buckets, tuple(found.order), carriers)
+        reorder(draft.step, [draft.nodes[at] for at in found.order])
+        reports = _bucket_reports(draft.step, self.cluster, found.simulation, found.nodes)
+        return Schedule(draft.step, decisions, found.simulation, reports, self.limit, self.trials, self.warnings)
+
+    def fitting(self) -> _Attempt:
+        """The candidate that fits with the fewest regathers. If none fits the default limit, the one of the lowest
+        peak.
+
+        Raises:
+            MemoryLimitUnreachable: none fits.
+        """
+        if self.hopeless:
+            self.refused = allowed_transports(self.cluster)  # their memory would only add to the peak
+            self.attempt(ScheduleCandidate(self.regathers(0)[0], 0.0), last=True)
+        while (found := None if self.hopeless else self.fewest_regathers()) is None and self.by_peers:
+            # The arena stays allocated for the whole step. Results in it live longest, so their transports go first.
+            longest = any(map(results_in_arena, self.by_peers))
+            self.refused = [name for name in allowed_transports(self.cluster) if results_in_arena(name) or not longest]
+            names = ", ".join(name for name in self.by_peers if name in self.refused)
+            self.warnings.append(f"no schedule with {names} fits {self.limit:,} bytes: other transports are used")
+        found = found or self.least
+        assert found is not None
+        if found.simulation.peak <= self.limit:
+            return found
+        names = [_described(node) for node in found.nodes]
+        error = unreachable(found.simulation, self.limit, names, certain=self.hopeless)
+        if self.asked is not None:
+            raise error
+        # The default limit is an estimate of what the GPU has left: the step may still run. The lowest peak becomes the
+        # limit, so that the time is minimised within it.
+        self.warnings.append(f"the step may need more memory than the GPU has: {error}")
+        self.limit = error.peak
+        return self.attempt(found.draft.plan) or found
+
+    def fewest_regathers(self) -> _Attempt | None:
+        """The candidate that fits with the fewest regathers, None where none fits."""
+        target, tried = self.limit, None
+        # Regathers are prefetched, which needs room for a bucket that the low-memory order does not count.
+        if (plan := self.plan(target)) is not None and plan.regathers:
+            plan = self.plan(target := target - self.reserve)
+        while plan is not None:
+            if plan != tried and (found := self.attempt(plan)) is not None:
+                return found
+            # Lower the target by the excess of the failed attempt, and by 1/128 of the limit so that the loop ends.
+            tried, target = plan, target - max(self.excess, 0) - self.limit // 128
+            plan = self.plan(target)
+        # The last resorts: regather everything, then without buckets, whose results are live together.
+        everything = ScheduleCandidate(self.regathers(0)[0], _BUCKET_SCALES[0])
+        found = self.attempt(everything) if everything != tried else None
+        return found or self.attempt(replace(everything, scale=0.0), last=True)
+
+    def plan(self, target: int) -> ScheduleCandidate | None:
+        """The candidate with the fewest regathers whose low-memory order is estimated to fit ``target`` bytes; None
+        where there is none."""
+        regathers, fits = self.regathers(target)
+        return ScheduleCandidate(regathers, _BUCKET_SCALES[0]) if fits else None
+
+    def regathers(self, target: int) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], bool]:
+        """The regathers that bring the estimated peak to ``target`` bytes, and whether they do."""
+        memory = self.memory.clone()
+        uses: dict[int, list[int]] = {}
+        for gap in choose_gaps(self.gaps, memory, target):
+            uses.setdefault(gap.value, []).append(gap.use)
+        return tuple((value, tuple(sorted(uses[value]))) for value in sorted(uses)), int(memory.max()) <= target
+
+    def attempt(self, plan: ScheduleCandidate, *, last: bool = False) -> _Attempt | None:
+        """Apply and order a candidate. None where no order that fits is found easily. For the ``last`` candidate the
+        search takes longer, and ``least`` is updated."""
+        found = self.ordered(self.draft(plan), last)
+        self.trials.append(
+            Trial(plan, None, None) if found is None else Trial(plan, found.simulation.seconds, found.simulation.peak)
+        )
+        return found
+
+    def draft(self, plan: ScheduleCandidate) -> _Draft:
+        """Apply a candidate: regathers, buckets, split updates and transports, but no order."""
+        # Other ranks repeat these rewrites in this order from the decisions (`schedule_passes`). Places of buckets are
+        # taken after the regathers and before the merge: they are positions in that graph.
+        step = regather(self.step.copy(), plan.regathers)
+        buckets = [bucket for bucket in self.buckets(step, plan.scale) if len(bucket) > 1]
+        place = {node: at for at, node in enumerate(step.graph.nodes)}
+        places = tuple(tuple(place[member.start] for member in bucket) for bucket in buckets)
+        if is_enabled(MergeBuckets()):
+            merge_buckets(step, buckets)
+        if is_enabled(split_updates):
+            split_updates(step)
+        choose_transports(step, self.cluster, without=self.refused, **self.transport_rules)
+        names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
+        self.by_peers = [name for name in names if name != LIBRARY]
+        return _Draft(plan, step, places, *build(step, self.cluster, _TransportedCosts(self.costs, step)))
+
+    def ordered(self, draft: _Draft, last: bool) -> _Attempt | None:
+        """A draft in an order within the limit, None where none is found."""
+        task_graph = draft.task_graph
+        low_memory_order = min_memory_order(task_graph, precedence(task_graph))
+        counted = simulate(task_graph, low_memory_order).peak
+        # Without a limit an order is found sooner, and with this much room it is usually within the limit.
+        if counted < _UNCONSTRAINED_FRACTION * self.limit:
+            found = self.issued(draft, overlap(task_graph))
+            if found.simulation.peak <= self.limit:
+                return found
+        if last:
+            least = self.issued(draft, low_memory_order)
+            self.least = min(self.least or least, least, key=lambda attempt: attempt.simulation.peak)
+        self.excess = counted - self.limit
+        if self.excess > 0 and not last:
+            return None
+        # Assume the same arena as in the last attempt: the order decides its size, so it is not known before.
+        bound = self.limit if self.excess > 0 else max(counted, self.limit - self.unpredicted)
+        for _ in range(_MAX_REORDERS):
+            try:
+                order = overlap(task_graph, bound)
+            except MemoryLimitUnreachable:
+                break
+            found, own = self.issued(draft, order), simulate(task_graph, order).peak
+            self.unpredicted = found.simulation.peak - own
+            self.excess = found.simulation.peak - self.limit
+            if self.excess <= 0:
+                return found
+            if own <= counted:  # no lower peak than that of the low-memory order will be found
+                break
+            bound = max(counted, own - self.excess)
+        return None
+
+    def issued(self, draft: _Draft, order: Sequence[int]) -> _Attempt:
+        """The simulation of a draft in an order of issue, where list elements and waits of one collective are issued
+        together."""
+        place = {node: at for at, node in enumerate(draft.nodes)}
+        issue_order = [place[node] for node in together(draft.nodes[task] for task in order)]
+        step = draft.step.copy()
+        nodes = list(step.graph.nodes)
+        reorder(step, [nodes[at] for at in issue_order])
+        return _Attempt(draft, issue_order, *_simulated(step, self.cluster, self.costs))
+
+    def buckets(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
+        """The buckets of a step's collectives."""
+        clock = [0.0, *accumulate(map(self.costs.seconds, step.graph.nodes))]
+        buckets = []
+        for sequence, sizes, price, usual in self.priced(step):
+            buckets += cut_into_buckets(sequence, clock, sizes, price, scale * usual if scale else 0)
+        return buckets
+
+    def priced(self, step: StepGraph) -> Iterator[tuple[list[BucketEntry], list[int], Price, float]]:
+        """The sequences that buckets are cut from; each with the bytes of its members, the seconds of a call of so many
+        bytes, and the reference bucket size for the transport that is cheapest for all members as one call."""
+        for sequence in bucketable_sequences(step, keep_bits=self.keep_bits):
+            sent = [collective_of(step, member.start) for member in sequence]
+            sizes = [each.bytes for each in sent]
+            names = carriers(step, self.cluster, sequence[0].start, without=self.refused, **self.transport_rules)
+            most = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
+            usual = reference_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
+            yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), usual
+
+
+class _CachedCosts(ComputeCosts):
+    """Caches the costs of nodes over copies of a graph: a copy has the name and the fake value of its node."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__(gpu)
+        self._known: dict[tuple[str, int], tuple[Any, float]] = {}
+
+    def seconds(self, node: Node) -> float:
+        val = node.meta.get("val")
+        key = node.name, id(val)
+        if key not in self._known:
+            self._known[key] = val, super().seconds(node)  # its id is its own as long as it is held
+        return self._known[key][1]
+
+
+class _TransportedCosts(ComputeCosts):
+    """Costs of computation once transports are applied, for a graph in which they are not applied yet.
+
+    A transport may do a cast on the way. Counting that cast as computation would hide communication behind work that
+    does not exist in the final step.
+    """
+
+    def __init__(self, costs: ComputeCosts, step: StepGraph) -> None:
+        super().__init__(costs.gpu)
+        self._costs = costs
+        handed = step.copy()
+        replace_collectives(handed, _chosen(handed), LIBRARY, unreachable=_assume_reachable)
+        self._left = {node.name: node for node in handed.graph.nodes}
+
+    def seconds(self, node: Node) -> float:
+        left = self._left.get(node.name)
+        return 0.0 if left is None else self._costs.seconds(left)
+
+
+def _chosen(step: StepGraph) -> dict[Node, str]:
+    return {node: node.meta.get("transport", LIBRARY) for node in step.collectives()}
+
+
+def _assume_reachable(step: StepGraph, node: Node) -> None:
+    """Predictions assume that all ranks have peer access."""
+
+
+def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int, members: int) -> float:
+    sent = replace(like, bytes=size, members=members)
+    return _CALL_OVERHEAD + transfer(cluster, sent, cheapest(cluster, sent, names)).seconds
+
+
+def _simulated(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
+    """Apply the transports of ``step`` and simulate it in the order of its nodes. Returns the simulation and the node
+    of each of its tasks. Changes ``step``."""
+    for node, how in use_transports(step, _chosen(step), LIBRARY, unreachable=_assume_reachable).items():
+        node.meta["transport"] = how.transport
+    task_graph, nodes = build(step, cluster, costs)
+    return simulate(task_graph), nodes
+
+
+def _described(node: Node) -> str:
+    """An operation as the user knows it: its name, its module, and its line."""
+    module, frames = node.meta.get("module"), node.meta.get("frames", ())
+    line = f" at {format_frame(frames[0])}" if frames else ""
+    return f"{node.name}{f' of {module}' if module else ''}{line}"
+
+
+def _bucket_reports(
+    step: StepGraph, cluster: Cluster, simulation: Simulation, nodes: Sequence[Node]
+) -> list[BucketReport]:
+    """A report on each collective of ``step``; the tasks of ``simulation`` are ``nodes``."""
+    reports = []
+    for at, node in enumerate(nodes):
+        if is_collective(node):
+            sent = collective_of(step, node)
+            reports.append(
+                bucket_report(
+                    simulation,
+                    at,
+                    kind=sent.kind,
+                    group=sent.group,
+                    members=node.meta["param_names"],
+                    bytes=sent.bytes,
+                    transport=node.meta.get("transport", LIBRARY),
+                    why=_why(cluster, sent, node),
+                )
+            )
+    return reports
+
+
+def _why(cluster: Cluster, sent: Collective, node: Node) -> str:
+    """The time that a bucket saves, and how many of its all-gathers are regathers."""
+    words = []
+    if sent.members > 1:
+        sizes = [tensor_bytes(val) or 0 for val in node.meta["val"]]
+        alone = [replace(sent, bytes=sent.bytes * size // max(sum(sizes), 1), members=1) for size in sizes]
+        saved = sum(transfer(cluster, each).seconds for each in alone) - transfer(cluster, sent).seconds
+        words.append(f"one call saves {saved * 1e6:.0f} us")
+    if regathers := node.meta.get("regathers", 0):
+        words.append("gathered again" if regathers == sent.members else f"{regathers} gathered again")
+    return ", ".join(words)

@@ -1,0 +1,264 @@
+"""Resharding: a gathered parameter is kept until its last use, or freed and gathered again.
+
+A step can gather one value several times: for forward and backward, for each microbatch, for two modules that share a
+weight. In the graph these are all-gathers of one node over one group. Which wrapper issued them, and its
+``reshard_after_forward``, does not matter: :func:`gather_once` keeps only the first all-gather, and :func:`add_gathers`
+splits the live range of the result by further all-gathers. So the schedule decides, whatever the user wrote.
+
+A shard that the optimizer has updated is another node of the graph, so old and new values are never confused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import WAIT
+from weft.capture.node_meta import same_meta
+from weft.inductor.cost.task_graph import Kind, TaskGraph
+from weft.inductor.graph.aliasing import effects_of, looks_into, storages
+from weft.inductor.graph.collectives import ALL_GATHER
+from weft.inductor.graph.escapes import escaping
+from weft.inductor.graph.fake_values import take_memory
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.runtime.placement import writing_form
+
+Node = torch.fx.Node
+
+
+@dataclass(eq=False)
+class Gathered:
+    """A gathered value and its uses.
+
+    Attributes:
+        start: the all-gather.
+        wait: the wait for it, which its users read.
+        uses: the nodes that compute with it, in order, without views of it.
+        regatherable: how many of the uses, counted from the first, come before the first write to the shard. Before
+            these uses it can be gathered again.
+    """
+
+    start: Node
+    wait: Node
+    uses: list[Node]
+    regatherable: int
+
+
+def gather_once(step: StepGraph) -> list[Gathered]:
+    """Merge all-gathers of the same value into one, before its first use. Changes ``step``.
+
+    Three kinds of gather stay unchanged and are not in the result: those whose result the caller gets, an operation
+    writes to, or nothing reads.
+    """
+    escaped = escaping(step)
+    place = {node: at for at, node in enumerate(step.graph.nodes)}
+    writes = _first_writes(place)
+    groups: dict[tuple[Any, ...], list[Node]] = {}
+    for node in step.graph.find_nodes(op="call_function", target=ALL_GATHER.op):
+        waits = list(node.users)
+        ordinary = all(wait.target is WAIT and wait.users and wait not in escaped for wait in waits)
+        if ordinary and not _is_written(waits):
+            groups.setdefault((*node.args, *node.kwargs.items()), []).append(node)
+    values = []
+    for starts in groups.values():
+        first, *others = sorted(starts, key=place.__getitem__)
+        kept, *others = [*first.users, *(wait for start in others for wait in start.users)]
+        for wait in others:
+            # Another gather may have been read first: the wait that is kept must precede all readers.
+            earliest = min(wait.users, key=place.__getitem__)
+            if place[earliest] < place[kept]:
+                earliest.prepend(kept)
+                place[kept] = place[earliest]
+            # Views of the erased gather now look into the memory of the one that is kept; fakes must say so.
+            take_memory(_views(wait), wait.meta["val"], kept.meta["val"])
+            wait.replace_all_uses_with(kept)
+        for node in (*others, *starts[1:]):
+            step.graph.erase_node(node)
+        readers = {user for view in _views(kept) for user in view.users if not looks_into(user)}
+        uses = sorted(readers, key=place.__getitem__)
+        # After the optimizer has written to the shard, another gather would give the new value.
+        until = min((writes[key] for key in storages(first.all_input_nodes[0]) if key in writes), default=len(place))
+        if uses:
+            values.append(Gathered(first, kept, uses, sum(place[use] <= until for use in uses)))
+    return values
+
+
+def add_gathers(step: StepGraph, gathered: Gathered, at: Iterable[int]) -> list[Gathered]:
+    """Gather a value again before some of its uses; each such use and those after it read the new gather. Changes
+    ``step``.
+
+    Args:
+        at: indices into ``gathered.uses``, each less than ``gathered.regatherable``.
+
+    Returns:
+        One entry per gather of the value, in order.
+    """
+    uses, parts = gathered.uses, []
+    cuts = [0, *sorted(at), len(uses)]
+    for begin, end in itertools.pairwise(cuts[1:]):  # the uses before the first cut keep the gather that is there
+        parts.append(_gather_for(step, gathered, uses[begin:end]))
+    for view in reversed(_views(gathered.wait)[1:]):
+        if not view.users:
+            step.graph.erase_node(view)
+    first = uses[: cuts[1]]
+    return [Gathered(gathered.start, gathered.wait, first, len(first)), *parts]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """An interval of an order in which a gathered value is live and not used.
+
+    Attributes:
+        value: index of the value.
+        use: index of the next use in ``Gathered.uses``.
+        begin, end: positions in the order between the two uses, ``end`` excluded.
+        size: bytes of the value.
+        worth: cost of freeing the value here: seconds of the additional all-gather per byte-second of memory saved.
+    """
+
+    value: int
+    use: int
+    begin: int
+    end: int
+    size: int
+    worth: float
+
+
+def gaps(values: Sequence[Gathered], task_graph: TaskGraph, nodes: Sequence[Node], order: Sequence[int]) -> list[Gap]:
+    """The gaps between uses of ``values`` in which they can be freed, in ascending order of ``worth``.
+
+    Args:
+        task_graph, nodes: the task graph of the step, and the node of each task.
+        order: of the task graph; gaps are between positions in it.
+    """
+    tasks, task = task_graph.tasks, {node: at for at, node in enumerate(nodes)}
+    place = {nodes[at]: position for position, at in enumerate(order)}
+    clock = [0.0, *itertools.accumulate(tasks[at].seconds * (tasks[at].kind is Kind.COMPUTE) for at in order)]
+    sizes = {storage.maker: storage.size for storage in task_graph.storages}
+    found_gaps = []
+    for number, value in enumerate(values):
+        start = task[value.start]
+        size, seconds = sizes.get(start, 0), tasks[start].seconds
+        for use in range(1, value.regatherable):
+            begin, end = place[value.uses[use - 1]] + 1, place[value.uses[use]]
+            # Seconds of computation, not positions: that is how long other tensors could use the memory.
+            byte_seconds = size * (clock[end] - clock[begin]) if begin < end else 0.0
+            if byte_seconds > 0:
+                found_gaps.append(Gap(number, use, begin, end, size, seconds / byte_seconds))
+    return sorted(found_gaps, key=lambda gap: (gap.worth, gap.value, gap.use))
+
+
+def choose_gaps(gaps: Iterable[Gap], memory: torch.Tensor, target: int) -> list[Gap]:
+    """The gaps in which to free values so that the peak is at most ``target`` bytes, or as close as possible.
+
+    Greedy: take the gap of the lowest ``worth`` that contains the peak, until the peak is low enough. Gaps elsewhere
+    would cost an all-gather and not lower the peak.
+
+    Args:
+        gaps: sorted by worth.
+        memory: live bytes at each position of the order, with all values kept; int64. Changed.
+    """
+    left, chosen = list(gaps), []
+    while int(memory.max()) > target:
+        peak = int(memory.argmax())
+        gap = next((gap for gap in left if gap.begin <= peak < gap.end), None)
+        if gap is None:
+            break
+        left.remove(gap)
+        chosen.append(gap)
+        memory[gap.begin : gap.end] -= gap.size
+    return chosen
+
+
+def _gather_for(step: StepGraph, gathered: Gathered, uses: list[Node]) -> Gathered:
+    """Insert another gather before ``uses[0]``; all of ``uses`` read it instead of the old one."""
+    copies: dict[Node, Node] = {}
+    copy = _Copier(step)
+    with step.graph.inserting_before(uses[0]):
+        for node in (gathered.start, gathered.wait):
+            copies[node] = copy(node, copies)
+    views = set(_views(gathered.wait))
+    for use in uses:
+        for read in use.all_input_nodes:
+            if read in views:
+                with step.graph.inserting_before(use):
+                    _copy_view(read, copies, copy)
+                use.replace_input_with(read, copies[read])
+    return Gathered(copies[gathered.start], copies[gathered.wait], uses, len(uses))
+
+
+def _copy_view(view: Node, copies: dict[Node, Node], copy: _Copier) -> None:
+    """Add to ``copies`` the chain of views from the old gather to ``view``."""
+    chain = []
+    while view not in copies:
+        chain.append(view)
+        view = view.all_input_nodes[0]
+    for node in reversed(chain):
+        copies[node] = copy(node, copies)
+
+
+class _Copier:
+    """Copies nodes. Copies whose originals share storage share a new storage: liveness tells values apart by storage,
+    and would otherwise join the live ranges of both gathers."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self.graph = step.graph
+        self._storages: dict[int, Any] = {}
+
+    def __call__(self, node: Node, copies: dict[Node, Node]) -> Node:
+        copy = self.graph.node_copy(node, lambda used: copies.get(used, used))
+        copy.meta = same_meta(node, val=self._fake(node.meta["val"]))
+        return copy
+
+    def _fake(self, val: Any) -> Any:
+        if isinstance(val, (list, tuple)):
+            return [self._fake(item) for item in val]
+        key = torch_adapter.storage_key(val)
+        if key not in self._storages:
+            meta = torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
+            self._storages[key] = meta.untyped_storage()
+        layout = val.size(), val.stride(), val.storage_offset()
+        return torch_adapter.new_fake(val.fake_mode, val.device, val.dtype, *layout, self._storages[key])
+
+
+def _views(wait: Node) -> list[Node]:
+    """``wait`` and all views of it, each after its base."""
+    views = [wait]
+    for view in views:
+        views += [user for user in view.users if looks_into(user)]
+    return views
+
+
+def _first_writes(place: dict[Node, int]) -> dict[int, int]:
+    """By storage, the position of the first operation that writes to it."""
+    positions: dict[int, int] = {}
+    for node, at in place.items():
+        for written in written_operands(node):
+            for key in storages(written):
+                positions.setdefault(key, at)
+    return positions
+
+
+def _is_written(waits: list[Node]) -> bool:
+    """Whether an operation writes to a gathered value."""
+    views = [view for wait in waits for view in _views(wait)]
+    return any(view in written_operands(user) for view in views for user in view.users)
+
+
+def written_operands(node: Node) -> list[Node]:
+    """The operands that a node writes to: those of a multi-tensor update, or of an operation that was in place."""
+    if isinstance(node.target, MultiTensor):
+        operands = [node.args[at] for at in node.target.updated]
+    elif (op := writing_form(node)) is not None and (what := effects_of(op)) is not None:
+        operands = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in what.writes]
+    else:
+        return []
+    nodes: list[Node] = []
+    torch.fx.node.map_arg(operands, nodes.append)
+    return nodes

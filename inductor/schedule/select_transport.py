@@ -1,0 +1,101 @@
+"""Transport selection: each collective gets the allowed transport with the lowest cost that supports it.
+
+The cost is the time of the collective, which a schedule can hide, plus the time that overlapped computation loses to
+interference, which it cannot hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from weft import knobs
+from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import group_of
+from weft.errors import UnknownOption
+from weft.inductor.cost.cluster import Cluster
+from weft.inductor.cost.collective_cost import Collective, collective_of, transfer, transports_for
+from weft.inductor.graph.collectives import LIBRARIES, LIBRARY
+from weft.inductor.transports.peer_calls import results_in_arena, unsupported_reason
+
+Node = torch.fx.Node
+
+# Relative tolerance of predicted costs: the median error of predicted collectives.
+_COST_TOLERANCE = 0.1
+
+
+def choose_transports(
+    step: StepGraph,
+    cluster: Cluster,
+    *,
+    keep_bits: bool = False,
+    without: Collection[str] = (),
+    unreachable_groups: Collection[str] = (),
+) -> StepGraph:
+    """Name a transport for every collective, in ``meta["transport"]``: of those that ``knobs.transports`` lists, the
+    cheapest that can carry it; else the library. Changes ``step``.
+
+    Args:
+        keep_bits: the library carries all collectives, since other transports add in another order.
+        without: transports that are not used.
+        unreachable_groups: groups whose ranks have no peer access.
+
+    Raises:
+        UnknownOption: the knob lists what the cluster does not describe.
+    """
+    for node in step.collectives():
+        able = carriers(
+            step, cluster, node, keep_bits=keep_bits, without=without, unreachable_groups=unreachable_groups
+        )
+        node.meta["transport"] = cheapest(cluster, collective_of(step, node), able)
+    return step
+
+
+def carriers(
+    step: StepGraph,
+    cluster: Cluster,
+    node: Node,
+    *,
+    keep_bits: bool = False,
+    without: Collection[str] = (),
+    unreachable_groups: Collection[str] = (),
+) -> list[str]:
+    """Names of the transports that can carry the collective ``node``, the library first. Arguments as for
+    :func:`choose_transports`."""
+    if keep_bits or group_of(node) in unreachable_groups:
+        return [LIBRARY]
+    known = transports_for(cluster, collective_of(step, node))
+    allowed = [name for name in allowed_transports(cluster) if name in known and name not in without]
+    return [LIBRARY, *(name for name in allowed if not unsupported_reason(step, node, name))]
+
+
+def cheapest(cluster: Cluster, collective: Collective, names: Sequence[str]) -> str:
+    """The transport of the lowest cost, the first of equal ones.
+
+    A transport whose results are allocated in the symmetric arena takes memory for the whole step. It must be cheaper
+    by more than the tolerance of predictions.
+    """
+    costs = {name: cost(cluster, collective, name) for name in names}
+    least = min(names, key=costs.__getitem__)
+    within = costs[least] * (1 + _COST_TOLERANCE)
+    outside_arena = [name for name in names if not results_in_arena(name) and costs[name] <= within]
+    return min(outside_arena, key=costs.__getitem__, default=least)
+
+
+def allowed_transports(cluster: Cluster) -> list[str]:
+    """The transports beside the library that ``knobs.transports`` allows, "all" for all that the cluster describes."""
+    known = [name for name in dict.fromkeys(each.name for each in cluster.transports) if name not in LIBRARIES]
+    named = [name.strip() for name in knobs.transports.split(",") if name.strip()]
+    if named == ["all"]:
+        return known
+    for name in named:
+        if name not in known and name not in LIBRARIES:
+            raise UnknownOption("knobs.transports", name, ["all", *known])
+    return [name for name in named if name in known]
+
+
+def cost(cluster: Cluster, collective: Collective, transport: str) -> float:
+    """Seconds of a collective plus the seconds that overlapped computation loses."""
+    found = transfer(cluster, collective, transport)
+    return found.seconds * (1 + found.interference)

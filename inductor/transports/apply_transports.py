@@ -1,0 +1,122 @@
+"""Applies the chosen transport to each collective of a step, or the library (NCCL, gloo) if it cannot be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.node_kinds import group_of
+from weft.inductor.graph.collectives import LIBRARIES
+from weft.inductor.multi_tensor.cast import Cast
+from weft.inductor.transports.arena_layout import lay_out
+from weft.inductor.transports.fuse_grad_norm import fuse_grad_norm
+from weft.inductor.transports.peer_calls import unsupported_reason, use_transport
+from weft.inductor.transports.symmetric_memory import reachable
+
+log = logging.getLogger(__name__)
+
+Node = torch.fx.Node
+
+
+@dataclass(frozen=True)
+class AppliedTransport:
+    """The transport that was applied to a collective.
+
+    Attributes:
+        transport: its name.
+        fallback_reason: why it is not the chosen one, as a message; "" if it is.
+    """
+
+    transport: str
+    fallback_reason: str = ""
+
+
+def unreachable(step: StepGraph, node: Node) -> str | None:
+    """Why the ranks of the collective that ``node`` starts cannot share memory; None if they can, see
+    :func:`reachable`."""
+    group, val = group_of(node), node.meta["val"]
+    device = (val[0] if isinstance(val, (list, tuple)) else val).device
+    return reachable(group, step.groups[group], device)
+
+
+def use_transports(
+    step: StepGraph,
+    chosen: Mapping[Node, str],
+    library: str = "nccl",
+    unreachable: Callable[[StepGraph, Node], str | None] = unreachable,
+) -> dict[Node, AppliedTransport]:
+    """Apply the transports of ``chosen`` to the collectives of ``step`` and plan the arena. The arguments are those
+    of :func:`replace_collectives`.
+
+    Changes ``step``. Its nodes must be in issue order, because the arena plan depends on it.
+    :func:`weft.inductor.transports.instantiate.bind` makes the result runnable. A collective call: every rank must call
+    it with the same step and choice, because the default ``unreachable`` makes a rendezvous.
+
+    Raises:
+        PeersUnreachable: a rank did not join the rendezvous.
+    """
+    applied = replace_collectives(step, chosen, library, unreachable)
+    lay_out(step)
+    return applied
+
+
+def replace_collectives(
+    step: StepGraph, chosen: Mapping[Node, str], library: str, unreachable: Callable[[StepGraph, Node], str | None]
+) -> dict[Node, AppliedTransport]:
+    """Apply the transports of ``chosen`` to the collectives of ``step``, without arena offsets. Casts and norms that
+    the transports compute on the way are removed from the graph. Changes ``step``.
+
+    Args:
+        chosen: transport by starting node. Other collectives use ``library``.
+        library: "nccl" or "gloo".
+        unreachable: why the ranks of a collective cannot share memory, or None. A prediction passes a function that
+            makes no rendezvous.
+
+    Returns the applied transport of every collective, by the node that starts it afterwards.
+
+    Raises:
+        PeersUnreachable: a rank did not join the rendezvous.
+    """
+    applied: dict[Node, AppliedTransport] = {}
+    messages: dict[str, None] = {}
+    for node in step.collectives():
+        name = chosen.get(node, library)
+        why = None if name in LIBRARIES else unreachable(step, node) or unsupported_reason(step, node, name)
+        if why is not None:
+            messages[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None
+            name = library
+        applied[use_transport(step, node, name)] = AppliedTransport(name, why or "")
+    for line in messages:
+        log.warning("%s; %s does", line, library)
+    drop_unread_casts(step)
+    fuse_grad_norm(step)
+    return applied
+
+
+def drop_unread_casts(step: StepGraph) -> None:
+    """Drop casts, and tensors of multi-tensor casts, that have no users: the transports cast what they send. Changes
+    ``step``."""
+    drop_dead(step.graph)
+    for node in step.graph.nodes:
+        if isinstance(node.target, Cast):
+            _keep_read(node)
+
+
+def _keep_read(cast: Node) -> None:
+    """Drop the tensors of a multi-tensor cast that have no users. The node itself stays, so that its name stays
+    valid."""
+    (sources,) = cast.args
+    (results,) = cast.users
+    read = {element.args[1]: element for element in results.users}
+    if len(read) == len(sources):  # type: ignore[arg-type]
+        return
+    kept = sorted(read)  # type: ignore[type-var]
+    cast.args = ([sources[at] for at in kept],)  # type: ignore
+    results.meta["val"] = [results.meta["val"][at] for at in kept]
+    cast.meta["val"] = [results.meta["val"]]
+    for place, at in enumerate(kept):
+        read[at].args = (results, place)

@@ -1,0 +1,16 @@
+"""The command ``weft``: mistakes that weft knows, those in its environment too, end the process with their text."""
+
+from __future__ import annotations
+
+import sys
+
+from weft.errors import WeftError
+
+
+def main() -> None:
+    """Run the command line. The environment is read when the other modules are imported, so that happens here."""
+    try:
+        from weft.launch.cli import main as run
+    except WeftError as error:
+        sys.exit(f"weft: {error}")
+    run()

@@ -1,0 +1,38 @@
+"""A step that looks at the memory of tensors is refused with its line, and no memory is touched."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.errors import MemoryOfTensor
+
+KEPT = torch.ones(3)
+STORAGE = KEPT.untyped_storage()
+
+LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "addresses": lambda x: (x * 2).data_ptr() == (x * 3).data_ptr(),
+    "addresses of storages": lambda x: x.untyped_storage().data_ptr() == KEPT.untyped_storage().data_ptr(),
+    "is_set_to": lambda x: KEPT.is_set_to(KEPT[:]),
+    "resized": lambda x: KEPT.untyped_storage().resize_(0),
+    "resized, held from before": lambda x: STORAGE.resize_(0),
+    "version": lambda x: KEPT._version,
+    "dlpack": lambda x: torch.from_dlpack(x * 2),
+    "shared": lambda x: (x * 2).share_memory_(),
+    "pinned": lambda x: (x * 2).pin_memory(),
+    "deepcopy": lambda x: copy.deepcopy(x * 2),
+    "pickle": lambda x: pickle.dumps(x * 2),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_the_error_names_the_line_and_memory_stays(name: str) -> None:
+    with pytest.raises(MemoryOfTensor, match=r"test_memory_access\.py:\d+"):
+        weft.compile(LOOKS[name])(torch.ones(3))
+    assert torch.equal(KEPT, torch.ones(3))

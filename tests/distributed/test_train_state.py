@@ -1,0 +1,317 @@
+"""Saving and loading a training run: the same bits as without, and never a checkpoint that is not what was written."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import weft
+from harness import run_ranks
+from weft.distributed.checkpoint import manifest
+from weft.distributed.checkpoint.folder import CheckpointFolder
+from weft.errors import CannotCheckpoint, CheckpointDamaged, CheckpointMismatch, CheckpointNotSaved
+
+# Kills of a process that saves all the time. Each takes a tenth of a second.
+KILLS = int(os.environ.get("WEFT_CHECKPOINT_KILLS", "8"))
+
+_forkserver = multiprocessing.get_context("forkserver")  # the one that harness.py preloads
+
+
+class Run:
+    """A small training run: dropout, Adam, a scheduler, and numbers drawn from Python."""
+
+    def __init__(self, seed: int, mesh: Any = None, wrapper: Any = weft.fully_shard, **options: Any) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        self.model = nn.Sequential(nn.Linear(7, 13), nn.Dropout(0.5), nn.Linear(13, 5, bias=False))
+        if mesh is not None:
+            wrapper(self.model[0], mesh=mesh)
+            wrapper(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5])
+        objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.state = weft.TrainState(**objects, **options)
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = self.model(torch.randn(4, 7) * random.random()).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    first = Run(0)
+    first.steps(4)
+    first.state.save(tmp_path, 4)  # the copy is made before this returns: training goes on while it is written
+    wanted = first.steps(5)
+    first.state.wait()
+    second = Run(1)
+    assert second.state.load(tmp_path) == 4
+    assert second.steps(5) == wanted
+    assert second.scheduler.state_dict() == first.scheduler.state_dict()
+
+
+def test_an_empty_or_absent_folder_loads_nothing(tmp_path: Path) -> None:
+    assert Run(0).state.load(tmp_path) is None
+    assert Run(0).state.load(tmp_path / "absent") is None
+
+
+def save_sharded(rank: int, world: int, folder: str) -> Any:
+    run = Run(rank, init_device_mesh("cpu", (world,)))
+    run.steps(3)
+    run.state.save(folder, 3)
+    wanted = run.steps(4)
+    run.state.wait()
+    return wanted, _whole(run.model)
+
+
+def load_sharded(rank: int, world: int, folder: str) -> Any:
+    run = Run(rank + 10, init_device_mesh("cpu", (world,)))
+    assert run.state.load(folder) == 3
+    loaded = _whole(run.model)
+    return run.steps(4), _whole(run.model), loaded
+
+
+def load_by_torch(rank: int, world: int, folder: str) -> Any:
+    """torch's FSDP2 and its DCP read what TrainState wrote."""
+    warnings.simplefilter("ignore")
+    run = Run(rank + 10, init_device_mesh("cpu", (world,)), torch_fully_shard)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    torch_dcp.load(state, checkpoint_id=CheckpointFolder(folder).final(3))
+    set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return _whole(run.model), run.optimizer.state_dict()["state"][0]["step"].item()
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in model.state_dict().items()}
+
+
+@pytest.mark.gloo
+def test_two_ranks_resume_with_the_same_bits_and_other_world_sizes_load_the_same_weights(tmp_path: Path) -> None:
+    saved = run_ranks(save_sharded, 2, str(tmp_path))
+    resumed = run_ranks(load_sharded, 2, str(tmp_path))
+    for (wanted, weights), (found, after, _) in zip(saved, resumed, strict=True):
+        assert found == wanted
+        assert all(torch.equal(weights[name], after[name]) for name in weights)
+    for world in (1, 3):
+        for _, _, loaded in run_ranks(load_sharded, world, str(tmp_path)):
+            assert all(torch.equal(value, resumed[0][2][name]) for name, value in loaded.items())
+    by_torch, steps = run_ranks(load_by_torch, 2, str(tmp_path))[0]
+    assert steps == 3
+    assert all(torch.equal(value, resumed[0][2][name]) for name, value in by_torch.items())
+
+
+def save_twice(rank: int, world: int, folder: str) -> None:
+    run = Run(rank, init_device_mesh("cpu", (world,)))
+    run.steps(1)
+    run.state.save(folder, 1, wait=True)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # as a disk that is nearly full
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    run.steps(1)
+    with pytest.raises(CheckpointNotSaved, match="rank 1"):
+        run.state.save(folder, 2, wait=True)
+    assert Run(5, init_device_mesh("cpu", (world,))).state.load(folder) == 1
+
+
+@pytest.mark.gloo
+def test_a_full_disk_on_one_rank_is_named_on_all_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
+    run_ranks(save_twice, 2, str(tmp_path))
+
+
+def test_flipped_cut_and_deleted_files_are_named_with_their_tensors(tmp_path: Path) -> None:
+    """200 faults: bits anywhere, cuts and deletions. Which tensors a byte belongs to is read from DCP's own index."""
+    run = Run(0)
+    run.steps(1)
+    run.state.save(tmp_path, 1, wait=True)
+    folder = CheckpointFolder(tmp_path).final(1)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    data = "__0_0.distcp"
+    names = [*([data] * 5), ".metadata", manifest.MANIFEST]
+    draw = random.Random(0)
+    found = 0
+    for at in range(200):
+        name, kind = draw.choice(names), ("flip", "flip", "flip", "cut", "delete")[at % 5]
+        path = folder / name
+        before = path.read_bytes()
+        byte = draw.randrange(len(before))
+        hit = [  # by their place in the file, as an error names them
+            key.fqn
+            for key, info in sorted(index.storage_data.items(), key=lambda entry: entry[1].offset)
+            if info.offset + info.length > byte and (kind != "flip" or info.offset <= byte)
+        ]
+        if kind == "flip":
+            path.write_bytes(before[:byte] + bytes([before[byte] ^ 1 << draw.randrange(8)]) + before[byte + 1 :])
+        elif kind == "cut":
+            path.write_bytes(before[:byte])
+        else:
+            path.unlink()
+        with pytest.raises(CheckpointDamaged) as error:
+            run.state.load(tmp_path, strict=True)
+        (damage,) = error.value.damages
+        named = name in damage
+        if name == data and kind != "delete":
+            named &= hit[0] in damage and (kind == "cut" or len(hit) == 1)
+        found += named
+        path.write_bytes(before)
+    assert found == 200
+    assert run.state.load(tmp_path, strict=True) == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(0)
+    for step in (1, 2):
+        run.steps(1)
+        run.state.save(tmp_path, step, wait=True)
+    path = CheckpointFolder(tmp_path).final(2) / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert Run(1).state.load(tmp_path) == 1
+    assert "__0_0.distcp has other bytes than were written" in caplog.text
+
+
+def test_a_file_that_was_added_is_named(tmp_path: Path) -> None:
+    run = Run(0)
+    run.state.save(tmp_path, 1, wait=True)
+    (CheckpointFolder(tmp_path).final(1) / "__9_0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointDamaged, match=r"__9_0\.distcp is not part of the checkpoint"):
+        run.state.load(tmp_path)
+
+
+class Touches:
+    """Unpickled, it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("where", ["index", "value"])
+def test_nothing_in_a_checkpoint_is_executed_even_with_a_matching_manifest(where: str, tmp_path: Path) -> None:
+    run = Run(0)
+    run.state.save(tmp_path / "run", 1, wait=True)
+    folder = CheckpointFolder(tmp_path / "run").final(1)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    if where == "index":
+        index.planner_data = Touches(tmp_path / "touched")
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+    else:
+        info = next(i for k, i in index.storage_data.items() if k.fqn.endswith("param_groups.0.lr"))
+        torch.save(Touches(tmp_path / "touched"), tmp_path / "value")
+        data = (folder / "__0_0.distcp").read_bytes()
+        info.offset, info.length = len(data), (tmp_path / "value").stat().st_size
+        (folder / "__0_0.distcp").write_bytes(data + (tmp_path / "value").read_bytes())
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+    known = manifest.read(folder)
+    files = {name: manifest.describe(folder / name, ()) for name in known.files}
+    manifest.write(folder, manifest.Manifest(1, 1, {}, files, known.tensors))
+    with pytest.raises((CheckpointDamaged, pickle.UnpicklingError, torch_dcp.CheckpointException)):
+        Run(1).state.load(tmp_path / "run")
+    assert not (tmp_path / "touched").exists()
+
+
+def save_forever(folder: str) -> None:
+    torch.set_num_threads(1)
+    weights = nn.Linear(64, 64)
+    state = weft.TrainState(model=weights, keep_last=2)
+    for step in range(1, 10_000):
+        with torch.no_grad():
+            weights.weight.fill_(step)
+        state.save(folder, step)
+
+
+def test_the_newest_complete_checkpoint_loads_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+    """SIGKILL at random moments of saves that follow one another: the same folder again and again."""
+    draw, newest = random.Random(0), 0
+    weights = nn.Linear(64, 64)
+    state = weft.TrainState(model=weights)
+    for at in range(KILLS):
+        folder = tmp_path / str(at % 2)
+        process = _forkserver.Process(target=save_forever, args=(str(folder),))
+        process.start()
+        until = time.monotonic() + 30
+        while not CheckpointFolder(folder).newest_first() and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(draw.random() * 0.05)
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        newest = CheckpointFolder(folder).newest_first()[0][0]
+        assert state.load(folder, strict=True) == newest
+        assert (weights.weight == newest).all()
+
+
+def test_only_the_newest_checkpoints_stay_and_a_step_can_be_saved_again(tmp_path: Path) -> None:
+    run = Run(0, keep_last=2)
+    for step in (1, 2, 3, 3):
+        run.state.save(tmp_path, step)
+    run.state.wait()
+    assert [step for step, _ in CheckpointFolder(tmp_path).newest_first()] == [3, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000000002", "step_000000003"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_names(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    weft.TrainState(model=model).save(tmp_path, 1, wait=True)
+    with pytest.raises(CheckpointMismatch, match=r"model\.weight is .* \[5, 3\] here and .* \[4, 3\] there"):
+        weft.TrainState(model=nn.Linear(3, 5)).load(tmp_path)
+    with pytest.raises(CheckpointMismatch, match=r"it has no model\.0\.weight"):
+        weft.TrainState(model=nn.Sequential(nn.Linear(3, 4))).load(tmp_path)
+
+
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(3, 4)
+    with pytest.raises(CannotCheckpoint, match="logger: a Logger has no state_dict"):
+        weft.TrainState(model=model, logger=logging.getLogger("weft"))
+    with pytest.raises(CannotCheckpoint, match="optimizer: no single module"):
+        weft.TrainState(model=model, optimizer=torch.optim.SGD(nn.Linear(3, 4).parameters()))
+    with pytest.raises(CannotCheckpoint, match="keep_last"):
+        weft.TrainState(model=model, keep_last=0)
+    with pytest.raises(CannotCheckpoint, match="step"):
+        weft.TrainState(model=model).save(tmp_path, -1)
+
+    class Holder:
+        def state_dict(self) -> Any:
+            return {"path": Path("x")}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    with pytest.raises(CannotCheckpoint, match="holder: its state_dict"):
+        weft.TrainState(model=model, holder=Holder()).save(tmp_path, 1)
+
+
+def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    run = Run(0)
+    (tmp_path / "file").write_text("")
+    run.state.save(tmp_path / "file", 1)
+    with pytest.raises(CheckpointNotSaved, match="step 1 was not saved"):
+        run.state.wait()
+    run.state.save(tmp_path, 2, wait=True)

@@ -1,0 +1,169 @@
+"""README, CONTRIBUTING and docs/: links lead somewhere, Python blocks run and print what the page shows, names exist.
+
+Blocks of one page run in order, in one process of their own, in one namespace. What a page leaves out to stay short
+(a model, a batch) stands in a comment before the block that needs it, which readers do not see::
+
+    <!-- setup
+    model = torch.nn.Linear(4, 4)
+    -->
+
+A ``text`` block that follows a ``python`` block shows what that block prints. ``...`` stands for any text, and runs of
+spaces count as one.
+"""
+
+from __future__ import annotations
+
+import doctest
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(
+    r"<!-- setup\n(?P<setup>.*?)-->|^```python\n(?P<block>.*?)^```(?:\n+```text\n(?P<shown>.*?)^```)?",
+    re.DOTALL | re.MULTILINE,
+)
+FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+TARGETS = ("inductor", "capture", "distributed", "launch", "tests", "bench", "docs", "examples")
+NAMED_FILE = re.compile(rf"`((?:{'|'.join(TARGETS)})/[\w/]+(?:\.py|\.md|\.toml|/)?)`")
+
+DOTTED = re.compile(r"`(weft(?:\.\w+)+)(?:\(\))?`")
+# On a line that names one file: functions, classes and constants of it, constants with or without their value.
+OF_FILE = re.compile(r"`(\w+\(\)|_*[A-Z]\w+|_*[A-Z][A-Z_0-9]* = [^`]+)`")
+END_OF_BLOCK = "---- end of a block"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of ``page`` to files or headings that do not exist. Links to other sites are not followed."""
+    wrong = []
+    for found in LINK.finditer(FENCE.sub("", page.read_text())):
+        link = found[1] or found[2]
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    return wrong
+
+
+def program(text: str) -> str:
+    """The Python of a page, in order; empty where it has none. It prints a line after each block."""
+    parts = [found["setup"] or found["block"] for found in CODE.finditer(text)]
+    return "".join(f"{textwrap.dedent(part)}\nprint({END_OF_BLOCK!r}, flush=True)\n" for part in parts)
+
+
+def wrong_outputs(text: str, printed: str) -> list[str]:
+    """Blocks whose output differs from what the page shows, with both."""
+    wrong = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    for found, output in zip(CODE.finditer(text), printed.split(END_OF_BLOCK), strict=False):
+        shown = found["shown"]
+        if shown is not None and not doctest.OutputChecker().check_output(shown.strip(), output.strip(), flags):
+            wrong.append(f"the page shows\n{shown}\nthe block prints\n{output.strip()}")
+    return wrong
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module, or an attribute of one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def missing_of_files(text: str) -> list[str]:
+    """Functions, classes and constants that a line says are in the one file it names, and that are not there."""
+    missing = []
+    for line in FENCE.sub("", text).splitlines():
+        files = [name for name in NAMED_FILE.findall(line) if name.endswith(".py")]
+        if len(files) != 1 or not (ROOT / files[0]).exists():
+            continue
+        source = (ROOT / files[0]).read_text()
+        for name in OF_FILE.findall(line):
+            pattern = rf"^{re.escape(name)}(?=\s|$)" if " = " in name else rf"\b{name.removesuffix('()')}\b"
+            if not re.search(pattern, source, re.MULTILINE):
+                missing.append(f"{name} in {files[0]}")
+    return missing
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    file = folder / "page.py"
+    file.write_text(code)
+    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, cwd=folder, timeout=170)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert not broken_links(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    missing = {name for name in NAMED_FILE.findall(page.read_text()) if not (ROOT / name).exists()}
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_that_a_page_mentions_exist(page: Path) -> None:
+    text = FENCE.sub("", page.read_text())
+    assert not [name for name in DOTTED.findall(text) if not resolves(name)]
+    assert not missing_of_files(text)
+
+
+def test_the_architecture_page_links_every_room() -> None:
+    architecture = (ROOT / "docs/architecture.md").read_text()
+    rooms = [page.name for page in (ROOT / "docs/rooms").glob("*.md")]
+    assert rooms
+    assert not [name for name in rooms if f"](rooms/{name})" not in architecture]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if program(page.read_text())], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    text = page.read_text()
+    result = run(program(text), tmp_path)
+    assert result.returncode == 0, f"{page.name}:\n{result.stderr[-3000:]}"
+    assert not (wrong := wrong_outputs(text, result.stdout)), "\n".join(wrong)
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A heading\n[here](#a-heading) [gone](missing.md) [no heading](#other) [site](https://x.org)\n")
+    assert broken_links(page) == ["missing.md", "#other"]
+
+
+def test_a_block_that_fails_is_found(tmp_path: Path) -> None:
+    text = "<!-- setup\nx = 1\n-->\ntext\n\n```python\nassert x == 2\n```\n"
+    assert run(program(text), tmp_path).returncode != 0
+    assert run(program(text.replace("== 2", "== 1")), tmp_path).returncode == 0
+
+
+def test_an_output_that_differs_is_found(tmp_path: Path) -> None:
+    text = "```python\nprint(1 + 1, 'and more')\n```\n\n```text\n2 and ...\n```\n"
+    assert not wrong_outputs(text, run(program(text), tmp_path).stdout)
+    other = text.replace("2 and", "3 and")
+    assert len(wrong_outputs(other, run(program(other), tmp_path).stdout)) == 1
+
+
+def test_a_name_that_does_not_exist_is_found() -> None:
+    assert resolves("weft.inductor.compiler.compile_graph")
+    assert not resolves("weft.inductor.compiler.gone")
+    assert not resolves("weft.inductor.gone.compile_graph")
+    line = "`capture/graph.py`: `drop_dead()`, `Gone`, `log = 1`, `LOG = 1`"
+    assert missing_of_files(line) == [f"{name} in capture/graph.py" for name in ("Gone", "LOG = 1")]

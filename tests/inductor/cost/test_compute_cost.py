@@ -1,0 +1,367 @@
+"""Prices of nodes: operations against torch's own counter, bytes counted by hand, rates against what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from example_graphs import example
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import flop_registry
+
+import weft
+from step_builder import StepBuilder
+from weft.capture.graph import StepGraph
+from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.compiler import kernel_graph
+from weft.inductor.cost import gemm_shapes
+from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.cost.compute_cost import ComputeCosts, is_free, key
+from weft.inductor.cost.gemm_shapes import Product
+from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.passes.fuse_optimizer import fuse_optimizer
+from weft.inductor.passes.pipeline import run_passes
+
+Node = torch.fx.Node
+
+aten = torch.ops.aten
+H200 = load_cluster("h200x8").gpu
+COSTS = ComputeCosts(H200)
+BF16 = torch.bfloat16
+
+
+def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A node that calls an operation on bfloat16 tensors of the sizes given, or on tensors like those given."""
+    build = StepBuilder()
+
+    def given(arg: Any) -> Any:
+        if isinstance(arg, torch.Size):
+            return build.input(torch.empty(arg, dtype=BF16))
+        if isinstance(arg, torch.Tensor):
+            return build.input(torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype))
+        return arg
+
+    return build.call(target, *map(given, args), **kwargs)
+
+
+def size(*sizes: int) -> torch.Size:
+    return torch.Size(sizes)
+
+
+def named(step: StepGraph, name: str) -> Node:
+    return next(node for node in step.graph.nodes if name in str(node.target))
+
+
+# ---- operations
+
+
+def convolution(
+    *, transposed: bool = False, groups: int = 1, stride: tuple[int, ...] = (2, 1), padding: tuple[int, ...] = (1, 0)
+) -> list[Any]:
+    """The arguments of a convolution behind its weight."""
+    return [None, [*stride], [*padding], [1, 2], transposed, [0, 0], groups]
+
+
+def backward(mask: list[bool], *, transposed: bool = False, groups: int = 1) -> list[Any]:
+    _, *numbers = convolution(transposed=transposed, groups=groups)
+    return [[8], *numbers, mask]
+
+
+CALLS: list[Callable[[], Node]] = [
+    lambda: call(aten.mm.default, size(30, 20), size(20, 50)),
+    lambda: call(aten.addmm.default, size(50), size(30, 20), size(20, 50), beta=0.5),
+    lambda: call(aten.bmm.default, size(7, 30, 20), size(7, 20, 50)),
+    lambda: call(aten.baddbmm.default, size(7, 30, 50), size(7, 30, 20), size(7, 20, 50)),
+    lambda: call(aten.convolution.default, size(2, 4, 9, 12), size(8, 4, 3, 3), *convolution()),
+    lambda: call(aten.convolution.default, size(2, 4, 9, 12), size(8, 2, 3, 3), *convolution(groups=2)),
+    lambda: call(aten.convolution.default, size(2, 4, 9, 12), size(4, 8, 3, 3), *convolution(transposed=True)),
+    lambda: call(aten.convolution.default, size(2, 4, 9, 9), size(8, 4, 3, 3), *convolution(stride=(3,), padding=(1,))),
+    *(
+        lambda mask=mask: call(
+            aten.convolution_backward.default, size(2, 8, 5, 8), size(2, 4, 9, 12), size(8, 4, 3, 3), *backward(mask)
+        )
+        for mask in ([True, True, True], [True, False, False], [False, True, False])
+    ),
+    lambda: call(
+        aten.convolution_backward.default,
+        size(2, 8, 17, 16),
+        size(2, 4, 9, 12),
+        size(4, 8, 3, 3),
+        *backward([True, True, False], transposed=True),
+    ),
+]
+
+
+@pytest.mark.parametrize("make", CALLS)
+def test_operations_are_those_that_torch_counts(make: Callable[[], Node]) -> None:
+    node = make()
+    found = gemm_shapes.products_of(node, lambda tensor: tuple(map(int, tensor.shape)))
+    assert found is not None
+    vals = torch.fx.node.map_arg(node.args, lambda used: used.meta["val"])
+    counted = flop_registry[node.target.overloadpacket](*vals, **node.kwargs, out_val=node.meta["val"])  # type: ignore
+    assert sum(product.operations for product in found) == counted
+
+
+def attention(heads: int, keys: int, length: int, width: int, *, causal: bool, dtype: torch.dtype = BF16) -> list[Node]:
+    """Attention and its backward."""
+    one, other = (torch.empty(1, n, length, width, dtype=dtype, device="meta") for n in (heads, keys))
+    sums = torch.empty(1, heads, length, 1, device="meta")
+    seed = torch.empty((), dtype=torch.long, device="meta")
+    forward = call(aten._scaled_dot_product_cudnn_attention.default, one, other, other, None, True, 0.0, causal, False)
+    more = (sums, seed, seed, None, None, None, length, length, 0.0, causal)
+    return [
+        forward,
+        call(aten._scaled_dot_product_cudnn_attention_backward.default, one, one, other, other, one, *more),
+    ]
+
+
+def test_attention_cost_equals_measurements() -> None:
+    """114 ms for the 32 layers of Llama 8B at 8192 tokens, of which backward has five products to forward's two."""
+    forward, back = (COSTS.seconds(node) for node in attention(32, 8, 8192, 128, causal=True))
+    assert 32 * (forward + back) == pytest.approx(0.114, rel=0.04)
+    assert back / forward == pytest.approx(2.5 * 610 / 518, rel=0.01)
+
+
+def test_causal_attention_does_half_and_heads_of_keys_do_not_count() -> None:
+    causal, whole = (COSTS.seconds(attention(32, 8, 4096, 128, causal=c)[0]) for c in (True, False))
+    assert whole - H200.launch_latency == pytest.approx(2 * (causal - H200.launch_latency))
+    for shared in (32, 1):
+        assert COSTS.seconds(attention(32, shared, 4096, 128, causal=True)[0]) == causal
+
+
+def test_attention_has_the_rate_of_its_dtype_and_fills_the_gpu() -> None:
+    def working(node: Node) -> float:
+        return COSTS.seconds(node) - H200.launch_latency
+
+    half, single = (working(attention(32, 32, 4096, 128, causal=True, dtype=d)[0]) for d in (BF16, torch.float32))
+    assert single / half == pytest.approx(H200.matmul["bfloat16"] / H200.matmul["float32"])
+    for node in range(2):
+        few, full = (working(attention(heads, heads, 1024, 128, causal=True)[node]) for heads in (1, 33))
+        assert 2 * few == pytest.approx(full)  # eight programs, and two waves
+
+
+def test_attention_on_a_cpu_is_priced_as_on_a_gpu() -> None:
+    shape = size(1, 32, 4096, 128)
+    on_cpu = call(aten._scaled_dot_product_flash_attention_for_cpu.default, shape, shape, shape, 0.0, True)
+    assert COSTS.seconds(on_cpu) == COSTS.seconds(attention(32, 32, 4096, 128, causal=True)[0])
+
+
+def test_the_backward_of_a_convolution_is_two_products() -> None:
+    gradient, given, weight = size(2, 6, 5, 8), size(2, 4, 9, 12), size(6, 2, 3, 3)
+    node = call(aten.convolution_backward.default, gradient, given, weight, *backward([True, True, False], groups=2))
+    found = gemm_shapes.products_of(node, lambda tensor: tuple(map(int, tensor.shape)))
+    assert found == [Product(2, 2 * 5 * 8, 2 * 9, 3), Product(2, 3, 2 * 9, 2 * 5 * 8)]
+
+
+# ---- rates
+
+
+def llama_products(tokens: int) -> float:
+    """Seconds of the products of Llama 8B, three for each weight."""
+    weights = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
+    shapes = [(shape, 32) for shape in weights] + [((128256, 4096), 1)]
+    total = 0.0
+    for (out, into), count in shapes:
+        for m, n, k in ((tokens, out, into), (tokens, into, out), (out, into, tokens)):
+            total += count * COSTS.seconds(call(aten.mm.default, size(m, k), size(k, n)))
+    return total
+
+
+def test_gemm_costs_of_a_llama_equal_measurements() -> None:
+    assert llama_products(8192) == pytest.approx(0.512, rel=0.02)
+    assert llama_products(2048) == pytest.approx(0.122, rel=0.10)
+
+
+def seconds_of(m: int, n: int, k: int, count: int = 1) -> float:
+    return gemm_shapes.seconds(Product(count, m, n, k), 7.2e14, 132, 2e-12)
+
+
+def test_a_large_product_has_the_rate_of_large_products() -> None:
+    assert seconds_of(8192, 8192, 8192) == pytest.approx(2 * 8192**3 / 7.2e14)
+
+
+def test_a_product_takes_whole_waves() -> None:
+    full, one_more = seconds_of(132 * 128, 256, 4096), seconds_of(133 * 128, 256, 4096)
+    assert one_more > 1.3 * full
+    assert seconds_of(2 * 132 * 128, 256, 4096) == pytest.approx(2 * full)
+
+
+def test_little_to_sum_costs_more_for_each_operation() -> None:
+    rates = [k / seconds_of(8192, 8192, k) for k in (64, 256, 1024, 8192)]
+    assert rates == sorted(rates)
+    assert rates[0] < 0.5 * rates[-1]
+
+
+def test_few_tiles_share_the_summed_dimension() -> None:
+    whole_wave = seconds_of(132 * 128, 256, 65536)
+    assert seconds_of(256, 256, 65536) < 0.2 * whole_wave
+
+
+@settings(max_examples=60, deadline=None)
+@given(*[st.integers(1, 20_000)] * 3, st.integers(1, 64))
+def test_no_product_is_faster_than_its_share_of_the_gpu(m: int, n: int, k: int, count: int) -> None:
+    fastest = 7.2e14 * 1.05  # what a wave that is quite full gains over the large product
+    product = Product(count, m, n, k)
+    assert seconds_of(m, n, k, count) >= product.operations / fastest
+    assert seconds_of(m + 1, n, k, count) >= 0.99 * seconds_of(m, n, k, count)
+
+
+def test_a_product_is_never_faster_than_its_bytes() -> None:
+    node = call(aten.mm.default, size(1, 16384), size(16384, 16384))
+    moved = 2 * (16384 + 16384**2 + 16384)
+    assert COSTS.seconds(node) == pytest.approx(H200.launch_latency + moved / H200.copy_bandwidth)
+
+
+def test_dtypes_have_rates_of_their_own() -> None:
+    def product(dtype: torch.dtype) -> float:
+        square = torch.empty(8192, 8192, dtype=dtype, device="meta")
+        return 2 * 8192**3 / (COSTS.seconds(call(aten.mm.default, square, square)) - H200.launch_latency)
+
+    assert product(torch.bfloat16) == pytest.approx(H200.matmul["bfloat16"])
+    assert product(torch.float32) == pytest.approx(H200.matmul["float32"])
+    assert product(torch.complex64) == pytest.approx(min(H200.matmul.values()))
+    images, filters = torch.empty(64, 256, 56, 56), torch.empty(256, 256, 3, 3)
+    convolved = call(aten.convolution.default, images, filters, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    rate = 2 * 64 * 56 * 56 * 256 * 256 * 9 / COSTS.seconds(convolved)
+    assert H200.matmul["float32"] < 0.8 * H200.matmul["tf32"] < rate  # as torch does by default
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert product(torch.float32) == pytest.approx(H200.matmul["tf32"])
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# ---- bytes
+
+
+def moving(moved: int) -> float:
+    return H200.launch_latency + moved / H200.copy_bandwidth
+
+
+def test_other_operations_read_and_write() -> None:
+    assert COSTS.seconds(call(aten.add.Tensor, size(64, 128), size(64, 128))) == moving(3 * 64 * 128 * 2)
+    assert COSTS.seconds(call(aten.sum.dim_IntList, size(64, 128), [1])) == moving((64 * 128 + 64) * 2)
+
+
+def test_expanded_operands_are_read_once() -> None:
+    row = torch.empty(1, 128, device="meta").expand(64, 128)
+    assert COSTS.bytes(call(aten.mul.Tensor, row, torch.empty(64, 128, device="meta"))) == (128 + 2 * 64 * 128) * 4
+
+
+def test_a_table_is_read_as_far_as_rows_are_taken() -> None:
+    ids = torch.empty(10, dtype=torch.long, device="meta")
+    assert COSTS.bytes(call(aten.embedding.default, size(100_000, 64), ids)) == 10 * 8 + 2 * 10 * 64 * 2
+
+
+def test_a_generated_kernel_moves_its_bytes() -> None:
+    x = torch.empty(64, 1024)
+    graph = kernel_graph(run_passes(weft.capture(lambda x: F.silu(x) * 2, x)))
+    (node,) = (node for node in graph.graph.nodes if isinstance(node.target, KernelCall))
+    assert COSTS.seconds(node) == moving(2 * 64 * 1024 * 4)
+
+
+def test_a_generated_kernel_of_symbolic_sizes_moves_those_of_the_captured_call() -> None:
+    x = torch.empty(7, 1024)
+    weft.mark_dynamic(x, 0)
+    graph = kernel_graph(run_passes(weft.capture(lambda x: F.silu(x) * 2, x)))
+    (node,) = (node for node in graph.graph.nodes if isinstance(node.target, KernelCall))
+    assert COSTS.bytes(node) == 2 * 7 * 1024 * 4
+    assert "[7,1024](1024,1)" in key(node)
+
+
+def test_a_size_that_only_the_data_decides_is_as_said() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        rows = x.sum().int().item()
+        torch._check(rows >= 2)
+        torch._check(rows <= 64)
+        return torch.ones(rows, 8) * 2
+
+    (node,) = weft.capture(step, torch.ones(4)).graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    assert ComputeCosts(H200, unbacked=32).bytes(node) == 2 * 32 * 8 * 4
+    assert "[?,8]" in key(node)
+
+
+def test_an_optimizer_reads_and_writes_lists() -> None:
+    model = torch.nn.Linear(64, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    graph = run_passes(weft.capture(step, torch.ones(2, 64)), [fuse_optimizer])
+    (node,) = (node for node in graph.graph.nodes if isinstance(node.target, MultiTensor))
+    elements, counters = 64 * 32 + 32, 2
+    assert COSTS.bytes(node) == pytest.approx((7 * elements + 2 * counters) * 4, rel=0.01)
+
+
+# ---- what takes nothing
+
+
+def test_views_and_elements_of_lists_are_free() -> None:
+    step = example("gpt2")
+    for name in ("view", "transpose", "getitem", "split"):
+        node = named(step, f"{name}.") if name != "getitem" else named(step, name)
+        assert is_free(node)
+        assert COSTS.seconds(node) == 0
+    assert all(is_free(node) for node in step.placeholders)
+
+
+def test_a_reshape_is_free_unless_it_copies() -> None:
+    x = torch.empty(4, 6, device="meta")
+    assert is_free(call(aten.reshape.default, x, [6, 4]))
+    assert is_free(call(aten.reshape.default, x.t(), [2, 3, 4]))
+    assert COSTS.seconds(call(aten.reshape.default, x.t(), [4, 6])) == moving(2 * 4 * 6 * 4)
+
+
+def test_memory_that_is_not_written_is_free() -> None:
+    assert is_free(call(aten.empty.memory_format, [64], dtype=BF16))
+    assert not is_free(call(aten.zeros.default, [64], dtype=BF16))
+
+
+# ---- what was measured
+
+
+def test_calibrated_clusters_take_precedence() -> None:
+    one, other = call(aten.mm.default, size(64, 64), size(64, 64)), call(aten.mm.default, size(64, 64), size(64, 32))
+    costs = ComputeCosts(H200, {key(one): 0.25})
+    assert costs.seconds(one) == 0.25
+    assert costs.seconds(other) == COSTS.seconds(other) > 0
+
+
+def test_a_key_says_all_that_time_depends_on() -> None:
+    assert key(call(aten.mm.default, size(8, 4), size(4, 2))) == "aten.mm(bf16[8,4](4,1),bf16[4,2](2,1))"
+    x = torch.empty(4, 8, dtype=BF16, device="meta")
+    keys = {
+        key(call(aten.mm.default, x, size(8, 2))),
+        key(call(aten.mm.default, x.t().contiguous().t(), size(8, 2))),
+        key(call(aten.mm.default, x.float(), torch.empty(8, 2, device="meta"))),
+        key(call(aten.sum.dim_IntList, x, [0])),
+        key(call(aten.sum.dim_IntList, x, [1])),
+        key(call(aten.sum.dim_IntList, x, [1], True)),
+    }
+    assert len(keys) == 6
+
+
+def test_keys_are_the_same_in_another_capture() -> None:
+    kernels = [kernel_graph(run_passes(example("gpt2"))) for _ in range(2)]
+    keys = [[key(node) for node in step.graph.nodes if not is_free(node)] for step in kernels]
+    assert keys[0] == keys[1]
+    assert len(set(keys[0])) > 20
+    assert not any(" 0x" in text for text in keys[0])  # no address of an object
+
+
+@pytest.mark.parametrize("name", ["llama", "convnet", "dlrm", "moe", "vit"])
+def test_every_node_of_a_step_has_a_price(name: str) -> None:
+    for node in example(name).graph.nodes:
+        seconds = COSTS.seconds(node)
+        assert math.isfinite(seconds)
+        assert (seconds == 0) == is_free(node)
+        assert is_free(node) or seconds >= H200.launch_latency
