@@ -463,7 +463,7 @@ def test_backward_frees_what_forward_saved_as_it_goes() -> None:
     [
         ({"mode": "max-speed"}, "mode='max-speed' is not known"),
         ({"options": {"bucket_mb": 3}}, "knobs.bucket_mb does not exist"),
-        ({"options": {"bucket_mib": "many"}}, "knobs.bucket_mib = 'many': this knob takes int"),
+        ({"options": {"bucket_mib": "many"}}, "knobs.bucket_mib = 'many' is not accepted: this knob takes int"),
     ],
 )
 def test_options_that_weft_does_not_know(options: dict[str, Any], said: str) -> None:

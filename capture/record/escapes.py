@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import sys
 import types
 import weakref
@@ -30,6 +31,8 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
+from weft.capture.garbage_collection import garbage_collection_paused
+from weft.capture.record.collector_lists import CollectorList
 from weft.capture.record.templates import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
 from weft.capture.state.containers import Container
@@ -43,7 +46,6 @@ _OWN_MODULES = ("weft.", "torch._subclasses", "torch.fx", "torch.utils._sympy", 
 # Old objects of these types cannot have come to hold a new one.
 _UNCHANGEABLE = frozenset(
     {
-        tuple,
         frozenset,
         types.CodeType,
         types.BuiltinFunctionType,
@@ -83,17 +85,18 @@ class EscapeCheck:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Keeps the objects that exist already apart from those that are made inside."""
-        # Where the user froze objects, all that is not frozen counts as new: the check is slower and finds as much.
-        self._frozen = not gc.get_freeze_count()
-        if self._frozen:
-            gc.freeze()
-        else:
-            gc.collect(0)
-        try:
-            yield
-        finally:
+        with garbage_collection_paused():
+            # Where the user froze objects, all that is not frozen counts as new: the check is slower and finds as much.
+            self._frozen = not gc.get_freeze_count()
             if self._frozen:
-                gc.unfreeze()
+                gc.freeze()
+            else:
+                gc.collect(0)
+            try:
+                yield
+            finally:
+                if self._frozen:
+                    gc.unfreeze()
 
     def raise_for_escaped(self, step: str, legitimate: Iterable[Any], failure: BaseException | None = None) -> None:
         """Raise if anybody but the capture holds one of its values; called inside :meth:`watching`.
@@ -106,7 +109,7 @@ class EscapeCheck:
         Raises:
             CaptureValueEscaped: names the place. The value was taken out of it.
         """
-        values = self._values(self._new_objects())
+        values = self._values(self._new_objects().of_types(_KINDS))
         if failure is None:
             gc.collect()  # cycles of the step's own are nobody's; objects from before the capture are not looked at
             held = Counter(map(id, legitimate))
@@ -127,12 +130,12 @@ class EscapeCheck:
                 continue  # emptied: the function computes its result again, outside the capture
             raise CaptureValueEscaped(step, place, type(value).__qualname__, _line_of(value), failure) from failure
 
-    def _new_objects(self) -> list[Any]:
-        return gc.get_objects() if self._frozen else gc.get_objects(generation=0)
+    def _new_objects(self) -> CollectorList:
+        return CollectorList() if self._frozen else CollectorList([0])
 
     def _recent(self) -> set[int]:
         """The ids of all objects made since :meth:`watching` began; from here on the older ones are listed too."""
-        recent = set(map(id, self._new_objects()))
+        recent = self._new_objects().ids()
         if self._frozen:
             gc.unfreeze()
             self._frozen = False
@@ -140,7 +143,7 @@ class EscapeCheck:
 
     def _values(self, objects: list[Any]) -> list[weakref.ref[Any]]:
         """Weak references to the values of the capture among ``objects``."""
-        return [weakref.ref(each) for each in objects if type(each) in _KINDS and self._is_value(each)]
+        return [weakref.ref(each) for each in objects if self._is_value(each)]
 
     def _is_value(self, value: Any) -> bool:
         """Whether a fake or a number is of this capture; other threads may be tracing too."""
@@ -176,32 +179,37 @@ class _HolderSearch:
 
     Args:
         values: the fakes and symbolic numbers in question; the list is emptied, so that it does not count as a holder.
-        young: all objects made since the capture began.
+        new: the objects made since the capture began.
     """
 
-    def __init__(self, values: list[Any], young: list[Any]) -> None:
-        at_of = {id(each): at for at, each in enumerate(young)}
-        wanted = [at_of[id(value)] for value in values]
+    def __init__(self, values: list[Any], new: CollectorList) -> None:
+        wanted = [id(value) for value in values]
         values.clear()
-        holders: list[list[int]] = [[] for _ in young]  # positions in ``young``, for each position there
-        for at in range(len(young)):
-            for referent in map(id, gc.get_referents(young[at])):
-                if (found := at_of.get(referent)) is not None:
-                    holders[found].append(at)
+        objects = {id(each): each for each in new.except_types()}
+        tuples = new.tuples()
+        holders: dict[int, list[int]] = {each: [] for each in itertools.chain(objects, tuples)}  # all by id
+        referents = ((at, map(id, gc.get_referents(each))) for at, each in objects.items())
+        for at, found in itertools.chain(referents, tuples.items()):
+            for referent in found:
+                if referent in holders:
+                    holders[referent].append(at)
         # From each object that leads to a value, the next object on the way there.
         leads: dict[int, int | None] = dict.fromkeys(wanted)
         pending = deque(wanted)
         while pending:
             child = pending.popleft()
             for at in holders[child]:
-                if at not in leads and not _is_record(young[at]):
+                if at not in leads and (at in tuples or not _is_record(objects[at])):
                     leads[at] = child
                     pending.append(at)
-        # The count of an object that only ``young`` and other new objects hold is explained.
-        explained = [_references(young, at) <= len(holders[at]) for at in leads]
-        self._entered = [young[at] for at, known in zip(leads, explained, strict=True) if not known]
-        self._next = {id(young[at]): None if to is None else young[to] for at, to in leads.items()}
-        self._templates = [young[at] for at in leads if isinstance(young[at], Template)]
+        leading = [objects[at] for at in leads if at in objects] + new.tuples_with(leads)
+        objects.clear()
+        # The count of an object that only ``leading`` and other new objects hold is explained.
+        explained = [_references(leading, at) <= len(holders[id(leading[at])]) for at in range(len(leading))]
+        self._entered = [each for each, known in zip(leading, explained, strict=True) if not known]
+        by_id = {id(each): each for each in leading}
+        self._next = {at: None if (to := leads[at]) is None else by_id.get(to) for at in by_id}
+        self._templates = [each for each in leading if isinstance(each, Template)]
 
     def in_templates(self) -> Iterator[tuple[Template, Any]]:
         """Templates of what the step returned or stored, each with a leaf that leads to a value."""
@@ -224,7 +232,7 @@ class _HolderSearch:
         if len(known) <= _FEW:
             yield from gc.get_referrers(*self._entered) if known else ()  # compares each reference with each object
             return
-        old = [each for each in gc.get_objects() if type(each) not in _UNCHANGEABLE]
+        old = CollectorList().except_types(_UNCHANGEABLE)
         for start in range(0, len(old), _CHUNK):
             chunk = old[start : start + _CHUNK]
             if not known.isdisjoint(map(id, gc.get_referents(*chunk))):

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -143,6 +143,16 @@ def said_line(function: Callable[..., Any]) -> tuple[str, int]:
     return lines[at].partition("  # ")[2].strip(), first + at
 
 
+@pytest.fixture
+def checked_distributions() -> Iterator[None]:
+    """Distributions check their parameters, as they do by default; torch.compile switches that off in the process."""
+    before = distributions.Distribution._validate_args
+    distributions.Distribution.set_default_validate_args(True)
+    yield
+    distributions.Distribution.set_default_validate_args(before)
+
+
+@pytest.mark.usefixtures("checked_distributions")
 @pytest.mark.parametrize("step", CANNOT)
 def test_a_value_is_named_by_the_expression_that_read_it(step: Callable[..., Any]) -> None:
     with pytest.raises(WeftError) as caught:
