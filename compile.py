@@ -20,7 +20,9 @@ import torch
 from weft import knobs, torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.capture.agreement.agreement import agree
+from weft.capture.agreement.claims import Claims, claims_of
 from weft.capture.agreement.signature import signature
+from weft.capture.agreement.text_difference import without_remarks
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
@@ -45,6 +47,7 @@ from weft.errors import (
 )
 from weft.inductor.compiler import MODES, compile_graph
 from weft.inductor.graph.collectives import ranks_on_a_host
+from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
@@ -56,11 +59,13 @@ R = TypeVar("R")
 class _CompiledForm:
     """One captured form of a step with its guards and its program."""
 
-    def __init__(self, captured: CapturedStep, guards: Guards, mode: str, memory_limit: int | None) -> None:
+    def __init__(
+        self, captured: CapturedStep, guards: Guards, mode: str, memory_limit: int | None, agreed: AgreedCollectives
+    ) -> None:
         self.captured = captured
         self.guards = guards
         self.busy = False  # whether its program is running, with buffers that serve one call at a time
-        self.program = compile_graph(captured.graph, mode, memory_limit)
+        self.program = compile_graph(captured.graph, mode, memory_limit, agreed)
         self._inputs = PlaceReader(captured.places)
         updated = {entry.name for entry, _ in captured.graph.updates()}
         inputs = zip(captured.graph.inputs, captured.places, strict=True)
@@ -126,7 +131,7 @@ class CompiledStep(Generic[P, R]):
         self.entries: CompiledForms[_CompiledForm] = CompiledForms()
         self.captures: list[str] = []
         self._changed: dict[Any, set[tuple[int, int]]] = {}
-        self._agreed: set[bytes] = set()
+        self._agreed: dict[bytes, AgreedCollectives] = {}
         self._uncompiled = False
         self._lock = threading.RLock()
 
@@ -236,23 +241,32 @@ class CompiledStep(Generic[P, R]):
         except Exception as error:
             self._tell_of_failure(error)
             raise
-        self._agree(
-            f"{signature(captured.graph)}\n"
-            f"mode {self.mode}, memory limit {self.memory_limit}, transports {knobs.transports or 'nccl'}\n"
-            f"{_sizes(captured.graph)}{_hosts(captured.graph)}"
-            f"collectives on CPUs in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead"
-        )
-        form = self.entries.add(_CompiledForm(captured, guards, self.mode, self.memory_limit))
+        agreed = self._agree(f"{signature(captured.graph)}\n{self._options(captured.graph)}", captured.graph)
+        form = self.entries.add(_CompiledForm(captured, guards, self.mode, self.memory_limit, agreed))
         nodes, seen = len(captured.graph), captured.recorded
         log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
         return form
 
-    def _agree(self, text: str) -> None:
-        """Show that all ranks run the same operations and collectives, once for each form of the step."""
-        digest = hashlib.sha256(text.encode()).digest()  # texts of ever new forms would be kept for ever
-        if digest not in self._agreed and torch_adapter.world_size() > 1 and current_fake_world() is None:
-            agree(self.__qualname__, text)
-        self._agreed.add(digest)
+    def _options(self, graph: StepGraph) -> str:
+        """Whatever else decides which collectives run, and when."""
+        disabled = ", ".join(sorted(filter(None, map(str.strip, knobs.disable_passes.split(",")))))
+        return (
+            f"mode {self.mode}, memory limit {self.memory_limit}, verify {self.verify}, fallback {self.fallback}\n"
+            f"transports {knobs.transports or 'nccl'}, without passes {disabled or 'none'}\n"
+            f"{_sizes(graph)}{_hosts(graph)}"
+            f"collectives on CPUs in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead; "
+            f"at most {knobs.form_limit} forms"
+        )
+
+    def _agree(self, text: str, graph: StepGraph | None = None) -> AgreedCollectives:
+        """Show that all ranks captured the same collectives, once for each form of the step."""
+        shared = torch_adapter.world_size() > 1 and current_fake_world() is None
+        claims = claims_of(graph) if shared and graph is not None else Claims()
+        # A hash, since texts of ever new forms would be kept for ever.
+        digest = hashlib.sha256(f"{without_remarks(text)}\n{claims}".encode()).digest()
+        if shared and digest not in self._agreed:
+            agree(self.__qualname__, text, claims)
+        return self._agreed.setdefault(digest, AgreedCollectives())
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none."""

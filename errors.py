@@ -802,9 +802,22 @@ class GraphMismatch(WeftError):
         self.ranks = ranks
         super().__init__(
             f"{name}: ranks do not hold the same step. {summary}\n{difference}\n"
-            f"This is rank {rank}. The step has not run: no collective was started and no state changed. A "
-            f"step may not depend on the rank: look for branches on get_rank(), sizes of the batch, modules, "
-            f"hooks, optimizer groups or options that differ between the ranks above."
+            f"This is rank {rank}. The step has not run: no collective was started and no state changed. All ranks "
+            f"must issue the same collectives with the same options: look for branches on get_rank(), sizes of what "
+            f"is communicated, modules, hooks, optimizer groups or options that differ between the ranks above."
+        )
+
+
+class GroupMismatch(WeftError):
+    """Members of a process group disagree about a collective. ``ranks`` are those; ``rank`` is the one that raises."""
+
+    def __init__(self, name: str, rank: int, ranks: list[int], listed: str, what: str, line: str) -> None:
+        self.rank, self.ranks = rank, ranks
+        super().__init__(
+            f"{name}: {listed} {what}. This is rank {rank}, where it concerns\n  {line}\nThe step has not run: no "
+            "collective was started and no state changed. All members of a group must use it in the same collectives, "
+            "and each must expect as many elements as its partner sends. Look for groups of the same ranks that were "
+            "created one by one and are used in another order, and for split sizes made from the rank."
         )
 
 

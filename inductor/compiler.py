@@ -36,14 +36,15 @@ from weft.inductor.fusion.generate_kernels import GenerateKernels
 from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, keeps_bits, required
 from weft.inductor.graph.repro import save
 from weft.inductor.lowering.lower import device_kind
-from weft.inductor.passes.pipeline import ATEN_PASSES, kernel_passes
+from weft.inductor.passes.pipeline import ATEN_PASSES, kernel_passes, without_rewrites
 from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.runtime.kernels import compile_kernels
 from weft.inductor.runtime.multi_tensor import use_kernels
 from weft.inductor.runtime.piecewise_cudagraph import Program, compile_recorded
 from weft.inductor.runtime.program_file import program_file
-from weft.inductor.schedule.agree_on_schedule import scheduled
+from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
+from weft.inductor.schedule.agree_on_schedule import in_captured_order, scheduled
 from weft.inductor.schedule.planner import Schedule
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.instantiate import bind
@@ -121,7 +122,12 @@ BINDING: list[Pass] = [load_kernels, use_kernels, bind]
 
 @garbage_collection_paused()
 def compile_graph(
-    step: StepGraph, mode: str = "default", memory_limit: int | None = None, *, first: Sequence[Pass] = ()
+    step: StepGraph,
+    mode: str = "default",
+    memory_limit: int | None = None,
+    agreed: AgreedCollectives | None = None,
+    *,
+    first: Sequence[Pass] = (),
 ) -> Program:
     """Make the program that runs ``step``, which stays as it is. With ``knobs.dump_dir``, the captured graph, the graph
     after each pass and the program are written there.
@@ -133,9 +139,12 @@ def compile_graph(
             runs on a CPU runs as ATen kernels. "bitwise" runs ATen kernels everywhere, so that results equal those of
             the uncompiled step bit for bit.
         memory_limit: bytes that a GPU may hold at once. None: the memory of the GPU, less a reserve. Ignored on CPUs.
+        agreed: the lists of collectives that ranks issue for such a step; None where ranks do not compile this step
+            together.
         first: passes that run before all others.
 
     Raises:
+        ScheduleTimeout: see :meth:`AgreedCollectives.all_issue`.
         MemoryLimitUnreachable: no schedule fits ``memory_limit``.
         NoClusterHere: ``memory_limit`` is given, and no description of a cluster fits the GPUs here.
     """
@@ -146,7 +155,7 @@ def compile_graph(
     if first:
         step = runner.run("graph", step.copy(), first)
     cluster = _cluster(memory_limit) if on_gpu and (step.collectives() or memory_limit is not None) else None
-    graph, schedule = scheduled_graph(step, cluster, memory_limit, generates, runner)
+    graph, schedule = scheduled_graph(step, cluster, memory_limit, generates, runner, agreed)
     if generates:
         checks = verifier(graph)
         graph = runner.run("binding", graph, BINDING, checks.check if checks is not None else None)
@@ -167,10 +176,15 @@ def compile_graph(
 
 
 def scheduled_graph(
-    step: StepGraph, cluster: Cluster | None, memory_limit: int | None, generates: bool, runner: PassRunner
+    step: StepGraph,
+    cluster: Cluster | None,
+    memory_limit: int | None,
+    generates: bool,
+    runner: PassRunner,
+    agreed: AgreedCollectives | None = None,
 ) -> tuple[StepGraph, Schedule | None]:
     """The graph that a program runs, before binding, and its schedule, which is None without a ``cluster``. ``step``
-    stays as it is.
+    stays as it is; ``agreed`` as for :func:`compile_graph`.
 
     Where no schedule fits ``memory_limit``, backward recomputes values of forward: first as many as the limit alone
     seems to need, then more.
@@ -179,16 +193,16 @@ def scheduled_graph(
         MemoryLimitUnreachable: nothing fits ``memory_limit``.
     """
     if cluster is None:
-        return _unscheduled(step, generates, None, runner), None
+        return _agreed(step, generates, None, runner, agreed, ordered=True), None
     recomputes = generates and memory_limit is not None
     budgets = [None, *(int(memory_limit * part) for part in _BUDGETS if recomputes and memory_limit is not None)]
-    agreed = functools.partial(
+    decide = functools.partial(
         scheduled, cluster=cluster, memory_limit=memory_limit, keep_bits=not generates, runner=runner
     )
     for budget in budgets:
-        graph = _unscheduled(step, generates, budget, runner)
+        graph = _agreed(step, generates, budget, runner, agreed, ordered=False)
         try:
-            return runner.timed("schedule", lambda: agreed(graph))  # noqa: B023
+            return runner.timed("schedule", lambda: decide(graph))  # noqa: B023
         except MemoryLimitUnreachable as error:
             if budget == budgets[-1] or error.certain:
                 raise
@@ -196,13 +210,35 @@ def scheduled_graph(
     raise AssertionError
 
 
-def _unscheduled(step: StepGraph, generates: bool, budget: int | None, runner: PassRunner) -> StepGraph:
-    """The step after the stages ``graph`` and ``kernels``."""
+def _agreed(
+    step: StepGraph,
+    generates: bool,
+    budget: int | None,
+    runner: PassRunner,
+    agreed: AgreedCollectives | None,
+    *,
+    ordered: bool,
+) -> StepGraph:
+    """The step after the stages ``graph`` and ``kernels``, with the same collectives on all ranks."""
+    graph = _unscheduled(step, generates, budget, runner)
+    if agreed is None or not step.collectives():
+        return graph
+    if agreed.all_issue(graph, f"within {budget}", ordered=ordered):
+        return graph
+    graph = _unscheduled(step, generates, budget, runner, rewrites=False)
+    return runner.run("schedule", graph, [in_captured_order])
+
+
+def _unscheduled(
+    step: StepGraph, generates: bool, budget: int | None, runner: PassRunner, *, rewrites: bool = True
+) -> StepGraph:
+    """The step after the stages ``graph`` and ``kernels``; without ``rewrites``, every collective is as captured."""
+    passes = kernel_passes(budget) if generates else ATEN_PASSES
+    passes = passes if rewrites else without_rewrites(passes)
     if not generates:
-        return runner.run("graph", step.copy(), ATEN_PASSES)
-    passes = kernel_passes(budget)
+        return runner.run("graph", step.copy(), passes)
     make = lambda graph: kernel_graph(runner.run("graph", graph.copy(), passes), runner)
-    return cached(step, make, f"within {budget}")
+    return cached(step, make, f"within {budget}" + ("" if rewrites else ", collectives as captured"))
 
 
 def _cluster(memory_limit: int | None) -> Cluster | None:

@@ -6,6 +6,8 @@ all hashes and publishes a verdict; the other ranks wait for that one key. So wh
 small requests, for any world size. Texts are sent only after a mismatch. One rank of the majority posts its text, the
 first rank of each other group posts its difference from that text, and all others read these few lines.
 
+With its hash a rank posts its claims (claims.py), on which members of one process group must agree beside the text.
+
 A rank that died or does not arrive is found by a deadline. The rank whose deadline passes first publishes which ranks
 are missing. The verdict that is published first counts, so all ranks raise the same error.
 """
@@ -26,8 +28,9 @@ from typing import Any
 import torch.distributed as dist
 
 from weft import errors, knobs, torch_adapter
+from weft.capture.agreement.claims import Claims, Disagreement, disagreement
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
-from weft.capture.agreement.text_difference import difference
+from weft.capture.agreement.text_difference import difference, without_remarks
 from weft.capture.fake.fake_world import current_fake_world
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ MAX_GROUPS = 8
 def agree(
     name: str,
     text: str,
+    claims: Claims | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     timeout_s: float | None = None,
@@ -57,13 +61,15 @@ def agree(
 
     Args:
         name: of the comparison. Calls are matched by name and by how often each rank has called with this name.
-        text: of this rank.
+        text: of this rank. Remarks in it (text_difference.REMARK) are shown and not compared.
+        claims: what members of one process group must hold alike beside the text.
         group: the ranks that compare.
         timeout_s: seconds from this rank's call; default: the knob agreement_timeout_s.
         store, rank, world: used instead of those of the process group; all three or none.
 
     Raises:
         errors.GraphMismatch: on every rank: texts differ. The message names the ranks and shows the difference.
+        errors.GroupMismatch: on every rank: texts are equal, and claims exclude each other.
         errors.AgreementTimeout: on every rank: ranks did not arrive in time. The message names them.
         errors.StoreLost: the process that holds the store is gone.
     """
@@ -82,7 +88,7 @@ def agree(
     start = time.monotonic()
     timeout_s = knobs.agreement_timeout_s if timeout_s is None else timeout_s
     rendezvous = StoreRendezvous(f"agreement/{name}", ranks, rank, timeout_s, store=store)
-    _TextComparison(name, rendezvous, text).run()
+    _TextComparison(name, rendezvous, text, claims or Claims()).run()
     log.debug(
         "%s: %d ranks agree on capture %d (%.3f s)", name, len(ranks), rendezvous.number, time.monotonic() - start
     )
@@ -95,11 +101,12 @@ class _TextComparison:
     name: str
     rendezvous: StoreRendezvous
     text: str
+    claims: Claims
 
     def run(self) -> None:
         """Return where all texts are equal; otherwise raise what :func:`agree` says."""
         here = self.rendezvous
-        here.post(f"hash/{here.rank}", _digest(self.text))
+        here.post(f"hash/{here.rank}", json.dumps([_digest(self.text), self.claims.posted()]))
         is_last = here.count("arrived") == len(here.ranks)
         verdict = self._judge() if is_last else self._verdict()
         if "missing" in verdict:
@@ -110,6 +117,11 @@ class _TextComparison:
         groups = [_RankGroup(digest, ranks) for digest, ranks in verdict["groups"]]
         if len(groups) > 1:
             self._show_mismatch(groups)
+        if "disagreement" in verdict:
+            found = Disagreement(*verdict["disagreement"])
+            raise errors.GroupMismatch(
+                self.name, here.rank, found.ranks, listed(found.ranks), found.what, self._line_with(found.concerns)
+            )
         here.leave([f"hash/{here.rank}"], ["arrived", "judges", "verdict"])
 
     def _verdict(self) -> dict[str, Any]:
@@ -127,9 +139,17 @@ class _TextComparison:
         if missing:
             verdict: dict[str, Any] = {"missing": missing, "by": here.rank, "waited": here.timeout_s}
         else:
-            hashes = here.read_all(list(keys))
-            verdict = {"groups": [(group.digest, group.ranks) for group in _groups(hashes, here.ranks)]}
+            posted = [json.loads(each) for each in here.read_all(list(keys))]
+            groups = _groups([digest for digest, _ in posted], here.ranks)
+            verdict = {"groups": [(group.digest, group.ranks) for group in groups]}
+            if len(groups) == 1:
+                found = disagreement(dict(zip(here.ranks, (claims for _, claims in posted), strict=True)))
+                verdict |= {"disagreement": found} if found is not None else {}
         return json.loads(here.post_first("verdict", json.dumps(verdict)))
+
+    def _line_with(self, words: str) -> str:
+        """The first line of the text that holds these words."""
+        return next((line for line in self.text.splitlines() if words in line), "")
 
     def _show_mismatch(self, groups: list[_RankGroup]) -> None:
         """Raise with the difference. The first rank of each group computes it, the others of the group read it.
@@ -207,4 +227,4 @@ def listed(ranks: Sequence[int], at_most: int = 20) -> str:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(without_remarks(text).encode()).hexdigest()

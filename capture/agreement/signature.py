@@ -1,92 +1,172 @@
-"""The signature of a graph: the text that must be equal on every rank.
+"""The signature of a graph: the text of its collectives, which must be equal on every rank.
 
 Ranks compare signatures before the first collective runs. Two graphs with equal signatures issue the same collectives
-in the same order, with the same groups, dtypes and payloads, so they cannot hang or mix up gradients.
+in the same order, with the same groups, dtypes, sizes and parameters. What each rank computes between them is its own
+affair, as it is in a step that is not compiled: batches and shards of uneven sizes, numbers made from them, generators,
+and Python that depends on the rank do not appear in the text.
 """
 
 from __future__ import annotations
 
+import operator
+import re
 from typing import Any
 
 import torch
 import torch.fx
 
+from weft.capture.agreement.claims import even_part
+from weft.capture.agreement.text_difference import REMARK
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import group_of, is_collective, sizes_differ_by_rank
-from weft.capture.step_interface import Return, Role, Update
+from weft.capture.node_kinds import is_collective, is_wait, sizes_differ_by_rank
+from weft.capture.step_interface import Create, Role, Update
+from weft.capture.user_code import format_frame
+
+Node = torch.fx.Node
 
 
 def signature(step: StepGraph) -> str:
-    """One line per operation, in order, with its operands; collectives with group, dtypes, sizes, stage and module.
+    """One line per collective, in order: operation, operands that are no tensors, dtype and elements of what it
+    carries, the parameters that this belongs to, stage and module. The user's line stands behind it as a remark.
 
-    What may differ between ranks of a correct program is left out: names of nodes, sizes and integers, and numbers
-    computed from them. Batches and shards of uneven parameters have different sizes on each rank.
+    Sizes are compared where partners must know them. Unequal parts of an all-to-all differ between ranks (see
+    :mod:`weft.capture.agreement.claims`), and a size that only the data decides is a symbol, of which the name is
+    compared and never the value.
     """
-    names: dict[torch.fx.Node, str] = {}
-    lines: list[str] = []
-    paths = {entry.name: entry for entry in step.inputs}
-    for node in step.graph.nodes:
-        if node.op == "placeholder":
-            entry = paths[node.name]
-            names[node] = entry.path
-            lines.append(f"input {entry.path}: {entry.role.value} {entry.sharding or _described(entry.role, node)}")
-        elif node.op == "call_function" and not _is_size(node, names):
-            names[node] = f"%{len(names)}"
-            lines.append(f"{names[node]} = {_target(node)}({_operands(node, names)}){_identity(node)}")
-    for what, value in zip(step.outputs, step.results, strict=True):
-        place = (
-            paths[what.input].path
-            if isinstance(what, Update)
-            else f"result {what.index}"
-            if isinstance(what, Return)
-            else what.path
-        )
-        lines.append(f"{place} <- {names.get(value, 'a number') if isinstance(value, torch.fx.Node) else value}")
-    return "\n".join(lines)
+    names, parameters = _SymbolNames(), _Parameters(step)
+    return "\n".join(_line(node, names, parameters) for node in step.collectives())
 
 
-def _described(role: Role, node: torch.fx.Node) -> str:
-    val = node.meta["val"]
-    if not isinstance(val, torch.Tensor):
-        return type(val).__name__
-    return f"{val.dtype}" if role is Role.BATCH else f"{val.dtype} {list(val.shape)}"
+def _line(node: Node, names: _SymbolNames, parameters: _Parameters) -> str:
+    payload = [used.meta["val"] for used in node.all_input_nodes if isinstance(used.meta.get("val"), torch.Tensor)]
+    if sizes_differ_by_rank(node.target):
+        part = even_part(node)
+        sizes = ["in parts that differ" if part is None else f"{part} each"]
+    else:
+        sizes = [names.shown(val.numel()) for val in payload]
+    carried = ", ".join(f"{val.dtype} [{size}]" for val, size in zip(payload, sizes, strict=True))
+    belongs = parameters.of(node)
+    whose = f" of {', '.join(belongs)}" if belongs else ""
+    where = " ".join(filter(None, (node.meta.get("stage"), node.meta.get("module"))))
+    frames = node.meta.get("frames", ())
+    line = f"{REMARK}{format_frame(frames[0])}" if frames else ""
+    return f"{_name(node)}({_operands(node)}): {carried}{whose}{f'; {where}' if where else ''}{line}"
 
 
-def _is_size(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> bool:
-    """Whether the node is a size of a tensor or arithmetic on sizes. A capture with fixed sizes has no such nodes."""
-    val, inputs = node.meta.get("val"), node.all_input_nodes
-    if isinstance(val, (int, torch.SymInt, torch.SymBool)):
+def _name(node: Node) -> str:
+    return getattr(getattr(node.target, "_schema", None), "name", getattr(node.target, "__name__", repr(node.target)))
+
+
+def _operands(node: Node) -> str:
+    """The operands that are neither tensors nor split sizes."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # a callable, which says what it does by its name and group
+        return str(getattr(node.target, "group", ""))
+    shown = []
+    for at, argument in enumerate(schema.arguments):
+        value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
+        if "split_sizes" not in argument.name and not _holds_nodes(value):
+            shown.append(f"{argument.name}={value}")
+    return ", ".join(shown)
+
+
+def _holds_nodes(value: Any) -> bool:
+    return isinstance(value, Node) or (isinstance(value, (list, tuple)) and any(map(_holds_nodes, value)))
+
+
+class _SymbolNames:
+    """Names of symbolic sizes, by first appearance in the text: torch numbers symbols by all that a rank traced."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def shown(self, size: int | torch.SymInt) -> str:
+        """A number, or the text of an expression over renamed symbols. Nothing is asked of the symbols."""
+        if isinstance(size, int):
+            return str(size)
+        rename = lambda found: self._names.setdefault(found[0], f"n{len(self._names)}")
+        return re.sub(r"\b[su]\d+\b", rename, str(size))
+
+
+class _Parameters:
+    """Which parameters a collective gathers or reduces the gradients of."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self._parameters = {entry.name: entry.path for entry in step.inputs if entry.role is Role.PARAMETER}
+        self._results: dict[Node, str] = {}
+        inputs = {entry.name: entry for entry in step.inputs}
+        for what, node in zip(step.outputs, step.results, strict=True):
+            if isinstance(node, Node) and (path := _gradient(what, inputs)):
+                self._results.setdefault(node, path.removesuffix(".grad"))
+
+    def of(self, start: Node) -> list[str]:
+        """Their paths, sorted; empty for a collective of other values."""
+        gathered = {path for used in start.all_input_nodes if (path := self._gathered(used))}
+        return sorted(gathered or self._reduced(start))
+
+    def _gathered(self, node: Node) -> str:
+        """The parameter that ``node`` is a view, cast or padded copy of."""
+        while node.op != "placeholder" and _moves_data(node) and len(tensors := _tensors(node)) == 1:
+            (node,) = tensors
+        return self._parameters.get(node.name, "")
+
+    def _reduced(self, start: Node) -> set[str]:
+        """The parameters whose gradients are computed from the result, element by element."""
+        found: set[str] = set()
+        todo, seen = [start], {start}
+        for node in todo:
+            if node in self._results:
+                found.add(self._results[node])
+                continue
+            for user in node.users:
+                if path := self._beside(user, node):
+                    found.add(path)
+                    continue
+                after = {*_made_of(user, node)} - seen
+                seen |= after
+                todo += after
+        return found
+
+    def _beside(self, call: Node, node: Node) -> str:
+        """The parameter that an optimizer's call on lists has at the place of ``node``."""
+        first, *others = [given for given in call.args if isinstance(given, (list, tuple))] or [()]
+        at = next((given.index(node) for given in others if node in given), len(first))
+        beside = first[at] if at < len(first) else None
+        return self._parameters.get(beside.name, "") if isinstance(beside, Node) else ""
+
+
+def _made_of(call: Node, node: Node) -> list[Node]:
+    """What ``call`` makes of ``node`` element by element: of a call on lists, the elements at the same place."""
+    lists = [given for given in call.args if isinstance(given, (list, tuple)) and node in given]
+    if lists and _name(call).startswith("aten::_foreach_"):
+        return [user for user in call.users if user.args[1:] == (lists[0].index(node),)]
+    return [call] if is_wait(call) or _moves_data(call) or _by_element(call) else []
+
+
+def _gradient(what: Any, inputs: dict[str, Any]) -> str:
+    """The place of a gradient or parameter that an output replaces or creates."""
+    if isinstance(what, Update):
+        entry = inputs[what.input]
+        return entry.path if entry.role in (Role.GRADIENT, Role.PARAMETER) else ""
+    return what.path if isinstance(what, Create) and what.path.endswith(".grad") else ""
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [used for used in node.all_input_nodes if isinstance(used.meta.get("val"), (torch.Tensor, list, tuple))]
+
+
+_MOVES = ("aten::_to_copy", "aten::constant_pad_nd", "aten::clone", "aten::cat", "aten::split", "weft::")
+
+
+def _moves_data(node: Node) -> bool:
+    """Views, casts, padding, and the elements of lists."""
+    if node.target is operator.getitem:
         return True
-    if isinstance(val, (torch.Tensor, list, tuple)) or node.meta.get("effect"):
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
         return False
-    return bool(inputs) and all(used not in names for used in inputs)
+    return schema.name.startswith(_MOVES) or any(result.alias_info is not None for result in schema.returns)
 
 
-def _target(node: torch.fx.Node) -> str:
-    return (
-        str(node.target) if hasattr(node.target, "namespace") else getattr(node.target, "__name__", repr(node.target))
-    )
-
-
-def _operands(node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
-    def shown(value: Any) -> str:
-        if isinstance(value, torch.fx.Node):
-            return names.get(value, "#")
-        if isinstance(value, (list, tuple)):
-            inner = [shown(item) for item in value]
-            return "[#]" if inner and all(item == "#" for item in inner) else f"[{', '.join(inner)}]"
-        return "#" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-    return ", ".join([*map(shown, node.args), *(f"{key}={shown(value)}" for key, value in node.kwargs.items())])
-
-
-def _identity(node: torch.fx.Node) -> str:
-    """The identity of a collective besides its operands: group, dtypes, sizes, stage and module."""
-    if not is_collective(node):
-        return ""
-    vals = [used.meta["val"] for used in node.all_input_nodes if isinstance(used.meta.get("val"), torch.Tensor)]
-    differ = sizes_differ_by_rank(node.target)
-    sizes = ["?" if differ or not isinstance(v.numel(), int) else v.numel() for v in vals]
-    return (
-        f"  # {group_of(node)}: {[v.dtype for v in vals]} {sizes}; {node.meta.get('stage')} {node.meta.get('module')}"
-    )
+def _by_element(node: Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not is_collective(node)

@@ -1,4 +1,7 @@
-"""A readable difference of two long texts: the first places where they differ."""
+"""A readable difference of two long texts: the first places where they differ.
+
+A line may end with a remark, which is shown and not compared: the user's file and line.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,16 @@ from collections.abc import Iterator
 # Lines of each text that are compared, from the first difference on. Comparing two long graphs whole takes minutes.
 WINDOW = 400
 CONTEXT = 3
+REMARK = "  # at "
+
+
+def without_remarks(text: str) -> str:
+    """What is compared of a text."""
+    return "\n".join(map(_compared, text.splitlines()))
+
+
+def _compared(line: str) -> str:
+    return line.partition(REMARK)[0]
 
 
 def difference(before: str, after: str, before_name: str, after_name: str, max_lines: int = 60) -> str:
@@ -16,10 +29,11 @@ def difference(before: str, after: str, before_name: str, after_name: str, max_l
     Each hunk is headed by the line numbers of both texts and has three lines of context.
     """
     a, b = before.splitlines(), after.splitlines()
-    if a == b:
+    a_keys, b_keys = [*map(_compared, a)], [*map(_compared, b)]
+    if a_keys == b_keys:
         return ""
-    start = max(0, _common(a, b) - CONTEXT)
-    end = max(0, _common(a[start:][::-1], b[start:][::-1]) - CONTEXT)
+    start = max(0, _common(a_keys, b_keys) - CONTEXT)
+    end = max(0, _common(a_keys[start:][::-1], b_keys[start:][::-1]) - CONTEXT)
     a_part, b_part = a[start : len(a) - end], b[start : len(b) - end]
     lines = [f"--- {before_name}", f"+++ {after_name}", *_hunks(a_part[:WINDOW], b_part[:WINDOW], start)]
     if len(lines) > max_lines or max(len(a_part), len(b_part)) > WINDOW:
@@ -34,7 +48,7 @@ def _common(a: list[str], b: list[str]) -> int:
 
 def _hunks(a: list[str], b: list[str], start: int) -> Iterator[str]:
     """The hunks of two lists of lines, both of which are cut from their texts after `start` lines."""
-    matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, [*map(_compared, a)], [*map(_compared, b)], autojunk=False)
     for group in matcher.get_grouped_opcodes(CONTEXT):
         yield f"@@ line {start + group[0][1] + 1} | line {start + group[0][3] + 1} @@"
         for tag, i1, i2, j1, j2 in group:

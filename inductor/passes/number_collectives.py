@@ -13,7 +13,8 @@ from weft.inductor.graph.pass_runner import keeps_bits, required
 @required
 @keeps_bits
 def number_collectives(step: StepGraph) -> StepGraph:
-    """Write the position of each collective among the collectives into ``meta["capture_order"]``. Changes ``step``."""
+    """Write the position of each collective among the collectives into ``meta["capture_order"]``, and as the one member
+    of ``meta["members"]``. Changes ``step``."""
     for at, start in enumerate(step.collectives()):
-        start.meta["capture_order"] = at
+        start.meta["capture_order"], start.meta["members"] = at, (at,)
     return step

@@ -55,6 +55,7 @@ def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
         emit = emitter(graph, last)
         flat = _side_by_side(emit, inputs) if gathers else _rank_by_rank(emit, inputs, world)
         merged = emit(last.target, flat, *last.args[1:])
+        merged.meta["members"] = tuple(at for node in run for at in node.meta.get("members", ()))
     waits = {user for node in run for user in node.users}
     first = last
     while first not in waits:

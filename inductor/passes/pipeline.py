@@ -68,6 +68,14 @@ KERNEL_PASSES: list[Pass] = [
     scalars_to_memory,
 ]
 
+# What these make of the collectives follows from what a rank computes around them, which other ranks need not compute.
+_REWRITE_COLLECTIVES = (drop_unused_gathers, shard_embedding, pack, split_all_reduces, wire_casts, shard_norms)
+
+
+def without_rewrites(passes: Sequence[Pass]) -> list[Pass]:
+    """Those of ``passes`` that leave every collective as it was captured."""
+    return [pass_ for pass_ in passes if pass_ not in _REWRITE_COLLECTIVES]
+
 
 def kernel_passes(budget_bytes: int | None = None) -> list[Pass]:
     """``KERNEL_PASSES``. With a budget, backward recomputes values until the predicted peak is at most that many bytes,

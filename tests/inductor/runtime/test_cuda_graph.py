@@ -45,7 +45,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     """Compiled steps run as if on a GPU, recorded by what this returns."""
     recorder = FakeRecorder()
 
-    def compile_graph(step: StepGraph, mode: str, memory_limit: int | None) -> Any:
+    def compile_graph(step: StepGraph, *how: Any) -> Any:
         step = run_passes(retarget(step.copy(), "cuda"), [*ATEN_PASSES, fuse_optimizer, scalars_to_memory])
         return compile_recorded(step, recorder, CPU)
 

@@ -1,0 +1,95 @@
+"""One list of collectives on all ranks, after the passes that merge, drop and rewrite them.
+
+Ranks have agreed on the collectives that they captured, and not on what they compute between those. Passes look at
+both: collectives are merged where nothing is computed between them, and a gather that nothing reads is dropped. So
+ranks compare what their passes came to. If they came to different lists, all of them compile the step again without
+these passes, and issue every collective as it was captured.
+
+A rank may capture a step again alone, when a size changed on that rank only. Nobody is asked where its passes come to a
+list that all ranks agreed on before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch
+import torch.distributed as dist
+
+from weft import errors, knobs, torch_adapter
+from weft.capture.agreement.store_rendezvous import StoreRendezvous
+from weft.capture.fake.fake_world import current_fake_world
+from weft.capture.graph import StepGraph
+
+log = logging.getLogger(__name__)
+
+Node = torch.fx.Node
+
+
+class AgreedCollectives:
+    """The lists of collectives that ranks agreed on for one step with the same captured collectives and options.
+
+    Attributes:
+        issued: what names the list of the form that was compiled last.
+    """
+
+    def __init__(self) -> None:
+        self.issued = ""
+        self._lists: set[str] = set()
+
+    def all_issue(self, step: StepGraph, stage: str, *, ordered: bool) -> bool:
+        """Whether all ranks' passes came to the collectives of ``step``. Where not, no rank may issue them, and all
+        issue each as it was captured.
+
+        Ranks come together here, but for lists that they agreed on before.
+
+        Args:
+            step: the graph after all passes.
+            stage: what else these passes depended on.
+            ordered: whether the collectives are issued in the order of the graph, and not in one that ranks agree on
+                later.
+
+        Raises:
+            errors.ScheduleTimeout: a rank did not come within ``knobs.schedule_timeout_s`` seconds.
+            errors.StoreLost: the process that holds the store is gone.
+        """
+        lines = [_line(node) for node in step.collectives()]
+        digest = hashlib.sha256("\n".join(lines if ordered else sorted(lines)).encode()).hexdigest()
+        own, captured = f"{stage} {digest}", f"{stage} as captured"
+        if own not in self._lists and captured not in self._lists:
+            self._lists.add(own if _all_have(digest) else captured)
+        self.issued = own if own in self._lists else captured
+        return self.issued == own
+
+
+def _all_have(own: str) -> bool:
+    if torch_adapter.world_size() == 1 or current_fake_world() is not None:
+        return True
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    late = lambda _: errors.ScheduleTimeout(rank, "some ranks", knobs.schedule_timeout_s)
+    rendezvous = StoreRendezvous("collectives", ranks, rank, knobs.schedule_timeout_s, late)
+    first = rendezvous.broadcast(own)
+    odd = rendezvous.first_objection(None if own == first else str(rank))
+    rendezvous.leave([], ["first", "objection", "answered", "all"])
+    if odd is None:
+        return True
+    log.log(
+        logging.WARNING if rank == 0 else logging.DEBUG,  # all ranks have found the same
+        "rank %s computes something else between the collectives of the step than rank 0: all ranks issue them one by "
+        "one, as the step does, and none in buckets. Compute the same on all ranks for buckets and overlap",
+        odd,
+    )
+    return False
+
+
+def _line(node: Node) -> str:
+    """What partners have to know of a collective."""
+    vals = [used.meta.get("val") for used in node.all_input_nodes]
+    sizes = [[str(val.dtype), _static(val.numel())] for val in vals if isinstance(val, torch.Tensor)]
+    group = [arg for arg in node.args if isinstance(arg, (str, torch.dtype))]
+    return f"{node.meta.get('members')} {node.target} {group} {sizes}"
+
+
+def _static(size: int | torch.SymInt) -> str:
+    return str(size) if isinstance(size, int) else "?"

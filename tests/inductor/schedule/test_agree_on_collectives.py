@@ -1,0 +1,88 @@
+"""Ranks whose passes come to other collectives issue those of the step one by one; alone, a rank asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from harness import run_ranks
+from weft.capture.agreement import agreement
+from weft.capture.node_kinds import is_collective
+from weft.inductor.schedule import agree_on_collectives
+
+pytestmark = pytest.mark.gloo
+
+Tensor = torch.Tensor
+
+
+def gather(x: Tensor) -> Tensor:
+    out = x.new_empty((dist.get_world_size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x)
+    return out
+
+
+def two_gathers(weights: list[Tensor], works: bool, reads: bool) -> Callable[[Tensor], Tensor]:
+    """A step that gathers two weights; it ``works`` between the gathers, and ``reads`` the second of them."""
+
+    def step(x: Tensor) -> Tensor:
+        first = gather(weights[0])
+        if works:
+            x = x @ first
+        second = gather(weights[1])
+        return (x + second.sum() if reads else x) + first.sum()
+
+    return step
+
+
+def gathers_of(step: Any) -> list[int]:
+    """For each form, the all-gathers in its program."""
+    lines = (form.program._lines for form in step.entries)
+    return [len({node for node in each if node is not None and is_collective(node)}) for each in lines]
+
+
+def run(rank: int, world: int) -> list[tuple[list[int], bool]]:
+    weights = [torch.full((2, 4), float(rank + at)) for at in (1, 2)]
+    found = []
+    for works, reads in ((False, True), (rank == 1, True), (False, rank == 1), (True, True)):
+        eager = two_gathers(weights, works, reads)
+        step = weft.compile(eager)
+        calls = [torch.ones(3, 4), torch.ones(3, 4)]
+        same = all(torch.equal(step(x), eager(x)) for x in calls)
+        found.append((gathers_of(step), same))
+    return found
+
+
+def test_ranks_that_compute_different_things_issue_what_was_captured() -> None:
+    for found in run_ranks(run, 2):
+        # One bucket where all ranks come to it; two gathers where a rank works between them or leaves one unread.
+        assert found == [([1], True), ([2], True), ([2], True), ([2], True)]
+
+
+def recapture_alone(rank: int, world: int) -> tuple[list[int], int, bool]:
+    """Rank 1 has a short batch at the third call."""
+    weights = [torch.full((2, 4), float(rank + at)) for at in (1, 2)]
+    eager = two_gathers(weights, rank == 1, True)
+    step = weft.compile(eager)
+    same = torch.equal(step(torch.ones(3, 4)), eager(torch.ones(3, 4)))
+    asked = 0
+
+    def count(*given: object, **named: object) -> NoReturn:
+        nonlocal asked
+        asked += 1
+        raise AssertionError
+
+    for module in (agreement, agree_on_collectives):
+        module.StoreRendezvous = count  # type: ignore[attr-defined]
+    for rows in (3, 3 - rank, 3):
+        same &= torch.equal(step(torch.ones(rows, 4)), eager(torch.ones(rows, 4)))
+    return gathers_of(step), asked, same
+
+
+def test_a_rank_that_captures_alone_issues_the_same_and_asks_nobody() -> None:
+    found = run_ranks(recapture_alone, 2)
+    assert found == [([2], 0, True), ([2, 2], 0, True)]
