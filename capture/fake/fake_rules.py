@@ -1,7 +1,8 @@
-"""Fake rules of operations whose rule in torch refuses operands that their kernels accept.
+"""Fake rules of operations whose rule in torch differs from their kernels.
 
 A fake rule computes the sizes, strides and dtype of an operation's result. Where torch's is too strict, the capture
-would refuse a step that runs.
+would refuse a step that runs. Where it gives other strides than the kernel, the step would record a view of a result
+that cannot be viewed so, because ``reshape`` asks the strides whether it must copy.
 """
 
 from __future__ import annotations
@@ -24,17 +25,67 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _loss_backward(op: OpOverload) -> Callable[..., torch.Tensor]:
-    """The backward of a loss: torch's rule divides by the number of elements, which may be 0."""
+    """The backward of a loss: torch's rule divides by the number of elements, which may be 0. The kernel's result is
+    contiguous."""
 
     def rule(grad: torch.Tensor, values: torch.Tensor, *args: Any) -> torch.Tensor:
         empty = all(isinstance(size, int) for size in values.shape) and 0 in values.shape
-        return torch.empty_like(values) if empty else op(grad, values, *args)
+        out = values if empty else op(grad, values, *args)
+        return torch.empty_like(out, memory_format=torch.contiguous_format)
 
     return rule
 
 
+def _strides_of(op: OpOverload, *operands: int) -> Callable[..., torch.Tensor]:
+    """Strides as TensorIterator takes them from these operands in this order; torch's rule takes another order."""
+
+    def rule(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = op(*args, **kwargs)
+        first, *rest = (args[at] for at in operands)
+        # The rule of a product is TensorIterator's.
+        model = aten.mul.Tensor(first, rest[0]) if rest and isinstance(rest[0], torch.Tensor) else first
+        if model.shape != out.shape or model.stride() == out.stride():
+            return out
+        return torch.empty_like(model, dtype=out.dtype)
+
+    return rule
+
+
+def _contiguous(op: OpOverload) -> Callable[..., torch.Tensor]:
+    """A contiguous result; torch's rule keeps the strides of the operands."""
+
+    def rule(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = op(*args, **kwargs)
+        return torch.empty_like(out, memory_format=torch.contiguous_format)
+
+    return rule
+
+
+def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The CPU's kernel makes a contiguous result, the GPU's keeps the strides."""
+    out, buffer = aten.log_sigmoid_forward.default(x)
+    keep = torch.contiguous_format if x.device.type == "cpu" else torch.preserve_format
+    return torch.empty_like(out, memory_format=keep), buffer
+
+
 _LOSSES = (aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default)
+_BINARY = (
+    *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.floor_divide.default, aten.copysign.Tensor),
+    *(aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default, aten.heaviside.default),
+    *(aten.logaddexp.default, aten.logaddexp2.default, aten.hardsigmoid_backward.default),
+    *(aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.logit_backward.default),
+    *(aten.softplus_backward.default, aten.native_dropout_backward.default),
+)
+_ALWAYS_CONTIGUOUS = (
+    *(aten.pow.Scalar, aten.poisson.default, aten._standard_gamma.default, aten.isin.Tensor_Tensor),
+    *(aten.isin.Tensor_Scalar, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.normal.Tensor_float),
+)
 _RULES: dict[Any, Callable[..., Any]] = {
+    aten.log_sigmoid_forward.default: _log_sigmoid,
+    aten.elu_backward.default: _strides_of(aten.elu_backward.default, 0, 5),
+    aten.binary_cross_entropy_backward.default: _strides_of(aten.binary_cross_entropy_backward.default, 1),
+    **{op: _strides_of(op, 0, 1) for op in _BINARY},
+    **{op: _contiguous(op) for op in _ALWAYS_CONTIGUOUS},
     aten._grouped_mm.default: _grouped_mm,
     **{op: _loss_backward(op) for op in _LOSSES},
 }
