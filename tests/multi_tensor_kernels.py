@@ -17,19 +17,12 @@ class Symbol(float):
     """Stands for a symbolic number: no constant for the text of a kernel, yet one that ATen takes."""
 
 
-def interpret(call: MultiTensor, arguments: Sequence[Any], number_type: str = "fp32") -> list[Tensor]:
+def interpret(call: MultiTensor, arguments: Sequence[Any]) -> list[Tensor]:
     """Run the kernels of `call` on CPU tensors, in place; returns the results, flat."""
-    plan = call.plan(arguments, number_type)
+    plan = call.plan(arguments)
     new = call(*arguments)
     fresh = [[_unwritten(t) for t in list_] for list_ in new[: len(new) - len(call.updated)]]
-    kinds = {"*fp32": torch.float32, "*fp64": torch.float64}
-
-    def passed(argument: Any) -> Any:
-        if not isinstance(argument, Symbol):
-            return argument
-        return torch.tensor(float(argument), dtype=kinds[number_type]) if number_type in kinds else float(argument)
-
-    held = [passed(argument) for argument in arguments]
+    held = [float(argument) if isinstance(argument, Symbol) else argument for argument in arguments]
     bound = BoundLaunches(plan, torch.device("cpu"))
     bound.bind(held, fresh)
     bound.launch()

@@ -25,7 +25,7 @@ from weft import errors, knobs
 
 log = logging.getLogger(__name__)
 
-_PRIVATE = 0o700
+_PRIVATE = 0o700  # mode of its folders: the owner only
 # Larger files are not read: a graph of 100,000 nodes has about 50 MiB.
 _LARGEST_ENTRY = 1 << 28
 # A name that is a link is refused, and a pipe does not stop the process that opens it.

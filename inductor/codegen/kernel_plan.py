@@ -139,10 +139,6 @@ class KernelPlan:
         """The dimension that programs loop over; a kernel has one at most."""
         return next((dim for dim in self.dims if dim.tiling == "loop"), None)
 
-    def dim_of(self, axis: int) -> Dim:
-        """The dimension that an axis is part of."""
-        return next(dim for dim in self.dims if axis in dim.axes)
-
     def dims_of(self, axes: frozenset[int]) -> frozenset[Dim]:
         """The dimensions that any of ``axes`` is part of."""
         return frozenset(dim for dim in self.dims if not axes.isdisjoint(dim.axes))

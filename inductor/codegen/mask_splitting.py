@@ -19,7 +19,7 @@ from weft.inductor.loop_ir.axes import AxisExpression, substitute_stores
 from weft.inductor.loop_ir.ir import Call, Const, Load, Nest, Store, Value, map_values, rewrite
 from weft.inductor.loop_ir.value_ranges import Ranges
 
-_MAX_PIECES = 4
+_MAX_PIECES = 4  # pieces that comparisons cut an axis into; the body is generated once for each. A choice.
 _SECTOR = 16  # elements of a memory sector: 32 bytes, the unit of DRAM traffic, of a half-precision type
 
 # Where along its left operand's range a comparison with a number changes, from that number.

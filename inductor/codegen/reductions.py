@@ -61,9 +61,9 @@ def _extremum(kind: str, dtype: torch.dtype) -> str:
     return f"tl.reduce({{}}, {{}}, {'greatest' if kind == 'max' else 'least'})"
 
 
-def identity(kind: str, dtype: torch.dtype, result: int = 0) -> str:
+def identity(kind: str, dtype: torch.dtype) -> str:
     """The identity of a reduction, which masked elements count as."""
-    return str(literal(extreme(REDUCTIONS[kind].identity[result], dtype), dtype))
+    return str(literal(extreme(REDUCTIONS[kind].identity[0], dtype), dtype))
 
 
 def arg_across(

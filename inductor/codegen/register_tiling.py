@@ -28,7 +28,7 @@ from weft.inductor.loop_ir.ir import Index, Load, Nest, Value
 from weft.inductor.loop_ir.ops import REDUCTIONS
 
 LOAD_BYTES = 16  # of the widest load of a thread
-REGISTER_BYTES = 4
+REGISTER_BYTES = 4  # of a register of a thread
 _BLOCK = 2 * LOOP_TILE  # elements: a load of 16 bytes for each of 1024 threads, where elements have 16 bits
 _WARPS = 32  # the largest program: its threads have 64 registers
 _TILE_REGISTERS = 28  # of a thread's 64, for resident blocks; a block of one load is computed in the others

@@ -17,21 +17,18 @@ from weft.inductor.cost.task_graph import Kind
 from weft.inductor.cost.trace_timings import MeasuredSpan
 
 Event = dict[str, Any]
-Details = Mapping[int, Mapping[str, Any]]
 
 _PREDICTED, _MEASURED = 1, 2  # process ids
 
 
-def trace(simulation: Simulation, measured: Sequence[MeasuredSpan] = (), details: Details | None = None) -> Event:
+def trace(simulation: Simulation, measured: Sequence[MeasuredSpan] = ()) -> Event:
     """The trace as an object for JSON.
 
     The process "predicted" has a thread for the compute stream, one for each queue, and a counter of live memory. If
     ``measured`` has spans, the process "measured" has a thread for each of their queues.
 
-    Args:
-        details: by task, JSON values to show for its slice, such as bytes, transport, parameters, the user's line.
     """
-    events = list(_process(_PREDICTED, "predicted", _predicted(simulation, details or {})))
+    events = list(_process(_PREDICTED, "predicted", _predicted(simulation)))
     events += _memory(simulation)
     if measured:
         slices = [_Slice(span.name, span.queue, "measured", span.start, span.end, {}) for span in measured]
@@ -48,10 +45,9 @@ def write_trace(
     path: str | Path,
     simulation: Simulation,
     measured: Sequence[MeasuredSpan] = (),
-    details: Details | None = None,
 ) -> None:
     """Write :func:`trace` to a JSON file. Raises OSError."""
-    Path(path).write_text(json.dumps(trace(simulation, measured, details), allow_nan=False))
+    Path(path).write_text(json.dumps(trace(simulation, measured), allow_nan=False))
 
 
 class _Slice(NamedTuple):
@@ -65,19 +61,18 @@ class _Slice(NamedTuple):
     args: Mapping[str, Any]
 
 
-def _predicted(simulation: Simulation, details: Details) -> Iterator[_Slice]:
+def _predicted(simulation: Simulation) -> Iterator[_Slice]:
     tasks = simulation.task_graph.tasks
     for span in simulation.spans:
         task = tasks[span.task]
         args: dict[str, Any] = {"alone us": task.seconds * 1e6}
         if task.kind is Kind.START:
             args |= {"exposed us": simulation.exposed.get(span.task, 0.0) * 1e6, "link": task.link}
-        args |= details.get(span.task, {})
         category = "collective" if task.kind is Kind.START else "compute"
         yield _Slice(task.name, span.queue, category, span.start, span.end, args)
     for wait in simulation.waits:
         name = f"wait for {tasks[wait.task].name}"
-        yield _Slice(name, COMPUTE, "exposed", wait.start, wait.end, details.get(wait.task, {}))
+        yield _Slice(name, COMPUTE, "exposed", wait.start, wait.end, {})
 
 
 def _process(pid: int, name: str, slices: Iterable[_Slice]) -> Iterator[Event]:

@@ -1,9 +1,8 @@
 """Seconds of a node that is not a collective, alone on a GPU.
 
-Measured times come first. All others follow a roofline model: the launch latency plus the larger of two times, the
-bytes at the bandwidth of a large copy and the operations at the peak rate of their kind. Generated kernels know their
-bytes. GEMMs, convolutions and attention are counted in operations. Other calls read their operands and write their
-results. Views and list elements are free.
+A roofline model: the launch latency plus the larger of two times, the bytes at the bandwidth of a large copy and the
+operations at the peak rate of their kind. Generated kernels know their bytes. GEMMs, convolutions and attention are
+counted in operations. Other calls read their operands and write their results. Views and list elements are free.
 """
 
 from __future__ import annotations
@@ -17,15 +16,12 @@ from torch.utils.flop_counter import flop_registry
 
 from weft import torch_adapter
 from weft.capture.node_kinds import is_collective
-from weft.capture.printer import annotation, operation
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.cost import gemm_shapes
 from weft.inductor.cost.cluster import Gpu
 from weft.inductor.cost.collective_cost import UNBACKED
 from weft.inductor.graph.aliasing import looks_into, share_storage
 from weft.inductor.graph.host_scalars import tensors_of
-from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.runtime.multi_tensor import Launcher
 
 Node = torch.fx.Node
 
@@ -52,22 +48,17 @@ class ComputeCosts:
     Args:
         gpu: the GPU with its rates. float32 GEMMs count as "tf32" if torch is set so. A dtype without a rate gets the
             lowest one.
-        measured: seconds by :func:`key`.
         unbacked: assumed value of data-dependent sizes. Other symbols have the value of the captured call.
     """
 
-    def __init__(self, gpu: Gpu, measured: Mapping[str, float] | None = None, unbacked: int = UNBACKED) -> None:
+    def __init__(self, gpu: Gpu, unbacked: int = UNBACKED) -> None:
         self.gpu = gpu
-        self.measured = measured or {}
         self.unbacked = unbacked
 
     def seconds(self, node: Node) -> float:
         """Seconds that ``node`` occupies the compute stream; 0 if :func:`is_free`."""
         if is_free(node):
             return 0.0
-        known = self.measured.get(key(node)) if self.measured else None
-        if known is not None:
-            return known
         moving = self.bytes(node) / self.gpu.copy_bandwidth
         return self.gpu.launch_latency + max(moving, self._computing(node))
 
@@ -149,37 +140,6 @@ def is_free(node: Node) -> bool:
 def is_attention(node: Node) -> bool:
     """Whether a node is a library call of attention, forward or backward."""
     return getattr(node.target, "overloadpacket", None) in _ATTENTION
-
-
-def key(node: Node) -> str:
-    """The operation of a node with dtypes, sizes and strides of its tensors, as text. Nodes with equal keys take
-    equally long.
-
-    Example: ``aten.mm(bf16[2048,4096](4096,1),bf16[4096,512](1,4096))``. Symbolic sizes have the value of the captured
-    call, data-dependent ones are ``?``; numbers that can change at every call are ``_``.
-    """
-    target: Any = node.target
-    if isinstance(target, Launcher):
-        target = target.effects.functional
-    name = repr(target) if isinstance(target, MultiTensor) else operation(target)
-    if isinstance(target, KernelCall):
-        name = f"{target.__name__}:{target.generated.source.content[:16]}"
-    words = [_word(arg) for arg in node.args] + [f"{name}={_word(arg)}" for name, arg in node.kwargs.items()]
-    return f"{name}({','.join(words)})"
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, Node):
-        return _word(value.meta.get("val"))
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_word, value))}]"
-    if isinstance(value, torch.Tensor):
-        dtype = annotation(value).partition("[")[0]
-        return f"{dtype}[{','.join(map(_word, value.shape))}]({','.join(map(_word, value.stride()))})"
-    if isinstance(value, torch.SymInt):
-        known = torch_adapter.hint(value)
-        return "?" if known is None else str(known)
-    return "_" if isinstance(value, (torch.SymFloat, torch.SymBool)) else str(value)
 
 
 def _copies(view: Node) -> bool:

@@ -17,8 +17,10 @@ from weft import torch_adapter
 from weft.inductor.cost.cluster import Gpu, shipped_gpu
 from weft.inductor.runtime.kernels import arch_of
 
+# Timed rounds, whose median counts, and calls in each. Choices.
 _REPEATS = 5
 _CALLS = 4
+# Launches in a call that measures one launch: 2 us are too short for events, which resolve 0.5 us.
 _LAUNCHES = 100
 # Before a timed round, the GPU is kept busy for _LEAD times as long as the host needs to launch the round, at most for
 # _MOST_LEAD seconds.

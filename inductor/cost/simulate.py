@@ -225,7 +225,7 @@ class LiveMemory:
     __slots__ = ("_left", "_tables", "now", "peak")
 
     def __init__(self, task_graph: TaskGraph) -> None:
-        self._tables = tables = _Storages(task_graph)
+        self._tables = tables = StorageUses(task_graph)
         self.now = self.peak = task_graph.base
         self._left = array("i", tables.uses)  # by storage: its users that are not issued; an array copies fast
 
@@ -256,8 +256,15 @@ class LiveMemory:
         return other
 
 
-class _Storages:
-    """The storages of a task graph by task: bytes that it allocates, storages that it uses."""
+class StorageUses:
+    """The storages of a task graph by task.
+
+    Attributes:
+        sizes: bytes of each storage.
+        allocated: by task, the bytes that it allocates.
+        used: by task, the storages that are held for it.
+        uses: by storage, how many tasks it is held for; 0 if it is live until the end of the step.
+    """
 
     def __init__(self, task_graph: TaskGraph) -> None:
         waits = task_graph.waits_of()

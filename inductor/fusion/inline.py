@@ -35,7 +35,7 @@ _CHEAP = 24  # instructions of a value that is recomputed in several kernels
 _TRIVIAL = 3  # instructions of a value that is recomputed many times for the same point
 _MAX_MASKED_RATIO = 4  # loop points of a masked load for each point where its mask holds
 _MAX_VALUES = 256  # values of a nest: more do not fit into registers
-_MAX_READS = 24
+_MAX_READS = 24  # tensors that a nest reads: each takes registers for its address. A choice.
 
 
 class _Producer(NamedTuple):

@@ -162,7 +162,7 @@ def _aliased_arguments(node: torch.fx.Node, target: OpOverload) -> list[torch.fx
 
 def storages(node: torch.fx.Node) -> set[int]:
     """Keys of the storages of the node's fake tensors."""
-    return set(_keys(node.meta.get("val")))
+    return set(storage_keys(node.meta.get("val")))
 
 
 def _is_list(node: torch.fx.Node) -> bool:
@@ -170,9 +170,10 @@ def _is_list(node: torch.fx.Node) -> bool:
     return any(user.target is operator.getitem for user in node.users)
 
 
-def _keys(val: Any) -> Iterator[int]:
+def storage_keys(val: Any) -> Iterator[int]:
+    """Keys of the storages of a fake value: a tensor, or lists of tensors. One storage has one key."""
     if isinstance(val, torch.Tensor):
         yield torch_adapter.storage_key(val)
     elif isinstance(val, (list, tuple)):
         for item in val:
-            yield from _keys(item)
+            yield from storage_keys(item)

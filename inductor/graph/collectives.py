@@ -203,13 +203,6 @@ def is_kind(node: Node, kind: CollectiveKind) -> bool:
     return row is not None and row.kind is kind
 
 
-def payload_of(node: Node) -> list[Node]:
-    """The tensors that a collective operation communicates."""
-    row = _BY_FORM[node.target]
-    payload: Any = node.args[row.payload]
-    return [*payload] if isinstance(payload, (list, tuple)) else [payload]
-
-
 def reduction_of(node: Node) -> str:
     """How a collective operation reduces; "" for one that does not."""
     row = _BY_FORM[node.target]

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-UNKNOWN = 1 << 62
+UNKNOWN = 1 << 62  # larger than any number of bytes
 
 
 def node_bytes(node: torch.fx.Node) -> int:

@@ -109,16 +109,6 @@ class GraphVerifier:
         return _difference(node, expected, recorded)
 
 
-def verify_graph(step: StepGraph) -> StepGraph:
-    """Verify ``step`` once and return it, see :class:`GraphVerifier`.
-
-    Raises:
-        MalformedGraph: the graph is malformed.
-    """
-    GraphVerifier().start(step)
-    return step
-
-
 def random_draws(step: StepGraph) -> list[str]:
     """Names of the nodes that draw from a generator, in order."""
     return [node.name for node in step.graph.nodes if is_random(node)]

@@ -6,22 +6,19 @@ Sums of halves are kept in float32, those of integers in int64, as eager does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from weft.inductor.loop_ir.axes import integer
-from weft.inductor.loop_ir.ir import Int, Position, Store, Value, register_dtype
+from weft.inductor.loop_ir.ir import Int, Position, Store, register_dtype
 from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.expressions import Expression, call, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 from weft.inductor.lowering.split import StagedReduction
 
 aten = torch.ops.aten
-
-Finish = Callable[[list[Value]], Expression]
 
 
 class ReducedOperand:

@@ -99,14 +99,14 @@ class Adam(MultiTensor):
         new = [results[0], *results[2:]]
         return [*new, steps] if self.advance else new
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """One launch for the rates of all tensors, then one for each combination of dtypes."""
         states = [PARAMS, EXP_AVGS, EXP_AVG_SQS, *([MAX_EXP_AVG_SQS] if self.amsgrad else [])]
         count = len(arguments[PARAMS])
         plan = LaunchPlan.on_device_of(arguments)
         plan.scratch["rates"] = (count * _RATES, torch.float32)
         # Powers and roots depend on a tensor's step only: computed here, once a tensor, not once an element.
-        self._add_rates(plan, count, CallScalar("lr", LR, arguments[LR], number_type))
+        self._add_rates(plan, count, CallScalar("lr", LR, arguments[LR]))
         walked = [PARAMS, GRADS, *states[1:]]
         for tensors in group_by_dtypes([arguments[which] for which in walked]):
             self._add_update(plan, walked, tensors, arguments)
@@ -145,7 +145,7 @@ class Adam(MultiTensor):
             for which, fake in fakes.items()
         ]
         scalars = [(COEFFICIENT, "coefficient"), (GRAD_SCALE, "grad_scale"), (FOUND_INF, "found_inf")]
-        given = [CallScalar(name, at, arguments[at], "") for at, name in scalars if arguments[at] is not None]
+        given = [CallScalar(name, at, arguments[at]) for at, name in scalars if arguments[at] is not None]
         add_chunked_launch(
             plan,
             self.__name__ + ("w" if self.decoupled else ""),

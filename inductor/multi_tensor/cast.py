@@ -30,7 +30,7 @@ class Cast(MultiTensor):
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         return [[tensor.to(self.dtype, copy=True) for tensor in arguments[0]]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """One launch for each dtype among the tensors."""
         (fakes,) = arguments
         plan = LaunchPlan.on_device_of(arguments)

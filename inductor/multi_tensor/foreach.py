@@ -98,17 +98,15 @@ class Foreach(MultiTensor):
             computed.append(step.op(*words, **{name: word(operand, types[name]) for name, operand in step.named}))
         return [list(computed[step]) for step, _ in self.kept]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """One launch for each combination of dtypes across the lists."""
         lists = sorted({o.at for step in self.steps for o in step.operands if isinstance(o, Lists) and not o.computed})
         plan = LaunchPlan.on_device_of(arguments)
         for tensors in group_by_dtypes([arguments[which] for which in lists]):
-            self._add(plan, lists, tensors, arguments, number_type)
+            self._add(plan, lists, tensors, arguments)
         return plan
 
-    def _add(
-        self, plan: LaunchPlan, lists: list[int], tensors: list[int], arguments: Sequence[Any], number_type: str
-    ) -> None:
+    def _add(self, plan: LaunchPlan, lists: list[int], tensors: list[int], arguments: Sequence[Any]) -> None:
         writer = _Body(self, lists, {which: arguments[which][tensors[0]].dtype for which in lists}, arguments)
         stored = {old: step for step, old in self.kept if old >= 0}
         columns = [
@@ -133,7 +131,7 @@ class Foreach(MultiTensor):
             rows,
             [arguments[lists[0]][at].numel() for at in tensors],
             tensors,
-            [CallScalar(f"scalar{at}", at, arguments[at], number_type) for at in writer.numbers],
+            [CallScalar(f"scalar{at}", at, arguments[at]) for at in writer.numbers],
             [PointerParameter(f"scalars{at}", "*fp32", CallArgument(at)) for at in writer.number_lists],
             setup=[f"scalar{at} = tl.load(scalars{at} + label)" for at in writer.number_lists],
             body=writer.lines,

@@ -17,9 +17,9 @@ from weft.inductor.codegen.triton_text import float32_literal, indented, pointer
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS, multiprocessors
 from weft.inductor.multi_tensor.chunked_kernel import Column, ScalarParameter, chunked_kernel_lines
 
-BLOCK: int = 1024
-WARPS: int = 4
-ALIGNMENT = 16
+BLOCK: int = 1024  # elements of a block: 8 for each thread, one 16-byte load of a half-precision type
+WARPS: int = 4  # of a program
+ALIGNMENT = 16  # bytes of the widest load of a thread
 
 # Elements of the largest chunk: programs have to move enough bytes to pay for their start (bench/optimizer.py).
 LARGEST_CHUNK: int = 16384
@@ -148,21 +148,20 @@ class CallScalar:
     Attributes:
         name: its register.
         argument: which argument of the call it is.
-        value: the argument's fake tensor or number.
-        type: how numbers are passed, see :class:`ScalarParameter`; tensors are read where they lie.
+        value: the argument's fake tensor or number. Tensors are read where they lie, symbolic numbers are passed by
+            value as float32.
     """
 
     name: str
     argument: int
     value: Any
-    type: str
 
     @property
     def parameter(self) -> ScalarParameter | None:
         """How the kernel gets the number; None where it is a constant of the text."""
         if isinstance(self.value, torch.Tensor):
             return ScalarParameter(self.name, pointer_type(self.value.dtype))
-        return None if type(self.value) in (int, float) else ScalarParameter(self.name, self.type)
+        return None if type(self.value) in (int, float) else ScalarParameter(self.name, "fp32")
 
     @property
     def setup(self) -> list[str]:

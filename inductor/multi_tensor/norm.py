@@ -55,7 +55,7 @@ class Norm(MultiTensor):
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         return [[torch.stack(aten._foreach_norm.Scalar(arguments[0], self.order))]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """Two launches for each dtype: partial sums by chunk, then one norm for each tensor."""
         plan = LaunchPlan.on_device_of(arguments)
         _add_norms(plan, 0, arguments[0], self.order, arguments[0][0].dtype)
@@ -85,7 +85,7 @@ class NormOfSquares(MultiTensor):
         norms += [sums.sum().sqrt().to(self.dtype) for sums in squares]
         return [[torch.nn.functional.pad(torch.stack(norms), (0, self.count - len(norms)))]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """The launches of :class:`Norm`, and one for the square roots of the sums in ``squares``."""
         squares, tensors = arguments
         plan = LaunchPlan.on_device_of(arguments)

@@ -33,7 +33,7 @@ MAX_COLUMNS = 32  # columns whose sums a program keeps in its registers
 _PLACES = 64  # rows of the table in a program
 _AT_ONCE = 32  # indices compared at a time; with 64 half as many programs fit on a multiprocessor
 _NARROWEST = 16  # columns of the smallest tile of a tensor core
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 4  # wanted by the first launch, which cuts the rows into as many ranges. A choice.
 _ADDED = 8  # ranges whose sums are loaded at a time
 _BLOCK = 128  # elements of the table in a program of the second kernel
 
@@ -77,7 +77,7 @@ class OneHotSum(MultiTensor):
         sums = sums[:-1] * self.scale
         return [[(sums + base[0] if base else sums).to(rows.dtype)]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """Two launches: partial sums by range of rows, then their sums."""
         (rows,), index, base = arguments
         count, columns = rows.shape

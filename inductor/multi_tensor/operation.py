@@ -38,13 +38,11 @@ class MultiTensor(ABC):
         return self(*arguments)
 
     @abstractmethod
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """The launches on a GPU.
 
         Args:
             arguments: the call's, with fake tensors.
-            number_type: how Python numbers among them reach kernels: "fp32", by value; "*fp32" or "*fp64", read from
-                device memory, so that a replayed CUDA graph sees them change.
         """
 
     @property

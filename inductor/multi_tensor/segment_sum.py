@@ -108,7 +108,7 @@ class SegmentSum(MultiTensor):
         sums.index_add_(0, keys.clamp(0, self.size - 1), rows[order].to(wide).mul(self.scale) * kept[:, None])
         return [[(sums + base[0] if base else sums).to(rows.dtype)]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """Two to six launches: marks, the sort if it is done here, segment sums, and the joins of partial sums."""
         (rows,), indices, base = arguments
         count, columns = rows.shape

@@ -79,15 +79,11 @@ class Sgd(MultiTensor):
         )
         return [results[0], results[2]]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """One launch for each combination of dtypes."""
         walked = [PARAMS, GRADS, *([MOMENTA] if arguments[MOMENTA] else [])]
         plan = LaunchPlan.on_device_of(arguments)
-        given = [
-            CallScalar(name, at, arguments[at], number_type)
-            for at, name in _SCALARS.items()
-            if arguments[at] is not None
-        ]
+        given = [CallScalar(name, at, arguments[at]) for at, name in _SCALARS.items() if arguments[at] is not None]
         for tensors in group_by_dtypes([arguments[which] for which in walked]):
             dtypes = {which: arguments[which][tensors[0]].dtype for which in walked}
             add_chunked_launch(

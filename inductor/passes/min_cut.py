@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-UNBOUNDED = 1 << 62
+UNBOUNDED = 1 << 62  # a capacity larger than any sum of bytes
 
 
 class FlowGraph:

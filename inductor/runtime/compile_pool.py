@@ -30,7 +30,7 @@ from weft.inductor.codegen.kernel_source import KernelSource
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 16
+MOST_WORKERS = 16  # each imports torch and Triton, which takes memory. A choice.
 
 # Compiling a kernel takes about 0.07 s, starting a worker 0.2 s: fewer kernels are compiled in this process.
 FEWEST_FOR_WORKERS = 5

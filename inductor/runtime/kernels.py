@@ -22,7 +22,7 @@ Grid = tuple[int, int, int]
 # A pointer is passed as a tensor or as an address; an address makes the launch cheaper.
 Argument = torch.Tensor | int | float
 
-_THREADS_PER_WARP = 32
+_THREADS_PER_WARP = 32  # on all NVIDIA GPUs
 
 
 class Kernel(ABC):

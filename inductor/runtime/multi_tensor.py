@@ -33,14 +33,14 @@ class Launcher:
     # The program verifier relies on it: a result shares memory with an argument only if their fake tensors do.
     shares_as_fakes = True
 
-    def __init__(self, node: Node, number_type: str = "fp32") -> None:
+    def __init__(self, node: Node) -> None:
         call = node.target
         assert isinstance(call, MultiTensor)
         fakes: Any = torch.fx.node.map_arg(node.args, lambda used: used.meta["val"])
         fresh = len(node.meta["val"]) - len(call.updated)
         self.__name__ = self.__qualname__ = f"{call.__name__}_kernels"
         self.effects = Effects(tuple((at, str(at)) for at in call.updated), fresh, call)
-        self.plan = call.plan(fakes, number_type)
+        self.plan = call.plan(fakes)
         self._fresh = [
             [(tuple(val.shape), tuple(val.stride()), val.dtype) for val in list_] for list_ in node.meta["val"][:fresh]
         ]
@@ -68,14 +68,10 @@ class Launcher:
 
 
 @changes_bits("norms and segment sums add in the order of their kernels")
-def use_kernels(step: StepGraph, number_type: str = "fp32") -> StepGraph:
+def use_kernels(step: StepGraph) -> StepGraph:
     """Run multi-tensor calls with their generated kernels instead of ATen's, and compile these. Changes ``step``.
 
     In a step on GPUs, lists on the CPU (step counters of an optimizer) stay with ATen.
-
-    Args:
-        step: the graph.
-        number_type: dtype in which kernels receive Python numbers, see :meth:`MultiTensor.plan`.
 
     Raises:
         KernelCompilationFailed, TritonMissing, CudaError: see ``compile_kernels``.
@@ -84,7 +80,7 @@ def use_kernels(step: StepGraph, number_type: str = "fp32") -> StepGraph:
     calls = [node for node in step.graph.nodes if isinstance(node.target, MultiTensor)]
     on_gpu = [node for node in calls if node.meta["val"][0][0].is_cuda]
     for node in on_gpu or calls:
-        launcher = Launcher(node, number_type)
+        launcher = Launcher(node)
         launchers.setdefault(launcher.device, []).append(launcher)
         if launcher.effects.writes:
             node.meta["inplace"] = launcher

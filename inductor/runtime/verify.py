@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
 from weft.capture.record.functional_ops import Functionalized, effects
 from weft.capture.step_interface import Update
 from weft.errors import MalformedProgram
-from weft.inductor.graph.aliasing import SCATTERS, looks_into
+from weft.inductor.graph.aliasing import SCATTERS, looks_into, storage_keys, storages
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.runtime.cudagraph_partition import Partition, result_name
 from weft.inductor.runtime.memory_plan import new_arena, part
@@ -213,7 +212,7 @@ class _ProgramVerifier:
         by_key: dict[int, int] = {}
         for variable, node in zip(variables, self.step.placeholders, strict=True):
             storage = self._new(contents=node)
-            for key in _keys(node.meta.get("val")):
+            for key in storage_keys(node.meta.get("val")):
                 storage = self._join(by_key.setdefault(key, storage), storage)
             self._bind(variable, storage)
             self.inputs[node.name] = storage
@@ -374,8 +373,8 @@ class _ProgramVerifier:
         if getattr(function, "shares_as_fakes", False) and node is not None:
             val = node.meta["val"]
             one = val[at] if isinstance(val, (list, tuple)) and count == len(val) else val
-            keys = set(_keys(one))
-            return [name for name, used in self._operands(call, node) if not keys.isdisjoint(_keys(used.meta["val"]))]
+            keys = set(storage_keys(one))
+            return [name for name, used in self._operands(call, node) if not keys.isdisjoint(storages(used))]
         return read
 
     def _arguments_of(self, function: OpOverload, call: ast.Call, alias: Any) -> list[str]:
@@ -493,15 +492,6 @@ def _is_new_arena(function: Any) -> bool:
 
 def _is_wait(function: Any) -> bool:
     return function is WAIT or getattr(function, "waits", False)
-
-
-def _keys(val: Any) -> Iterator[int]:
-    """The storages of fake tensors."""
-    if isinstance(val, torch.Tensor):
-        yield torch_adapter.storage_key(val)
-    elif isinstance(val, (list, tuple)):
-        for item in val:
-            yield from _keys(item)
 
 
 def _read(tree: ast.AST) -> list[str]:

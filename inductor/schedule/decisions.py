@@ -23,6 +23,7 @@ from weft.inductor.schedule.split_optimizer import split_updates
 
 Node = torch.fx.Node
 
+# Longer orders are refused when a file is read: a damaged length would take all memory.
 _MOST_NODES = 1 << 24
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection, Sequence
 
-from weft.inductor.cost.simulate import users_of
+from weft.inductor.cost.simulate import StorageUses, users_of
 from weft.inductor.cost.task_graph import Kind, TaskGraph
 from weft.inductor.schedule.precedence import Precedence
 
@@ -123,17 +123,9 @@ class _Search:
         self.place = [0] * len(order)
         for place, task in enumerate(order):
             self.place[task] = place
-        waits = task_graph.waits_of()
-        self.sizes = [storage.size for storage in task_graph.storages]
-        self.allocated = [0] * len(order)
-        self.used: list[list[int]] = [[] for _ in order]
-        self.left: list[int] = []  # by storage: tasks not issued that it is held for
-        for at, storage in enumerate(task_graph.storages):
-            users = users_of(storage, waits)
-            self.allocated[storage.maker] += storage.size
-            for user in users:
-                self.used[user].append(at)
-            self.left.append(len(users))
+        storages = StorageUses(task_graph)
+        self.sizes, self.allocated, self.used = storages.sizes, storages.allocated, storages.used
+        self.left = storages.uses  # by storage: tasks not issued that it is held for
         self.now = task_graph.base
         self.lacks = [len(of) for of in before.needs]
         self.ready = [place for place, task in enumerate(order) if not self.lacks[task]]

@@ -492,8 +492,8 @@ def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int
 def _simulated(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
     """Apply the transports of ``step`` and simulate it in the order of its nodes. Returns the simulation and the node
     of each of its tasks. Changes ``step``."""
-    for node, how in use_transports(step, _chosen(step), LIBRARY, unreachable=_assume_reachable).items():
-        node.meta["transport"] = how.transport
+    for node, transport in use_transports(step, _chosen(step), LIBRARY, unreachable=_assume_reachable).items():
+        node.meta["transport"] = transport
     task_graph, nodes = build(step, cluster, costs)
     return simulate(task_graph), nodes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -22,19 +21,6 @@ log = logging.getLogger(__name__)
 Node = torch.fx.Node
 
 
-@dataclass(frozen=True)
-class AppliedTransport:
-    """The transport that was applied to a collective.
-
-    Attributes:
-        transport: its name.
-        fallback_reason: why it is not the chosen one, as a message; "" if it is.
-    """
-
-    transport: str
-    fallback_reason: str = ""
-
-
 def unreachable(step: StepGraph, node: Node) -> str | None:
     """Why the ranks of the collective that ``node`` starts cannot share memory; None if they can, see
     :func:`reachable`."""
@@ -48,7 +34,7 @@ def use_transports(
     chosen: Mapping[Node, str],
     library: str = "nccl",
     unreachable: Callable[[StepGraph, Node], str | None] = unreachable,
-) -> dict[Node, AppliedTransport]:
+) -> dict[Node, str]:
     """Apply the transports of ``chosen`` to the collectives of ``step`` and plan the arena. The arguments are those
     of :func:`replace_collectives`.
 
@@ -66,7 +52,7 @@ def use_transports(
 
 def replace_collectives(
     step: StepGraph, chosen: Mapping[Node, str], library: str, unreachable: Callable[[StepGraph, Node], str | None]
-) -> dict[Node, AppliedTransport]:
+) -> dict[Node, str]:
     """Apply the transports of ``chosen`` to the collectives of ``step``, without arena offsets. Casts and norms that
     the transports compute on the way are removed from the graph. Changes ``step``.
 
@@ -81,7 +67,7 @@ def replace_collectives(
     Raises:
         PeersUnreachable: a rank did not join the rendezvous.
     """
-    applied: dict[Node, AppliedTransport] = {}
+    applied: dict[Node, str] = {}
     messages: dict[str, None] = {}
     for node in step.collectives():
         name = chosen.get(node, library)
@@ -89,7 +75,7 @@ def replace_collectives(
         if why is not None:
             messages[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None
             name = library
-        applied[use_transport(step, node, name)] = AppliedTransport(name, why or "")
+        applied[use_transport(step, node, name)] = name
     for line in messages:
         log.warning("%s; %s does", line, library)
     drop_unread_casts(step)

@@ -41,6 +41,7 @@ from weft.inductor.graph.collectives import (
     sum_dtype_of,
 )
 from weft.inductor.graph.escapes import escaping
+from weft.inductor.graph.gpu import multiprocessors
 from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.serializable import serializable
 from weft.inductor.multi_tensor.cast import Cast
@@ -351,10 +352,14 @@ def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
         return node if sum_dtype_of(node) is None else expand(step, node)
     assert (why := unsupported_reason(step, node, transport)) is None, why
     world = len(torch_adapter.group_ranks(step.groups[group_of(node)]))
-    call = _CONSTRUCTORS[name](group_of(node), world, programs, reduction_of(node))
     operand: Any = node.args[0]
     listed = isinstance(operand, (list, tuple))
     inputs = [*operand] if listed else [operand]
+    if name == "copy_sum" and not programs:
+        # Its kernel has no barrier, so it fills the GPU whatever its size. All GPUs of a cluster are of one kind.
+        device = inputs[0].meta["val"].device
+        programs = multiprocessors(device) * LocalReduceScatter.programs_per_multiprocessor
+    call = _CONSTRUCTORS[name](group_of(node), world, programs, reduction_of(node))
     if call.kind == "all_gather":
         sources = [_uncast(shard) for shard in inputs]
         # A kernel is specialised for one source dtype. With mixed ones, the casts stay nodes of the graph.

@@ -229,7 +229,7 @@ class _Push(_KernelCollective):
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
-        return self.transport.rows(inputs, self.call.offsets)  # type: ignore[attr-defined]
+        return self.transport.rows(inputs, self.call.offsets)
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
         super()._run(inputs, results, stream)
@@ -273,7 +273,7 @@ class _Pull(_KernelCollective):
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
-        return self.transport.rows(results, self.call.offsets)  # type: ignore[attr-defined]
+        return self.transport.rows(results, self.call.offsets)
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
         if self.call.opening_barrier:
@@ -353,7 +353,7 @@ class _CopySum(_Pull):
         return replace(self.buffer.peers, bases=self._bases)
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
-        return self.transport.rows(results, self._staging_offsets, self._parts)  # type: ignore[attr-defined]
+        return self.transport.rows(results, self._staging_offsets, self._parts)
 
     def _fetch(self, stream: int) -> None:
         self._copies.issue(stream)
@@ -376,7 +376,7 @@ class _OneShot(_KernelCollective):
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
-        return self.transport.rows(results, self.call.offsets, inputs)  # type: ignore[attr-defined]
+        return self.transport.rows(inputs, results, self.call.offsets)
 
 
 class _TwoShot(_KernelCollective):
@@ -393,7 +393,7 @@ class _TwoShot(_KernelCollective):
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
-        return self.transport.rows(self.call.offsets, inputs)  # type: ignore[attr-defined]
+        return self.transport.rows(inputs, self.call.offsets)
 
 
 class _CopyEngine(BoundPeerCall):

@@ -7,7 +7,6 @@ each rank combines every world-th chunk and writes the result to all ranks: a re
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +28,9 @@ from weft.inductor.transports.kernels.reduction import RankReduction
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(PeerKernel):
     """The base of both. ``sizes`` are elements of the members.
+
+    Columns of :meth:`rows`: addresses of this rank's own tensors if ``source`` is not None, addresses of the results in
+    one shot, offsets of the members in the buffers in bytes.
 
     Attributes:
         wire: the type of the members.
@@ -91,6 +93,7 @@ class OneShotAllReduce(AllReduce):
     """For small tensors. Results go to tensors of this rank's own, not into the buffer.
 
     ``exit_barrier`` keeps a rank from overwriting what a peer still reads; without it, something else has to do so.
+    ``programs``, ``block`` and ``warps`` are choices for tensors of at most some hundred KB.
 
     Attributes:
         result: the type of the results.
@@ -105,17 +108,6 @@ class OneShotAllReduce(AllReduce):
     def name(self) -> str:
         """See :attr:`PeerKernel.name`."""
         return "one_shot_all_reduce"
-
-    def rows(self, results: Sequence[int], offsets: Sequence[int], sources: Sequence[int] = ()) -> list[list[int]]:
-        """The rows of members, without the last word.
-
-        Args:
-            results: the addresses of the results.
-            offsets: where members lie in the buffers, in bytes.
-            sources: the addresses of what is copied there first, if :attr:`source` says so.
-        """
-        columns = [results, offsets] if self.source is None else [sources, results, offsets]
-        return [list(row) for row in zip(*columns, strict=True)]
 
     @property
     def _words(self) -> int:
@@ -141,6 +133,7 @@ class TwoShotAllReduce(AllReduce):
     """For large tensors. Results replace the members in the buffers of all ranks.
 
     Without ``exit_barrier``, something else has to order the readers of the results behind the writes of all ranks.
+    ``programs`` is that of the pulling reduce-scatter, which was fitted to 8 H200; ``block`` and ``warps`` are choices.
     """
 
     programs: int = 64
@@ -156,16 +149,6 @@ class TwoShotAllReduce(AllReduce):
     def round(self) -> int:
         """One chunk for each rank: each combines its own."""
         return self.world
-
-    def rows(self, offsets: Sequence[int], sources: Sequence[int] = ()) -> list[list[int]]:
-        """The rows of members, without the last word.
-
-        Args:
-            offsets: where members lie in the buffers, in bytes.
-            sources: the addresses of what is copied there first, if :attr:`source` says so.
-        """
-        columns = [offsets] if self.source is None else [sources, offsets]
-        return [list(row) for row in zip(*columns, strict=True)]
 
     @property
     def _words(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +136,18 @@ class PeerKernel(ABC):
     def extra_arguments(self) -> dict[str, str]:
         """Names and types of arguments that this kernel has and not all have."""
         return {}
+
+    def rows(self, *columns: Sequence[int]) -> list[list[int]]:
+        """The rows of ``members`` without the last word.
+
+        Args:
+            columns: as the class of the kernel lists them, a number per member in each.
+        """
+        return [list(row) for row in zip(*columns, *self._own_columns(), strict=True)]
+
+    def _own_columns(self) -> list[list[int]]:
+        """The columns that follow from the sizes of the members: they come behind those of :meth:`rows`."""
+        return []
 
     def arguments(
         self, peers: PeerGroup, slots: int, collective: int, chunks: Argument, members: Argument, *extra: Argument

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
 from weft.inductor.codegen.triton_text import chunk_loop, indented
+from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.transports.kernels.peer_kernel import PeerKernel
 from weft.inductor.transports.kernels.peer_kernel_text import (
     chunk_lookup,
@@ -25,7 +26,8 @@ class PullReduceScatter(PeerKernel):
     """Combines members of parts of equal sizes, one a rank, in their order.
 
     ``sizes`` are elements of one part. ``exit_barrier`` keeps a rank from overwriting what a peer still reads;
-    without it, something else has to. ``programs`` was fitted to 8 H200 with no other kernel running, 512 MB of
+    without it, something else has to. Columns of :meth:`rows`: addresses of this rank's results, offsets of the members
+    in the buffers in bytes. ``programs`` was fitted to 8 H200 with no other kernel running, 512 MB of
     bfloat16 summed in float32: 1,428 us with 64 programs, 1,570 with 32, 2,587 with 16; NCCL takes 2,764 us in float32
     and 1,410 in bfloat16.
 
@@ -54,15 +56,8 @@ class PullReduceScatter(PeerKernel):
         """The sums of squares, if asked for."""
         return {"squares": "*fp32"} if self.squares else {}
 
-    def rows(self, results: Sequence[int], offsets: Sequence[int]) -> list[list[int]]:
-        """The rows of members, without the last word.
-
-        Args:
-            results: the addresses of this rank's results.
-            offsets: where members lie in the buffers, in bytes.
-        """
-        steps = [size * self.wire.itemsize for size in self.sizes]
-        return [list(row) for row in zip(results, offsets, steps, strict=True)]
+    def _own_columns(self) -> list[list[int]]:
+        return [[size * self.wire.itemsize for size in self.sizes]]
 
     def _lines(self) -> list[str]:
         def pull(mask: str) -> list[str]:
@@ -99,12 +94,15 @@ class LocalReduceScatter(PullReduceScatter):
     """The sum of a reduce-scatter whose parts copy engines have already brought to this rank; it gives the same bits.
 
     ``bases`` holds the address of one *slot* for each peer's parts, and of this rank's own buffer, where its own part
-    is read. There is no barrier, so there may be more programs than are resident at once: many small ones reach the
-    memory's bandwidth, and free their multiprocessors for computation soon. ``programs`` is 8 for each of an H200's 132
-    multiprocessors.
+    is read. Columns of :meth:`rows`: addresses of this rank's results, offsets of the parts in a slot, offsets of this
+    rank's parts in its buffer, in bytes.
+
+    There is no barrier, so there may be more programs than are resident at once: many small ones reach the memory's
+    bandwidth, and free their multiprocessors for computation soon. On an H200, 8 programs per multiprocessor do.
     """
 
-    programs: int = 1056
+    programs_per_multiprocessor: ClassVar[int] = 8
+    programs: int = programs_per_multiprocessor * HOPPER_MULTIPROCESSORS
     block: int = 2048
     warps: int = 4
 
@@ -118,15 +116,8 @@ class LocalReduceScatter(PullReduceScatter):
         """None: it has no barrier."""
         return 0
 
-    def rows(self, results: Sequence[int], landed: Sequence[int], own: Sequence[int]) -> list[list[int]]:  # type: ignore[override]
-        """The rows of members, without the last word.
-
-        Args:
-            results: the addresses of this rank's results.
-            landed: where parts lie in a slot, in bytes.
-            own: where this rank's parts lie in its buffer, in bytes.
-        """
-        return [list(row) for row in zip(results, landed, own, strict=True)]
+    def _own_columns(self) -> list[list[int]]:
+        return []
 
     def _find(self) -> list[str]:
         shift = "tl.where(rank == {rank}, own, landed)"

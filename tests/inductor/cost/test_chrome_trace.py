@@ -86,12 +86,6 @@ def test_slices_sum_to_the_simulation(simulation: Simulation) -> None:
     assert gather["args"]["alone us"] == 1e3
 
 
-def test_details_are_arguments(simulation: Simulation) -> None:
-    details = {0: {"bytes": 123, "members": ["w1", "w2"]}}
-    found = threads(trace(simulation, details=details)["traceEvents"], "predicted")
-    assert found["nccl:fsdp"][0]["args"] | details[0] == found["nccl:fsdp"][0]["args"]
-
-
 def test_memory_is_a_counter(simulation: Simulation) -> None:
     points = [event for event in trace(simulation)["traceEvents"] if event["ph"] == "C"]
     assert [point["args"]["GiB"] for point in points] == [2, 2.5, 2, 2 + 2**-10]

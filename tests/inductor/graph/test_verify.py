@@ -17,7 +17,7 @@ from weft.errors import MalformedGraph
 from weft.inductor.compiler import generation_passes
 from weft.inductor.graph.pass_runner import PassRunner, keeps_bits
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.graph.verify import GraphVerifier, verify_graph
+from weft.inductor.graph.verify import GraphVerifier
 from weft.inductor.passes.pipeline import KERNEL_PASSES
 
 Node = torch.fx.Node
@@ -117,7 +117,7 @@ def test_planted_faults_are_found(fault: Callable[[dict[str, Node]], None], mess
     step, nodes = small_step()
     fault(nodes)
     with pytest.raises(MalformedGraph, match=message) as caught:
-        verify_graph(step)
+        GraphVerifier().start(step)
     assert "-->" in str(caught.value)
     assert "test_verify.py" in str(caught.value)
 

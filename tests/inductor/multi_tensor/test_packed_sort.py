@@ -30,7 +30,7 @@ class SortCall(MultiTensor):
     def __call__(self, *arguments: Any) -> list[list[Tensor]]:
         return [[result] for result in self.sort.sorted(arguments[0][0])]
 
-    def plan(self, arguments: Sequence[Any], number_type: str = "fp32") -> LaunchPlan:
+    def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         index = arguments[0][0]
         plan = LaunchPlan()
         plan.scratch["words"] = (self.sort.words(len(index)), torch.int32)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import weft
 from weft.inductor.graph.retarget import retarget
-from weft.inductor.graph.verify import verify_graph
+from weft.inductor.graph.verify import GraphVerifier
 from weft.inductor.passes.decompose import decompose
 from weft.inductor.passes.pad_matmuls import pad_matmuls
 from weft.inductor.passes.pipeline import run_passes
@@ -93,4 +93,4 @@ def test_views_of_a_padded_product_record_its_wider_rows() -> None:
     padded = retarget(run_passes(graph, [decompose, pad_matmuls]), "cuda:0")
     strides = {tuple(node.meta["val"].stride()) for node in padded.graph.nodes if node.target is aten.view.default}
     assert (592, 196, 14, 1) in strides
-    verify_graph(padded)
+    GraphVerifier().start(padded)

@@ -211,18 +211,18 @@ def all_reduces(rank: int, world: int, path: str, members: int) -> list[list[Ten
             given = [[values(at, peer, size, source or wire) for peer in range(world)] for at, size in enumerate(sizes)]
             inputs = [[tensor.to(wire) for tensor in member] for member in given]
             whole = Memory(draw, sizes, wire, here.buffer)
-            own: list[int] = []
+            own: list[list[int]] = []
             if source is None:
                 whole.fill([member[rank] for member in inputs])
             else:
                 sources = Memory(draw, sizes, source)
                 sources.fill([member[rank] for member in given])
-                own = sources.addresses
+                own = [sources.addresses]
             sums = [combined(reduction, member) for member in inputs]
             common = {"world": world, "sizes": sizes, "wire": wire, "source": source, "reduction": reduction, **SMALL}
             if two_shots:
                 two = TwoShotAllReduce(**common)
-                rows = two.rows(whole.offsets, own)
+                rows = two.rows(*own, whole.offsets)
                 assert 0 < whole_chunks(two, rows) < len(two.chunks)
                 here.launch(two, rows)
                 whole.check([total.to(wire) for total in sums])
@@ -230,7 +230,7 @@ def all_reduces(rank: int, world: int, path: str, members: int) -> list[list[Ten
             else:
                 one = OneShotAllReduce(**common, result=result)
                 results = Memory(draw, sizes, result)
-                rows = one.rows(results.addresses, whole.offsets, own)
+                rows = one.rows(*own, results.addresses, whole.offsets)
                 assert 0 < whole_chunks(one, rows) < len(one.chunks)
                 here.launch(one, rows)
                 results.check([total.to(result) for total in sums])
@@ -442,8 +442,8 @@ def test_inputs_are_copied_before_the_entry_barrier(alone: Here) -> None:
     source, result = torch.randn(3000), torch.zeros(3000)
     common = {"world": 2, "sizes": (3000,), "wire": f32, "source": f32, **SMALL}
     one, two = OneShotAllReduce(**common, result=f32), TwoShotAllReduce(**common)
-    alone.launch(one, one.rows([result.data_ptr()], [0], [source.data_ptr()]))
-    alone.launch(two, two.rows([16000], [source.data_ptr()]))
+    alone.launch(one, one.rows([source.data_ptr()], [result.data_ptr()], [0]))
+    alone.launch(two, two.rows([source.data_ptr()], [16000]))
     assert torch.equal(alone.buffer[:12000].view(f32), source)
     assert torch.equal(alone.buffer[16000:28000].view(f32), source)
     assert not result.any()
