@@ -215,10 +215,10 @@ def profiled(step: Callable[[], Any], device: torch.device) -> list[MeasuredSpan
         step()
         step()
         torch.cuda.synchronize()
-    queues: dict[str, list[MeasuredSpan]] = {}
+    streams: dict[str, list[MeasuredSpan]] = {}
     for span in measured_spans(profile, device.index):
-        queues.setdefault(span.queue, []).append(span)
-    second = [span for spans in queues.values() for span in spans[len(spans) // 2 :]]
+        streams.setdefault(span.stream, []).append(span)
+    second = [span for spans in streams.values() for span in spans[len(spans) // 2 :]]
     first = min((span.start for span in second), default=0.0)
     rebased = [span._replace(start=span.start - first, end=span.end - first) for span in second]
     return sorted(rebased, key=lambda span: span.start)
@@ -232,11 +232,11 @@ def by_rank(number: float, device: torch.device) -> list[float]:
 
 
 def by_kernel(spans: list[MeasuredSpan], most: int = 40) -> list[tuple[str, str, int, float]]:
-    """Lane, name, how often and milliseconds of the kernels that took most of a step."""
+    """Stream, name, how often and milliseconds of the kernels that took most of a step."""
     times: dict[tuple[str, str], list[float]] = {}
     for span in spans:
-        times.setdefault((span.queue, span.name), []).append((span.end - span.start) * 1e3)
-    found = [(queue, name, len(each), sum(each)) for (queue, name), each in times.items()]
+        times.setdefault((span.stream, span.name), []).append((span.end - span.start) * 1e3)
+    found = [(stream, name, len(each), sum(each)) for (stream, name), each in times.items()]
     return sorted(found, key=lambda row: -row[3])[:most]
 
 

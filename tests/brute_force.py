@@ -15,7 +15,7 @@ def least_seconds(task_graph: TaskGraph, memory_limit: int | None = None, at_mos
     """The time of the fastest order whose peak is within the limit: infinite where there is none.
 
     Branch and bound, depth first over all orders. An order is left where its lower bound is no less than ``at_most`` or
-    the time of an order found before: the compute stream still has to do the computation that is left, and each queue
+    the time of an order found before: the compute stream still has to do the computation that is left, and each stream
     the collectives that are left, and then the computation that needs the last of them. A task that takes no time and
     allocates nothing is issued as soon as possible: no order gets slower or needs more memory by that.
     """
@@ -23,16 +23,16 @@ def least_seconds(task_graph: TaskGraph, memory_limit: int | None = None, at_mos
     after = _seconds_after(task_graph, follows)
     allocates = {storage.maker for storage in task_graph.storages if storage.size}
     instant = [at for at, task in enumerate(tasks) if task.kind is Kind.FREE and at not in allocates]
-    queues: dict[str, list[int]] = {}
+    streams: dict[str, list[int]] = {}
     for at, task in enumerate(tasks):
         if task.kind is Kind.START:
-            queues.setdefault(task.queue, []).append(at)
+            streams.setdefault(task.stream, []).append(at)
     everything = (1 << len(tasks)) - 1
     best = at_most
 
     def bound(issued: int, now: float, left: float) -> float:
         most = now + left
-        for starts in queues.values():
+        for starts in streams.values():
             open_ = [at for at in starts if not issued >> at & 1]
             if open_:
                 most = max(most, now + sum(tasks[at].seconds for at in open_) + min(after[at] for at in open_))
@@ -80,12 +80,12 @@ def least_peak(task_graph: TaskGraph) -> int:
 
 
 def random_task_graph(rng: random.Random, most_tasks: int = 9) -> TaskGraph:
-    """A task graph with one to three collectives on one or two queues, of at most so many tasks (at least eight)."""
+    """A task graph with one to three collectives on one or two streams, of at most so many tasks (at least eight)."""
     tasks: list[Task] = []
     storages: list[Storage] = []
     values: list[tuple[int, Storage | None]] = []  # what can be read: the task that it is there after, its memory
     open_: list[tuple[int, Storage]] = []  # collectives not waited for
-    queues, links = rng.choice([(1, 1), (2, 1), (2, 2)])
+    streams, links = rng.choice([(1, 1), (2, 1), (2, 2)])
     coming = rng.randint(1, 3)
     length = rng.randint(2 * coming + 1, most_tasks)
 
@@ -122,7 +122,7 @@ def random_task_graph(rng: random.Random, most_tasks: int = 9) -> TaskGraph:
                 rng.randint(0, 2),
                 rng.randint(1, 12),
                 seconds=float(rng.randint(1, 12)),
-                queue=f"lane{rng.randrange(queues)}",
+                stream=f"stream{rng.randrange(streams)}",
                 link=f"link{rng.randrange(links)}",
                 interference=rng.choice([0.0, 0.25, 0.5]),
             )

@@ -37,10 +37,10 @@ class Steps:
         return Value(len(self.tasks) - 1, of.storage)
 
     def collective(
-        self, name: str, seconds: float, reads: Sequence[Value], makes: int, queue: str, link: str = "wire"
+        self, name: str, seconds: float, reads: Sequence[Value], makes: int, stream: str, link: str = "wire"
     ) -> Value:
         """A START and its WAIT, one after the other."""
-        task = Task(name, Kind.START, seconds=seconds, queue=queue, link=link, interference=self.interference)
+        task = Task(name, Kind.START, seconds=seconds, stream=stream, link=link, interference=self.interference)
         started = self._task(task, reads, makes)
         self.tasks.append(Task(f"{name} waited", Kind.WAIT, needs=(started.task,)))
         started.storage.readers += (len(self.tasks) - 1,)
@@ -65,7 +65,7 @@ def fsdp(
     product: float = 1.0,
     products: int = 4,
     views: int = 0,
-    queues: tuple[str, str] = ("gather", "reduce"),
+    streams: tuple[str, str] = ("gather", "reduce"),
     links: tuple[str, str] = ("out", "in"),
     interference: float = 0.0,
 ) -> TaskGraph:
@@ -77,7 +77,7 @@ def fsdp(
 
     def gathered(layer: int, when: str) -> Value:
         cast = steps.compute(f"cast {when} {layer}", 0.01, (), 50)
-        full = steps.collective(f"gather {when} {layer}", gather, (cast,), 400, queues[0], links[0])
+        full = steps.collective(f"gather {when} {layer}", gather, (cast,), 400, streams[0], links[0])
         for at in range(views):
             full = steps.view(f"view {when} {layer}.{at}", full)
         return full
@@ -100,9 +100,9 @@ def fsdp(
                 steps.compute(f"weight {layer}.{at}", product, (gradient, inputs[layer][at]), 800 // products)
             )
             gradient = steps.compute(f"input {layer}.{at}", product, (gradient, full, inputs[layer][at]), 50)
-        reduced.append(steps.collective(f"reduce {layer}", reduce, weights, 100, queues[1], links[1]))
+        reduced.append(steps.collective(f"reduce {layer}", reduce, weights, 100, streams[1], links[1]))
     norm = steps.compute("norm", 0.1, reduced, 1)
-    norm = steps.collective("reduce norm", 0.2, (norm,), 1, queues[1], links[1])
+    norm = steps.collective("reduce norm", 0.2, (norm,), 1, streams[1], links[1])
     for layer, shard in zip(reversed(range(layers)), reduced, strict=True):
         steps.compute(f"update {layer}", 0.1, (norm, shard))
     return steps.task_graph()

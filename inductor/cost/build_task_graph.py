@@ -61,7 +61,7 @@ def set_aside(step: StepGraph) -> int:
     """Bytes that the symmetric-memory transports of a step keep all the time; 0 if none is applied yet.
 
     They are the symmetric arena, and the landing buffer of ``copy_sum``. All ``copy_sum`` collectives share one landing
-    buffer, because their queue runs them one at a time; the largest counts.
+    buffer, because their stream runs them one at a time; the largest counts.
     """
     landings = (
         node.target.staging_bytes(arena_tensors_of(node))
@@ -98,7 +98,7 @@ class _TaskGraphBuilder:
         elif kind is Kind.START:
             collective = collective_of(self.step, node, self.costs.unbacked)
             cost = transfer(self.cluster, collective, node.meta.get("transport", "nccl"))
-            task.seconds, task.queue = cost.seconds, cost.queue
+            task.seconds, task.stream = cost.seconds, cost.stream
             task.link, task.interference = cost.link, cost.interference
         return task
 

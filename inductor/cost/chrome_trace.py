@@ -24,14 +24,14 @@ _PREDICTED, _MEASURED = 1, 2  # process ids
 def trace(simulation: Simulation, measured: Sequence[MeasuredSpan] = ()) -> Event:
     """The trace as an object for JSON.
 
-    The process "predicted" has a thread for the compute stream, one for each queue, and a counter of live memory. If
-    ``measured`` has spans, the process "measured" has a thread for each of their queues.
+    The process "predicted" has a thread for the compute stream, one for each other stream, and a counter of live
+    memory. If ``measured`` has spans, the process "measured" has a thread for each of their streams.
 
     """
     events = list(_process(_PREDICTED, "predicted", _predicted(simulation)))
     events += _memory(simulation)
     if measured:
-        slices = [_Slice(span.name, span.queue, "measured", span.start, span.end, {}) for span in measured]
+        slices = [_Slice(span.name, span.stream, "measured", span.start, span.end, {}) for span in measured]
         events += _process(_MEASURED, "measured", slices)
     totals = {
         "step ms": simulation.seconds * 1e3,
@@ -54,7 +54,7 @@ class _Slice(NamedTuple):
     """A slice of a track; ``start`` and ``end`` in seconds."""
 
     name: str
-    queue: str
+    stream: str
     category: str
     start: float
     end: float
@@ -69,7 +69,7 @@ def _predicted(simulation: Simulation) -> Iterator[_Slice]:
         if task.kind is Kind.START:
             args |= {"exposed us": simulation.exposed.get(span.task, 0.0) * 1e6, "link": task.link}
         category = "collective" if task.kind is Kind.START else "compute"
-        yield _Slice(task.name, span.queue, category, span.start, span.end, args)
+        yield _Slice(task.name, span.stream, category, span.start, span.end, args)
     for wait in simulation.waits:
         name = f"wait for {tasks[wait.task].name}"
         yield _Slice(name, COMPUTE, "exposed", wait.start, wait.end, {})
@@ -100,11 +100,11 @@ def _titled(what: str, name: str, pid: int, tid: int = 0) -> Iterator[Event]:
 
 
 def _tracks(slices: Iterable[_Slice]) -> dict[str, list[_Slice]]:
-    """The slices of each track: one track per queue, the compute stream first, and more tracks for slices that overlap
-    within a queue."""
-    queues: dict[str, list[list[_Slice]]] = {}
-    for slice_ in sorted(slices, key=lambda s: (s.queue != COMPUTE, s.start, s.end)):
-        tracks = queues.setdefault(slice_.queue, [])
+    """The slices of each track: one track per stream, the compute stream first, and more tracks for slices that overlap
+    within a stream."""
+    streams: dict[str, list[list[_Slice]]] = {}
+    for slice_ in sorted(slices, key=lambda s: (s.stream != COMPUTE, s.start, s.end)):
+        tracks = streams.setdefault(slice_.stream, [])
         begins = _microseconds(slice_.start)
         free = next((track for track in tracks if _microseconds(track[-1].end) <= begins), None)
         if free is None:
@@ -112,8 +112,8 @@ def _tracks(slices: Iterable[_Slice]) -> dict[str, list[_Slice]]:
         else:
             free.append(slice_)
     return {
-        f"{queue} ({place})" if place > 1 else queue: track
-        for queue, tracks in queues.items()
+        f"{stream} ({place})" if place > 1 else stream: track
+        for stream, tracks in streams.items()
         for place, track in enumerate(tracks, 1)
     }
 

@@ -68,14 +68,14 @@ class Transfer:
     """The cost of a collective over one transport.
 
     Attributes:
-        seconds: alone on its queue and its link.
-        queue: runs one collective at a time.
-        link: the slowest link that it uses. Concurrent collectives of other queues share its bandwidth.
+        seconds: alone on its stream and its link.
+        stream: runs one collective at a time.
+        link: the slowest link that it uses. Concurrent collectives of other streams share its bandwidth.
         interference: seconds of computation lost per second of the collective.
     """
 
     seconds: float
-    queue: str
+    stream: str
     link: str
     interference: float
 
@@ -116,7 +116,7 @@ def collective_of(step: StepGraph, node: Node, unbacked: int = UNBACKED) -> Coll
 
 
 def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") -> Transfer:
-    """The time of ``collective`` over ``transport``, and the queue and link that it shares with others.
+    """The time of ``collective`` over ``transport``, and the stream and link that it shares with others.
 
     A coalesced collective takes the time of one tensor of all its bytes, plus ``per_member`` seconds for each further
     tensor. A group of one rank copies its tensor.
@@ -126,10 +126,10 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") 
         CannotCarry: the transport does not serve such a collective.
         LinkMissing: the cluster does not say what joins the ranks of the group.
     """
-    queue = f"{transport}:{collective.group}:{KINDS[collective.kind].queue}"
+    stream = f"{transport}:{collective.group}:{KINDS[collective.kind].stream}"
     if len(collective.ranks) == 1:
         gpu = cluster.gpu
-        return Transfer(gpu.launch_latency + 2 * collective.bytes / gpu.copy_bandwidth, queue, "memory", 0.0)
+        return Transfer(gpu.launch_latency + 2 * collective.bytes / gpu.copy_bandwidth, stream, "memory", 0.0)
     sent, carrier = _transported(cluster, collective, transport)
     spread = _GroupTopology.of(cluster, collective)
     if carrier is None or (spread.nodes > 1 and not carrier.crosses):
@@ -138,8 +138,8 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") 
     seconds += carrier.per_member * (collective.members - 1)
     # NCCL has a stream per communicator; transports over symmetric memory share streams among all groups.
     if not carrier.crosses:
-        queue = _peer_queue(transport, collective.kind)
-    return Transfer(seconds, queue, link, carrier.interference)
+        stream = _peer_stream(transport, collective.kind)
+    return Transfer(seconds, stream, link, carrier.interference)
 
 
 def _transported(cluster: Cluster, collective: Collective, transport: str) -> tuple[Collective, TransportModel | None]:
@@ -154,19 +154,19 @@ def _transported(cluster: Cluster, collective: Collective, transport: str) -> tu
     return replace(collective, bytes=size, dtype=wider), cluster.carrier(transport, collective.kind, wider)
 
 
-def _peer_queue(transport: str, kind: str) -> str:
-    """The queue of a transport over symmetric memory.
+def _peer_stream(transport: str, kind: str) -> str:
+    """The stream of a transport over symmetric memory.
 
     One stream runs all reductions, of every group and transport. Gathers have one stream per transport; its variants
     with other numbers of programs ("push", "push_32") share it.
     """
-    carries = KINDS[kind].queue
+    carries = KINDS[kind].stream
     return f"peers:{carries}" if carries == "reduce" else f"{parse_transport(transport)[0]}:{carries}"
 
 
-def queue_of(node: Node) -> str:
-    """The queue of a collective among those of its group: the last part of the queue name of :func:`transfer`."""
-    return kind_of(node).queue
+def stream_of(node: Node) -> str:
+    """The stream of a collective among those of its group: the last part of the stream name of :func:`transfer`."""
+    return kind_of(node).stream
 
 
 def transports_for(cluster: Cluster, collective: Collective) -> list[str]:

@@ -27,22 +27,22 @@ COMPUTE = "compute"
 
 
 class TaskSpan(NamedTuple):
-    """When a task ran, in seconds from the beginning of the step; ``queue`` is that of a START or :data:`COMPUTE`."""
+    """When a task ran, in seconds from the beginning of the step; ``stream`` is that of a START or :data:`COMPUTE`."""
 
     task: int
-    queue: str
+    stream: str
     start: float
     end: float
 
 
 class Machine:
-    """The compute stream and the communication queues of a GPU while tasks are issued to them one by one.
+    """The compute stream and the communication streams of a GPU while tasks are issued to them one by one.
 
     Tasks are positions in ``task_graph.tasks``. The order of issue must respect their needs; this is not checked.
 
     Attributes:
         now: when the compute stream has finished everything issued so far, in seconds. Collectives may still run.
-        slowed: by queue, the seconds that its collectives have cost computation. Of several collectives at once, only
+        slowed: by stream, the seconds that its collectives have cost computation. Of several collectives at once, only
             the one with the largest interference counts.
         ended: if it is a list, the span of every collective that ends is appended to it. A copy has None.
     """
@@ -66,23 +66,23 @@ class Machine:
 
     def __init__(self, task_graph: TaskGraph) -> None:
         self._tables = tables = _Tables(task_graph)
-        queues, links = len(tables.queues), len(tables.links)
+        streams, links = len(tables.streams), len(tables.links)
         self.now = 0.0
-        self.slowed = dict.fromkeys(tables.queues, 0.0)
+        self.slowed = dict.fromkeys(tables.streams, 0.0)
         self.ended: list[TaskSpan] | None = None
         self._pending: set[int] = set()  # STARTs issued whose collectives have not ended
-        # By queue: the pending STARTs in order of issue, of which the first runs; when that one began; its seconds of
+        # By stream: the pending STARTs in order of issue, of which the first runs; when that one began; its seconds of
         # work left at the time `_since` of its link; and when it ends, if no other collective begins or ends before.
-        # NCCL runs one collective per communicator at a time, so a queue is a FIFO.
-        self._fifos: list[deque[int]] = [deque() for _ in range(queues)]
-        self._begun = [0.0] * queues
-        self._left = [0.0] * queues
-        self._ends = [math.inf] * queues
-        # By link: the queues whose collectives run on it, and when this set last changed.
+        # NCCL runs one collective per communicator at a time, so a stream is a FIFO.
+        self._fifos: list[deque[int]] = [deque() for _ in range(streams)]
+        self._begun = [0.0] * streams
+        self._left = [0.0] * streams
+        self._ends = [math.inf] * streams
+        # By link: the streams whose collectives run on it, and when this set last changed.
         self._active: list[tuple[int, ...]] = [()] * links
         self._since = [0.0] * links
         # Derived from the above: the minimum of `_ends` (never before `now`), the speed of computation (1: alone on the
-        # GPU), and the queue that limits it. They are cached because `issue` is the inner loop of the scheduler.
+        # GPU), and the stream that limits it. They are cached because `issue` is the inner loop of the scheduler.
         self._next_end = math.inf
         self._speed = 1.0
         self._slowest = ""
@@ -111,14 +111,14 @@ class Machine:
         if start not in self._pending:
             return self.now
         # The next collective to end needs no copy: no event comes before it.
-        if self._fifos[queue := self._tables.queue[start]][0] == start and self._ends[queue] == self._next_end:
+        if self._fifos[stream := self._tables.stream[start]][0] == start and self._ends[stream] == self._next_end:
             return self._next_end
         ahead = self.copy()
         ahead.wait(start)
         return ahead.now
 
     def copy(self) -> Machine:
-        """An independent copy. Takes O(queues + pending collectives)."""
+        """An independent copy. Takes O(streams + pending collectives)."""
         other = object.__new__(Machine)  # without __init__, which would read the whole task graph
         other._tables, other.now, other.slowed, other.ended = self._tables, self.now, self.slowed.copy(), None
         other._pending, other._fifos = self._pending.copy(), [fifo.copy() for fifo in self._fifos]
@@ -134,7 +134,7 @@ class Machine:
             work -= done
             self._end_first()
         # If no work remains, the speed can be 0 too: do not divide. Rounding must not carry `now` beyond `_next_end`,
-        # because `_end_first` finds the queue that ends by comparing its end with `now`.
+        # because `_end_first` finds the stream that ends by comparing its end with `now`.
         if work:
             self._compute_until(min(self.now + work / self._speed, self._next_end), work)
 
@@ -144,71 +144,71 @@ class Machine:
         self.now = time
 
     def _start(self, start: int) -> None:
-        queue = self._tables.queue[start]
+        stream = self._tables.stream[start]
         self._pending.add(start)
-        self._fifos[queue].append(start)
-        if len(self._fifos[queue]) == 1:
-            self._begin(queue)
+        self._fifos[stream].append(start)
+        if len(self._fifos[stream]) == 1:
+            self._begin(stream)
             self._look_ahead()
 
     def _end_first(self) -> None:
-        """End the collective whose end is ``now``, the earliest one, and begin the next of its queue."""
-        queue = self._ends.index(self.now)  # exact: `now` was assigned from `_next_end`, the minimum of `_ends`
-        fifo = self._fifos[queue]
+        """End the collective whose end is ``now``, the earliest one, and begin the next of its stream."""
+        stream = self._ends.index(self.now)  # exact: `now` was assigned from `_next_end`, the minimum of `_ends`
+        fifo = self._fifos[stream]
         start = fifo.popleft()
         self._pending.remove(start)
         if self.ended is not None:
-            self.ended.append(TaskSpan(start, self._tables.queues[queue], self._begun[queue], self.now))
-        self._ends[queue] = math.inf
+            self.ended.append(TaskSpan(start, self._tables.streams[stream], self._begun[stream], self.now))
+        self._ends[stream] = math.inf
         link = self._tables.link[start]
-        self._share(link, tuple(other for other in self._active[link] if other != queue))
+        self._share(link, tuple(other for other in self._active[link] if other != stream))
         if fifo:
-            self._begin(queue)
+            self._begin(stream)
         self._look_ahead()
 
-    def _begin(self, queue: int) -> None:
-        """Begin the first collective in a queue."""
-        start = self._fifos[queue][0]
+    def _begin(self, stream: int) -> None:
+        """Begin the first collective in a stream."""
+        start = self._fifos[stream][0]
         link = self._tables.link[start]
-        self._begun[queue] = self.now
-        self._left[queue] = self._tables.seconds[start]
-        self._share(link, (*self._active[link], queue))
+        self._begun[stream] = self.now
+        self._left[stream] = self._tables.seconds[start]
+        self._share(link, (*self._active[link], stream))
 
-    def _share(self, link: int, queues: tuple[int, ...]) -> None:
-        """From ``now`` on, the collectives of ``queues`` share a link equally."""
+    def _share(self, link: int, streams: tuple[int, ...]) -> None:
+        """From ``now`` on, the collectives of ``streams`` share a link equally."""
         before = self._active[link]
         # Progress since the last change was made at the old share. Rounding must not leave negative work, which would
         # put an end before `now`.
-        for queue in before:
-            self._left[queue] = max(self._left[queue] - (self.now - self._since[link]) / len(before), 0.0)
-        self._active[link], self._since[link] = queues, self.now
-        for queue in queues:
-            self._ends[queue] = self.now + self._left[queue] * len(queues)
+        for stream in before:
+            self._left[stream] = max(self._left[stream] - (self.now - self._since[link]) / len(before), 0.0)
+        self._active[link], self._since[link] = streams, self.now
+        for stream in streams:
+            self._ends[stream] = self.now + self._left[stream] * len(streams)
 
     def _look_ahead(self) -> None:
         """Update the derived values: the speed of computation and the next end of a collective."""
         worst = 0.0
-        for queue, fifo in enumerate(self._fifos):
+        for stream, fifo in enumerate(self._fifos):
             if fifo and (interference := self._tables.interference[fifo[0]]) > worst:
-                worst, self._slowest = interference, self._tables.queues[queue]
+                worst, self._slowest = interference, self._tables.streams[stream]
         self._speed = max(1.0 - worst, 0.0)
         self._next_end = min(self._ends, default=math.inf)
 
 
 class _Tables:
-    """A task graph as one list per attribute, with queues and links as numbers: faster to read in the inner loop."""
+    """A task graph as one list per attribute, with streams and links as numbers: faster to read in the inner loop."""
 
     def __init__(self, task_graph: TaskGraph) -> None:
         tasks = task_graph.tasks
-        queues: dict[str, int] = {}
+        streams: dict[str, int] = {}
         links: dict[str, int] = {}
         self.kinds = [task.kind for task in tasks]
         self.seconds = [task.seconds for task in tasks]
         self.interference = [task.interference for task in tasks]
-        self.queue = [queues.setdefault(t.queue, len(queues)) if t.kind is Kind.START else -1 for t in tasks]
+        self.stream = [streams.setdefault(t.stream, len(streams)) if t.kind is Kind.START else -1 for t in tasks]
         self.link = [links.setdefault(t.link, len(links)) if t.kind is Kind.START else -1 for t in tasks]
         self.starts = [task_graph.start_of(at) if task.kind is Kind.WAIT else -1 for at, task in enumerate(tasks)]
-        self.queues, self.links = list(queues), list(links)
+        self.streams, self.links = list(streams), list(links)
 
 
 class LiveMemory:
@@ -301,8 +301,8 @@ class Simulation:
         task_graph, order: the input of the simulation.
         seconds: until the compute stream and every collective have ended.
         spans: of computation and collectives, in order of their starts.
-        waits: when the compute stream stalled; ``task`` is the START that it waited for, ``queue`` is ``COMPUTE``.
-        slowed_seconds: by queue, what interference cost computation; of several queues at once, the worst one counts.
+        waits: when the compute stream stalled; ``task`` is the START that it waited for, ``stream`` is ``COMPUTE``.
+        slowed_seconds: by stream, what interference cost computation; of several streams at once, the worst one counts.
         compute_seconds: computation alone on the GPU.
         issued: when the compute stream came to each position of ``order``.
         memory: live bytes at each position of ``order``.
@@ -344,12 +344,12 @@ class Simulation:
     @cached_property
     def collectives(self) -> dict[int, TaskSpan]:
         """The span of each START, in order of their starts."""
-        return {span.task: span for span in self.spans if span.queue != COMPUTE}
+        return {span.task: span for span in self.spans if span.stream != COMPUTE}
 
     @cached_property
     def computation(self) -> list[TaskSpan]:
         """The spans of the compute stream."""
-        return [span for span in self.spans if span.queue == COMPUTE]
+        return [span for span in self.spans if span.stream == COMPUTE]
 
     def beside(self, start: int) -> list[tuple[int, float]]:
         """The computations that overlap with a collective, each with the seconds of overlap, longest first."""

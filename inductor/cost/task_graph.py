@@ -1,9 +1,10 @@
 """The task graph of a step: tasks with durations, their dependencies, and the memory they hold.
 
 A step is one list of tasks. Computation runs on one stream, one task after the other, in the order they are issued. A
-collective is two tasks: its START is issued on the compute stream and runs beside it, on a *queue* that carries one
-collective at a time in the order of issue; its WAIT holds the compute stream back until it has ended. Everything here
-is plain numbers, so that a simulator, a scheduler and a brute-force test work on the same thing, graph or no graph.
+collective is two tasks: its START is issued on the compute stream and runs beside it, on a *stream* of its kind, which
+carries one collective at a time in the order of issue; its WAIT holds the compute stream back until it has ended.
+Everything here is plain numbers, so that a simulator, a scheduler and a brute-force test work on the same thing, graph
+or no graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Kind(enum.Enum):
     """What a task does to the streams."""
 
     COMPUTE = "compute"  # takes its seconds of the compute stream
-    START = "start"  # hands a collective to its queue
+    START = "start"  # hands a collective to its stream
     WAIT = "wait"  # holds the compute stream until the collective it needs has ended
     FREE = "free"  # takes no time: a view, an element of a list, an input, the output
 
@@ -31,9 +32,10 @@ class Task:
         kind: see :class:`Kind`.
         needs: positions, in ``TaskGraph.tasks``, of the tasks that have to be issued before this one. A WAIT needs its
             START, and nothing that reads the result of a collective needs the START without the WAIT.
-        seconds: of a COMPUTE, alone on the GPU; of a START, how long the collective takes alone on its queue and link.
-        queue: of a START: the queue that runs it, one collective at a time in order of issue ("nccl:world:gather").
-        link: of a START: the link whose bandwidth it shares equally with concurrent collectives of other queues.
+        seconds: of a COMPUTE, alone on the GPU; of a START, how long the collective takes alone on its stream and link.
+        stream: of a START: what runs it, one collective at a time in order of issue ("nccl:world:gather"). A
+            communicator of NCCL has one; transports over symmetric memory share theirs among all groups.
+        link: of a START: the link whose bandwidth it shares equally with concurrent collectives of other streams.
         interference: of a START: the part of its speed that computation loses while the collective runs (0.4: a
             kernel gets 0.6 seconds of work done in a second).
         pinned: whether it keeps its place among the other pinned tasks (it has effects, or draws random numbers).
@@ -43,7 +45,7 @@ class Task:
     kind: Kind
     needs: tuple[int, ...] = ()
     seconds: float = 0.0
-    queue: str = ""
+    stream: str = ""
     link: str = ""
     interference: float = 0.0
     pinned: bool = False

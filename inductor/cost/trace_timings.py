@@ -31,7 +31,7 @@ class MeasuredSpan(NamedTuple):
     """When a kernel or copy ran, in seconds from the beginning of the first one of the profile."""
 
     name: str
-    queue: str
+    stream: str
     start: float
     end: float
 
@@ -40,9 +40,9 @@ def measured_spans(profile: torch.profiler.profile, device: int | None = None) -
     """The kernels and copies of a profile, in order of their starts.
 
     Communication is recognised by kernel names, not by streams: a replayed CUDA graph runs computation and
-    communication on the same streams. Communication of each stream is a queue of its own. Of the rest, the stream with
-    the most seconds is the queue :data:`~weft.inductor.cost.simulate.COMPUTE`; the others are named by their numbers.
-    Spans of a queue can overlap.
+    communication on the same streams. Communication on a CUDA stream counts as a stream of its own. Of the rest, the
+    stream with the most seconds is called :data:`~weft.inductor.cost.simulate.COMPUTE`; the others are named by their
+    numbers. Spans of a stream can overlap.
 
     Args:
         profile: of one step, recorded with ``ProfilerActivity.CUDA``, stopped.
@@ -62,7 +62,7 @@ def measured_spans(profile: torch.profiler.profile, device: int | None = None) -
             busy[event.device_resource_id] += event.time_range.elapsed_us()
     compute = max(busy, key=lambda stream: (busy[stream], -stream), default=None)
 
-    def queue(event: FunctionEvent) -> str:
+    def stream_of(event: FunctionEvent) -> str:
         stream = f"stream {event.device_resource_id}"
         if communicates(event.name):
             return f"communication, {stream}"
@@ -70,7 +70,7 @@ def measured_spans(profile: torch.profiler.profile, device: int | None = None) -
 
     first = events[0].time_range.start if events else 0.0
     return [
-        MeasuredSpan(e.name, queue(e), (e.time_range.start - first) / 1e6, (e.time_range.end - first) / 1e6)
+        MeasuredSpan(e.name, stream_of(e), (e.time_range.start - first) / 1e6, (e.time_range.end - first) / 1e6)
         for e in events
     ]
 

@@ -51,7 +51,7 @@ class CollectiveKind:
 
     Attributes:
         name: as in the files that describe clusters.
-        queue: collectives of one group and one queue run one after the other: "gather", "reduce" or "exchange".
+        stream: "gather", "reduce" or "exchange": collectives of one group with the same run one after the other.
         traffic: who sends to whom.
         laps: how often the tensor goes around the ring.
         sends_all: on the ring, every rank passes on the whole tensor, not (n - 1)/n of it.
@@ -60,7 +60,7 @@ class CollectiveKind:
     """
 
     name: str
-    queue: str
+    stream: str
     traffic: Traffic = Traffic.RING
     laps: int = 1
     sends_all: bool = False

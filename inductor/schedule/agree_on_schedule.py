@@ -55,7 +55,7 @@ def scheduled(
     keep_bits: bool = False,
     runner: PassRunner | None = None,
 ) -> tuple[StepGraph, Schedule | None]:
-    """The step in the order of issue that all ranks share, each queue on its own communicator; and its schedule, None
+    """The step in the order of issue that all ranks share, each stream on its own communicator; and its schedule, None
     if the ranks' kernels differ. ``step`` is not changed.
 
     All ranks must call it for the same steps in the same order. They communicate over the store. Peer access is tested

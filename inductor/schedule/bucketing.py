@@ -5,8 +5,8 @@ whose operands are ready, or whose results are needed, at about the same time ar
 coalesced operations, which copies nothing into a flat buffer and leaves every tensor its own memory.
 
 A larger bucket costs time: it starts when its last operand is ready, and its first result is there only when all are.
-Buckets are cut on a queue, which runs one call at a time, by dynamic programming over the places to cut. It minimises
-first the largest lateness of a result, then the time on the queue. For reductions, in the order in which gradients
+Buckets are cut on a stream, which runs one call at a time, by dynamic programming over the places to cut. It minimises
+first the largest lateness of a result, then the time on the stream. For reductions, in the order in which gradients
 become ready, this is the problem of MG-WFBP (S. Shi, X. Chu, B. Li, "MG-WFBP: Efficient Data Communication for
 Distributed Synchronous SGD Algorithms", INFOCOM 2019). For all-gathers of shards it is the same problem in reversed
 time, since a gather can start as early as a reduction can end late. The planner chooses how large a bucket can get, see
@@ -101,7 +101,7 @@ def cut_into_buckets(
     members: Sequence[BucketEntry], clock: Sequence[float], sizes: Sequence[int], price: Price, max_bytes: float
 ) -> list[list[BucketEntry]]:
     """Cut one of :func:`bucketable_sequences` into buckets, each in order, with the least lateness; of those, with the
-    least time on the queue. Runs in time linear in the members.
+    least time on the stream. Runs in time linear in the members.
 
     Args:
         clock: by position in the graph, when the compute stream comes there if it never stalls (s).
@@ -121,7 +121,7 @@ def cut_into_buckets(
         cuts = []
         for begin in _begins(members, sizes, end, max_bytes):
             seconds = price(sum(sizes[begin:end]), end - begin)
-            # A bucket starts when its last member is ready and the queue is free; its first result is due soonest.
+            # A bucket starts when its last member is ready and the stream is free; its first result is due soonest.
             soonest, last = min(due[begin:end]), max(ready[begin:end])
             for before in cuts_of[begin]:
                 ends = max(before.ends, last) + seconds
@@ -176,7 +176,7 @@ class _Cut(NamedTuple):
 
     Attributes:
         late: the largest lateness in seconds: by how much a call ends after one of its members is due.
-        ends: when the queue has finished all calls (s).
+        ends: when the stream has finished all calls (s).
         seconds: the sum of the times of all calls.
         count: number of members.
         before: the cut without the last bucket.

@@ -1,12 +1,13 @@
-"""One communicator per queue of a process group, so that all-gathers and reductions over one group overlap.
+"""One communicator per stream of a process group, so that all-gathers and reductions over one group overlap.
 
-A communicator runs its collectives one after the other, on a stream of its own. So each queue of a group (``gather``,
-``reduce``, ``exchange``; see :class:`weft.inductor.graph.collectives.CollectiveKind`) gets a communicator over the same
-ranks, with a high-priority stream. The user's own communicator stays free for the user's calls. In the graph a queue is
-a group of its own: ``world/gather`` beside ``world``.
+A communicator runs its collectives one after the other. So each stream of a group (``gather``, ``reduce``,
+``exchange``; see :class:`weft.inductor.graph.collectives.CollectiveKind`) gets a communicator over the same ranks,
+whose CUDA stream has high priority. The user's own communicator stays free for the user's calls. In the graph a stream
+is a group of its own: ``world/gather`` beside ``world``.
 
-Creating a communicator is collective. Ranks create it once per group and queue, in the order in which their common
-schedule names the queues first. In a fake world, and on backends without streams, a queue is another name of the group.
+Creating a communicator is collective. Ranks create it once per group and stream, in the order in which their common
+schedule names the streams first. In a fake world, and on backends without CUDA streams, a stream is another name of the
+group.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weft import torch_adapter
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of
-from weft.inductor.cost.collective_cost import queue_of
+from weft.inductor.cost.collective_cost import stream_of
 from weft.inductor.graph.pass_runner import keeps_bits, required
 from weft.inductor.transports.peer_calls import PeerCall
 
@@ -33,30 +34,30 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]
 @required
 @keeps_bits
 def assign_communicators(step: StepGraph) -> StepGraph:
-    """Let every collective of ``step`` run on the communicator of its queue. Changes ``step``.
+    """Let every collective of ``step`` run on the communicator of its stream. Changes ``step``.
 
-    Collective over the ranks of each group whose queues are new.
+    Collective over the ranks of each group whose streams are new.
     """
     for node in step.collectives():
         if isinstance(node.target, PeerCall):  # runs on streams of its own
             continue
-        group, queue = group_of(node), queue_of(node)
-        name = f"{group}/{queue}"
+        group, stream = group_of(node), stream_of(node)
+        name = f"{group}/{stream}"
         if name not in step.groups:
-            step.groups[name] = communicator(step.groups[group], queue)
+            step.groups[name] = communicator(step.groups[group], stream)
         node.args = tuple(name if argument == group else argument for argument in node.args)
     return step
 
 
-def communicator(group_name: str, queue: str) -> str:
-    """The name, as torch knows it, of the communicator of a queue of a group."""
+def communicator(group_name: str, stream: str) -> str:
+    """The name, as torch knows it, of the communicator of a stream of a group."""
     if current_fake_world() is not None:
         return group_name
     if torch_adapter.backend_of_group(group_name, "cuda") != "nccl":
         return group_name
     group = torch_adapter.process_group(group_name)
-    queues = _made.setdefault(group, {})
-    if queue not in queues:
+    streams = _made.setdefault(group, {})
+    if stream not in streams:
         # Where communicators are split from that of all ranks, each rank splits off its own group in the same call.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         made: Any = dist.new_group(
@@ -64,7 +65,7 @@ def communicator(group_name: str, queue: str) -> str:
             backend="nccl",
             pg_options=options,
             use_local_synchronization=True,
-            group_desc=f"weft:{group_name}/{queue}",
+            group_desc=f"weft:{group_name}/{stream}",
         )
-        queues[queue] = made
-    return queues[queue].group_name
+        streams[stream] = made
+    return streams[stream].group_name

@@ -2,9 +2,9 @@
 
 Computation follows the reference order. It departs from it where the next task would wait for a collective, or where
 another task would become late. A *due* time says how late a task can begin without making the step longer. Collectives
-start in the order of their due times, just before their queue runs empty: those that the reference has reached at once,
-others when they are due. The wait for a collective is issued before the first task that needs it, or some time after
-the collective has ended, to free its operands.
+start in the order of their due times, just before their stream runs empty: those that the reference has reached at
+once, others when they are due. The wait for a collective is issued before the first task that needs it, or some time
+after the collective has ended, to free its operands.
 
 Sources: list scheduling by due times (R. L. Graham, Bell System Technical Journal 45, 1966; E. G. Coffman and R. L.
 Graham, Acta Informatica 1, 1972); of two tasks, first the one that leaves the smaller lateness (J. Carlier, European
@@ -81,17 +81,17 @@ def list_schedule(reference: Reference, due: Sequence[float], lead_time: LeadTim
 def _early_enough(tasks: Sequence[Task], due: Sequence[float]) -> list[float]:
     """``due`` (s), with collectives due earlier by a margin for errors of the cost model.
 
-    The margin grows with a collective's time, so without care a long collective would overtake a short one of its queue
-    that computation needs sooner. So the order of ``due`` is kept on each queue: a collective is moved at least as far
-    as those behind it.
+    The margin grows with a collective's time, so without care a long collective would overtake a short one of its
+    stream that computation needs sooner. So the order of ``due`` is kept on each stream: a collective is moved at least
+    as far as those behind it.
     """
     early = list(due)
-    queues: dict[str, list[int]] = {}
+    streams: dict[str, list[int]] = {}
     for at, task in enumerate(tasks):
         if task.kind is Kind.START:
             early[at] -= _EARLY_FRACTION * task.seconds
-            queues.setdefault(task.queue, []).append(at)
-    for starts in queues.values():
+            streams.setdefault(task.stream, []).append(at)
+    for starts in streams.values():
         starts.sort(key=lambda at: due[at])
         for later, earlier in pairwise(reversed(starts)):
             if due[earlier] < due[later]:
@@ -107,8 +107,8 @@ class _ListScheduler:
         self.reference, self.lead_time = reference, lead_time
         self.step = PartialSchedule(reference, _early_enough(tasks, due))
         self.waited = 0  # how many of the ended collectives have their WAITs issued
-        # Estimated seconds of computation, as if it ran beside the collective with the largest interference. A queue is
-        # then refilled too early rather than too late. Full interference (1.0) is left out: it would give infinity.
+        # Estimated seconds of computation, as if it ran beside the collective with the largest interference. A stream
+        # is then refilled too early rather than too late. Full interference (1.0) is left out: it would give infinity.
         slowest = 1.0 - max((task.interference for task in tasks if task.interference < 1.0), default=0.0)
         self.work = [task.seconds / slowest if task.kind is Kind.COMPUTE else 0.0 for task in tasks]
 
@@ -184,22 +184,22 @@ class _ListScheduler:
         return self.step.ends.get(start, math.inf) + patience <= self.step.machine.now
 
     def start_one(self, until: float, due: float, following: int | None) -> bool:
-        """Start a collective due before ``due`` (s) on a queue that is empty before ``until`` (s). Returns whether
+        """Start a collective due before ``due`` (s) on a stream that is empty before ``until`` (s). Returns whether
         there was one."""
         step = self.step
-        # A queue with work until then gains nothing from another START, and its operands would be live for longer.
-        for queue in step.queues:
-            if (queue.late or queue.ahead) and queue.dry <= until:
-                start = self.next_of(queue, due, following)
+        # A stream with work until then gains nothing from another START, and its operands would be live for longer.
+        for stream in step.streams:
+            if (stream.late or stream.ahead) and stream.dry <= until:
+                start = self.next_of(stream, due, following)
                 if start is not None:
                     step.issue_with(start)
                     return True
         return False
 
-    def next_of(self, queue: ReadyStarts, due: float, following: int | None) -> int | None:
-        """The START to issue on a queue: the one due first among those that can be issued at once, or None."""
-        late = next((key for key in queue.late[:_MAX_CANDIDATES] if self.can_start(key[2], following)), None)
-        for key in queue.ahead[:_MAX_CANDIDATES]:
+    def next_of(self, stream: ReadyStarts, due: float, following: int | None) -> int | None:
+        """The START to issue on a stream: the one due first among those that can be issued at once, or None."""
+        late = next((key for key in stream.late[:_MAX_CANDIDATES] if self.can_start(key[2], following)), None)
+        for key in stream.ahead[:_MAX_CANDIDATES]:
             # Keys are sorted: no later one is due either.
             if key[0] - self.lead_time.collectives > due or (late is not None and late < key):
                 break
@@ -229,7 +229,8 @@ class _ListScheduler:
     def others(self, task: int) -> Iterator[Key]:
         """The candidates to issue instead of ``task``, by due time."""
         step = self.step
-        starts = [key for queue in step.queues for keys in (queue.late, queue.ahead) for key in keys[:_MAX_CANDIDATES]]
+        ready = (keys for stream in step.streams for keys in (stream.late, stream.ahead))
+        starts = [key for keys in ready for key in keys[:_MAX_CANDIDATES]]
         candidates = (
             heapq.merge(step.computable[:_MAX_CANDIDATES], sorted(starts))
             if starts
@@ -250,7 +251,7 @@ class _ListScheduler:
             lacking = step.lacking(other)
             begins = step.ready(lacking)
             if begins <= now:
-                better = step.kinds[other] is Kind.COMPUTE  # the queue of a START is busy, or there is no room for it
+                better = step.kinds[other] is Kind.COMPUTE  # the stream of a START is busy, or there is no room for it
             else:
                 # Carlier's rule: the order of the two tasks with the smaller maximum lateness.
                 late = max(begins - when, begins + self.work[other] - own[0])
@@ -277,7 +278,7 @@ class _ListScheduler:
             if begins >= ready or (best is not None and best < (begins, key)):
                 continue
             if begins <= now and step.kinds[other] is Kind.START:
-                continue  # its queue is busy, or there is no room for it
+                continue  # its stream is busy, or there is no room for it
             ends = begins + self.work[other]
             late = max(begins - when, max(ready, ends) - due)
             better = ends - ready < ready - begins or late < max(ready - due, ready + work - when)

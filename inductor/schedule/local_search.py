@@ -1,7 +1,7 @@
 """Local search on an order of issue: move a task, with what it needs or what needs it, and keep what is faster.
 
-A list scheduler decides task by task and never leaves a queue idle for a collective that becomes ready soon. Such
-orders can be far from the best one: a long collective that is started just before a short urgent one holds the queue,
+A list scheduler decides task by task and never leaves a stream idle for a collective that becomes ready soon. Such
+orders can be far from the best one: a long collective that is started just before a short urgent one holds the stream,
 and nothing that is due earlier can pass it. No rule for priorities avoids all such cases, because a decision and its
 cost are far apart. The local search looks at the whole step instead.
 
@@ -33,7 +33,7 @@ _LEAST_GAIN = 1e-4
 
 
 def _least_seconds(tasks: Sequence[Task], before: Precedence) -> float:
-    """Lower bound of a step's time: its critical path, and for each stream, queue and link its work with the shortest
+    """Lower bound of a step's time: its critical path, and for each stream and link its work with the shortest
     paths before and after it."""
     seconds = [task.seconds for task in tasks]
     head, tail = [0.0] * len(tasks), [0.0] * len(tasks)
@@ -46,7 +46,7 @@ def _least_seconds(tasks: Sequence[Task], before: Precedence) -> float:
         if task.kind is Kind.COMPUTE:
             resources.setdefault(("compute", ""), []).append(at)
         elif task.kind is Kind.START:
-            resources.setdefault(("queue", task.queue), []).append(at)
+            resources.setdefault(("stream", task.stream), []).append(at)
             resources.setdefault(("link", task.link), []).append(at)
     works = (
         min(head[at] for at in of) + sum(seconds[at] for at in of) + min(tail[at] for at in of)
@@ -56,7 +56,7 @@ def _least_seconds(tasks: Sequence[Task], before: Precedence) -> float:
 
 
 def _compete(one: Task, other: Task) -> bool:
-    return one.queue == other.queue or one.link == other.link
+    return one.stream == other.stream or one.link == other.link
 
 
 class ExpectedTime:
@@ -232,7 +232,7 @@ class LocalSearch:
         """Moves that may shorten the stall for ``start`` at ``wait_at``: from which place to which."""
         tasks = self.task_graph.tasks
         at, own = place[start], spans[start]
-        # Collectives of its queue or its link, of those that end at about the same time as it. Those that are issued
+        # Collectives of its stream or its link, of those that end at about the same time as it. Those that are issued
         # before it delay it.
         competitors = sorted(
             (other for other in spans if other != start and _compete(tasks[other], tasks[start])),

@@ -8,7 +8,7 @@ then improves these orders by moving single collectives and computations. Of the
 fastest, the one with the lowest peak memory is taken.
 
 Due times come from a schedule of the reversed step. There each collective begins as soon as its waits allow, one after
-the other on its queue, so in the forward direction it begins as late as possible. Backward and forward scheduling
+the other on its stream, so in the forward direction it begins as late as possible. Backward and forward scheduling
 alternate, each using the times of the other: forward-backward improvement (K. Y. Li and R. J. Willis, European Journal
 of Operational Research 56, 1992).
 """
@@ -123,7 +123,7 @@ class _Backwards:
 
         Args:
             ends: when tasks end in a forward schedule (s). The backward schedule prefers tasks that end last, and
-                collectives that begin last: a FIFO queue ends soonest in the order in which its collectives are ready.
+                collectives that begin last: a FIFO stream ends soonest in the order in which its collectives are ready.
         """
         last = max(ends, default=0.0)
         begins = [ends[start] - seconds for start, seconds in zip(self.starts, self.seconds, strict=True)]
@@ -157,8 +157,8 @@ def _order_within(task_graph: TaskGraph, before: Precedence, captured: Simulatio
         if known.peak <= limit:
             return known.order
     # A lower bound at the peak proves that no order fits, which saves an exhaustive search.
-    hopeless = unavoidable_bytes(task_graph, before, tight.order[tight.peak_at]) > limit
-    order = None if hopeless else fitting(task_graph, before, tight.order, limit)
+    infeasible = unavoidable_bytes(task_graph, before, tight.order[tight.peak_at]) > limit
+    order = None if infeasible else fitting(task_graph, before, tight.order, limit)
     if order is None:
         raise unreachable(min(tight, captured, key=lambda known: known.peak), limit)
     return order

@@ -27,7 +27,7 @@ Key = tuple[float, int, int]
 
 @dataclass(eq=False)
 class ReadyStarts:
-    """The STARTs of a queue that need no unissued computation or START, sorted by key.
+    """The STARTs of a stream that need no unissued computation or START, sorted by key.
 
     Attributes:
         late: those that the reference has reached.
@@ -44,8 +44,8 @@ class ReadyStarts:
 
     @property
     def dry(self) -> float:
-        """The earliest time, in seconds, at which the queue has finished what was started."""
-        # A lower bound: sharing of the link is ignored. A queue that is refilled too early costs nothing but slack.
+        """The earliest time, in seconds, at which the stream has finished what was started."""
+        # A lower bound: sharing of the link is ignored. A stream that is refilled too early costs nothing but slack.
         return self.begun + (self.started - self.ended)
 
 
@@ -65,7 +65,7 @@ class PartialSchedule:
         late: tasks that the reference has passed and that are not issued, in its order.
         keys: by task.
         computable: unissued COMPUTE tasks that need no unissued computation or START, sorted by key.
-        queues: the same for STARTs.
+        streams: the same for STARTs.
         computed: by task, when a COMPUTE ended (s).
         ended: spans of the collectives that have ended.
         ends: by START, when its collective ended (s).
@@ -88,7 +88,7 @@ class PartialSchedule:
         self._owed = 0  # bytes that late tasks will allocate
         # By task, the place in the reference until which `can_issue` has found no room. Saves repeated range maxima.
         self._no_room: dict[int, int] = {}
-        self._noticed = 0  # how many of `ended` are counted in `queues`
+        self._noticed = 0  # how many of `ended` are counted in `streams`
         self._expected: dict[int, float] = {}  # by START, its predicted end; cleared when a collective is started
 
         # By task, its needs that are, or need, an unissued COMPUTE or START. FREE and WAIT tasks do not count: they can
@@ -96,9 +96,9 @@ class PartialSchedule:
         self._lacks = [len(of) for of in self.needs]
         self.computable: list[Key] = []
         tasks = reference.task_graph.tasks
-        queues = {tasks[start].queue: ReadyStarts() for start in reference.waits}
-        self.queues = list(queues.values())
-        self._queue_of = {start: queues[tasks[start].queue] for start in reference.waits}
+        streams = {tasks[start].stream: ReadyStarts() for start in reference.waits}
+        self.streams = list(streams.values())
+        self._stream_of = {start: streams[tasks[start].stream] for start in reference.waits}
         for task in [at for at, of in enumerate(self.needs) if not of]:
             if self.kinds[task] in (Kind.COMPUTE, Kind.START):
                 self._offer(task)
@@ -209,9 +209,9 @@ class PartialSchedule:
             self.issue_with(next(iter(self.late)))
         self._become_late(task)
         if self.kinds[task] is Kind.START and not self._lacks[task]:
-            queue = self._queue_of[task]
-            _remove(queue.ahead, self.keys[task])
-            insort(queue.late, self.keys[task])
+            stream = self._stream_of[task]
+            _remove(stream.ahead, self.keys[task])
+            insort(stream.late, self.keys[task])
 
     def wait_for(self, start: int) -> None:
         """Issue the WAITs of a START that need no other unissued computation or START."""
@@ -257,20 +257,20 @@ class PartialSchedule:
         self.machine.issue(task)
         while self._noticed < len(self.ended):
             span = self.ended[self._noticed]
-            queue = self._queue_of[span.task]
-            queue.ended += self.reference.task_graph.tasks[span.task].seconds
-            queue.begun = self.ends[span.task] = span.end  # a queue is a FIFO: the next one begins at once
+            stream = self._stream_of[span.task]
+            stream.ended += self.reference.task_graph.tasks[span.task].seconds
+            stream.begun = self.ends[span.task] = span.end  # a stream is a FIFO: the next one begins at once
             self._noticed += 1
         if kind is Kind.COMPUTE:
             self.computed[task] = self.machine.now
             _remove(self.computable, self.keys[task])
             self._open(task)
         elif kind is Kind.START:
-            queue = self._queue_of[task]
-            if queue.started == queue.ended:
-                queue.begun = self.machine.now
-            queue.started += self.reference.task_graph.tasks[task].seconds
-            _remove(queue.late if late else queue.ahead, self.keys[task])
+            stream = self._stream_of[task]
+            if stream.started == stream.ended:
+                stream.begun = self.machine.now
+            stream.started += self.reference.task_graph.tasks[task].seconds
+            _remove(stream.late if late else stream.ahead, self.keys[task])
             self._expected.clear()  # it shares its link, so the others may end later
             self._open(task)
 
@@ -311,8 +311,8 @@ class PartialSchedule:
         if self.kinds[task] is Kind.COMPUTE:
             insort(self.computable, self.keys[task])
         else:
-            queue = self._queue_of[task]
-            insort(queue.late if task in self.late else queue.ahead, self.keys[task])
+            stream = self._stream_of[task]
+            insort(stream.late if task in self.late else stream.ahead, self.keys[task])
 
 
 def _remove(keys: list[Key], key: Key) -> None:

@@ -100,15 +100,6 @@ class ScheduleCandidate:
     scale: float
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A candidate with its predicted step time (s) and peak memory (bytes); None for one that did not fit."""
-
-    plan: ScheduleCandidate
-    seconds: float | None
-    peak: int | None
-
-
 @dataclass(eq=False)
 class Schedule:
     """A scheduled step.
@@ -119,7 +110,7 @@ class Schedule:
         simulation: the predicted run, with the chosen transports, if all ranks have peer access to each other.
         buckets: one report per collective, with the numbers that decided about it.
         limit: memory limit in bytes; None where it is not known.
-        trials: the candidates that were evaluated.
+        candidates: how many candidates were evaluated.
         warnings: messages for the user.
     """
 
@@ -128,7 +119,7 @@ class Schedule:
     simulation: Simulation
     buckets: list[BucketReport]
     limit: int | None
-    trials: list[Trial] = field(default_factory=list)
+    candidates: int = 0
     warnings: list[str] = field(default_factory=list)
 
 
@@ -160,7 +151,8 @@ def schedule(
         result = planner.best()
         _verify(step, result, result.limit)
     log_warnings(result.warnings)
-    log.debug("scheduled %d nodes in %.2f s, by %d plans", len(step), time.perf_counter() - started, len(result.trials))
+    seconds = time.perf_counter() - started
+    log.debug("scheduled %d nodes in %.2f s, %d candidates", len(step), seconds, result.candidates)
     schedule_tables.log_schedule(result)
     return result
 
@@ -205,7 +197,7 @@ def _verify(step: StepGraph, result: Schedule, limit: int | None) -> None:
 
 
 @dataclass(eq=False)
-class _Draft:
+class _AppliedCandidate:
     """A candidate applied to the step, before it is ordered.
 
     Attributes:
@@ -214,7 +206,7 @@ class _Draft:
         task_graph, nodes: of ``step``, with the times of the chosen transports and without the symmetric arena.
     """
 
-    plan: ScheduleCandidate
+    candidate: ScheduleCandidate
     step: StepGraph
     buckets: tuple[tuple[int, ...], ...]
     task_graph: TaskGraph
@@ -222,10 +214,10 @@ class _Draft:
 
 
 @dataclass(eq=False)
-class _Attempt:
-    """A draft in an order of issue, with its simulation, see :func:`_simulated`."""
+class _OrderedCandidate:
+    """An applied candidate in an order of issue, with its simulation, see :func:`_simulated`."""
 
-    draft: _Draft
+    applied: _AppliedCandidate
     order: list[int]
     simulation: Simulation
     nodes: list[Node]
@@ -246,20 +238,20 @@ class _Planner:
         self.cluster = cluster
         self.transport_rules = {"keep_bits": keep_bits, "unreachable_groups": unreachable_groups}
         self.keep_bits = keep_bits
-        self.asked = limit
+        self.requested_limit = limit
         self.limit = int(cluster.gpu.memory * _USABLE_FRACTION) if limit is None else limit
         self.costs = _CachedCosts(cluster.gpu)
-        self.trials: list[Trial] = []
+        self.evaluated = 0
         self.warnings: list[str] = []
         self.excess = 0  # bytes by which the last candidate exceeded the limit
         self.unpredicted = 0  # bytes of the last order's peak that its search did not count: the arena
-        self.least: _Attempt | None = None  # the attempt with the lowest peak
-        self.by_peers: list[str] = []  # transports over peers of the last draft
+        self.least: _OrderedCandidate | None = None  # the candidate with the lowest peak
+        self.by_peers: list[str] = []  # transports over peers of the last candidate
         self.refused: list[str] = []  # transports that are not allowed
         # Memory over time with every parameter gathered once: the starting point from which regathers are chosen.
         whole = step.copy()
         values = gather_once(whole)
-        ahead = [usual for of, _, _, usual in self.priced(whole) if of[0].from_shards]
+        ahead = [reference for of, _, _, reference in self.priced(whole) if of[0].from_shards]
         # Room for one bucket of prefetched parameters.
         self.reserve = int(max((size for size in ahead if size < math.inf), default=0))
         task_graph, nodes = build(whole, cluster, self.costs)
@@ -272,37 +264,37 @@ class _Planner:
             for at, node in enumerate(nodes)
             if isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_collective(node)
         ]
-        self.hopeless = operands_bytes(task_graph, calls) > self.limit
+        self.infeasible = operands_bytes(task_graph, calls) > self.limit
 
     def best(self) -> Schedule:
         """The schedule of the fastest candidate; of those within ``TIME_TOLERANCE``, of the first."""
         # Other bucket sizes are tried only with the regathers of the first candidate that fits: both choices together
-        # would take a product of attempts, and predicted times differ little between bucket sizes.
-        attempts = [self.fitting()]
+        # would take a product of candidates, and predicted times differ little between bucket sizes.
+        candidates = [self.fitting()]
         for scale in _BUCKET_SCALES[1 : 1 + _MAX_TRIAL_NODES // len(self.step)]:
-            attempt = self.attempt(replace(attempts[0].draft.plan, scale=scale))
-            attempts += [attempt] if attempt is not None else []
-        # Attempts are in the order of preference, so differences that are not significant do not change the schedule.
-        slowest = min(attempt.simulation.seconds for attempt in attempts) * (1 + TIME_TOLERANCE)
-        found = next(attempt for attempt in attempts if attempt.simulation.seconds <= slowest)
-        draft = found.draft
-        carriers = tuple((at, node.meta["transport"]) for at, node in enumerate(draft.nodes) if is_collective(node))
-        decisions = Decisions(draft.plan.regathers, draft.buckets, tuple(found.order), carriers)
-        reorder(draft.step, [draft.nodes[at] for at in found.order])
-        reports = _bucket_reports(draft.step, self.cluster, found.simulation, found.nodes)
-        return Schedule(draft.step, decisions, found.simulation, reports, self.limit, self.trials, self.warnings)
+            candidate = self.evaluate(replace(candidates[0].applied.candidate, scale=scale))
+            candidates += [candidate] if candidate is not None else []
+        # Candidates are in the order of preference, so differences that are not significant do not change the schedule.
+        slowest = min(candidate.simulation.seconds for candidate in candidates) * (1 + TIME_TOLERANCE)
+        found = next(candidate for candidate in candidates if candidate.simulation.seconds <= slowest)
+        applied = found.applied
+        carriers = tuple((at, node.meta["transport"]) for at, node in enumerate(applied.nodes) if is_collective(node))
+        decisions = Decisions(applied.candidate.regathers, applied.buckets, tuple(found.order), carriers)
+        reorder(applied.step, [applied.nodes[at] for at in found.order])
+        reports = _bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
+        return Schedule(applied.step, decisions, found.simulation, reports, self.limit, self.evaluated, self.warnings)
 
-    def fitting(self) -> _Attempt:
+    def fitting(self) -> _OrderedCandidate:
         """The candidate that fits with the fewest regathers. If none fits the default limit, the one of the lowest
         peak.
 
         Raises:
             MemoryLimitUnreachable: none fits.
         """
-        if self.hopeless:
+        if self.infeasible:
             self.refused = allowed_transports(self.cluster)  # their memory would only add to the peak
-            self.attempt(ScheduleCandidate(self.regathers(0)[0], 0.0), last=True)
-        while (found := None if self.hopeless else self.fewest_regathers()) is None and self.by_peers:
+            self.evaluate(ScheduleCandidate(self.regathers(0)[0], 0.0), last=True)
+        while (found := None if self.infeasible else self.fewest_regathers()) is None and self.by_peers:
             # The arena stays allocated for the whole step. Results in it live longest, so their transports go first.
             longest = any(map(results_in_arena, self.by_peers))
             self.refused = [name for name in allowed_transports(self.cluster) if results_in_arena(name) or not longest]
@@ -313,33 +305,33 @@ class _Planner:
         if found.simulation.peak <= self.limit:
             return found
         names = [_described(node) for node in found.nodes]
-        error = unreachable(found.simulation, self.limit, names, certain=self.hopeless)
-        if self.asked is not None:
+        error = unreachable(found.simulation, self.limit, names, certain=self.infeasible)
+        if self.requested_limit is not None:
             raise error
         # The default limit is an estimate of what the GPU has left: the step may still run. The lowest peak becomes the
         # limit, so that the time is minimised within it.
         self.warnings.append(f"the step may need more memory than the GPU has: {error}")
         self.limit = error.peak
-        return self.attempt(found.draft.plan) or found
+        return self.evaluate(found.applied.candidate) or found
 
-    def fewest_regathers(self) -> _Attempt | None:
+    def fewest_regathers(self) -> _OrderedCandidate | None:
         """The candidate that fits with the fewest regathers, None where none fits."""
         target, tried = self.limit, None
         # Regathers are prefetched, which needs room for a bucket that the low-memory order does not count.
-        if (plan := self.plan(target)) is not None and plan.regathers:
-            plan = self.plan(target := target - self.reserve)
-        while plan is not None:
-            if plan != tried and (found := self.attempt(plan)) is not None:
+        if (candidate := self.candidate(target)) is not None and candidate.regathers:
+            candidate = self.candidate(target := target - self.reserve)
+        while candidate is not None:
+            if candidate != tried and (found := self.evaluate(candidate)) is not None:
                 return found
-            # Lower the target by the excess of the failed attempt, and by 1/128 of the limit so that the loop ends.
-            tried, target = plan, target - max(self.excess, 0) - self.limit // 128
-            plan = self.plan(target)
+            # Lower the target by the excess of the candidate, and by 1/128 of the limit so that the loop ends.
+            tried, target = candidate, target - max(self.excess, 0) - self.limit // 128
+            candidate = self.candidate(target)
         # The last resorts: regather everything, then without buckets, whose results are live together.
         everything = ScheduleCandidate(self.regathers(0)[0], _BUCKET_SCALES[0])
-        found = self.attempt(everything) if everything != tried else None
-        return found or self.attempt(replace(everything, scale=0.0), last=True)
+        found = self.evaluate(everything) if everything != tried else None
+        return found or self.evaluate(replace(everything, scale=0.0), last=True)
 
-    def plan(self, target: int) -> ScheduleCandidate | None:
+    def candidate(self, target: int) -> ScheduleCandidate | None:
         """The candidate with the fewest regathers whose low-memory order is estimated to fit ``target`` bytes; None
         where there is none."""
         regathers, fits = self.regathers(target)
@@ -353,21 +345,18 @@ class _Planner:
             uses.setdefault(gap.value, []).append(gap.use)
         return tuple((value, tuple(sorted(uses[value]))) for value in sorted(uses)), int(memory.max()) <= target
 
-    def attempt(self, plan: ScheduleCandidate, *, last: bool = False) -> _Attempt | None:
+    def evaluate(self, candidate: ScheduleCandidate, *, last: bool = False) -> _OrderedCandidate | None:
         """Apply and order a candidate. None where no order that fits is found easily. For the ``last`` candidate the
         search takes longer, and ``least`` is updated."""
-        found = self.ordered(self.draft(plan), last)
-        self.trials.append(
-            Trial(plan, None, None) if found is None else Trial(plan, found.simulation.seconds, found.simulation.peak)
-        )
-        return found
+        self.evaluated += 1
+        return self.ordered(self.applied(candidate), last)
 
-    def draft(self, plan: ScheduleCandidate) -> _Draft:
+    def applied(self, candidate: ScheduleCandidate) -> _AppliedCandidate:
         """Apply a candidate: regathers, buckets, split updates and transports, but no order."""
         # Other ranks repeat these rewrites in this order from the decisions (`schedule_passes`). Places of buckets are
         # taken after the regathers and before the merge: they are positions in that graph.
-        step = regather(self.step.copy(), plan.regathers)
-        buckets = [bucket for bucket in self.buckets(step, plan.scale) if len(bucket) > 1]
+        step = regather(self.step.copy(), candidate.regathers)
+        buckets = [bucket for bucket in self.buckets(step, candidate.scale) if len(bucket) > 1]
         place = {node: at for at, node in enumerate(step.graph.nodes)}
         places = tuple(tuple(place[member.start] for member in bucket) for bucket in buckets)
         if is_enabled(MergeBuckets()):
@@ -377,32 +366,33 @@ class _Planner:
         choose_transports(step, self.cluster, without=self.refused, **self.transport_rules)
         names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
         self.by_peers = [name for name in names if name != LIBRARY]
-        return _Draft(plan, step, places, *build(step, self.cluster, _TransportedCosts(self.costs, step)))
+        task_graph, nodes = build(step, self.cluster, _TransportedCosts(self.costs, step))
+        return _AppliedCandidate(candidate, step, places, task_graph, nodes)
 
-    def ordered(self, draft: _Draft, last: bool) -> _Attempt | None:
-        """A draft in an order within the limit, None where none is found."""
-        task_graph = draft.task_graph
+    def ordered(self, applied: _AppliedCandidate, last: bool) -> _OrderedCandidate | None:
+        """An applied candidate in an order within the limit, None where none is found."""
+        task_graph = applied.task_graph
         low_memory_order = min_memory_order(task_graph, precedence(task_graph))
         counted = simulate(task_graph, low_memory_order).peak
         # Without a limit an order is found sooner, and with this much room it is usually within the limit.
         if counted < _UNCONSTRAINED_FRACTION * self.limit:
-            found = self.issued(draft, overlap(task_graph))
+            found = self.issued(applied, overlap(task_graph))
             if found.simulation.peak <= self.limit:
                 return found
         if last:
-            least = self.issued(draft, low_memory_order)
-            self.least = min(self.least or least, least, key=lambda attempt: attempt.simulation.peak)
+            least = self.issued(applied, low_memory_order)
+            self.least = min(self.least or least, least, key=lambda candidate: candidate.simulation.peak)
         self.excess = counted - self.limit
         if self.excess > 0 and not last:
             return None
-        # Assume the same arena as in the last attempt: the order decides its size, so it is not known before.
+        # Assume the same arena as in the last order: the order decides its size, so it is not known before.
         bound = self.limit if self.excess > 0 else max(counted, self.limit - self.unpredicted)
         for _ in range(_MAX_REORDERS):
             try:
                 order = overlap(task_graph, bound)
             except MemoryLimitUnreachable:
                 break
-            found, own = self.issued(draft, order), simulate(task_graph, order).peak
+            found, own = self.issued(applied, order), simulate(task_graph, order).peak
             self.unpredicted = found.simulation.peak - own
             self.excess = found.simulation.peak - self.limit
             if self.excess <= 0:
@@ -412,22 +402,22 @@ class _Planner:
             bound = max(counted, own - self.excess)
         return None
 
-    def issued(self, draft: _Draft, order: Sequence[int]) -> _Attempt:
-        """The simulation of a draft in an order of issue, where list elements and waits of one collective are issued
-        together."""
-        place = {node: at for at, node in enumerate(draft.nodes)}
-        issue_order = [place[node] for node in together(draft.nodes[task] for task in order)]
-        step = draft.step.copy()
+    def issued(self, applied: _AppliedCandidate, order: Sequence[int]) -> _OrderedCandidate:
+        """The simulation of an applied candidate in an order of issue, where list elements and waits of one collective
+        are issued together."""
+        place = {node: at for at, node in enumerate(applied.nodes)}
+        issue_order = [place[node] for node in together(applied.nodes[task] for task in order)]
+        step = applied.step.copy()
         nodes = list(step.graph.nodes)
         reorder(step, [nodes[at] for at in issue_order])
-        return _Attempt(draft, issue_order, *_simulated(step, self.cluster, self.costs))
+        return _OrderedCandidate(applied, issue_order, *_simulated(step, self.cluster, self.costs))
 
     def buckets(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
         """The buckets of a step's collectives."""
         clock = [0.0, *accumulate(map(self.costs.seconds, step.graph.nodes))]
         buckets = []
-        for sequence, sizes, price, usual in self.priced(step):
-            buckets += cut_into_buckets(sequence, clock, sizes, price, scale * usual if scale else 0)
+        for sequence, sizes, price, reference in self.priced(step):
+            buckets += cut_into_buckets(sequence, clock, sizes, price, scale * reference if scale else 0)
         return buckets
 
     def priced(self, step: StepGraph) -> Iterator[tuple[list[BucketEntry], list[int], Price, float]]:
@@ -438,8 +428,8 @@ class _Planner:
             sizes = [each.bytes for each in sent]
             names = carriers(step, self.cluster, sequence[0].start, without=self.refused, **self.transport_rules)
             most = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
-            usual = reference_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
-            yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), usual
+            reference = reference_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
+            yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), reference
 
 
 class _CachedCosts(ComputeCosts):
@@ -535,7 +525,7 @@ def _why(cluster: Cluster, sent: Collective, node: Node) -> str:
         sizes = [tensor_bytes(val) or 0 for val in node.meta["val"]]
         alone = [replace(sent, bytes=sent.bytes * size // max(sum(sizes), 1), members=1) for size in sizes]
         saved = sum(transfer(cluster, each).seconds for each in alone) - transfer(cluster, sent).seconds
-        words.append(f"one call saves {saved * 1e6:.0f} us")
+        words.append(f"{saved * 1e6:.0f} us less than one call each")
     if regathers := node.meta.get("regathers", 0):
         words.append("gathered again" if regathers == sent.members else f"{regathers} gathered again")
     return ", ".join(words)

@@ -119,7 +119,7 @@ class Gap:
         use: index of the next use in ``Gathered.uses``.
         begin, end: positions in the order between the two uses, ``end`` excluded.
         size: bytes of the value.
-        worth: cost of freeing the value here: seconds of the additional all-gather per byte-second of memory saved.
+        cost: of freeing the value here: seconds of the additional all-gather per byte-second of memory that it frees.
     """
 
     value: int
@@ -127,11 +127,11 @@ class Gap:
     begin: int
     end: int
     size: int
-    worth: float
+    cost: float
 
 
 def gaps(values: Sequence[Gathered], task_graph: TaskGraph, nodes: Sequence[Node], order: Sequence[int]) -> list[Gap]:
-    """The gaps between uses of ``values`` in which they can be freed, in ascending order of ``worth``.
+    """The gaps between uses of ``values`` in which they can be freed, in ascending order of ``cost``.
 
     Args:
         task_graph, nodes: the task graph of the step, and the node of each task.
@@ -151,17 +151,17 @@ def gaps(values: Sequence[Gathered], task_graph: TaskGraph, nodes: Sequence[Node
             byte_seconds = size * (clock[end] - clock[begin]) if begin < end else 0.0
             if byte_seconds > 0:
                 found_gaps.append(Gap(number, use, begin, end, size, seconds / byte_seconds))
-    return sorted(found_gaps, key=lambda gap: (gap.worth, gap.value, gap.use))
+    return sorted(found_gaps, key=lambda gap: (gap.cost, gap.value, gap.use))
 
 
 def choose_gaps(gaps: Iterable[Gap], memory: torch.Tensor, target: int) -> list[Gap]:
     """The gaps in which to free values so that the peak is at most ``target`` bytes, or as close as possible.
 
-    Greedy: take the gap of the lowest ``worth`` that contains the peak, until the peak is low enough. Gaps elsewhere
+    Greedy: take the gap of the lowest ``cost`` that contains the peak, until the peak is low enough. Gaps elsewhere
     would cost an all-gather and not lower the peak.
 
     Args:
-        gaps: sorted by worth.
+        gaps: sorted by cost.
         memory: live bytes at each position of the order, with all values kept; int64. Changed.
     """
     left, chosen = list(gaps), []

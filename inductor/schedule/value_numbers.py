@@ -151,7 +151,7 @@ class _StepNumberer:
     def operation(self, node: Node) -> Hashable:
         """What a collective does, and over which group: of a call over peers the same as of the library's."""
         kind = kind_of(node)
-        group = group_of(node).removesuffix(f"/{kind.queue}")  # a communicator of its own has the group's ranks
+        group = group_of(node).removesuffix(f"/{kind.stream}")  # a communicator of its own has the group's ranks
         call = getattr(node.target, "call", node.target)
         if isinstance(call, PeerCall):
             return kind.name, getattr(call, "op", ""), group

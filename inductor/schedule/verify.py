@@ -31,7 +31,7 @@ from weft.capture.node_kinds import WAIT, group_of, is_collective, is_wait
 from weft.capture.record.streams import StreamCall
 from weft.errors import MalformedSchedule
 from weft.inductor.cost.build_task_graph import set_aside
-from weft.inductor.cost.collective_cost import queue_of
+from weft.inductor.cost.collective_cost import stream_of
 from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.liveness import Liveness, LiveRange, liveness
 from weft.inductor.graph.node_order import start_of, waits_of
@@ -160,7 +160,7 @@ class ScheduleVerifier:
             if group not in step.groups:
                 yield node, f"runs over {group!r}, which the step does not have"
                 continue
-            base = group.removesuffix(f"/{queue_of(node)}")
+            base = group.removesuffix(f"/{stream_of(node)}")
             if group not in self._groups and base not in self._groups:
                 yield node, f"runs over {group!r}, which is no communicator of its group"
             elif group not in self._groups:

@@ -125,10 +125,10 @@ class _GroupArena:
 
     def last_use(self, number: int, which: int, call: PeerCall) -> int:
         """The barriers that come after the collective has ended and every node has run that reads the tensor."""
-        lane = self.streams[call.stream_name]
-        ended = min((self.waited[n] for n in lane if n >= number), default=len(self.at))
+        on_stream = self.streams[call.stream_name]
+        ended = min((self.waited[n] for n in on_stream if n >= number), default=len(self.at))
         after = self.starting_after(ended)
-        for later in lane:
+        for later in on_stream:
             if later > number:
                 after |= self.bits(later)
         start = self.starts[number]
@@ -139,7 +139,7 @@ class _GroupArena:
 
     def passed_before(self, position: int) -> int:
         """The barriers of collectives that the compute stream has waited for when it comes to ``position``. A wait for
-        a collective is one for all before it on its lane."""
+        a collective is one for all before it on its stream."""
         passed = 0
         for numbers in self.streams.values():
             known = False

@@ -129,13 +129,13 @@ def test_tasks_are_the_nodes_in_order() -> None:
             assert (task.kind is Kind.WAIT) == (node.target is WAIT)
             if task.kind is Kind.START:
                 expected = transfer(CLUSTER, collective_of(step, node))
-                assert (task.seconds, task.queue) == (expected.seconds, expected.queue)
+                assert (task.seconds, task.stream) == (expected.seconds, expected.stream)
                 assert (task.link, task.interference) == (expected.link, expected.interference)
             else:
                 expected_seconds = ComputeCosts(CLUSTER.gpu).seconds(node)
                 assert task.seconds == expected_seconds
                 assert (task.kind is Kind.COMPUTE) == (expected_seconds > 0)
-                assert not task.queue
+                assert not task.stream
         assert sum(isinstance(node.target, KernelCall) for node in nodes) > 3
 
 

@@ -26,7 +26,7 @@ from weft.inductor.transports.kernels.shard_copy import ShardCopy
 
 @pytest.fixture
 def simulation() -> Simulation:
-    """Two gathers, on a queue each, behind and before computation; lengths that no power of two divides."""
+    """Two gathers, on a stream each, behind and before computation; lengths that no power of two divides."""
     tasks = [
         Task("gather_0", Kind.START, (), 1e-3, "nccl:fsdp", "nvlink", 0.3),
         Task("gather_1", Kind.START, (), 7e-4 / 3, "copies:fsdp", "nvlink", 0.1),
@@ -62,7 +62,7 @@ def test_a_file_is_json_of_the_format(simulation: Simulation, tmp_path: Path) ->
     assert loaded["otherData"]["exposed communication ms"] == simulation.exposed_seconds * 1e3
 
 
-def test_each_queue_is_a_thread_and_its_slices_do_not_overlap(simulation: Simulation) -> None:
+def test_each_stream_is_a_thread_and_its_slices_do_not_overlap(simulation: Simulation) -> None:
     found = threads(trace(simulation)["traceEvents"], "predicted")
     assert list(found) == ["compute", "copies:fsdp", "nccl:fsdp"]
     for slices in found.values():
@@ -128,9 +128,9 @@ STEP = [
 ]
 
 
-def test_kernels_are_mapped_to_queues_by_stream() -> None:
+def test_kernels_are_mapped_to_streams_by_their_numbers() -> None:
     spans = measured_spans(profile(*reversed(STEP)))
-    assert [(span.queue, span.name.split("_")[0]) for span in spans] == [
+    assert [(span.stream, span.name.split("_")[0]) for span in spans] == [
         ("communication, stream 20", "ncclDevKernel"),
         ("compute", "nvjet"),
         ("communication, stream 24", "Memcpy PtoP (Device -> Device)"),

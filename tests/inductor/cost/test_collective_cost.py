@@ -24,7 +24,7 @@ from weft.inductor.cost.collective_cost import (
     Collective,
     Transfer,
     collective_of,
-    queue_of,
+    stream_of,
     transfer,
     transports_for,
 )
@@ -241,7 +241,7 @@ def test_more_bytes_never_take_less(kind: str, ranks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "queue"),
+    ("kind", "stream"),
     [
         ("all_gather", "gather"),
         ("broadcast", "gather"),
@@ -251,8 +251,8 @@ def test_more_bytes_never_take_less(kind: str, ranks: tuple[int, ...]) -> None:
         ("send_recv", "exchange"),
     ],
 )
-def test_queues_of_collective_kinds(kind: str, queue: str) -> None:
-    assert transfer(H200, collective(kind, 1)).queue == f"nccl:world:{queue}"
+def test_streams_of_collective_kinds(kind: str, stream: str) -> None:
+    assert transfer(H200, collective(kind, 1)).stream == f"nccl:world:{stream}"
 
 
 def test_which_transports_serve() -> None:
@@ -264,9 +264,9 @@ def test_which_transports_serve() -> None:
     assert transports_for(load_cluster("l40sx8"), collective("all_reduce", 1)) == ["nccl"]
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         for name in transports_for(H200, collective(kind, 1)):
-            queue = transfer(H200, collective(kind, 1), name).queue
+            stream = transfer(H200, collective(kind, 1), name).stream
             of_all = {"copy_engine": "copy_engine:gather", "push": "push:gather", "push_32": "push:gather"}
-            assert queue.startswith("nccl:world:" if name == "nccl" else of_all.get(name, "peers:reduce"))
+            assert stream.startswith("nccl:world:" if name == "nccl" else of_all.get(name, "peers:reduce"))
 
 
 def test_mistakes() -> None:
@@ -452,4 +452,4 @@ def test_calls_over_peers(world: dist.DeviceMesh) -> None:
     step, node = step_of(world, lambda *_: [torch.empty(32, 6)], [part])
     node.target = PeerGather("shard", 8)
     assert collective_of(step, node) == Collective("all_gather", NODE, "shard", 768, F32)
-    assert queue_of(node) == "gather"
+    assert stream_of(node) == "gather"

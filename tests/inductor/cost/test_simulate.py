@@ -21,8 +21,8 @@ def compute(seconds: float, *needs: int) -> Task:
     return Task("compute", Kind.COMPUTE, needs, seconds)
 
 
-def start(seconds: float, queue: str = "a", link: str = "wire", interference: float = 0.0) -> Task:
-    return Task("start", Kind.START, (), seconds, queue, link, interference)
+def start(seconds: float, stream: str = "a", link: str = "wire", interference: float = 0.0) -> Task:
+    return Task("start", Kind.START, (), seconds, stream, link, interference)
 
 
 def wait(*needs: int) -> Task:
@@ -52,8 +52,8 @@ def random_task_graph(rng: random.Random) -> tuple[TaskGraph, list[int]]:
         if kind is Kind.WAIT and ends_in:
             tasks.append(wait(rng.choice(ends_in), *needs))
         elif kind is Kind.START:
-            queue, link, interference = rng.choice("abc"), rng.choice("xy"), rng.choice([0, 0.25, 0.25, 0.5, 0.75])
-            tasks.append(replace(start(seconds, queue, link, interference), needs=needs))
+            stream, link, interference = rng.choice("abc"), rng.choice("xy"), rng.choice([0, 0.25, 0.25, 0.5, 0.75])
+            tasks.append(replace(start(seconds, stream, link, interference), needs=needs))
             ends_in.append(at)
         elif kind is Kind.FREE and ends_in and rng.random() < 0.5:
             tasks.append(free(rng.choice(ends_in), *needs))
@@ -104,10 +104,10 @@ class Slow:
     exposed: dict[int, Fraction] = field(default_factory=dict)
 
     def running(self) -> list[int]:
-        """The first of each queue. ``left`` has collectives in order of issue."""
+        """The first of each stream. ``left`` has collectives in order of issue."""
         first: dict[str, int] = {}
         for at in self.left:
-            first.setdefault(self.task_graph.tasks[at].queue, at)
+            first.setdefault(self.task_graph.tasks[at].stream, at)
         return list(first.values())
 
     def pass_time(self, work: Fraction | None, until: int | None) -> Fraction:
@@ -171,7 +171,7 @@ def test_communication_without_computation_beside_it_is_exposed() -> None:
     assert found.waits == [TaskSpan(0, COMPUTE, 3, 5)]
 
 
-def test_two_queues_of_one_link_take_half_each() -> None:
+def test_two_streams_of_one_link_take_half_each() -> None:
     """Both move at 1/2 until the short one ends at 4, with 6 - 2 left of the other: it ends at 8."""
     assert ends(ran([start(2, "a"), start(6, "b")])) == {0: 4, 1: 8}
     assert ends(ran([start(2, "a", "x"), start(6, "b", "y")])) == {0: 2, 1: 6}
@@ -184,13 +184,13 @@ def test_a_collective_that_joins_a_link_later() -> None:
     assert found.exposed == {0: 3}
 
 
-def test_a_queue_carries_one_collective_after_the_other() -> None:
+def test_a_stream_carries_one_collective_after_the_other() -> None:
     found = ran([start(2), start(3), start(1), wait(2)])
     assert [(span.start, span.end) for span in found.spans] == [(0, 2), (2, 5), (5, 6)]
     assert found.exposed == {2: 6}
 
 
-def test_the_next_collective_of_a_queue_can_run_on_another_link() -> None:
+def test_the_next_collective_of_a_stream_can_run_on_another_link() -> None:
     found = ran([start(1, "a", "x"), start(2, "a", "y"), start(4, "b", "x")])
     assert ends(found) == {0: 2, 1: 4, 2: 5}
 

@@ -17,7 +17,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
 from weft.capture.step_interface import Role
 from weft.inductor.cost.cluster import load_cluster
-from weft.inductor.cost.collective_cost import collective_of, queue_of, transfer
+from weft.inductor.cost.collective_cost import collective_of, stream_of, transfer
 from weft.inductor.graph import collectives
 from weft.inductor.graph.collectives import (
     ALL_GATHER,
@@ -116,7 +116,7 @@ def test_a_new_row_is_known_to_passes_cost_model_transports_and_printer(striped:
 
         (first, _), (like, _) = step.collectives(), usual.collectives()
         assert is_gather(first)
-        assert queue_of(first) == "gather"
+        assert stream_of(first) == "gather"
         assert collective_of(step, first) == collective_of(usual, like)
         assert transfer(cluster, collective_of(step, first)) == transfer(cluster, collective_of(usual, like))
         assert unsupported_reason(step, first, "push") is None

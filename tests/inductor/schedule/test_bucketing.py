@@ -190,7 +190,7 @@ def members(ready: Sequence[float], use: Sequence[float], early: bool = False) -
 
 
 def lane_end(buckets: Sequence[Sequence[int]], ready: Sequence[float], seconds: Sequence[float]) -> float:
-    """When a queue has carried buckets, each as soon as its last member is ready."""
+    """When a stream has carried buckets, each as soon as its last member is ready."""
     end = -math.inf
     for bucket in buckets:
         end = max(end, max(ready[at] for at in bucket)) + LATENCY + sum(seconds[at] for at in bucket)

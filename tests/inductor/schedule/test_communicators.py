@@ -1,4 +1,4 @@
-"""Each queue of a group gets a communicator of its own, once. NCCL is played by gloo."""
+"""Each stream of a group gets a communicator of its own, once. NCCL is played by gloo."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def lanes_of_halves(rank: int, world: int) -> list[Any]:
     group = mesh["shards"].get_group()
     with as_nccl() as asked:
         steps = [assign_communicators(step_over(group.group_name, 2)).check() for _ in range(2)]
-    queues = [group_of(node) for node in steps[0].collectives()]
-    names = [steps[0].groups[queue] for queue in queues]
+    streams = [group_of(node) for node in steps[0].collectives()]
+    names = [steps[0].groups[stream] for stream in streams]
     same = steps[0].groups == steps[1].groups
     (gathered, summed, reduced, _) = compile_aten(steps[0])(torch.full((2, 4), float(rank)))
     values = [gathered[:, 0].tolist(), summed[:, 0].tolist(), reduced[:, 0].tolist()]
-    return [queues, names[0] == names[3] != names[1] == names[2], group.group_name in names, same, len(asked), values]
+    return [streams, names[0] == names[3] != names[1] == names[2], group.group_name in names, same, len(asked), values]
 
 
 @pytest.mark.gloo
 def test_communicators_of_a_mesh_axis_have_the_ranks_of_its_group() -> None:
     found = run_ranks(lanes_of_halves, 4)
-    for rank, (queues, apart, parents, same, made, values) in enumerate(found):
-        assert queues == ["dp/gather", "dp/reduce", "dp/reduce", "dp/gather"]
+    for rank, (streams, apart, parents, same, made, values) in enumerate(found):
+        assert streams == ["dp/gather", "dp/reduce", "dp/reduce", "dp/gather"]
         assert (apart, parents, same, made) == (True, False, True, 2)
         first = rank // 2 * 2
         assert values == [[first, first, first + 1, first + 1], [2 * first + 1.0] * 2, [2 * first + 1.0]]
@@ -94,8 +94,8 @@ def before_and_after(rank: int, world: int) -> list[int]:
             dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
         name = dist.group.WORLD.group_name
         with as_nccl() as asked:
-            queues = {communicator(name, "gather") for _ in range(3)}
-        counts += [len(asked), len(queues)]
+            streams = {communicator(name, "gather") for _ in range(3)}
+        counts += [len(asked), len(streams)]
     return counts
 
 

@@ -24,7 +24,7 @@ def improved(task_graph: TaskGraph, order: list[int], limit: int | None = None) 
 
 
 def test_a_long_collective_makes_way_for_an_urgent_one() -> None:
-    """Of one queue: the collective of 10 s, which nothing needs before the end, began before that of 1 s, which
+    """Of one stream: the collective of 10 s, which nothing needs before the end, began before that of 1 s, which
     computation waits for."""
     task_graph = random_task_graph(random.Random(3894))
     own = list(range(len(task_graph.tasks)))

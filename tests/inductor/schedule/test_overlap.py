@@ -65,8 +65,8 @@ def test_a_limit_that_no_order_fits_is_refused(seed: int) -> None:
 @settings(max_examples=examples(ci=100, exploring=5_000), deadline=None)
 @given(seeds)
 @example(1531677257)  # a long collective overtook a short one, since it was started earlier by half of its own time
-@example(3894)  # 1.48 without local search: a long collective began just before a short urgent one of its queue
-@example(5121)  # 1.41: two collectives on one queue in the order of their due times, not of what needs them
+@example(3894)  # 1.48 without local search: a long collective began just before a short urgent one of its stream
+@example(5121)  # 1.41: two collectives on one stream in the order of their due times, not of what needs them
 @example(1422)  # 1.29 without kicks: a collective and the computation behind it have to move together
 def test_at_most_a_quarter_slower_than_the_best(seed: int) -> None:
     task_graph = random_task_graph(random.Random(seed))
@@ -123,8 +123,8 @@ def test_fully_sharded_where_communication_is_the_longer_part() -> None:
     assert found.seconds < forward + backward + (6.0 - 1.0) + 0.1 + 0.2 + 8 * 0.1 + 2.5
 
 
-def test_gathers_and_reductions_of_one_queue_take_turns() -> None:
-    two, one = fsdp(), fsdp(queues=("all", "all"), links=("wire", "wire"))
+def test_gathers_and_reductions_of_one_stream_take_turns() -> None:
+    two, one = fsdp(), fsdp(streams=("all", "all"), links=("wire", "wire"))
     assert overlapped(one).seconds == pytest.approx(overlapped(two).seconds, rel=5e-3)
 
 

@@ -168,7 +168,7 @@ def test_a_wait_that_stands_late_is_moved_to_the_first_use_of_all() -> None:
 def test_gaps_are_closed_where_the_peak_is_and_cheap_ones_first() -> None:
     gaps = [Gap(0, 1, 0, 10, 4, 1.0), Gap(1, 1, 2, 8, 4, 2.0), Gap(2, 1, 4, 6, 4, 3.0), Gap(3, 1, 8, 10, 100, 0.5)]
     memory = torch.tensor([4, 4, 8, 8, 12, 12, 8, 8, 4, 4])
-    gaps.sort(key=lambda gap: gap.worth)
+    gaps.sort(key=lambda gap: gap.cost)
     assert choose_gaps(gaps, memory.clone(), 12) == []
     assert [gap.value for gap in choose_gaps(gaps, memory.clone(), 8)] == [0]
     assert [gap.value for gap in choose_gaps(gaps, memory.clone(), 4)] == [0, 1]
@@ -184,7 +184,7 @@ def test_closing_gaps_reaches_what_closing_all_reaches(seed: int) -> None:
         end = chance.randrange(begin + 1, 20)
         gaps.append(Gap(value, 1, begin, end, chance.randrange(1, 9), chance.random()))
         memory[begin:end] += gaps[-1].size
-    gaps.sort(key=lambda gap: gap.worth)
+    gaps.sort(key=lambda gap: gap.cost)
     for target in range(5, int(memory.max()) + 1):
         left = memory.clone()
         chosen = choose_gaps(gaps, left, target)

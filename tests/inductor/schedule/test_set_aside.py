@@ -211,9 +211,9 @@ def test_orders_are_priced_without_casts_that_transports_do(llama: StepGraph, tr
     slower than it is, and gathers to lie behind casts. What is left of casts and norms does take its time."""
     planner = _Planner(llama, load_cluster("h200x8"), None, keep_bits=False)
     with knobs.override(transports=transports), torch_adapter.only_mode():
-        draft = planner.draft(ScheduleCandidate((), scale))
-        order = overlap(draft.task_graph)
-        seen, made = simulate(draft.task_graph, order), planner.issued(draft, order).simulation
+        applied = planner.applied(ScheduleCandidate((), scale))
+        order = overlap(applied.task_graph)
+        seen, made = simulate(applied.task_graph, order), planner.issued(applied, order).simulation
     # Casts that a library has to be handed come only then: ten of 2 to 8 us, where each collective is alone.
     assert seen.seconds == pytest.approx(made.seconds, rel=3e-3)
     assert seen.exposed_seconds == pytest.approx(made.exposed_seconds, rel=1e-2)
@@ -226,7 +226,7 @@ def test_transports_with_results_in_the_arena_are_dropped_first(llama: StepGraph
         tried: list[list[str]] = []
 
         def nothing_fits() -> None:
-            planner.draft(ScheduleCandidate((), 1.0))
+            planner.applied(ScheduleCandidate((), 1.0))
             tried.append(planner.by_peers)
 
         with mock.patch.object(planner, "fewest_regathers", nothing_fits), pytest.raises(AssertionError):
