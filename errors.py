@@ -1105,7 +1105,7 @@ class ScheduleTimeout(WeftError):
         super().__init__(
             f"rank {rank} waited {seconds:g} s for the schedule of the step, and {missing} did not come. Such a rank "
             "may still compile, with a cold cache: look at its log and its stack (py-spy dump). "
-            "WEFT_SCHEDULE_TIMEOUT_S waits longer"
+            "WEFT_PEER_TIMEOUT_S waits longer"
         )
 
 

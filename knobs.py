@@ -117,8 +117,8 @@ form_limit: Annotated[
 
 peer_timeout_s: Annotated[
     float,
-    "Seconds that a rank waits for the other ranks in a collective over symmetric memory, and while symmetric memory is"
-    " allocated, before it raises.",
+    "Seconds that a rank waits for the other ranks once they have agreed on a graph, before it raises: while they compile"
+    " and rank 0 makes the schedule, while symmetric memory is allocated, and in a collective over symmetric memory.",
     _POSITIVE,
 ] = 600.0
 
@@ -138,12 +138,6 @@ recapture_limit: Annotated[
 record_collectives: Annotated[
     bool, "Also record steps with collectives as CUDA graphs. By default they run kernel by kernel."
 ] = False
-
-schedule_timeout_s: Annotated[
-    float,
-    "Seconds that a rank waits for the other ranks to compile and for rank 0's schedule before it raises.",
-    _POSITIVE,
-] = 600.0
 
 transports: Annotated[
     str,

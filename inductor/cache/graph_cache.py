@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 # Knobs that do not change the compiled graph.
 _ELSEWHERE = frozenset(
-    {"cache_dir", "cluster", "dump_dir", "agreement_timeout_s", "peer_timeout_s", "schedule_timeout_s"}
+    {"cache_dir", "cluster", "dump_dir", "agreement_timeout_s", "peer_timeout_s"}
     | {"form_limit", "recapture_limit", "verify", "verify_graphs"}
 )
 T = TypeVar("T")

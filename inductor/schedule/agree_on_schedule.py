@@ -222,7 +222,7 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
         decide: called on rank 0 only.
 
     Raises, on every rank:
-        errors.ScheduleTimeout: a rank did not arrive within ``knobs.schedule_timeout_s`` seconds.
+        errors.ScheduleTimeout: a rank did not arrive within ``knobs.peer_timeout_s`` seconds.
         errors.StoreLost: the process that hosts the store is gone.
         errors.MemoryLimitUnreachable: ``decide`` raised it.
         errors.ScheduleLost: ``decide`` raised another error; rank 0 raises that one.
@@ -233,10 +233,10 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
 
     def late(keys: list[str]) -> Exception:
         missing = [int(key.partition("/")[2] or 0) for key in keys]  # what is not a rank's structure is rank 0's
-        return errors.ScheduleTimeout(rank, listed(missing), knobs.schedule_timeout_s)
+        return errors.ScheduleTimeout(rank, listed(missing), knobs.peer_timeout_s)
 
     ranks = range(dist.get_world_size())
-    rendezvous = StoreRendezvous("schedule", ranks, rank, knobs.schedule_timeout_s, late)
+    rendezvous = StoreRendezvous("schedule", ranks, rank, knobs.peer_timeout_s, late)
     rendezvous.post(f"structure/{rank}", own)
     if rank == 0:
         decisions = _lead(rendezvous, decide)

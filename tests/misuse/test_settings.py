@@ -72,7 +72,7 @@ KNOBS = [
     Misuse("override(agreement_timeout_s=0)", "agreement_timeout_s", "0", V),
     Misuse("override(agreement_timeout_s=float('nan'))", "agreement_timeout_s", "nan", V),
     Misuse("override(peer_timeout_s=float('inf'))", "peer_timeout_s", "inf", V),
-    Misuse("override(schedule_timeout_s='10')", "schedule_timeout_s", "'10'", V),
+    Misuse("override(peer_timeout_s='10')", "peer_timeout_s", "'10'", V),
     Misuse("override(transports='nvshmem')", "transports", "nvshmem", V),
     Misuse("override(transports='push,pul')", "transports", "pul", V),
     Misuse("override(transports='push_many')", "transports", "push_many", V),
@@ -91,7 +91,7 @@ KNOBS = [
     Misuse("environment(WEFT_RECAPTURE_LIMIT='')", "WEFT_RECAPTURE_LIMIT", "''", V),
     Misuse("environment(WEFT_AGREEMENT_TIMEOUT_S='nan')", "WEFT_AGREEMENT_TIMEOUT_S", "nan", V),
     Misuse("environment(WEFT_PEER_TIMEOUT_S='10s')", "WEFT_PEER_TIMEOUT_S", "'10s'", V),
-    Misuse("environment(WEFT_SCHEDULE_TIMEOUT_S='inf')", "WEFT_SCHEDULE_TIMEOUT_S", "inf", V),
+    Misuse("environment(WEFT_PEER_TIMEOUT_S='inf')", "WEFT_PEER_TIMEOUT_S", "inf", V),
     Misuse("environment(WEFT_TRANSPORTS='nvlink')", "WEFT_TRANSPORTS", "nvlink", V),
     Misuse("environment(WEFT_CLUSTER='/nonexistent/mine.toml')", "WEFT_CLUSTER", "/nonexistent/mine.toml", V),
 ]

@@ -423,7 +423,7 @@ def meets(rank: int, world: int, absent: int, fails: bool) -> str:
     if rank == absent:
         time.sleep(2)
         return "absent"
-    with knobs.override(schedule_timeout_s=1.0):
+    with knobs.override(peer_timeout_s=1.0):
         try:
             return str(agree_on_decisions("the same", decide))
         except (errors.WeftError, RuntimeError) as error:
