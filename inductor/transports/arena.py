@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from weft.inductor.graph.live_range import LiveInterval, peak_bytes
+
 # Bytes. An L2 cache line has 128; copy engines and 16-byte vector loads want aligned starts.
 ALIGNMENT = 256
 
@@ -354,20 +356,14 @@ def _arena_size(blocks: Sequence[_Block], block_offsets: Sequence[int]) -> int:
 
 
 def _peak_bytes(blocks: Sequence[_Block]) -> int:
-    """The most bytes in use at once, for collectives of one stream.
-
-    With one stream there is one clock, so lifetimes are intervals of one line and a sweep over their ends finds the
-    maximum.
-    """
-    change: dict[int, int] = {}
+    """The most bytes in use at once, for collectives of one stream: with one clock, lifetimes are live intervals."""
+    intervals = []
     for block in blocks:
         # Time is doubled so that an opening barrier has a place between two collectives: a region that its collective
-        # writes first may follow one that is in use until just before.
-        begins = 2 * block.lifetime.barriers_before[0] - (block.lifetime.first_collective is None)
-        change[begins] = change.get(begins, 0) + block.size
-        ends = 2 * block.lifetime.free_from[0]
-        change[ends] = change.get(ends, 0) - block.size
-    return max(accumulate(change[at] for at in sorted(change)), default=0)
+        # writes first may follow one that is in use until just before. The 1 keeps the first begin from being negative.
+        begin = 2 * block.lifetime.barriers_before[0] - (block.lifetime.first_collective is None) + 1
+        intervals.append(LiveInterval(block.size, begin, 2 * block.lifetime.free_from[0]))
+    return peak_bytes(intervals)
 
 
 # ---- barriers
