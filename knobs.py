@@ -117,8 +117,9 @@ form_limit: Annotated[
 
 peer_timeout_s: Annotated[
     float,
-    "Seconds that a rank waits for the other ranks once they have agreed on a graph, before it raises: while they compile"
-    " and rank 0 makes the schedule, while symmetric memory is allocated, and in a collective over symmetric memory.",
+    "Seconds that a rank waits for the other ranks once they have agreed on a graph, before it raises: while they"
+    " compile and rank 0 makes the schedule, while symmetric memory is allocated, and in a collective over symmetric"
+    " memory.",
     _POSITIVE,
 ] = 600.0
 

@@ -231,6 +231,7 @@ def _add_index(add: Callable[..., None], index: Index) -> None:
 
 
 def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symbol]) -> Nest:
+    # Sizes and strides are written in integer symbols. Other scalars are arguments of the kernel only.
     new_symbol = {
         scalar.expression: new
         for scalar, new in symbols.items()

@@ -371,6 +371,7 @@ def _live_across_reductions(nest: Nest, over: frozenset[int], shared: frozenset[
     depth = depths(nest, over)
     uses: dict[Value, list[int]] = {}
     for user in nest.values():
+        # A reduction of the row reads its operand before its result exists: one barrier earlier.
         when = depth[user] - (isinstance(user, Reduce) and not over.isdisjoint(user.over))
         for operand in user.operands():
             uses.setdefault(operand, []).append(when)
@@ -380,6 +381,7 @@ def _live_across_reductions(nest: Nest, over: frozenset[int], shared: frozenset[
     wide = [v for v in uses if not v.axes.isdisjoint(over) and not is_position(v)]
     first = {v: min(uses[v]) if isinstance(v, Load) else depth[v] for v in wide}
     most = 0
+    # A reduction of the row is a barrier: no position goes on before all have been read.
     for barrier in range(1, max(depth.values()) + 1):
         crossing = [v for v in wide if first[v] < barrier <= max(uses[v])]
         loads = {v for v in ordered(crossing) if isinstance(v, Load) and v in first and first[v] < barrier} - shared

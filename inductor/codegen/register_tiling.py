@@ -117,6 +117,7 @@ def _needed(nest: Nest, dim: Dim, passes: range) -> set[Value]:
     """
     looped = frozenset(dim.axes)
     depth = depths(nest, looped)
+    # A reduction counts itself in its depth, a store does not.
     along = [reduce for reduce in nest.reduces if not looped.isdisjoint(reduce.over) and depth[reduce] - 1 in passes]
     stack: list[Value] = [arg for reduce in along for arg in reduce.args]
     for store in nest.stores:

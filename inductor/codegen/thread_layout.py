@@ -44,6 +44,7 @@ def thread_layout(plan: KernelPlan, values: Iterable[Value], dtypes: Mapping[str
         return None
     loads = [value for value in values if isinstance(value, Load) and not is_position(value)]
     found = [vector_width(load.index, dim.axes[-1], dtypes[load.buffer].itemsize) for load in loads]
+    # Values of one tile have one layout, so the widest vector decides for all.
     beside = max(found, default=1)
     threads = 32 * plan.num_warps
     repeats, rest = divmod(dim.block, threads * beside)

@@ -285,6 +285,7 @@ def _limits(mask: Value) -> _Limits:
         value = waiting.pop()
         if not isinstance(value, Call):
             continue
+        # Conjunctions only: of an "or", neither side has to hold.
         if value.op == "and":
             waiting += value.args
         if value.op not in _COMPARED:

@@ -201,6 +201,7 @@ def in_captured_order(step: StepGraph) -> StepGraph:
     waiting = deque(sorted(step.collectives(), key=lambda start: start.meta["capture_order"]))
     order: dict[Node, None] = {}
     for node in step.graph.nodes:
+        # In front of a collective come those that were captured before it, each behind what it needs.
         while waiting and is_collective(node) and node not in order:
             put(waiting.popleft(), order)
         put(node, order)

@@ -166,12 +166,14 @@ class LocalSearch:
         bound = seconds * (1.0 - _LEAST_GAIN)
         tried: set[tuple[int, ...]] = set()
         for moved in self._moves(order):
+            # A move costs up to two simulations. Without the budget for both, its result could not be used.
             if self.left < 2 * len(order):
                 return None
             if (key := tuple(moved)) in tried:
                 continue
             tried.add(key)
             self.left -= len(order)
+            # The simulation of a move that cannot be faster stops early, unless memory is short.
             faster = self.expected(moved, bound if not excess else math.inf)
             if faster < bound or excess:
                 self.left -= len(order)
@@ -199,6 +201,7 @@ class LocalSearch:
             for start, wait_at, spans in self._stalls(order)
             for pair in self._moves_at(order, place, start, wait_at, spans)
         )
+        # All pairs of places: their number grows with the square of the tasks.
         if len(order) <= _MAX_EXHAUSTIVE:
             places = chain(places, permutations(range(len(order)), 2))
         for at, to in places:
@@ -218,6 +221,7 @@ class LocalSearch:
             machine.issue(task)
             if machine.now > before and self.kinds[task] is Kind.WAIT:
                 stalls.append((before - machine.now, at, self.task_graph.start_of(task)))
+        # What is still running when all tasks are issued lengthens the step as well.
         for start in self.expected.starts:
             before = machine.now
             machine.wait(start)

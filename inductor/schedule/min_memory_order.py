@@ -48,6 +48,7 @@ def min_memory_order(task_graph: TaskGraph, before: Precedence) -> list[int]:
 
     def issue(task: int) -> None:
         """Issue a task after its unissued needs; after each task, the tasks in ``follows`` that lack nothing more."""
+        # A stack, since chains of needs are longer than Python lets functions recurse.
         todo = [task]
         while todo:
             at = todo[-1]

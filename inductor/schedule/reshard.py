@@ -172,6 +172,7 @@ def choose_gaps(gaps: Iterable[Gap], memory: torch.Tensor, target: int) -> list[
             break
         left.remove(gap)
         chosen.append(gap)
+        # Between the two uses the value is freed; the next use has its own gather just before it.
         memory[gap.begin : gap.end] -= gap.size
     return chosen
 

@@ -67,6 +67,7 @@ def carriers(
         return [LIBRARY]
     known = transports_for(cluster, collective_of(step, node))
     allowed = [name for name in allowed_transports(cluster) if name in known and name not in without]
+    # The library first: of equal costs the first counts, and the library takes no memory that peers map.
     return [LIBRARY, *(name for name in allowed if not unsupported_reason(step, node, name))]
 
 

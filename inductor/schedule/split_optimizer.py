@@ -85,6 +85,7 @@ def _split(graph: torch.fx.Graph, update: Node, parts: Sequence[Sequence[int]]) 
     with graph.inserting_before(update):
         calls = [_call(graph, update, part) for part in parts]
         lists: dict[tuple[int, Any], Node] = {}
+        # An update returns lists. `old` picks a list, `element` a tensor of it, which is all that others read.
         for old in [*update.users]:
             which: Any = old.args[1]
             for element in [*old.users]:

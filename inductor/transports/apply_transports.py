@@ -71,6 +71,7 @@ def replace_collectives(
     messages: dict[str, None] = {}
     for node in step.collectives():
         name = chosen.get(node, library)
+        # The schedule assumed that the ranks can share memory. Where they cannot, the step runs all the same.
         why = None if name in LIBRARIES else unreachable(step, node) or unsupported_reason(step, node, name)
         if why is not None:
             messages[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None
@@ -78,6 +79,7 @@ def replace_collectives(
         applied[use_transport(step, node, name)] = name
     for line in messages:
         log.warning("%s; %s does", line, library)
+    # Last: a cast can feed several collectives, and the last of them decides whether it is still read.
     drop_unread_casts(step)
     fuse_grad_norm(step)
     return applied

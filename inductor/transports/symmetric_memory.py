@@ -289,6 +289,7 @@ def symmetric_buffer(axis: str, group: str, device: torch.device, size: int, pla
     if why is not None:
         raise errors.PeersUnreachable(axis, why)
     pg = torch_adapter.process_group(group)
+    # Before any memory is mapped: ranks of different plans would read each other's wrong bytes.
     _agree(axis, group, f"{size} bytes, plan {hashlib.sha256(plan.encode()).hexdigest()[:16]}")
     known = _buffers.get(pg)
     if known is None or known.size < size or known.device != device:
