@@ -23,8 +23,8 @@ import torch
 
 from weft.inductor.codegen.triton_text import dtype_name, float32_literal, pointer_type
 from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.index_sum import IndexSum
 from weft.inductor.multi_tensor.launch_plan import CallArgument, CallResult, LaunchPlan, Scratch, add_launch
-from weft.inductor.multi_tensor.operation import MultiTensor
 
 # Positions of the arguments of a call.
 ROWS, INDEX, BASE = range(3)
@@ -40,27 +40,12 @@ _BLOCK = 128  # elements of the table in a program of the second kernel
 
 @serializable
 @dataclass(frozen=True)
-class OneHotSum(MultiTensor):
-    """``one_hot_sum([rows], index, [base])``: one list of one, the table (size, columns) in the dtype of rows.
-
-    Row ``k`` of the table is ``base[k]``, or zero, plus ``scale`` times the sum of ``rows[i]`` over all ``i`` with
-    ``index[i] == k``. Negative indices count from the end of the table if ``wraps``. Indices outside the table are
-    ignored, as in :class:`weft.inductor.multi_tensor.segment_sum.SegmentSum`.
+class OneHotSum(IndexSum):
+    """``one_hot_sum([rows], index, [base])``: one list of one, the table in the dtype of rows.
 
     ``rows`` (count, columns) have at most ``MAX_COLUMNS`` columns and any strides; ``index`` (count,), int32 or int64,
     and ``base`` (size, columns, or an empty list), in the dtype of rows, are contiguous.
-
-    Attributes:
-        size: rows of the table.
-        skipped: a row of the table that gets no sum (``padding_idx``), -1 for none.
-        scale: what sums are multiplied by.
-        wraps: whether an index below zero counts from the end.
     """
-
-    size: int
-    skipped: int = -1
-    scale: float = 1.0
-    wraps: bool = False
 
     @property
     def __name__(self) -> str:

@@ -36,6 +36,7 @@ import torch
 
 from weft.inductor.codegen.triton_text import as_pointer, dtype_name, float32_literal, indented, pointer_type
 from weft.inductor.graph.serializable import serializable
+from weft.inductor.multi_tensor.index_sum import IndexSum
 from weft.inductor.multi_tensor.launch_plan import (
     ALIGNMENT,
     Argument,
@@ -46,7 +47,6 @@ from weft.inductor.multi_tensor.launch_plan import (
     Scratch,
     add_jobs,
 )
-from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.packed_sort import PackedSort
 
 # Positions of the arguments of a call.
@@ -71,27 +71,13 @@ _REGISTERS = 128  # limit for a thread: rows ahead, the sum of a segment, and th
 
 @serializable
 @dataclass(frozen=True)
-class SegmentSum(MultiTensor):
-    """``segment_sum([rows], indices, [base])``: one list of one, the table (size, columns) in the dtype of rows.
-
-    Row ``k`` of the table is ``base[k]``, or zero, plus ``scale`` times the sum of ``rows[i]`` over all ``i`` with
-    ``index[i] == k``. Indices outside the table are ignored; ATen's kernels stop with an assertion there.
+class SegmentSum(IndexSum):
+    """``segment_sum([rows], indices, [base])``: one list of one, the table in the dtype of rows.
 
     ``rows`` (count, columns) and ``base`` (size, columns, or an empty list) are contiguous, of one dtype. ``indices``
     is ``[index]``, int32 or int64, if :func:`fits_packed_sort`. Otherwise it is the result of a stable sort,
-    ``[keys, order]``: keys int32, order int32 or int64. All are (count,).
-
-    Attributes:
-        size: rows of the table.
-        skipped: a row of the table that gets no sum (``padding_idx``), -1 for none.
-        scale: what sums are multiplied by.
-        wraps: whether a negative index counts from the end of the table; applies to ``[index]`` only.
+    ``[keys, order]``: keys int32, order int32 or int64; ``wraps`` does not apply to these. All are (count,).
     """
-
-    size: int
-    skipped: int = -1
-    scale: float = 1.0
-    wraps: bool = False
 
     @property
     def __name__(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -33,16 +34,12 @@ class PushGather(PeerKernel):
         wire: the type of the members.
     """
 
+    name: ClassVar[str] = "push_gather"
     source: torch.dtype
     wire: torch.dtype
     programs: int = 8
     block: int = 8192
     warps: int = 16
-
-    @property
-    def name(self) -> str:
-        """See :attr:`PeerKernel.name`."""
-        return "push_gather"
 
     def _own_columns(self) -> list[list[int]]:
         return [[size * self.wire.itemsize for size in self.sizes]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -99,15 +100,11 @@ class OneShotAllReduce(AllReduce):
         result: the type of the results.
     """
 
+    name: ClassVar[str] = "one_shot_all_reduce"
     result: torch.dtype
     programs: int = 32
     block: int = 1024
     warps: int = 4
-
-    @property
-    def name(self) -> str:
-        """See :attr:`PeerKernel.name`."""
-        return "one_shot_all_reduce"
 
     @property
     def _words(self) -> int:
@@ -136,14 +133,10 @@ class TwoShotAllReduce(AllReduce):
     ``programs`` is that of the pulling reduce-scatter, which was fitted to 8 H200; ``block`` and ``warps`` are choices.
     """
 
+    name: ClassVar[str] = "two_shot_all_reduce"
     programs: int = 64
     block: int = 4096
     warps: int = 16
-
-    @property
-    def name(self) -> str:
-        """See :attr:`PeerKernel.name`."""
-        return "two_shot_all_reduce"
 
     @property
     def round(self) -> int:

@@ -18,6 +18,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -79,6 +80,7 @@ class PeerKernel(ABC):
     """The kernel that serves one collective.
 
     Attributes:
+        name: of the kernel, by which traces recognise communication.
         world: ranks of the group.
         sizes: elements of each member, or of the part of it that belongs to one rank.
         entry_barrier: whether ranks wait for each other before anything is moved.
@@ -88,6 +90,7 @@ class PeerKernel(ABC):
         warps: of a program.
     """
 
+    name: ClassVar[str]
     world: int
     sizes: tuple[int, ...]
     entry_barrier: bool = True
@@ -163,11 +166,6 @@ class PeerKernel(ABC):
         """
         numbers = self._chunks_of(self.chunk), slots, peers.rank, collective, peers.max_polls
         return chunks, members, peers.bases, peers.pads, peers.failure, *numbers, *extra
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The kernel's name, by which traces recognise communication."""
 
     @abstractmethod
     def _lines(self) -> list[str]:

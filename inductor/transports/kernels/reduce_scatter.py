@@ -38,6 +38,7 @@ class PullReduceScatter(PeerKernel):
         squares: whether each program writes the sum of the squares of its results to one more argument, float32[grid].
     """
 
+    name: ClassVar[str] = "pull_reduce_scatter"
     wire: torch.dtype
     result: torch.dtype
     reduction: RankReduction = field(default_factory=RankReduction)
@@ -45,11 +46,6 @@ class PullReduceScatter(PeerKernel):
     programs: int = 64
     block: int = 8192
     warps: int = 16
-
-    @property
-    def name(self) -> str:
-        """See :attr:`PeerKernel.name`."""
-        return "pull_reduce_scatter"
 
     @property
     def extra_arguments(self) -> dict[str, str]:
@@ -101,15 +97,11 @@ class LocalReduceScatter(PullReduceScatter):
     bandwidth, and free their multiprocessors for computation soon. On an H200, 8 programs per multiprocessor do.
     """
 
+    name: ClassVar[str] = "local_reduce_scatter"
     programs_per_multiprocessor: ClassVar[int] = 8
     programs: int = programs_per_multiprocessor * HOPPER_MULTIPROCESSORS
     block: int = 2048
     warps: int = 4
-
-    @property
-    def name(self) -> str:
-        """See :attr:`PeerKernel.name`."""
-        return "local_reduce_scatter"
 
     @property
     def slots(self) -> int:
