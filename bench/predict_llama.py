@@ -26,7 +26,7 @@ from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost.build_task_graph import build
 from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.compute_cost import is_attention
-from weft.inductor.cost.gemm_shapes import is_product
+from weft.inductor.cost.gemm_shapes import is_gemm
 from weft.inductor.cost.task_graph import Kind
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
@@ -115,7 +115,7 @@ def milliseconds(step: StepGraph, cluster: Cluster) -> tuple[dict[str, float], i
     task_graph, nodes = build(step, cluster)
     found = dict.fromkeys(PARTS, 0.0)
     for task, node in zip(task_graph.tasks, nodes, strict=True):
-        part = "matmul" if is_product(node) else "attention" if is_attention(node) else "rest"
+        part = "matmul" if is_gemm(node) else "attention" if is_attention(node) else "rest"
         found[part] += task.seconds * 1e3
     return found, sum(task.kind is Kind.COMPUTE for task in task_graph.tasks)
 

@@ -60,36 +60,36 @@ def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str
     except NotPortable as reason:
         log.info("compiled in this process only: the graph holds %s", reason)
         return make(step)
-    made = _read(path, step)
-    if made is not None:
+    compiled = _read(path, step)
+    if compiled is not None:
         log.info("compiled before: read in %.2f s (CPU) from %s", time.process_time() - started, path)
     else:
-        made = make(step)
+        compiled = make(step)
         try:
-            folder.write_checked(path, serialize.dump(made, step).encode())
+            folder.write_checked(path, serialize.dump(compiled, step).encode())
         except NotPortable as reason:
             log.info("compiled in this process only: the graph of kernels holds %s", reason)
-    _names[made.graph] = path.name
-    return made
+    _names[compiled.graph] = path.name
+    return compiled
 
 
 # File names of the graphs that :func:`cached` returned; they hash everything that the graph depends on.
 _names: weakref.WeakKeyDictionary[torch.fx.Graph, str] = weakref.WeakKeyDictionary()
 
 
-def remembered(made: StepGraph, about: str, make: Callable[[], str], read: Callable[[str], T]) -> T:
+def remembered(compiled: StepGraph, about: str, make: Callable[[], str], read: Callable[[str], T]) -> T:
     """``read(make())``, or ``read`` of the text that an earlier call made for the same graph. Used for schedules.
 
     Args:
-        made: a graph that :func:`cached` returned. For other graphs nothing is stored.
+        compiled: a graph that :func:`cached` returned. For other graphs nothing is stored.
         about: everything that the text depends on beside the captured graph and the knobs.
         make: computes the text.
         read: what the text means. A text from a file that it refuses, by any error of Python's or MalformedGraph or
             MalformedSchedule, is made again.
     """
-    if made.graph not in _names:
+    if compiled.graph not in _names:
         return read(make())
-    name = hashlib.sha256(json.dumps([_names[made.graph], about]).encode()).hexdigest()
+    name = hashlib.sha256(json.dumps([_names[compiled.graph], about]).encode()).hexdigest()
     path = folder.entry_path("schedules", name)
     known = folder.read_checked(path)
     if known is not None:

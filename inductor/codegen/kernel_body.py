@@ -130,18 +130,18 @@ class KernelBody(ValueWriter):
         gathered = {reduce: self._accumulator(reduce) for reduce in self._accumulated(phase)}
         for accumulator in gathered.values():
             self.body.lines += accumulator.before()
-        held = [load for load in self.pass_values[phase] if load in self.resident]
+        resident = [load for load in self.pass_values[phase] if load in self.resident]
         # What was read last is still in a cache. The last pass accumulates nothing, so its order changes no sum.
-        backwards = bool(held) and phase == self.last
+        backwards = bool(resident) and phase == self.last
         for row in self.plan.grid if backwards else ():  # of the program that the multiprocessor takes next
             ahead, size = self.plan.multiprocessors, self.plan.resident_blocks * dim.block
-            self.body.lines += self._prefetches(held, row, ahead, dim, size, self.body)
+            self.body.lines += self._prefetches(resident, row, ahead, dim, size, self.body)
         plan, at, part = self.plan, self.at, self._has_partial_tail(dim)
         # A mask in the loop would cost a comparison and a selection for every element, so the tail has its own code.
         full = replace(dim, size=dim.size // dim.block * dim.block) if part else dim
         self.plan = replace(plan, dims=tuple(full if one is dim else one for one in plan.dims))
         self.at = Positions(self.plan, self.nest.sizes, self.body)
-        first = self._resident_block_lines(full, held, phase, gathered)
+        first = self._resident_block_lines(full, resident, phase, gathered)
         rest = []
         if first != full.size:
             rest.append(self._remaining_blocks(full, self._iteration(phase, gathered), first, backwards))
@@ -165,12 +165,12 @@ class KernelBody(ValueWriter):
                 self.body.lines.append(f"{name} = {packed_load(start, dim, self.dtypes[load.buffer].itemsize)}")
 
     def _resident_block_lines(
-        self, dim: Dim, held: Sequence[Load], phase: int, gathered: Mapping[Reduce, reductions.Accumulator]
+        self, dim: Dim, resident: Sequence[Load], phase: int, gathered: Mapping[Reduce, reductions.Accumulator]
     ) -> int:
         """Write a pass over the resident blocks, unrolled; returns where the other blocks start."""
-        blocks = self.plan.resident_blocks if held else 0
+        blocks = self.plan.resident_blocks if resident else 0
         for block in range(blocks):
-            for load in held:
+            for load in resident:
                 # Later passes take a copy that the compiler cannot see through. It would keep the float32 values of the
                 # first pass otherwise, which need twice the registers of 16-bit elements.
                 name = self.resident[load][block] if phase == 0 else f"opaque_copy({self.resident[load][block]}, ARCH)"

@@ -98,9 +98,9 @@ class KernelCall:
             scalars = [scalar.expression for scalar in generated.scalars]
             self._evaluate = _function(self.symbols, [scalars, *((b.sizes, b.strides) for b in self.outputs)])
         at = {name: position for position, name in enumerate((*(b.name for b in self.inputs), *self.continued))}
-        made = {buffer.name: position for position, buffer in enumerate(self.outputs)}
+        output_at = {buffer.name: position for position, buffer in enumerate(self.outputs)}
         self._input_positions = [at.get(name, -1) for name in generated.buffers]
-        self._output_positions = [made.get(name, -1) for name in generated.buffers]
+        self._output_positions = [output_at.get(name, -1) for name in generated.buffers]
         self._continues = [at.get(buffer.name, -1) for buffer in self.outputs]
         self._tensors = len(self.inputs) + len(self.continued)
         self._relaid: dict[int, Layout] | None = None
@@ -138,14 +138,14 @@ class KernelCall:
             grid = self.generated.grid(numbers)
         if out is None:
             outputs = [
-                args[given] if given >= 0 else torch.empty_strided(sizes, strides, dtype=made.dtype, device=made.device)
-                for given, (sizes, strides), made in zip(self._continues, layouts, self.outputs, strict=True)
+                args[at] if at >= 0 else torch.empty_strided(sizes, strides, dtype=output.dtype, device=output.device)
+                for at, (sizes, strides), output in zip(self._continues, layouts, self.outputs, strict=True)
             ]
         else:
             outputs = self._outputs_in(args, layouts, out)
         tensors = [
-            args[given] if given >= 0 else outputs[made]
-            for given, made in zip(self._input_positions, self._output_positions, strict=True)
+            args[input_at] if input_at >= 0 else outputs[output_at]
+            for input_at, output_at in zip(self._input_positions, self._output_positions, strict=True)
         ]
         # CUDA refuses an empty grid.
         if 0 not in grid:
@@ -156,15 +156,15 @@ class KernelCall:
         self, args: Sequence[Any], layouts: Sequence[Layout], out: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor]:
         """The outputs: from ``out``, continued, or allocated as in a call without ``out``."""
-        made = []
+        outputs = []
         for at, (there, (sizes, strides)) in enumerate(zip(out, layouts, strict=True)):
-            buffer, given = self.outputs[at], self._continues[at]
-            if there is None and given >= 0:
-                there = args[given]
+            buffer, source = self.outputs[at], self._continues[at]
+            if there is None and source >= 0:
+                there = args[source]
             if there is None:
                 there = torch.empty_strided(sizes, strides, dtype=buffer.dtype, device=buffer.device)
-            made.append(there)
-        return made
+            outputs.append(there)
+        return outputs
 
     def _unexpected_layouts(self, args: Sequence[Any]) -> dict[int, Layout]:
         """The inputs whose strides are not those of their fake tensors, by position, with the expected layout.
@@ -184,8 +184,8 @@ class KernelCall:
     def _with_expected_layouts(self, args: Sequence[Any], layouts: Mapping[int, Layout]) -> tuple[Any, ...]:
         copied = list(args)
         for at, (sizes, strides) in layouts.items():
-            given = args[at]
-            copied[at] = torch.empty_strided(sizes, strides, dtype=given.dtype, device=given.device).copy_(given)
+            tensor = args[at]
+            copied[at] = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tuple(copied)
 
     def _variant(self, tensors: Sequence[torch.Tensor]) -> Launchable:

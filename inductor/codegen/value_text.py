@@ -199,8 +199,8 @@ class ValueWriter:
     def _accumulator(self, reduce: Reduce) -> reductions.Accumulator:
         across, dims = self._across(reduce)
         name, shape = self._fresh("acc"), self.at.shape(dims)
-        lies = thread_layout(self.plan, self.pass_values[self.phase], self.dtypes)
-        return reductions.accumulator(reduce.kind, name, [reduce.dtype], shape, across, lies)
+        layout = thread_layout(self.plan, self.pass_values[self.phase], self.dtypes)
+        return reductions.accumulator(reduce.kind, name, [reduce.dtype], shape, across, layout)
 
     def _mask_of_reduction(self, reduce: Reduce, scope: Scope) -> str | None:
         """The mask of a reduction's tile, None where it has no tail or where the tail is known to add nothing."""

@@ -238,14 +238,14 @@ def _interference(benchmark: CollectiveBenchmark, peers: BenchmarkGroup, scale: 
     lead, count = (math.ceil(times * _BESIDE * seconds / one) for times in (_LEAD, _COVER))
     start, waits = benchmark.prepare(peers, scale.sizes[-1], 1), list[Wait]()
 
-    def products(collectives: int) -> None:
+    def gemms(collectives: int) -> None:
         compute(lead)  # covers the launches of all the rest, and ranks that arrive late
         waits.extend(start() for _ in range(collectives))
         compute(count)
 
     def measured(collectives: int) -> float:
         dist.barrier(peers.group)
-        seconds_taken = elapsed(lambda: products(collectives), peers.device)
+        seconds_taken = elapsed(lambda: gemms(collectives), peers.device)
         while waits:
             waits.pop()()
         return seconds_taken

@@ -131,10 +131,10 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") 
         gpu = cluster.gpu
         return Transfer(gpu.launch_latency + 2 * collective.bytes / gpu.copy_bandwidth, stream, "memory", 0.0)
     sent, carrier = _transported(cluster, collective, transport)
-    spread = _GroupTopology.of(cluster, collective)
-    if carrier is None or (spread.nodes > 1 and not carrier.crosses):
-        raise CannotCarry(transport, collective.kind, str(collective.dtype), collective.group, spread.nodes)
-    seconds, link = _fastest(spread, sent, carrier)
+    topology = _GroupTopology.of(cluster, collective)
+    if carrier is None or (topology.nodes > 1 and not carrier.crosses):
+        raise CannotCarry(transport, collective.kind, str(collective.dtype), collective.group, topology.nodes)
+    seconds, link = _fastest(topology, sent, carrier)
     seconds += carrier.per_member * (collective.members - 1)
     # NCCL has a stream per communicator; transports over symmetric memory share streams among all groups.
     if not carrier.crosses:
@@ -160,8 +160,8 @@ def _peer_stream(transport: str, kind: str) -> str:
     One stream runs all reductions, of every group and transport. Gathers have one stream per transport; its variants
     with other numbers of programs ("push", "push_32") share it.
     """
-    carries = KINDS[kind].stream
-    return f"peers:{carries}" if carries == "reduce" else f"{parse_transport(transport)[0]}:{carries}"
+    stream = KINDS[kind].stream
+    return f"peers:{stream}" if stream == "reduce" else f"{parse_transport(transport)[0]}:{stream}"
 
 
 def stream_of(node: Node) -> str:
@@ -247,46 +247,47 @@ class _GroupTopology:
         return max(times, key=lambda time: time[0])
 
 
-def _fastest(spread: _GroupTopology, collective: Collective, carrier: TransportModel) -> tuple[float, str]:
+def _fastest(topology: _GroupTopology, collective: Collective, carrier: TransportModel) -> tuple[float, str]:
     """Seconds of the fastest algorithm that a transport has, and the name of the link that bounds it."""
     size, kind = collective.bytes, KINDS[collective.kind]
     if kind.traffic is Traffic.POINT_TO_POINT:
-        return _total(carrier.latency + spread.hops(1, 1), spread.wires(size, size, carrier, 1))
+        return _total(carrier.latency + topology.hops(1, 1), topology.wires(size, size, carrier, 1))
     if kind.traffic is Traffic.PAIRWISE:
-        return _exchange(spread, size, carrier)
+        return _exchange(topology, size, carrier)
     if reads_all(carrier.name):  # every rank reads the whole tensor of every other rank
-        read = size * (spread.ranks - 1)
-        return _total(carrier.latency, spread.wires(read, read, carrier, spread.fewest))
-    algorithms = [_ring(spread, kind, size, carrier)]
-    has_tree = kind.tree is NcclTree.ALWAYS or (kind.tree is NcclTree.ONE_RANK_PER_NODE and spread.most == 1)
-    if spread.nodes > 1 and has_tree:
-        algorithms.append(_tree(spread, kind, size, carrier))
+        read = size * (topology.ranks - 1)
+        return _total(carrier.latency, topology.wires(read, read, carrier, topology.fewest))
+    algorithms = [_ring(topology, kind, size, carrier)]
+    has_tree = kind.tree is NcclTree.ALWAYS or (kind.tree is NcclTree.ONE_RANK_PER_NODE and topology.most == 1)
+    if topology.nodes > 1 and has_tree:
+        algorithms.append(_tree(topology, kind, size, carrier))
     return min(algorithms, key=lambda way: way[0])
 
 
-def _ring(spread: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
+def _ring(topology: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
     """``laps`` times around a ring of all ranks. The node with the fewest ranks has the fewest network cards, so it
     bounds the ring. Transports over symmetric memory access all peers directly and pay no hops."""
     laps = kind.laps
-    sent = laps * size if kind.sends_all else laps * size * (spread.ranks - 1) / spread.ranks
-    hops = spread.hops(laps * (spread.ranks - spread.nodes), laps * (spread.nodes - 1)) if carrier.crosses else 0.0
-    return _total(carrier.latency + hops, spread.wires(sent, sent, carrier, spread.fewest))
+    sent = laps * size if kind.sends_all else laps * size * (topology.ranks - 1) / topology.ranks
+    inner, outer = laps * (topology.ranks - topology.nodes), laps * (topology.nodes - 1)
+    hops = topology.hops(inner, outer) if carrier.crosses else 0.0
+    return _total(carrier.latency + hops, topology.wires(sent, sent, carrier, topology.fewest))
 
 
-def _tree(spread: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
+def _tree(topology: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
     """``laps`` passes through a binary tree of nodes, with a chain of ranks within each node."""
     laps = kind.laps
-    sent = laps * size if laps > 1 else size * (spread.ranks - 1) / spread.ranks
-    hops = spread.hops(laps * (spread.most - 1), laps * (spread.nodes - 1).bit_length())
-    return _total(carrier.latency + hops, spread.wires(sent, sent, carrier, spread.fewest))
+    sent = laps * size if laps > 1 else size * (topology.ranks - 1) / topology.ranks
+    hops = topology.hops(laps * (topology.most - 1), laps * (topology.nodes - 1).bit_length())
+    return _total(carrier.latency + hops, topology.wires(sent, sent, carrier, topology.fewest))
 
 
-def _exchange(spread: _GroupTopology, size: int, carrier: TransportModel) -> tuple[float, str]:
+def _exchange(topology: _GroupTopology, size: int, carrier: TransportModel) -> tuple[float, str]:
     """All-to-all: every rank sends a part to every other rank, through its own network card. Each message costs the
     latency of a hop to set up."""
-    inner = size * (spread.most - 1) / spread.ranks
-    outer = size * (spread.ranks - spread.fewest) / spread.ranks
-    return _total(carrier.latency + spread.hops(spread.ranks - 1, 1), spread.wires(inner, outer, carrier, 1))
+    inner = size * (topology.most - 1) / topology.ranks
+    outer = size * (topology.ranks - topology.fewest) / topology.ranks
+    return _total(carrier.latency + topology.hops(topology.ranks - 1, 1), topology.wires(inner, outer, carrier, 1))
 
 
 def _total(latency: float, wires: tuple[float, str]) -> tuple[float, str]:

@@ -76,13 +76,13 @@ class ComputeCosts:
     def _computing(self, node: Node) -> float:
         """Seconds of the arithmetic of a library call; 0 for all other nodes, which are bound by memory."""
         packet = getattr(node.target, "overloadpacket", None)
-        products = gemm_shapes.products_of(node, self._shape)
-        if products is not None:
+        gemms = gemm_shapes.gemms_of(node, self._shape)
+        if gemms is not None:
             convolves = "convolution" in str(node.target)
             rate = self._rate(tensors_of(node.all_input_nodes[0])[0].dtype, convolves=convolves)
             # Split-K writes a float32 partial sum per element and reads it again.
             added = 2 * torch.float32.itemsize / self.gpu.copy_bandwidth
-            return sum(gemm_shapes.seconds(each, rate, self.gpu.multiprocessors, added) for each in products)
+            return sum(gemm_shapes.seconds(each, rate, self.gpu.multiprocessors, added) for each in gemms)
         if packet in _ATTENTION:
             return self._attention(gemm_shapes.arguments_of(node), backward=_ATTENTION[packet])
         if packet in flop_registry:

@@ -30,7 +30,7 @@ _SPLITS = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Product:
+class Gemm:
     """``count`` GEMMs of an [m, k] and a [k, n] matrix."""
 
     count: int
@@ -45,23 +45,23 @@ class Product:
 
 
 # The GEMM that rates of GPUs refer to.
-LARGE = Product(1, 8192, 8192, 8192)
+LARGE = Gemm(1, 8192, 8192, 8192)
 
 
 @functools.cache
-def seconds(product: Product, rate: float, multiprocessors: int, added: float) -> float:
+def seconds(gemm: Gemm, rate: float, multiprocessors: int, added: float) -> float:
     """Seconds of a GEMM with the best tile shape and split.
 
     Args:
         rate: operations per second of :data:`LARGE`.
         added: seconds per element of the result to write a partial sum and read it again.
     """
-    if not product.operations:
+    if not gemm.operations:
         return 0.0
     fastest = rate * _least_work(LARGE, multiprocessors) / LARGE.operations
-    elements = product.count * product.m * product.n
+    elements = gemm.count * gemm.m * gemm.n
     return min(
-        _work(product, *tile, split, multiprocessors) / fastest + (split * elements * added if split > 1 else 0.0)
+        _work(gemm, *tile, split, multiprocessors) / fastest + (split * elements * added if split > 1 else 0.0)
         for tile in _TILES
         for split in _SPLITS
     )
@@ -73,26 +73,26 @@ def filled(programs: int, multiprocessors: int) -> float:
 
 
 @functools.cache
-def _least_work(product: Product, multiprocessors: int) -> float:
-    return min(_work(product, *tile, 1, multiprocessors) for tile in _TILES)
+def _least_work(gemm: Gemm, multiprocessors: int) -> float:
+    return min(_work(gemm, *tile, 1, multiprocessors) for tile in _TILES)
 
 
-def _work(product: Product, rows: int, columns: int, part: float, split: int, multiprocessors: int) -> float:
+def _work(gemm: Gemm, rows: int, columns: int, part: float, split: int, multiprocessors: int) -> float:
     """Time of a GEMM in units of operations: those that all multiprocessors do in it with the fastest tile."""
-    tiles = product.count * -(-product.m // rows) * -(-product.n // columns) * split
-    each = 2 * rows * columns * (math.ceil(product.k / split) + _ENDS) / part
+    tiles = gemm.count * -(-gemm.m // rows) * -(-gemm.n // columns) * split
+    each = 2 * rows * columns * (math.ceil(gemm.k / split) + _ENDS) / part
     return tiles / filled(tiles, multiprocessors) * each
 
 
 # ---- library calls
 
 
-def is_product(node: Node) -> bool:
-    """Whether a node is a library call of a GEMM, a convolution, or the backward of a convolution."""
+def is_gemm(node: Node) -> bool:
+    """Whether a node is a library call that computes GEMMs: a product of matrices, a convolution or its backward."""
     return getattr(node.target, "overloadpacket", None) in _READERS
 
 
-def products_of(node: Node, shape_of: ShapeOf) -> list[Product] | None:
+def gemms_of(node: Node, shape_of: ShapeOf) -> list[Gemm] | None:
     """The GEMMs that a node computes; None if it is no such library call.
 
     Args:
@@ -110,27 +110,27 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return torch.fx.node.map_arg(arguments, lambda used: used.meta["val"])  # type: ignore[return-value]
 
 
-def _matmul(one: str, other: str, arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Product]:
+def _matmul(one: str, other: str, arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Gemm]:
     (*batch, m, k), n = shape_of(arguments[one]), shape_of(arguments[other])[-1]
-    yield Product(math.prod(batch), m, n, k)
+    yield Gemm(math.prod(batch), m, n, k)
 
 
-def _convolution(arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Product]:
+def _convolution(arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Gemm]:
     """An implicit GEMM of windows and filters. A transposed convolution scatters windows."""
     input_shape, (first, second, *window) = shape_of(arguments["input"]), shape_of(arguments["weight"])
     groups, size = arguments["groups"], math.prod(window)
     if arguments["transposed"]:
-        yield Product(groups, input_shape[0] * math.prod(input_shape[2:]), second * size, first // groups)
+        yield Gemm(groups, input_shape[0] * math.prod(input_shape[2:]), second * size, first // groups)
         return
     numbers = ("stride", "padding", "dilation")
     stride, padding, dilation = (_each(arguments[name], len(window)) for name in numbers)
     places = input_shape[0]
     for at, length in enumerate(input_shape[2:]):
         places *= (length + 2 * padding[at] - dilation[at] * (window[at] - 1) - 1) // stride[at] + 1
-    yield Product(groups, places, first // groups, second * size)
+    yield Gemm(groups, places, first // groups, second * size)
 
 
-def _convolution_backward(arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Product]:
+def _convolution_backward(arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Gemm]:
     """One GEMM each for the gradients of input and weight, with as many operations as forward."""
     gradient, input_shape = shape_of(arguments["grad_output"]), shape_of(arguments["input"])
     first, second, *window = shape_of(arguments["weight"])
@@ -139,9 +139,9 @@ def _convolution_backward(arguments: dict[str, Any], shape_of: ShapeOf) -> Itera
     places = read[0] * math.prod(read[2:])
     of_input, of_weight, _ = arguments["output_mask"]
     if of_input:
-        yield Product(groups, places, second * size, first // groups)
+        yield Gemm(groups, places, second * size, first // groups)
     if of_weight:
-        yield Product(groups, first // groups, second * size, places)
+        yield Gemm(groups, first // groups, second * size, places)
 
 
 def _each(numbers: Any, dimensions: int) -> list[int]:
@@ -149,7 +149,7 @@ def _each(numbers: Any, dimensions: int) -> list[int]:
     return [*numbers] * (dimensions if len(numbers) == 1 else 1)
 
 
-_READERS: dict[Any, Callable[[dict[str, Any], ShapeOf], Iterator[Product]]] = {
+_READERS: dict[Any, Callable[[dict[str, Any], ShapeOf], Iterator[Gemm]]] = {
     aten.mm: functools.partial(_matmul, "self", "mat2"),
     aten.addmm: functools.partial(_matmul, "mat1", "mat2"),
     aten.bmm: functools.partial(_matmul, "self", "mat2"),

@@ -37,13 +37,13 @@ class Work:
 
     Attributes:
         copy: bytes of the tensor that is copied.
-        products: (m, k, n) of GEMMs [m, k] x [k, n]. The rate is that of all together.
+        gemms: (m, k, n) of GEMMs [m, k] x [k, n]. The rate is that of all together.
         beside: (m, k, n) of the GEMMs that run beside collectives; together one round.
         tokens, heads: of attention with heads of width 128.
     """
 
     copy: int
-    products: tuple[tuple[int, int, int], ...]
+    gemms: tuple[tuple[int, int, int], ...]
     beside: tuple[tuple[int, int, int], ...]
     tokens: int
     heads: int
@@ -62,9 +62,9 @@ def measure_gpu(device: torch.device, work: Work = LARGE) -> Gpu:
     on_gpu = device.type == "cuda"
     forward, backward = _attention(device, work)
     floating = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    rates = {name: _products(device, work, dtype, "highest") for name, dtype in floating.items()}
+    rates = {name: _gemm_rate(device, work, dtype, "highest") for name, dtype in floating.items()}
     if on_gpu:
-        rates["tf32"] = _products(device, work, torch.float32, "high")
+        rates["tf32"] = _gemm_rate(device, work, torch.float32, "high")
         properties = torch.cuda.get_device_properties(device)
         known = shipped_gpu(properties.name)
         name, memory = known.name if known else properties.name, properties.total_memory
@@ -137,16 +137,16 @@ def _copy(device: torch.device, work: Work) -> float:
     return 2 * work.copy / seconds_of(lambda: target.copy_(source), device)
 
 
-def _products(device: torch.device, work: Work, dtype: torch.dtype, precision: str) -> float:
+def _gemm_rate(device: torch.device, work: Work, dtype: torch.dtype, precision: str) -> float:
     """Operations per second of the GEMMs; ``precision`` is the argument of ``torch.set_float32_matmul_precision``."""
     operations = seconds = 0.0
     with _precision(precision):
-        for m, k, n in work.products:
+        for m, k, n in work.gemms:
             a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
-            product = lambda a=a, b=b: a @ b
-            _warm(product, device)
+            gemm = lambda a=a, b=b: a @ b
+            _warm(gemm, device)
             operations += 2 * m * k * n
-            seconds += seconds_of(product, device)
+            seconds += seconds_of(gemm, device)
     return operations / seconds
 
 

@@ -55,9 +55,9 @@ class CollectiveBenchmark:
 def torch_benchmarks(backend: str) -> list[CollectiveBenchmark]:
     """The benchmarks of torch's functional collectives, in place where a compiled step uses the in-place form."""
     nccl = backend == "nccl"
-    usual = torch.bfloat16 if nccl else torch.float32
+    default_dtype = torch.bfloat16 if nccl else torch.float32
 
-    def benchmark(kind: str, dtype: torch.dtype = usual, dtypes: tuple[str, ...] = ()) -> CollectiveBenchmark:
+    def benchmark(kind: str, dtype: torch.dtype = default_dtype, dtypes: tuple[str, ...] = ()) -> CollectiveBenchmark:
         sums = "wire" if kind in ("reduce_scatter", "all_reduce") else ""
         coalesces = nccl and kind in ("all_gather", "reduce_scatter", "all_reduce")
         return CollectiveBenchmark(backend, kind, dtype, _PREPARE[kind](dtype), dtypes, sums, True, coalesces=coalesces)

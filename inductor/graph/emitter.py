@@ -24,8 +24,8 @@ def emitter(graph: torch.fx.Graph, like: Node) -> Emit:
     def emit(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         node = graph.call_function(target, args, kwargs)
         with torch_adapter.only_mode(like.meta["val"].fake_mode):
-            given, named = torch.fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
-            val = given[0] if is_wait(node) else target(*given, **named)  # a wait hands back what it is given
+            arguments, named = torch.fx.node.map_arg((args, kwargs), lambda used: used.meta["val"])
+            val = arguments[0] if is_wait(node) else target(*arguments, **named)  # a wait hands back what it is given
         node.meta = meta_of(like, val=val)
         return node
 

@@ -169,10 +169,10 @@ def _refresh(node: Node) -> Node | None:
     operand = node.args[0] if is_view or node.target in _COPIES else _written_operand(node)
     if not isinstance(operand, Node):
         return None
-    given = operand.meta.get("val")
-    if node.target is operator.getitem and isinstance(given, (list, tuple)) and type(node.args[1]) is int:
-        given = given[node.args[1]]  # a list may hold all parameters of a step: the others are not looked at
-    memory = {torch_adapter.storage_key(tensor) for tensor in tensors_in(given)}
+    value = operand.meta.get("val")
+    if node.target is operator.getitem and isinstance(value, (list, tuple)) and type(node.args[1]) is int:
+        value = value[node.args[1]]  # a list may hold all parameters of a step: the others are not looked at
+    memory = {torch_adapter.storage_key(tensor) for tensor in tensors_in(value)}
     inside = [torch_adapter.storage_key(tensor) in memory for tensor in tensors_in(node.meta["val"])]
     if node.target in _COPIES:
         if any(inside) and (copy := infer(node)) is not NOT_STATED:
@@ -201,12 +201,12 @@ def _written_operand(node: Node) -> Any:
 
 def _alias_of(operand: Node, val: Any) -> torch.Tensor | None:
     """A fake in the memory of ``operand``, if that has the layout of ``val``."""
-    given = operand.meta["val"]
-    mode = _mode(given)
-    if mode is None or not isinstance(given, torch.Tensor) or _layout(given) != _layout(val):
+    source = operand.meta["val"]
+    mode = _mode(source)
+    if mode is None or not isinstance(source, torch.Tensor) or _layout(source) != _layout(val):
         return None
     with torch_adapter.recomputing(mode):
-        return aten.alias.default(given)
+        return aten.alias.default(source)
 
 
 def tensors_in(val: Any) -> list[torch.Tensor]:

@@ -34,9 +34,9 @@ def host_nodes(step: StepGraph) -> set[Node]:
 
 def goes_to_gpu(node: Node, host: set[Node]) -> bool:
     """Whether the node only moves to a GPU what the host has."""
-    given = node.all_input_nodes
+    operands = node.all_input_nodes
     moves = node.target is aten._to_copy.default or node.target is to_memory
-    return moves and bool(given) and host.issuperset(given) and all(t.is_cuda for t in tensors_of(node))
+    return moves and bool(operands) and host.issuperset(operands) and all(t.is_cuda for t in tensors_of(node))
 
 
 def to_memory(*numbers: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -153,9 +153,9 @@ class _Walk:
 
         Fakes of one capture share storages by themselves; those of nodes that a pass put in the place of others do not.
         """
-        for given, result in _same_memory(node):
-            if self._key(result) != self._key(given):
-                self.same_as[torch_adapter.storage_key(result)] = self._key(given)
+        for operand, result in _same_memory(node):
+            if self._key(result) != self._key(operand):
+                self.same_as[torch_adapter.storage_key(result)] = self._key(operand)
 
     def _key(self, tensor: torch.Tensor) -> int:
         key = torch_adapter.storage_key(tensor)
@@ -192,14 +192,14 @@ def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         results = val if isinstance(val, (list, tuple)) and what.fresh + len(what.writes) > 1 else [val]
         pairs = zip(_tensors(torch.fx.node.map_arg(written, _val)), _tensors(results[what.fresh :]), strict=False)
     elif node.target is operator.getitem:
-        given, index = _val(node.args[0]), node.args[1]
-        picked = [given[index]] if isinstance(given, (list, tuple)) and isinstance(index, int) else []
+        operand, index = _val(node.args[0]), node.args[1]
+        picked = [operand[index]] if isinstance(operand, (list, tuple)) and isinstance(index, int) else []
         pairs = zip(_tensors(picked), _tensors(val), strict=False)
     elif looks_into(node):
-        given = _tensors(_val(node.all_input_nodes[0]))[:1]
+        operand = _tensors(_val(node.all_input_nodes[0]))[:1]
         name = getattr(getattr(node.target, "_schema", None), "name", "")
-        copies = name in _MAY_COPY and not given[0].is_contiguous()
-        pairs = ((given[0], result) for result in ([] if copies else _tensors(val)))
+        copies = name in _MAY_COPY and not operand[0].is_contiguous()
+        pairs = ((operand[0], result) for result in ([] if copies else _tensors(val)))
     else:
         return
     yield from pairs

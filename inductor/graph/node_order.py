@@ -54,13 +54,13 @@ def together(order: Iterable[Node]) -> list[Node]:
 
 def start_of(wait: Node) -> Node:
     """The collective that a wait is for."""
-    given: Any = wait.args[0]
-    return given.args[0] if given.target is operator.getitem else given
+    operand: Any = wait.args[0]
+    return operand.args[0] if operand.target is operator.getitem else operand
 
 
 def waits_of(start: Node) -> list[Node]:
     """The waits for a collective, through the elements of a coalesced one."""
-    users = [user for given in (start, *_elements(start)[::-1]) for user in given.users]
+    users = [user for value in (start, *_elements(start)[::-1]) for user in value.users]
     return [user for user in users if is_wait(user)]
 
 

@@ -76,10 +76,10 @@ def counters(step: StepGraph) -> set[Node]:
     roles = {entry.name: entry.role is Role.OPTIMIZER_STATE or entry.path == "constant" for entry in step.inputs}
     numbers: dict[Node, None] = {}
     for node in step.graph.nodes:
-        given = [used for used in node.all_input_nodes if tensors_of(used)]
-        counts = roles[node.name] if node.op == "placeholder" else bool(given) and numbers.keys() >= set(given)
-        made = tensors_of(node)
-        if node.op != "output" and counts and made and not any(tensor.dim() for tensor in made):
+        operands = [used for used in node.all_input_nodes if tensors_of(used)]
+        counts = roles[node.name] if node.op == "placeholder" else bool(operands) and numbers.keys() >= set(operands)
+        results = tensors_of(node)
+        if node.op != "output" and counts and results and not any(tensor.dim() for tensor in results):
             numbers[node] = None
     read: set[Node] = set()
     for node in step.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
@@ -89,8 +89,8 @@ def counters(step: StepGraph) -> set[Node]:
             read.update(node.all_input_nodes)
     found = read & numbers.keys()
     for node in numbers:
-        given = [used for used in node.all_input_nodes if tensors_of(used)]
-        if given and found.issuperset(given):
+        operands = [used for used in node.all_input_nodes if tensors_of(used)]
+        if operands and found.issuperset(operands):
             found.add(node)
     return found
 
@@ -128,9 +128,9 @@ def _use_cudnn(graph: torch.fx.Graph, node: Node, mode: FakeTensorMode) -> None:
     arguments = (query, key, value, None, bool(backwards), dropout, causal, False)
     vals = list(_fakes(mode, _CUDNN, arguments, scale))
     seeds = vals[_SEED], vals[_OFFSET]
-    made = [_fakes(mode, _CUDNN_BACKWARD, _backward(each, seeds, vals), scale) for each in backwards]
+    results = [_fakes(mode, _CUDNN_BACKWARD, _backward(each, seeds, vals), scale) for each in backwards]
     pairs = [(node.meta["val"][0], vals[0])]
-    for each, grads in zip(backwards, made, strict=True):
+    for each, grads in zip(backwards, results, strict=True):
         pairs += zip(each.meta["val"], grads, strict=True)
     if not all(_lies_alike(old, new) for old, new in pairs):
         return

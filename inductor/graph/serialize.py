@@ -296,7 +296,7 @@ class _GraphReader:
         self.tables = tables
         self.against = against
         self.mode = torch_adapter.fake_mode_of(against.graph)
-        self.given = [node.meta.get("val") for node in against.graph.nodes]
+        self.known_values = [node.meta.get("val") for node in against.graph.nodes]
         self.frames = [*_frames(against)]
         self.nodes: list[Node] = []
         self.entries: list[Any] = [_UNREAD] * len(tables["table"])
@@ -364,13 +364,13 @@ class _GraphReader:
     def _entry(self, number: int) -> Any:
         if self.entries[number] is _UNREAD:
             before = self.values
-            self.entries[number] = self._made(*self.tables["table"][number])
+            self.entries[number] = self._decoded(*self.tables["table"][number])
             self.sizes[number] = self.values - before
         else:
             self.values += self.sizes[number]
         return self.entries[number]
 
-    def _made(self, kind: str, *rest: Any) -> Any:
+    def _decoded(self, kind: str, *rest: Any) -> Any:
         if kind == "object":
             name, *values = [rest[0], *map(self._word, rest[1:])]
             # Names and lines are written into comments of programs; a kernel's text is checked before it is compiled.
@@ -415,7 +415,7 @@ class _GraphReader:
         if kind == "number":
             return self._entry(rest[0])
         if kind != "tensor":
-            return self._given(kind, *rest)
+            return self._known_value(kind, *rest)
         kind, dtype, device, sizes, strides, offset = self.tables["table"][rest[0]]
         if kind != "layout":
             raise ValueError(f"no layout is a {kind!r}")
@@ -423,15 +423,15 @@ class _GraphReader:
         layout = self._entry(device), self._entry(dtype), sizes, strides, self._word(offset)
         return torch_adapter.new_fake(self.mode, *layout, self._storage(rest[1]))
 
-    def _given(self, position: int, at: int) -> Any:
-        val = self.given[position]
+    def _known_value(self, position: int, at: int) -> Any:
+        val = self.known_values[position]
         return val[at] if isinstance(val, (list, tuple)) else val
 
     def _storage(self, number: int) -> Any:
         if self.storages[number] is _UNREAD:
             described = self.tables["storages"][number]
             if isinstance(described, list) and described[0] != "#":
-                self.storages[number] = self._given(*described).untyped_storage()
+                self.storages[number] = self._known_value(*described).untyped_storage()
             else:
                 meta = torch.empty(self._word(described), dtype=torch.uint8, device="meta")
                 self.storages[number] = meta.untyped_storage()

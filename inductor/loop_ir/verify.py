@@ -299,8 +299,8 @@ def _same(
     kind: Callable[[torch.dtype], bool], result: torch.dtype | None = None
 ) -> Callable[[list[torch.dtype], torch.dtype], bool]:
     """All operands have one dtype of a kind, and the result has the same, or ``result``."""
-    return lambda operands, made: (
-        len(set(operands)) == 1 and kind(operands[0]) and made == (operands[0] if result is None else result)
+    return lambda operands, dtype: (
+        len(set(operands)) == 1 and kind(operands[0]) and dtype == (operands[0] if result is None else result)
     )
 
 
@@ -314,13 +314,13 @@ _FITS: Mapping[Signature, Callable[[list[torch.dtype], torch.dtype], bool]] = {
     Signature.ORDERED: _same(_any),
     Signature.FLOAT_TEST: _same(_floats, torch.bool),
     Signature.COMPARISON: _same(_any, torch.bool),
-    Signature.WHERE: lambda operands, made: operands[0] == torch.bool and operands[1] == operands[2] == made,
-    Signature.CAST: lambda operands, made: True,
-    Signature.ROUNDING: lambda operands, made: operands[0] == made == torch.float32,
-    Signature.SUM: lambda operands, made: (
-        (operands[0] == made and _numbers(made)) or (operands[0] == torch.bool and _integers(made))
+    Signature.WHERE: lambda operands, dtype: operands[0] == torch.bool and operands[1] == operands[2] == dtype,
+    Signature.CAST: lambda operands, dtype: True,
+    Signature.ROUNDING: lambda operands, dtype: operands[0] == dtype == torch.float32,
+    Signature.SUM: lambda operands, dtype: (
+        (operands[0] == dtype and _numbers(dtype)) or (operands[0] == torch.bool and _integers(dtype))
     ),
-    Signature.RANDOM: lambda operands, made: set(operands) == {torch.int64} and made == torch.float32,
+    Signature.RANDOM: lambda operands, dtype: set(operands) == {torch.int64} and dtype == torch.float32,
 }
 
 

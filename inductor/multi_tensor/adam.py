@@ -145,7 +145,7 @@ class Adam(MultiTensor):
             for which, fake in fakes.items()
         ]
         scalars = [(COEFFICIENT, "coefficient"), (GRAD_SCALE, "grad_scale"), (FOUND_INF, "found_inf")]
-        given = [CallScalar(name, at, arguments[at]) for at, name in scalars if arguments[at] is not None]
+        numbers = [CallScalar(name, at, arguments[at]) for at, name in scalars if arguments[at] is not None]
         add_chunked_launch(
             plan,
             self.__name__ + ("w" if self.decoupled else ""),
@@ -153,10 +153,10 @@ class Adam(MultiTensor):
             [tuple(CallArgument(which, at) for which in walked) for at in tensors],
             [arguments[PARAMS][at].numel() for at in tensors],
             tensors,
-            given,
+            numbers,
             [PointerParameter("rates", "*fp32", Scratch("rates"))],
             setup=_LOAD_RATES,
-            body=self._body([n.name for n in given], fakes[PARAMS].dtype),
+            body=self._body([n.name for n in numbers], fakes[PARAMS].dtype),
             skip="found_inf == 1.0" if arguments[FOUND_INF] is not None else "",
         )
 

@@ -176,8 +176,8 @@ class _Body:
             self.read.add(operand.at)
             return f"list{operand.at}"
         if isinstance(operand, Scalars):
-            given = self.arguments[operand.at]
-            many = isinstance(given, (list, tuple)) or (isinstance(given, torch.Tensor) and given.dim() == 1)
+            argument = self.arguments[operand.at]
+            many = isinstance(argument, (list, tuple)) or (isinstance(argument, torch.Tensor) and argument.dim() == 1)
             (self.number_lists if many else self.numbers)[operand.at] = None
             return f"scalar{operand.at}"
         return float32_literal(operand)

@@ -280,8 +280,9 @@ def add_jobs(plan: LaunchPlan, name: str, jobs: Sequence[Job], registers: int | 
     arguments: dict[str, tuple[str, Argument]] = {}
     constants: dict[str, Any] = {}
     for job in jobs:
-        for held, names in ((arguments, job.arguments), (constants, job.constants)):
-            assert all(held.setdefault(key, value) == value for key, value in names.items()), (name, held, names)
+        for merged, names in ((arguments, job.arguments), (constants, job.constants)):
+            differing = [key for key, value in names.items() if merged.setdefault(key, value) != value]
+            assert not differing, f"jobs of {name} differ in {differing}"
     signature = {key: type_ for key, (type_, _) in arguments.items()}
     places = tuple(place for _, place in arguments.values())
     lines = ["job = tl.program_id(0)", *_either(jobs)]

@@ -83,7 +83,7 @@ class Sgd(MultiTensor):
         """One launch for each combination of dtypes."""
         walked = [PARAMS, GRADS, *([MOMENTA] if arguments[MOMENTA] else [])]
         plan = LaunchPlan.on_device_of(arguments)
-        given = [CallScalar(name, at, arguments[at]) for at, name in _SCALARS.items() if arguments[at] is not None]
+        numbers = [CallScalar(name, at, arguments[at]) for at, name in _SCALARS.items() if arguments[at] is not None]
         for tensors in group_by_dtypes([arguments[which] for which in walked]):
             dtypes = {which: arguments[which][tensors[0]].dtype for which in walked}
             add_chunked_launch(
@@ -93,8 +93,8 @@ class Sgd(MultiTensor):
                 [tuple(CallArgument(which, at) for which in walked) for at in tensors],
                 [arguments[PARAMS][at].numel() for at in tensors],
                 tensors,
-                given,
-                body=self._body([n.name for n in given], dtypes[PARAMS], MOMENTA in walked),
+                numbers,
+                body=self._body([n.name for n in numbers], dtypes[PARAMS], MOMENTA in walked),
                 skip="found_inf == 1.0" if arguments[FOUND_INF] is not None else "",
             )
         return plan

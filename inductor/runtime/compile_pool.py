@@ -62,14 +62,14 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
         workers = min(len(os.sched_getaffinity(0)) - 1, MOST_WORKERS)
         workers = workers if workers > 1 and len(missing) >= FEWEST_FOR_WORKERS else 0
     random.Random(os.getpid()).shuffle(missing)
-    made: dict[KernelSource, Binary] = {source: binary for source, binary in found.items() if binary is not None}
+    binaries: dict[KernelSource, Binary] = {source: binary for source, binary in found.items() if binary is not None}
     if workers:
-        made |= _compile_in_workers(missing, paths, arch, min(workers, len(missing)))
+        binaries |= _compile_in_workers(missing, paths, arch, min(workers, len(missing)))
     else:
-        made |= {source: _compile_here(source, paths[source], arch) for source in missing}
+        binaries |= {source: _compile_here(source, paths[source], arch) for source in missing}
     level = logging.INFO if missing else logging.DEBUG
     log.log(level, "%d kernels, %d compiled, in %.2f s", len(paths), len(missing), time.perf_counter() - start)
-    return [made[source] for source in sources]
+    return [binaries[source] for source in sources]
 
 
 def rebuild(source: KernelSource, arch: int) -> Binary:
@@ -135,7 +135,7 @@ def _compile_in_workers(
 ) -> dict[KernelSource, Binary]:
     """Compile every source with ``workers`` processes, each fed by its own thread, which also writes its path."""
     waiting = list(sources)
-    made: dict[KernelSource, Binary] = {}
+    binaries: dict[KernelSource, Binary] = {}
     failed: list[errors.WeftError] = []
 
     def feed(worker: subprocess.Popen[str]) -> None:
@@ -146,9 +146,9 @@ def _compile_in_workers(
                 break
             try:
                 if (binary := kernel_cache.read(paths[source])) is None:
-                    binary = _asked(worker, source, arch)
+                    binary = _compiled_by(worker, source, arch)
                     kernel_cache.write(paths[source], binary)
-                made[source] = binary
+                binaries[source] = binary
             except errors.WeftError as error:
                 failed.append(error)
 
@@ -166,10 +166,10 @@ def _compile_in_workers(
             worker.communicate()
     if failed:
         raise failed[0]
-    return made
+    return binaries
 
 
-def _asked(worker: subprocess.Popen[str], source: KernelSource, arch: int) -> Binary:
+def _compiled_by(worker: subprocess.Popen[str], source: KernelSource, arch: int) -> Binary:
     """What a worker compiles ``source`` to."""
     assert worker.stdin is not None
     assert worker.stdout is not None

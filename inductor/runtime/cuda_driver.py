@@ -118,8 +118,8 @@ class Driver:
             self.check(library.cuModuleLoadData(ctypes.byref(module), cubin), what)
             self.check(library.cuModuleGetFunction(ctypes.byref(function), module, symbol.encode()), what)
             if shared > _SHARED_WITHOUT_ASKING:
-                asked = library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-                self.check(asked, f"{what} with {shared} bytes of shared memory")
+                status = library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+                self.check(status, f"{what} with {shared} bytes of shared memory")
             # Drivers load a function when something first needs it. That should not be a launch, which may be in the
             # capture of a CUDA graph, where memory cannot be allocated.
             registers = ctypes.byref(c_int())

@@ -182,11 +182,11 @@ def _loaded(source: KernelSource, binary: Binary, device: torch.device) -> Compi
     try:
         return CompiledKernel(source, binary, device.index, cuda_driver.driver())
     except errors.CudaError:
-        again = compile_pool.rebuild(source, arch_of(device))
-        if again == binary:
+        rebuilt = compile_pool.rebuild(source, arch_of(device))
+        if rebuilt == binary:
             raise
         log.warning("the cache held other machine code for kernel %s, which was compiled again", source.name)
-        return CompiledKernel(source, again, device.index, cuda_driver.driver())
+        return CompiledKernel(source, rebuilt, device.index, cuda_driver.driver())
 
 
 def arch_of(device: torch.device) -> int:

@@ -102,8 +102,8 @@ def _agreed(
     def decide() -> Decisions:
         ranks = {name: torch_adapter.group_ranks(group) for name, group in sorted(step.groups.items())}
         # Everything that the decisions depend on is part of the cache key.
-        asked = [cluster_file.text(cluster), memory_limit, keep_bits, ranks, unreachable_groups]
-        return remembered(step, own + json.dumps(asked), make, read)
+        depends_on = [cluster_file.text(cluster), memory_limit, keep_bits, ranks, unreachable_groups]
+        return remembered(step, own + json.dumps(depends_on), make, read)
 
     def read(text: str) -> Decisions:
         reply = json.loads(text)
@@ -274,11 +274,11 @@ def _unreachable(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
     return {"unreachable": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
 
 
-def _is_unreachable(told: Any) -> bool:
+def _is_unreachable(fields: Any) -> bool:
     """Whether this is what :func:`_unreachable` writes."""
-    if not (isinstance(told, list) and len(told) == 6 and fits(tuple(told[:4]), tuple[int, int, str, int])):
+    if not (isinstance(fields, list) and len(fields) == 6 and fits(tuple(fields[:4]), tuple[int, int, str, int])):
         return False
-    limit, peak, _, _, held, certain = told
+    limit, peak, _, _, held, certain = fields
     named = isinstance(held, list) and all(fits(tuple(each), tuple[int, str]) for each in held)
     return named and isinstance(certain, bool) and peak > limit
 
@@ -292,8 +292,8 @@ def _follow(reply: dict[str, Any]) -> Decisions | None:
 
 
 def _difference(structures: list[str]) -> str:
-    usual = max(dict.fromkeys(structures), key=structures.count)
-    others = [rank for rank, own in enumerate(structures) if own != usual]
+    most_common = max(dict.fromkeys(structures), key=structures.count)
+    others = [rank for rank, own in enumerate(structures) if own != most_common]
     return (
         f"the kernels of {listed(others)} are others than those of the rest, since sizes differ between ranks: "
         "collectives are issued in the order of the step, one by one, and overlap less. Pad batches to one size, or "

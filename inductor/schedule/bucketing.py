@@ -89,7 +89,7 @@ def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[li
             # A write to the operand before the call has ended could not be in place.
             overwritten = (_first_after(at, writes.get(key, ())) for key in storages(node.all_input_nodes[0]))
             last = min([until[node], *overwritten])
-            member = BucketEntry(node, at, _made(node, place), last, _first_use(node, place), is_early)
+            member = BucketEntry(node, at, _ready_at(node, place), last, _first_use(node, place), is_early)
             sequences.setdefault((_kind(node), is_early), []).append(member)
     return [
         sorted(of, key=lambda m: (m.first_use if m.from_shards else m.ready_at, m.position))
@@ -267,7 +267,7 @@ def _is_anchored(node: Node) -> bool:
     return is_effect(node) and node.op == "call_function" and not is_wait(node)
 
 
-def _made(start: Node, place: dict[Node, int]) -> int:
+def _ready_at(start: Node, place: dict[Node, int]) -> int:
     """Index after the last producer of the collective's operand. Views do not count: they move with the collective."""
     shown = list(start.all_input_nodes)
     for node in shown:

@@ -28,7 +28,7 @@ from weft.inductor.transports.peer_calls import PeerCall
 
 Node = torch.fx.Node
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 @required
@@ -56,16 +56,16 @@ def communicator(group_name: str, stream: str) -> str:
     if torch_adapter.backend_of_group(group_name, "cuda") != "nccl":
         return group_name
     group = torch_adapter.process_group(group_name)
-    streams = _made.setdefault(group, {})
+    streams = _communicators.setdefault(group, {})
     if stream not in streams:
         # Where communicators are split from that of all ranks, each rank splits off its own group in the same call.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        made: Any = dist.new_group(
+        created: Any = dist.new_group(
             dist.get_process_group_ranks(group),
             backend="nccl",
             pg_options=options,
             use_local_synchronization=True,
             group_desc=f"weft:{group_name}/{stream}",
         )
-        streams[stream] = made
+        streams[stream] = created
     return streams[stream].group_name

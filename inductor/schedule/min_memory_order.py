@@ -88,12 +88,12 @@ def unavoidable_bytes(task_graph: TaskGraph, before: Precedence, task: int) -> i
 def operands_bytes(task_graph: TaskGraph, tasks: Collection[int]) -> int:
     """Lower bound of the peak of every order, and of every graph in which ``tasks`` have the same operands and results:
     the inputs of the step with all that one of these tasks reads and makes."""
-    held = [0] * len(task_graph.tasks)
+    live = [0] * len(task_graph.tasks)
     waits = task_graph.waits_of()
     for storage in task_graph.storages:
         for task in {storage.maker, *users_of(storage, waits)}:
-            held[task] += storage.size
-    return task_graph.base + max((held[task] for task in tasks), default=0)
+            live[task] += storage.size
+    return task_graph.base + max((live[task] for task in tasks), default=0)
 
 
 def _reached(edges: Sequence[Sequence[int]], start: int) -> set[int]:

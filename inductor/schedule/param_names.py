@@ -64,9 +64,9 @@ class Names:
 
 def _sources(node: Node) -> list[Node]:
     """What ``node`` is computed from: of an element of a call on lists, the element at the same place."""
-    given = node.args[0] if node.args else None
-    if node.target is operator.getitem and isinstance(given, Node) and given.target is operator.getitem:
-        call: Any = given.args[0]
+    operand = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(operand, Node) and operand.target is operator.getitem:
+        call: Any = operand.args[0]
         lists = [of for of in call.args if isinstance(of, (list, tuple))]
         if isinstance(call.target, MultiTensor) and lists:
             return [lists[0][node.args[1]]]  # type: ignore[index]

@@ -58,15 +58,15 @@ def _parts(update: Node, collectives: dict[Node, int]) -> list[list[int]]:
     """The tensors of an update, grouped by the last collective that they, but not all tensors, wait for; in order of
     these collectives. Empty if one tensor holds a number for each of them
     (:mod:`weft.inductor.passes.scalars_to_memory`): it cannot be split."""
-    given: tuple[Any, ...] = update.args
+    arguments: tuple[Any, ...] = update.args
     common = 0
-    for shared in given:
+    for shared in arguments:
         if isinstance(shared, Node):
             common |= collectives[shared]
             if getattr(shared.meta["val"], "ndim", 0):
                 return []
     parts: dict[int, list[int]] = {}
-    for at, row in enumerate(zip(*filter(_is_list, given), strict=True)):
+    for at, row in enumerate(zip(*filter(_is_list, arguments), strict=True)):
         bits = 0
         # A collective that all tensors wait for, such as the one behind the norm that clips, delays every part alike.
         for each in row:  # a tensor, or a number
@@ -75,8 +75,8 @@ def _parts(update: Node, collectives: dict[Node, int]) -> list[list[int]]:
     return [parts[last] for last in sorted(parts)]
 
 
-def _is_list(given: Any) -> bool:
-    return isinstance(given, (list, tuple)) and len(given) > 0
+def _is_list(arguments: Any) -> bool:
+    return isinstance(arguments, (list, tuple)) and len(arguments) > 0
 
 
 def _split(graph: torch.fx.Graph, update: Node, parts: Sequence[Sequence[int]]) -> None:
@@ -102,7 +102,8 @@ def _split(graph: torch.fx.Graph, update: Node, parts: Sequence[Sequence[int]]) 
 
 def _call(graph: torch.fx.Graph, update: Node, part: Sequence[int]) -> Node:
     target: Any = update.target
-    given: tuple[Any, ...] = update.args
-    call = graph.call_function(target, tuple([each[at] for at in part] if _is_list(each) else each for each in given))
+    arguments: tuple[Any, ...] = update.args
+    chosen = tuple([each[at] for at in part] if _is_list(each) else each for each in arguments)
+    call = graph.call_function(target, chosen)
     call.meta = same_meta(update, val=[[vals[at] for at in part if vals] for vals in update.meta["val"]])
     return call

@@ -226,7 +226,7 @@ def _ordered(one: _Member, other: _Member) -> bool:
 
 
 def _same_storage(val: object, operand: Node) -> bool:
-    given = operand.meta["val"]
+    tensor = operand.meta["val"]
     if not isinstance(val, torch.Tensor):
         return False
-    return torch_adapter.storage_key(val) == torch_adapter.storage_key(given)
+    return torch_adapter.storage_key(val) == torch_adapter.storage_key(tensor)

@@ -50,7 +50,7 @@ class BoundPeerCall(ABC):
 
     Args:
         call: what it runs, with offsets.
-        given, made: fake tensors like its inputs and outputs.
+        inputs, outputs: fake tensors like its inputs and outputs.
         buffer: the group's symmetric memory.
         description: description of the collective for error messages.
 

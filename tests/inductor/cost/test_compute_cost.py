@@ -22,7 +22,7 @@ from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost import gemm_shapes
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.compute_cost import ComputeCosts, is_free
-from weft.inductor.cost.gemm_shapes import Product
+from weft.inductor.cost.gemm_shapes import Gemm
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 from weft.inductor.passes.pipeline import run_passes
@@ -100,11 +100,11 @@ CALLS: list[Callable[[], Node]] = [
 @pytest.mark.parametrize("make", CALLS)
 def test_operations_are_those_that_torch_counts(make: Callable[[], Node]) -> None:
     node = make()
-    found = gemm_shapes.products_of(node, lambda tensor: tuple(map(int, tensor.shape)))
+    found = gemm_shapes.gemms_of(node, lambda tensor: tuple(map(int, tensor.shape)))
     assert found is not None
     vals = torch.fx.node.map_arg(node.args, lambda used: used.meta["val"])
     counted = flop_registry[node.target.overloadpacket](*vals, **node.kwargs, out_val=node.meta["val"])  # type: ignore
-    assert sum(product.operations for product in found) == counted
+    assert sum(gemm.operations for gemm in found) == counted
 
 
 def attention(heads: int, keys: int, length: int, width: int, *, causal: bool, dtype: torch.dtype = BF16) -> list[Node]:
@@ -154,8 +154,8 @@ def test_attention_on_a_cpu_is_priced_as_on_a_gpu() -> None:
 def test_the_backward_of_a_convolution_is_two_products() -> None:
     gradient, given, weight = size(2, 6, 5, 8), size(2, 4, 9, 12), size(6, 2, 3, 3)
     node = call(aten.convolution_backward.default, gradient, given, weight, *backward([True, True, False], groups=2))
-    found = gemm_shapes.products_of(node, lambda tensor: tuple(map(int, tensor.shape)))
-    assert found == [Product(2, 2 * 5 * 8, 2 * 9, 3), Product(2, 3, 2 * 9, 2 * 5 * 8)]
+    found = gemm_shapes.gemms_of(node, lambda tensor: tuple(map(int, tensor.shape)))
+    assert found == [Gemm(2, 2 * 5 * 8, 2 * 9, 3), Gemm(2, 3, 2 * 9, 2 * 5 * 8)]
 
 
 # ---- rates
@@ -178,7 +178,7 @@ def test_gemm_costs_of_a_llama_equal_measurements() -> None:
 
 
 def seconds_of(m: int, n: int, k: int, count: int = 1) -> float:
-    return gemm_shapes.seconds(Product(count, m, n, k), 7.2e14, 132, 2e-12)
+    return gemm_shapes.seconds(Gemm(count, m, n, k), 7.2e14, 132, 2e-12)
 
 
 def test_a_large_product_has_the_rate_of_large_products() -> None:
@@ -206,8 +206,8 @@ def test_few_tiles_share_the_summed_dimension() -> None:
 @given(*[st.integers(1, 20_000)] * 3, st.integers(1, 64))
 def test_no_product_is_faster_than_its_share_of_the_gpu(m: int, n: int, k: int, count: int) -> None:
     fastest = 7.2e14 * 1.05  # what a wave that is quite full gains over the large product
-    product = Product(count, m, n, k)
-    assert seconds_of(m, n, k, count) >= product.operations / fastest
+    gemm = Gemm(count, m, n, k)
+    assert seconds_of(m, n, k, count) >= gemm.operations / fastest
     assert seconds_of(m + 1, n, k, count) >= 0.99 * seconds_of(m, n, k, count)
 
 
@@ -218,13 +218,13 @@ def test_a_product_is_never_faster_than_its_bytes() -> None:
 
 
 def test_dtypes_have_rates_of_their_own() -> None:
-    def product(dtype: torch.dtype) -> float:
+    def gemm(dtype: torch.dtype) -> float:
         square = torch.empty(8192, 8192, dtype=dtype, device="meta")
         return 2 * 8192**3 / (COSTS.seconds(call(aten.mm.default, square, square)) - H200.launch_latency)
 
-    assert product(torch.bfloat16) == pytest.approx(H200.matmul["bfloat16"])
-    assert product(torch.float32) == pytest.approx(H200.matmul["float32"])
-    assert product(torch.complex64) == pytest.approx(min(H200.matmul.values()))
+    assert gemm(torch.bfloat16) == pytest.approx(H200.matmul["bfloat16"])
+    assert gemm(torch.float32) == pytest.approx(H200.matmul["float32"])
+    assert gemm(torch.complex64) == pytest.approx(min(H200.matmul.values()))
     images, filters = torch.empty(64, 256, 56, 56), torch.empty(256, 256, 3, 3)
     convolved = call(aten.convolution.default, images, filters, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     rate = 2 * 64 * 56 * 56 * 256 * 256 * 9 / COSTS.seconds(convolved)
@@ -232,7 +232,7 @@ def test_dtypes_have_rates_of_their_own() -> None:
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert product(torch.float32) == pytest.approx(H200.matmul["tf32"])
+        assert gemm(torch.float32) == pytest.approx(H200.matmul["tf32"])
     finally:
         torch.set_float32_matmul_precision(before)
 
