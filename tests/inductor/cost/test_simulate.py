@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from time import perf_counter
+from time import process_time
 
 import pytest
 from hypothesis import given, settings
@@ -368,6 +368,6 @@ def test_a_step_of_a_hundred_thousand_tasks_takes_seconds_at_most() -> None:
             tasks.append(compute(rng.random()))
     last = len(tasks) - 1
     storages = [Storage(1, at, (min(at + rng.randrange(200), last),)) for at in range(len(tasks))]
-    before = perf_counter()
+    before = process_time()
     simulate(TaskGraph(tasks, storages))
-    assert perf_counter() - before < 5
+    assert process_time() - before < 5
