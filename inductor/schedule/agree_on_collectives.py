@@ -51,7 +51,7 @@ class AgreedCollectives:
                 later.
 
         Raises:
-            errors.ScheduleTimeout: a rank did not come within ``knobs.schedule_timeout_s`` seconds.
+            errors.ScheduleTimeout: a rank did not come within ``knobs.peer_timeout_s`` seconds.
             errors.StoreLost: the process that holds the store is gone.
         """
         lines = [_line(node) for node in step.collectives()]
@@ -67,8 +67,8 @@ def _all_have(own: str) -> bool:
     if torch_adapter.world_size() == 1 or current_fake_world() is not None:
         return True
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    late = lambda _: errors.ScheduleTimeout(rank, "some ranks", knobs.schedule_timeout_s)
-    rendezvous = StoreRendezvous("collectives", ranks, rank, knobs.schedule_timeout_s, late)
+    late = lambda _: errors.ScheduleTimeout(rank, "some ranks", knobs.peer_timeout_s)
+    rendezvous = StoreRendezvous("collectives", ranks, rank, knobs.peer_timeout_s, late)
     first = rendezvous.broadcast(own)
     odd = rendezvous.first_objection(None if own == first else str(rank))
     rendezvous.leave([], ["first", "objection", "answered", "all"])
