@@ -96,7 +96,7 @@ class _TaskGraphBuilder:
         if kind is Kind.COMPUTE:
             task.seconds = self.costs.seconds(node)
         elif kind is Kind.START:
-            collective = collective_of(self.step, node, self.costs.unbacked)
+            collective = collective_of(self.step, node)
             cost = transfer(self.cluster, collective, node.meta.get("transport", "nccl"))
             task.seconds, task.stream = cost.seconds, cost.stream
             task.link, task.interference = cost.link, cost.interference

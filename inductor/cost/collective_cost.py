@@ -80,11 +80,11 @@ class Transfer:
     interference: float
 
 
-def collective_of(step: StepGraph, node: Node, unbacked: int = UNBACKED) -> Collective:
+def collective_of(step: StepGraph, node: Node) -> Collective:
     """The collective that ``node`` of ``step`` starts.
 
     The group must exist in this process (in a fake world, too). Sizes are those of the captured call. A data-dependent
-    size counts as ``unbacked`` elements if neither side of the collective is known; ``guessed`` lists it in any case.
+    size counts as ``UNBACKED`` elements if neither side of the collective is known; ``guessed`` lists it in any case.
 
     Raises:
         GroupGone: this process has no such process group.
@@ -97,7 +97,7 @@ def collective_of(step: StepGraph, node: Node, unbacked: int = UNBACKED) -> Coll
         raise GroupGone(name) from error
     sent, received = _tensors([used.meta["val"] for used in node.all_input_nodes]), _tensors(node.meta["val"])
     guessed: dict[str, None] = {}
-    sides = [_bytes(tensors, unbacked, guessed) for tensors in (sent, received)]
+    sides = [_bytes(tensors, guessed) for tensors in (sent, received)]
     # If the size of one side depends on the data, the other side's size is better than a guess. Otherwise the larger
     # side is the unsharded one, for every kind of collective.
     known = [size for size, certain in sides if certain]
@@ -187,7 +187,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else []
 
 
-def _bytes(tensors: list[torch.Tensor], unbacked: int, guessed: dict[str, None]) -> tuple[int, bool]:
+def _bytes(tensors: list[torch.Tensor], guessed: dict[str, None]) -> tuple[int, bool]:
     """Bytes of ``tensors``, and whether all sizes are known. Guessed sizes are added to ``guessed``."""
     total, certain = 0, True
     for tensor in tensors:
@@ -196,7 +196,7 @@ def _bytes(tensors: list[torch.Tensor], unbacked: int, guessed: dict[str, None])
             if known is None:
                 guessed[str(size)] = None
                 certain = False
-        total += math.prod(unbacked if known is None else known for known in sizes) * tensor.dtype.itemsize
+        total += math.prod(UNBACKED if known is None else known for known in sizes) * tensor.dtype.itemsize
     return total, certain
 
 

@@ -48,12 +48,12 @@ class ComputeCosts:
     Args:
         gpu: the GPU with its rates. float32 GEMMs count as "tf32" if torch is set so. A dtype without a rate gets the
             lowest one.
-        unbacked: assumed value of data-dependent sizes. Other symbols have the value of the captured call.
+
+    Symbols have the value of the captured call, data-dependent sizes count as ``UNBACKED``.
     """
 
-    def __init__(self, gpu: Gpu, unbacked: int = UNBACKED) -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self.unbacked = unbacked
 
     def seconds(self, node: Node) -> float:
         """Seconds that ``node`` occupies the compute stream; 0 if :func:`is_free`."""
@@ -124,7 +124,7 @@ class ComputeCosts:
 
     def _size(self, size: int | torch.SymInt) -> int:
         known = torch_adapter.hint(size)
-        return self.unbacked if known is None else known
+        return UNBACKED if known is None else known
 
 
 def is_free(node: Node) -> bool:

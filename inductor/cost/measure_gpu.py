@@ -85,8 +85,8 @@ def measure_gpu(device: torch.device, work: Work = LARGE) -> Gpu:
     )
 
 
-def seconds_of(run: Callable[[], object], device: torch.device, calls: int = _CALLS, *, ahead: bool = False) -> float:
-    """Seconds of ``run`` on ``device``: the median over a few rounds of ``calls`` calls, after one call to warm up.
+def seconds_of(run: Callable[[], object], device: torch.device, *, ahead: bool = False) -> float:
+    """Seconds of ``run`` on ``device``: the median over a few rounds of some calls, after one call to warm up.
 
     Args:
         ahead: on a GPU, let the host run ahead, as it does in a step. Then neither launch times on the host count, nor
@@ -94,14 +94,14 @@ def seconds_of(run: Callable[[], object], device: torch.device, calls: int = _CA
             do not use it for GEMMs.
     """
     run()
-    lead = _lead(run, device, calls) if ahead and device.type == "cuda" else 0.0
+    lead = _lead(run, device, _CALLS) if ahead and device.type == "cuda" else 0.0
 
     def round_() -> float:
         if lead:
             with torch.cuda.device(device):
                 torch_adapter.occupy_gpu(lead)
             run()
-        return elapsed(run, device, calls) / calls
+        return elapsed(run, device, _CALLS) / _CALLS
 
     return statistics.median(round_() for _ in range(_REPEATS))
 

@@ -29,6 +29,8 @@ Node = torch.fx.Node
 # Hand back what they were given where its strides allow, else a copy.
 _MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::flatten"})
 
+_MOST_NAMED = 20  # storages that an explanation lists. A choice.
+
 
 @dataclass(eq=False)
 class LiveRange(LiveInterval):
@@ -80,12 +82,12 @@ class Liveness:
         """Storages alive while node number ``at`` runs, largest first."""
         return sorted((r for r in self.ranges if r.start <= at <= r.end), key=lambda r: -r.size)
 
-    def explain(self, at: int | None = None, most: int = 20) -> str:
+    def explain(self, at: int | None = None) -> str:
         """The largest storages at a position (default: the peak), a line each, with the user's line that made them."""
         at = self.peak_at if at is None else at
         alive = self.alive(at)
         lines = [f"{format_bytes(self.over_time[at])} in {len(alive)} storages at {self.order[at].name}"]
-        for found in alive[:most]:
+        for found in alive[:_MOST_NAMED]:
             frames = found.maker.meta.get("frames", ())
             where = format_frame(frames[0]) if frames else ""
             lines.append(f"{format_bytes(found.size):>12}  {found.maker.name}  {where}".rstrip())

@@ -350,8 +350,8 @@ def split_axes(factors: Iterable[tuple[int, int, Int]], sizes: Sequence[Int]) ->
     return {axis: AxisExpression(tuple(terms.get(axis, ()))) for axis in range(len(sizes))}
 
 
-def substitute(index: Index, substitution: Substitution, indirect: Iterable[tuple[Value, Int]] | None = None) -> Index:
-    """The index over other axes (values of indirect terms are not touched; ``indirect`` replaces the terms)."""
+def substitute(index: Index, substitution: Substitution) -> Index:
+    """The index over other axes. Values of indirect terms are not touched."""
     strides: dict[int, Int] = {}
     offset = index.offset
     taken: list[tuple[Value, Int]] = []
@@ -361,7 +361,7 @@ def substitute(index: Index, substitution: Substitution, indirect: Iterable[tupl
         offset = offset + stride * place.constant if place.constant != 0 else offset
         for new, factor in place.terms:
             strides[new] = strides.get(new, 0) + stride * factor
-    return Index(strides.items(), offset, [*(index.indirect if indirect is None else indirect), *taken])
+    return Index(strides.items(), offset, [*index.indirect, *taken])
 
 
 def substitute_values(roots: Iterable[Value], substitution: Substitution) -> dict[Value, Value]:

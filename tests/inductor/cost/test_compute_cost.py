@@ -21,6 +21,7 @@ from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost import gemm_shapes
 from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.cost.collective_cost import UNBACKED
 from weft.inductor.cost.compute_cost import ComputeCosts, is_free
 from weft.inductor.cost.gemm_shapes import Gemm
 from weft.inductor.multi_tensor.operation import MultiTensor
@@ -282,7 +283,7 @@ def test_a_size_that_only_the_data_decides_is_as_said() -> None:
         return torch.ones(rows, 8) * 2
 
     (node,) = weft.capture(step, torch.ones(4)).graph.find_nodes(op="call_function", target=aten.mul.Tensor)
-    assert ComputeCosts(H200, unbacked=32).bytes(node) == 2 * 32 * 8 * 4
+    assert COSTS.bytes(node) == 2 * UNBACKED * 8 * 4
 
 
 def test_an_optimizer_reads_and_writes_lists() -> None:
