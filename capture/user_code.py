@@ -161,6 +161,11 @@ def is_user_file(filename: str) -> bool:
     return bool(_is_user_file[filename])
 
 
+def is_own_file(filename: str) -> bool:
+    """Whether code from this file is the user's own, and not of an installed package."""
+    return is_user_file(filename) and _is_user_file[filename] == _OWN
+
+
 def _is_installed(filename: str) -> bool:
     return is_user_file(filename) and _is_user_file[filename] == _LIBRARY
 

@@ -12,45 +12,120 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from weft.capture.state.origin import is_user_class
 
 _UNCALLABLE = (bool, int, float, complex, str, bytes)
 # Marks functions that weft.opaque made.
 OPAQUE = "__weft_opaque__"
 # Code of the functions that were marked opaque. Names that only they use are not walked and not guarded.
 opaque_code: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
+# What takes names of attributes and variables as text. Texts in code that uses one of these count as names.
+_BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "globals", "__dict__"})
+# What reads all fields of a dataclass.
+_ALL_FIELDS = frozenset({"asdict", "astuple", "fields"})
+# Methods with such names are called where no code names them (by operators, by ``with``), but for these; ``forward``
+# is another such method.
+_CALLED_OUTSIDE = frozenset(
+    {f"__{name}__" for name in ("init", "new", "del", "repr", "getstate", "setstate", "reduce", "reduce_ex", "copy")}
+    | {f"__{name}__" for name in ("deepcopy", "init_subclass", "class_getitem", "set_name", "sizeof", "dir", "replace")}
+    | {"__post_init__"}
+)
 
 
-def code_names(code: types.CodeType) -> Iterator[str]:
-    """All global and attribute names in the code, functions that it defines included."""
-    yield from code.co_names
-    for constant in _inner_code(code):
-        if constant not in opaque_code:
-            yield from code_names(constant)
+class _Names(NamedTuple):
+    """The names in one piece of code, without functions that it defines.
+
+    Attributes:
+        all: global and attribute names, and texts that may be such.
+        read: those whose value the code reads or writes, other than to call it as a method: ``x.step()`` reads no
+            number ``step``.
+        variables: those of global variables.
+        texts: texts that may be names of attributes or variables.
+        modules: the modules that it imports, with the level of a relative import.
+        inner: code of the functions that it defines.
+    """
+
+    all: frozenset[str]
+    read: frozenset[str]
+    variables: frozenset[str]
+    texts: frozenset[str]
+    modules: tuple[tuple[str, int], ...]
+    inner: tuple[types.CodeType, ...]
 
 
-def _names_read(code: types.CodeType) -> Iterator[str]:
-    """Names whose value the code reads or writes, other than to call it as a method: ``x.step()`` reads no number
-    ``step``."""
+_known: weakref.WeakKeyDictionary[types.CodeType, _Names] = weakref.WeakKeyDictionary()
+
+
+def _names(code: types.CodeType) -> _Names:
+    found = _known.get(code)
+    if found is None:
+        found = _known[code] = _analysed(code)
+    return found
+
+
+def _analysed(code: types.CodeType) -> _Names:
+    read, variables, modules, before = set(), set(), [], [None, None]
     for step in dis.get_instructions(code):
         method = step.opname == "LOAD_METHOD" or (
             step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and (step.arg or 0) & 1
         )
-        if step.opname.endswith(("_ATTR", "_NAME", "_GLOBAL")) and not method:
-            yield step.argval
-    for constant in _inner_code(code):
-        if constant not in opaque_code:
-            yield from _names_read(constant)
+        if step.opname.endswith(("_ATTR", "_NAME", "_GLOBAL", "IMPORT_FROM")) and not method:
+            read.add(step.argval)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            variables.add(step.argval)
+        if step.opname == "IMPORT_NAME":
+            modules.append((step.argval, before[0] if isinstance(before[0], int) else 0))
+        before = [before[1], step.argval]
+    texts = _texts(code.co_consts) if _BY_TEXT & set(code.co_names) else frozenset()
+    inner = tuple(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    everything = texts.union(code.co_names)
+    return _Names(everything, texts.union(read), frozenset(variables), texts, tuple(modules), inner)
 
 
-def _inner_code(code: types.CodeType) -> list[types.CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
+    found = [each for each in constants if isinstance(each, str) and each.isidentifier()]
+    return frozenset(found).union(*(_texts(each) for each in constants if isinstance(each, tuple)))
+
+
+def _with_inner(code: types.CodeType) -> Iterator[_Names]:
+    """The names of the code and of the functions that it defines, but for opaque ones."""
+    names = _names(code)
+    yield names
+    for inner in names.inner:
+        if inner not in opaque_code:
+            yield from _with_inner(inner)
+
+
+def code_names(code: types.CodeType) -> set[str]:
+    """All global and attribute names in the code, functions that it defines included."""
+    return set().union(*(names.all for names in _with_inner(code)))
+
+
+def variables_of(code: types.CodeType) -> set[str]:
+    """The global variables that the code reads, functions that it defines included."""
+    return set().union(*(names.variables for names in _with_inner(code)))
+
+
+def modules_of(function: types.FunctionType) -> list[types.ModuleType]:
+    """The modules that the code of a function imports and that are loaded already."""
+    package = function.__globals__.get("__package__") or ""
+    found = []
+    for names in _with_inner(function.__code__):
+        for name, level in names.modules:
+            if level:
+                parents = package.split(".")
+                name = ".".join(part for part in (*parents[: len(parents) - level + 1], name) if part)
+            parts = name.split(".")
+            found += [sys.modules.get(".".join(parts[: at + 1])) for at in range(len(parts))]
+    return [module for module in found if isinstance(module, types.ModuleType)]
 
 
 def closed_over(code: types.CodeType) -> set[str]:
     """The variables of outer functions that ``code`` uses, itself or in functions it makes that are not opaque."""
-    inner = _inner_code(code)
+    inner = _names(code).inner
     if not any(constant in opaque_code for constant in inner):
         return set(code.co_freevars)
     names = {step.argval for step in dis.get_instructions(code) if "DEREF" in step.opname}
@@ -62,6 +137,7 @@ class AttributeNames(set[str]):
 
     Attributes:
         read: those that are used for more than to call a method.
+        looked_for: those that the code gives as text, to ``getattr`` with a default for one: there may be none yet.
 
     Args:
         step: a function, a method, or an object with ``__call__``.
@@ -70,6 +146,9 @@ class AttributeNames(set[str]):
     def __init__(self, step: Callable[..., Any]) -> None:
         super().__init__()
         self.read: set[str] = set()
+        self.looked_for: set[str] = set()
+        self._methods: dict[type, dict[str, list[types.FunctionType]]] = {}
+        self._used: dict[type, tuple[int, list[types.FunctionType]]] = {}
         function = getattr(step, "__func__", step)
         code = getattr(function, "__code__", None) or getattr(type(step).__call__, "__code__", None)
         if code:
@@ -80,32 +159,70 @@ class AttributeNames(set[str]):
         """Grows with every new name."""
         return len(self) + len(self.read)
 
+    @property
+    def whole_dataclasses(self) -> bool:
+        """Whether the code may read all fields of a dataclass."""
+        return not self.isdisjoint(_ALL_FIELDS)
+
     def add_code(self, code: types.CodeType) -> None:
         """Add the names of one function's code."""
-        self.update(code_names(code))
-        self.read.update(_names_read(code))
+        for names in _with_inner(code):
+            self.update(names.all)
+            self.read.update(names.read)
+            self.looked_for.update(names.texts)
 
-    def of(self, attributes: dict[str, Any]) -> set[str]:
+    def of(self, attributes: Mapping[str, Any]) -> set[str]:
         """The names that count for an object with these attributes. A plain value is never called, only read."""
         return {name for name in self if name in self.read or not isinstance(attributes.get(name), _UNCALLABLE)}
 
+    def methods_used(self, owner: type) -> list[types.FunctionType]:
+        """Methods of the class ``owner`` that code with these names can call, directly, through each other or by an
+        operator; the names grow by theirs."""
+        count, found = self._used.get(owner, (-1, []))
+        if count != self.count:
+            known = set(map(id, found))
+            if owner not in self._methods:
+                self._methods[owner] = _functions_of(owner)
+            grown = True
+            while grown:
+                used = [
+                    method
+                    for name, methods in self._methods[owner].items()
+                    if _may_run(name, self)
+                    for method in methods
+                    if id(method) not in known
+                ]
+                for method in used:
+                    self.add_code(method.__code__)
+                known.update(map(id, used))
+                found = [*found, *used]
+                grown = bool(used)
+            self._used[owner] = self.count, found
+        return found
 
-@functools.cache
-def _functions_of(owner: type) -> dict[str, types.FunctionType]:
-    """The plain methods of a class and its bases, as attribute look-up finds them."""
-    members = {name: member for base in reversed(owner.__mro__) for name, member in vars(base).items()}
-    return {name: member for name, member in members.items() if isinstance(member, types.FunctionType)}
+
+def _functions_of(owner: type) -> dict[str, list[types.FunctionType]]:
+    """The methods and properties of a class and its bases, those of torch and of the standard library left out, as
+    Python functions."""
+    kinds = [kind for kind in reversed(owner.__mro__) if is_user_class(kind)]
+    members = {name: member for kind in kinds for name, member in vars(kind).items()}
+    found = {name: functions_in(member) for name, member in members.items()}
+    return {name: functions for name, functions in found.items() if functions}
 
 
-def methods_used(owner: type, names: AttributeNames) -> list[types.FunctionType]:
-    """Methods of ``owner`` that code using ``names`` can call, directly or through each other; ``names`` grows by
-    theirs."""
-    found: dict[str, types.FunctionType] = {}
-    grown = True
-    while grown:
-        methods = {name: method for name, method in _functions_of(owner).items() if name in names and name not in found}
-        found |= methods
-        for method in methods.values():
-            names.add_code(method.__code__)
-        grown = bool(methods)
-    return list(found.values())
+def functions_in(member: Any) -> list[types.FunctionType]:
+    """The Python functions that a member of a class runs: its own, those of a property, of a class method."""
+    if isinstance(member, property):
+        parts: tuple[Any, ...] = (member.fget, member.fset, member.fdel)
+    elif isinstance(member, (staticmethod, classmethod)):
+        parts = (member.__func__,)
+    elif isinstance(member, functools.cached_property):
+        parts = (member.func,)
+    else:
+        parts = (member,)
+    return [part for part in parts if isinstance(part, types.FunctionType)]
+
+
+def _may_run(name: str, names: AttributeNames) -> bool:
+    unnamed = name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _CALLED_OUTSIDE)
+    return unnamed or name in names

@@ -54,9 +54,10 @@ class Container:
         path: how the user would write it.
         keys: the entries that count, None for all.
         label: how the user would write the entry of a key; ``path[key]`` if not given.
+        absent: keys that the step looks for; where there is no such entry, that counts too.
 
     Attributes:
-        before: the entries as they were found.
+        before: the entries as they were found; MISSING for an absent key.
         frozen: whether no guard is needed: nobody assigns to it (attributes of weft's own frozen dataclasses), or
             another container guards what the step reads of it.
         counts_steps: whether it belongs to a learning-rate scheduler.
@@ -68,10 +69,12 @@ class Container:
         path: str,
         keys: frozenset[str] | AllBut | None = None,
         label: Callable[[Any], str] | None = None,
+        absent: frozenset[str] = frozenset(),
     ) -> None:
         self.obj = obj
         self.path = path
         self.keys = keys
+        self.absent = absent
         self.frozen = False
         self.counts_steps = False
         self.label = label or (lambda key: f"{path}[{key!r}]")
@@ -86,7 +89,8 @@ class Container:
             except ValueError:
                 return {}
         if isinstance(obj, dict):
-            return {k: v for k, v in obj.items() if self.keys is None or k in self.keys}
+            found = {k: v for k, v in obj.items() if self.keys is None or k in self.keys}
+            return found | {k: MISSING for k in self.absent if k not in obj} if self.absent else found
         if isinstance(obj, torch.Tensor):
             return {"grad": obj.grad}
         return dict(enumerate(obj))
@@ -115,11 +119,12 @@ class Container:
 
     def restore(self) -> None:
         """Put the entries back as they were found, in their order."""
-        for key, _, _ in reversed(list(self.changes())):
-            if key not in self.before:
+        for key, old, _ in reversed(list(self.changes())):
+            if old is MISSING:
                 self.remove(key)
         for key, old, _ in list(self.changes()):
-            self.set(key, old)
+            if old is not MISSING:
+                self.set(key, old)
         if isinstance(self.obj, dict) and self.keys is None and list(self.obj) != list(self.before):
             for key in self.before:  # hooks run in the order of their dictionary
                 self.obj[key] = self.obj.pop(key)
@@ -140,6 +145,82 @@ class Container:
             old, new = self.before.get(key, MISSING), now.get(key, MISSING)
             if old is not new and not same_simple(old, new):
                 yield key, old, new
+
+
+class Attributes(Container):
+    """Attributes of an object that are in no dictionary of its own: slots, those of one thread (``threading.local``),
+    of a function, of a class.
+
+    Args:
+        obj: the object; of a class, the attributes that the class itself defines.
+        keys: names of the attributes.
+        absent: those names among them whose absence counts too.
+    """
+
+    def __init__(
+        self,
+        obj: Any,
+        path: str,
+        keys: frozenset[str],
+        label: Callable[[Any], str],
+        absent: frozenset[str] = frozenset(),
+    ) -> None:
+        self._names = keys
+        super().__init__(obj, path, keys, label, absent)
+
+    def entries(self) -> dict[Any, Any]:
+        """The attributes that there are now, and MISSING for those whose absence counts."""
+        if isinstance(self.obj, type):
+            found = {name: vars(self.obj).get(name, MISSING) for name in self._names}
+        else:
+            found = {name: getattr(self.obj, name, MISSING) for name in self._names}
+        return {name: value for name, value in found.items() if value is not MISSING or name in self.absent}
+
+    def set(self, key: Any, value: Any) -> None:
+        """Assign an attribute."""
+        setattr(self.obj, key, value)
+
+    def remove(self, key: Any) -> None:
+        """Delete an attribute."""
+        if hasattr(self.obj, key):
+            delattr(self.obj, key)
+
+
+class Content(Container):
+    """What an object holds that is no container of Python objects to look into, as one value: the bytes of an array,
+    the elements of a set, the value of a context variable.
+
+    Args:
+        read: the content of the object now, as a plain value or a tuple of such.
+        write: gives the object a content that ``read`` returned.
+    """
+
+    KEY = "content"
+
+    def __init__(self, obj: Any, path: str, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
+        self.read, self._write = read, write
+        super().__init__(obj, path, label=lambda _: f"the content of {path}")
+
+    def entries(self) -> dict[Any, Any]:
+        """The content now, as the one entry."""
+        return {self.KEY: self.read(self.obj)}
+
+    def set(self, key: Any, value: Any) -> None:
+        """Give the object another content."""
+        self._write(self.obj, value)
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """The entry, the content before and the one after, if they differ."""
+        old, new = self.before[self.KEY], self.read(self.obj)
+        same = (
+            len(old) == len(new) and all(map(_same, old, new)) if type(old) is type(new) is tuple else _same(old, new)
+        )
+        if not same:
+            yield self.KEY, old, new
+
+
+def _same(old: Any, new: Any) -> bool:
+    return old is new or same_simple(new, old)
 
 
 @dataclass(frozen=True)
@@ -166,7 +247,7 @@ class StatePlace:
         obj = self.container.obj
         if isinstance(obj, dict):
             value = obj.get(self.key, MISSING)
-        elif isinstance(obj, torch.Tensor):
+        elif isinstance(obj, torch.Tensor) and type(self.container) is Container:
             value = obj.grad
         else:
             value = self.container.entries().get(self.key, MISSING)

@@ -9,28 +9,38 @@ it is undone, and repeated by each compiled call. And the copies are guards of l
 
 from __future__ import annotations
 
+import builtins
+import contextvars
 import dataclasses
 import functools
-import sys
+import logging
+import threading
 import types
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from weft import torch_adapter
-from weft.capture.state.code_names import OPAQUE, AttributeNames, closed_over, code_names, methods_used
-from weft.capture.state.containers import SIMPLE, AllBut, Container, StatePlace
+from weft.capture.state.code_names import (
+    OPAQUE,
+    AttributeNames,
+    closed_over,
+    code_names,
+    functions_in,
+    modules_of,
+    variables_of,
+)
+from weft.capture.state.containers import MISSING, SIMPLE, AllBut, Attributes, Container, StatePlace
+from weft.capture.state.contents import attributes_of, content_of, referent_of, value_of
 from weft.capture.state.hook_registrations import user_hook
+from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
+from weft.capture.state.type_facts import FactsOfTypes, TypeFacts
 from weft.capture.step_interface import Role
 
-# Packages whose objects and functions are not walked: they are no state of the user's.
-_FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
-# Modules inside those packages whose objects are walked all the same.
-_WALKED = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp")
 # Attributes of every nn.Module that do not change what its forward or backward does.
 _BOOKKEEPING = frozenset(
     {
@@ -99,6 +109,11 @@ class ReachableState:
         self._later: list[tuple[torch.optim.Optimizer, str]] = []
         self._keys: list[tuple[Any, str]] = []
         self._objects: dict[int, tuple[Any, str, set[str]]] = {}
+        self._kinds = FactsOfTypes()
+        self._classes: set[type] = set()
+        self._functions: dict[int, types.FunctionType] = {}
+        self._codes: set[types.CodeType] = set()
+        self._inside_walked = 0
         self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
         self._names = AttributeNames(step)
         self.add(step, "")
@@ -115,6 +130,8 @@ class ReachableState:
             elif known != self._names.count:
                 # Functions met since then name more attributes. Objects met before may have these attributes.
                 known = self._names.count
+                for kind in list(self._classes):
+                    self._methods(kind)
                 for known_object, where, _ in list(self._objects.values()):
                     self._object(known_object, where)
                 for scheduler, where, read in list(self._schedulers.values()):
@@ -181,7 +198,9 @@ class ReachableState:
         if isinstance(obj, SIMPLE) or id(obj) in self._seen:
             return
         self._seen[id(obj)] = obj
-        if isinstance(obj, torch.nn.Module):
+        if type(obj) in _PLAIN_HOLDERS:
+            self._elements(obj, path, place)
+        elif isinstance(obj, torch.nn.Module):
             self._module(obj, path)
         elif isinstance(obj, torch.optim.Optimizer):
             self._later.append((obj, path))
@@ -189,9 +208,38 @@ class ReachableState:
             self._scheduler(obj, path)
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(obj, path)
-        elif isinstance(getattr(obj, "__wrapped__", None), (types.FunctionType, types.MethodType)):
-            self._visit(obj.__wrapped__, path, None)  # a compiled step that this step calls, or a cached function
-        elif isinstance(obj, (dict, list, deque)):
+        elif isinstance(obj, (types.ModuleType, type)):
+            if is_own(obj):
+                self._own(obj, path)
+        elif isinstance(wrapped := attributes_of(obj).get("__wrapped__"), (types.FunctionType, types.MethodType)):
+            self._visit(wrapped, path, None)  # a compiled step that this step calls, or a cached function
+        else:
+            self._other(obj, path, place)
+
+    def _other(self, obj: Any, path: str, place: StatePlace | None) -> None:
+        """An object of a class of the user's, of a library's or of another one of Python's own."""
+        kind = self._kinds[type(obj)]
+        self._elements(obj, path, place)
+        # Sets inside weft's own objects change with what else is guarded.
+        access = None if self._inside_walked else kind.access
+        if access is not None and (content := content_of(obj, access, path)) is not None:
+            self.containers.append(content)
+            if isinstance(obj, contextvars.ContextVar):
+                is_set = content.before[content.KEY] is not MISSING
+                found = StatePlace(content, content.KEY, path, Role.BUFFER) if is_set else None
+                self._visit(value_of(obj), f"{path}.get()", found)
+        if kind.has_attributes:
+            self._object(obj, path)
+        elif isinstance(obj, logging.Logger):
+            self._container(Attributes(obj, path, _OF_LOGGERS, _label(path)))
+        elif not kind.is_user and (referent := referent_of(obj)) is not None:
+            self._visit(referent, path, None)
+        for function in functions_in(obj):  # of a property
+            self._visit(function, path, None)
+
+    def _elements(self, obj: Any, path: str, place: StatePlace | None) -> None:
+        """What an object of Python's own types holds."""
+        if isinstance(obj, (dict, list, deque)):
             self._items(obj, path)
         elif isinstance(obj, tuple):
             for at, item in enumerate(obj):
@@ -201,8 +249,6 @@ class ReachableState:
             elements = Container(obj, path)
             for at, item in enumerate(obj):
                 self._visit(item, f"{path}[{at}]", StatePlace(elements, at, f"{path}[{at}]", _role_of(item)))
-        elif _is_user_object(obj):
-            self._object(obj, path)
 
     def _items(self, obj: Any, path: str, role: Role | None = None) -> None:
         self._container(Container(obj, path), role)
@@ -225,6 +271,8 @@ class ReachableState:
             self.places_by_id[id(tensor)] = found
             self.places.setdefault(memory_key(inner), found)
             self.in_memory.setdefault(memory_key(inner)[0], []).append(inner)
+        if vars(tensor):
+            self._objects.setdefault(id(tensor), (tensor, path, set()))
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
             self._container(Container(tensor, path, label=lambda key: f"{path}.grad"), Role.GRADIENT)
@@ -242,7 +290,7 @@ class ReachableState:
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         self.modules[id(module)] = module, path
-        self._function_code(type(module).forward)
+        self._class(type(module))
         prefix = f"{path}." if path else ""
         own = vars(module)
         for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
@@ -257,14 +305,15 @@ class ReachableState:
         """
         prefix = f"{path}." if path else ""
         keys = frozenset(vars(module)) - _BOOKKEEPING | frozenset(self._names)
-        self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}"))
+        absent = self._absent(self._kinds[type(module)], module) - vars(module).keys()
+        self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}", absent=absent))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.optimizers.append((optimizer, path))
         # Loading a checkpoint replaces both objects; adding a parameter group makes the list longer.
         replaceable = frozenset({"state", "param_groups"})
         self.containers.append(Container(vars(optimizer), path, replaceable, label=lambda key: f"{path}.{key}"))
-        if _is_user_object(optimizer):  # a class of the user's may keep state in attributes
+        if self._kinds[type(optimizer)].is_user:  # a class of the user's may keep state in attributes
             self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
         self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
         for at, group in enumerate(optimizer.param_groups):
@@ -329,66 +378,119 @@ class ReachableState:
             self._visit(fn.__self__, path or "self", None)
             self._visit(fn.__func__, path, None)
         elif isinstance(fn, functools.partial):
-            for at, value in enumerate((fn.func, *fn.args, *fn.keywords.values())):
+            for at, value in enumerate((fn.func, *fn.args)):
                 self._visit(value, f"{path}.args[{at}]" if at else path, None)
+            self._visit(fn.keywords, f"{path}.keywords", None)
         else:
             self._function_code(fn)
-            if not _is_foreign(fn):
+            if not is_foreign(fn.__module__):
                 self._names.add_code(fn.__code__)
 
     def _function_code(self, fn: Any) -> None:
-        """The variables that a function closes over and the globals that it names."""
-        if not isinstance(fn, types.FunctionType) or id(fn.__code__) in self._seen:
+        """What a function closes over, the globals and modules that it names, and what it itself holds."""
+        if not isinstance(fn, types.FunctionType) or id(fn) in self._functions or is_foreign(fn.__module__):
             return
-        self._seen[id(fn.__code__)] = fn.__code__
-        if _is_foreign(fn):
-            return
+        self._functions[id(fn)] = fn
         names = closed_over(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if name in names and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 self._container(Container(cell, name, label=lambda key, name=name: name))
-        used = frozenset(code_names(fn.__code__)) & fn.__globals__.keys()
+        if fn.__code__ not in self._codes:
+            self._codes.add(fn.__code__)
+            self._globals(fn)
+        if is_own(fn):
+            self._container(Attributes(fn, fn.__qualname__, _OF_FUNCTIONS, _label(fn.__qualname__)))
+            self._visit(fn.__kwdefaults__, f"{fn.__qualname__}.__kwdefaults__", None)
+            if vars(fn):
+                self._object(fn, fn.__qualname__)
+        else:
+            self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
+
+    def _globals(self, fn: types.FunctionType) -> None:
+        """The variables of its module that a function names, and the modules that it imports."""
+        variables = fn.__globals__
+        unset = variables_of(fn.__code__) - variables.keys() - vars(builtins).keys() if is_own(fn) else ()
+        absent = frozenset(unset)
+        used = frozenset(code_names(fn.__code__) & variables.keys()) | absent
         if used:
-            self._container(Container(fn.__globals__, "", used, label=str))
-        self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
+            self._container(Container(variables, "", used, str, absent))
+        for module in modules_of(fn):
+            self._visit(module, module.__name__, None)
+
+    def _own(self, owner: Any, path: str) -> None:
+        """A module or a class of the user's that the step's code names."""
+        self._object(owner, path if isinstance(owner, types.ModuleType) else owner.__qualname__)
+        if isinstance(owner, type):
+            for kind in owner.__mro__[1:]:
+                self._visit(kind, path, None)
+            for function in functions_in(vars(owner).get("__init__")):
+                self._visit(function, path, None)
+
+    def _class(self, kind: type) -> TypeFacts:
+        """The class of an object: the code that it can run, and what it holds where it is the user's."""
+        facts = self._kinds[kind]
+        if facts.is_user and not facts.is_walked and kind not in self._classes:
+            self._classes.add(kind)
+            self._methods(kind)
+            for base in facts.own:
+                self._object(base, base.__qualname__)
+        return facts
+
+    def _methods(self, kind: type) -> None:
+        for method in self._names.methods_used(kind):
+            self._function_code(method)
 
     def _object(self, obj: Any, path: str, known: frozenset[str] = frozenset()) -> None:
-        """The attributes of an object, but for those of the names ``known``, that code can read."""
-        walked = type(obj).__module__.startswith(_WALKED)
-        for method in () if walked else methods_used(type(obj), self._names):
-            self._function_code(method)
+        """The attributes of an object, a class or a module that code can read, but for those of the names ``known``."""
+        kind = self._class(type(obj))
         visited = self._objects.setdefault(id(obj), (obj, path, set(known)))[2]
-        keys = frozenset(vars(obj) if walked else self._names.of(vars(obj))) - visited
-        if not keys:
+        attributes = attributes_of(obj)
+        keys = (frozenset(attributes) if kind.is_walked else self._named(obj, attributes, kind)) - visited
+        absent = self._absent(self._kinds[obj] if isinstance(obj, type) else kind, obj) - attributes.keys() - visited
+        slots = (kind.slots & self._names) - visited
+        visited |= keys | absent | slots
+        if slots:
+            self._container(Attributes(obj, path, slots, _label(path)))
+        if not (keys or absent):
             return
-        visited |= keys
-        prefix = f"{path}." if path else ""
-        container = Container(vars(obj), path, keys, label=lambda key: f"{prefix}{key}")
-        container.frozen = walked and _is_frozen(type(obj))
+        if isinstance(obj, (type, threading.local)):
+            self._container(Attributes(obj, path, keys | absent, _label(path), absent))
+            return
+        container = Container(attributes, path, keys | absent, _label(path), absent)
+        container.frozen = kind.is_frozen
+        self._inside_walked += kind.is_walked
         self._container(container)
+        self._inside_walked -= kind.is_walked
+
+    def _named(self, obj: Any, attributes: Mapping[str, Any], kind: TypeFacts) -> frozenset[str]:
+        """The attributes of an object that code can read."""
+        names = self._names.of(attributes)  # also those of attributes that the step may make
+        if self._names.whole_dataclasses and dataclasses.is_dataclass(obj):
+            names |= attributes.keys() & {field.name for field in dataclasses.fields(obj)}
+        return frozenset(names.union(kind.holder))
+
+    def _absent(self, kind: TypeFacts, obj: Any) -> frozenset[str]:
+        """Attributes that code looks for in an object of the user's: where it lacks them, the class or a default
+        serves; for a class its bases do."""
+        if not kind.looked_into or kind.is_walked:
+            return frozenset()
+        if isinstance(obj, type):
+            return frozenset(name for base in kind.own for name in vars(base) if name in self._names)
+        return frozenset(self._names.looked_for | (kind.defaults & self._names))
+
+
+# Types that hold objects and have no attributes: most objects are of one of these.
+_PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})
+# What counts of a function of the user's, and of a logger.
+_OF_FUNCTIONS = frozenset({"__code__", "__defaults__"})
+_OF_LOGGERS = frozenset({"level", "disabled", "parent"})
+
+
+def _label(path: str) -> Callable[[Any], str]:
+    prefix = f"{path}." if path else ""
+    return lambda key: f"{prefix}{key}"
 
 
 def _role_of(value: Any) -> Role:
     return Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.BUFFER
-
-
-def _root(module: str | None) -> str:
-    return (module or "").split(".")[0]
-
-
-def _is_user_object(obj: Any) -> bool:
-    if isinstance(obj, (type, types.ModuleType)) or not hasattr(obj, "__dict__"):
-        return False
-    module = type(obj).__module__
-    if module.startswith(_WALKED):
-        return True
-    return _root(module) not in _FOREIGN and (_root(module) not in sys.stdlib_module_names or module == "__main__")
-
-
-def _is_frozen(owner: type) -> bool:
-    return dataclasses.is_dataclass(owner) and owner.__dataclass_params__.frozen  # type: ignore[attr-defined]
-
-
-def _is_foreign(fn: types.FunctionType) -> bool:
-    return _root(fn.__module__) in _FOREIGN and not (fn.__module__ or "").startswith(_WALKED)

@@ -10,18 +10,22 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
 from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from weft.capture.state.containers import MISSING, Container, StatePlace
+from weft.capture.state.containers import MISSING, Attributes, Container, Content, StatePlace
 
 
 class PlaceReader:
     """Reads many places at once, each as :meth:`StatePlace.get` does."""
 
     def __init__(self, places: Sequence[StatePlace]) -> None:
-        in_dicts = [isinstance(place.container.obj, dict) and not place.items for place in places]
+        in_dicts = [
+            type(place.container) is Container and isinstance(place.container.obj, dict) and not place.items
+            for place in places
+        ]
         self._dicts = [place.container.obj if found else {} for place, found in zip(places, in_dicts, strict=True)]
         self._keys = [place.key for place in places]
         # Gradients and arguments: their containers hold another object at every call, so no object is kept here. Items
@@ -47,16 +51,24 @@ class EntryReader:
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
-        dicts = [each for each in containers if isinstance(each.obj, dict)]
-        sequences = [each for each in containers if isinstance(each.obj, (list, deque))]
-        others = [each for each in containers if not isinstance(each.obj, (dict, list, deque))]
-        self.containers = [*dicts, *sequences, *others]
+        plain = [each for each in containers if type(each) is Container]
+        dicts = [each for each in plain if isinstance(each.obj, dict)]
+        sequences = [each for each in plain if isinstance(each.obj, (list, deque))]
+        others = [each for each in plain if not isinstance(each.obj, (dict, list, deque))]
+        attributes = [each for each in containers if isinstance(each, Attributes)]
+        objects = [*others, *(each for each in attributes if not isinstance(each.obj, type))]
+        classes = [each for each in attributes if isinstance(each.obj, type)]
+        contents = [each for each in containers if isinstance(each, Content)]
+        self.containers = [*dicts, *sequences, *objects, *classes, *contents]
         self._dicts = _objects(dicts), [key for each in dicts for key in each.before]
         self._sequences = _objects(sequences), [key for each in sequences for key in each.before]
-        self._others = _objects(others), [_attribute(each) for each in others for _ in each.before]
+        self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.before]
+        own = [vars(each.obj) for each in classes for _ in each.before]
+        self._classes = own, [key for each in classes for key in each.before]
+        self._contents = [(each.read, each.obj) for each in contents]
 
     def read(self) -> list[Any]:
-        """The values of all entries that the walk found, now; MISSING where a dictionary has no such key.
+        """The values of all entries that the walk found, now; MISSING where there is no such key or attribute.
 
         Raises:
             IndexError: a list is shorter than it was.
@@ -65,7 +77,9 @@ class EntryReader:
         return [
             *map(dict.get, *self._dicts, repeat(MISSING)),
             *map(getitem, *self._sequences),
-            *map(getattr, *self._others),
+            *map(getattr, *self._attributes, repeat(MISSING)),
+            *map(MappingProxyType.get, *self._classes, repeat(MISSING)),
+            *[read(obj) for read, obj in self._contents],
         ]
 
 
@@ -74,6 +88,8 @@ def _objects(containers: Sequence[Container]) -> list[Any]:
     return [each.obj for each in containers for _ in each.before]
 
 
-def _attribute(container: Container) -> str:
-    """The attribute that is the one entry of a leaf tensor or of a cell."""
+def _attribute(container: Container, key: Any) -> str:
+    """The attribute that is the entry ``key`` of an object, of a leaf tensor or of a cell."""
+    if isinstance(container, Attributes):
+        return key
     return "grad" if isinstance(container.obj, torch.Tensor) else "cell_contents"

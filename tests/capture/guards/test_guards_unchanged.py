@@ -10,7 +10,7 @@ import copy
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from types import CellType
+from types import CellType, CodeType
 from typing import Any
 
 import pytest
@@ -113,6 +113,8 @@ def _others(value: Any) -> list[Any]:
         return [copy.copy(value), type(value)()]
     if isinstance(value, tuple):
         return [(), (*value, 0)]
+    if isinstance(value, CodeType):
+        return [value.replace(co_name="another")]
     return [object(), None]
 
 
@@ -122,7 +124,7 @@ def _containers_missed(probe: Probe) -> list[str]:
         for key, value in container.entries().items():
             if key not in container.before:
                 continue
-            for other in _others(value):
+            for other in [(), (1,)] if key == "__defaults__" else _others(value):
                 if isinstance(container.obj, torch.Tensor) and not _may_be_gradient(container.obj, other):
                     continue
                 what = f"{type(other).__name__} for {type(value).__name__} at {container.label(key)}"

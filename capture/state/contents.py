@@ -1,0 +1,147 @@
+"""Objects whose content is compared as one value: sets, arrays of bytes and of numbers, context variables, flags.
+
+The walk of the Python state cannot look into them as it looks into lists and attributes, or there would be one entry
+for each element of an array. :func:`content_of` gives what such an object holds as a :class:`Content`. A step that
+reads it is captured again where it holds something else, and what a step writes into it is written by each call.
+"""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import ctypes
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weft.capture.state.containers import MISSING, Content
+
+# Larger arrays are no settings but data: to compare them before every call would take longer than many a step.
+LARGEST_BYTES = 1 << 20
+
+Read = Callable[[Any], Any]
+Write = Callable[[Any, Any], None]
+Access = tuple[Read, Write]
+
+
+def content_of(obj: Any, access: Access, path: str) -> Content | None:
+    """The content of an object; None for arrays above :data:`LARGEST_BYTES`."""
+    return None if access is _ARRAY and obj.nbytes > LARGEST_BYTES else Content(obj, path, *access)
+
+
+def access_to(kind: type) -> Access | None:
+    """How the content of objects of a type is read and written, None for those that are no such objects."""
+    for base, read, write in _KINDS:
+        if issubclass(kind, base):
+            return read, write
+    for base in kind.__mro__:
+        if (found := _OF_MODULES.get(f"{base.__module__}.{base.__qualname__}")) is not None:
+            return found
+    return None
+
+
+def attributes_of(obj: Any) -> Mapping[str, Any]:
+    """The dictionary of an object's own attributes, read-only for a class, empty where there is none; no code of the
+    user's runs."""
+    if isinstance(obj, threading.local):
+        return vars(obj)
+    try:
+        return object.__getattribute__(obj, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def value_of(variable: contextvars.ContextVar[Any]) -> Any:
+    """The value or the default of a context variable, None where it has neither."""
+    try:
+        return variable.get()
+    except LookupError:
+        return None
+
+
+def referent_of(obj: Any) -> Any:
+    """The object that ``obj`` shows under another face: the dictionary of a view or of a read-only proxy, the object
+    that a method belongs to; None for all other objects."""
+    if isinstance(obj, (types.BuiltinMethodType, types.MethodWrapperType)):
+        return None if isinstance(obj.__self__, types.ModuleType) else obj.__self__
+    if isinstance(obj, _KEYS_OR_VALUES):
+        obj = obj.mapping
+    if not isinstance(obj, types.MappingProxyType):
+        return None
+    return obj | _Operand()
+
+
+class _Operand:
+    """Tells the dictionary behind a read-only proxy: ``proxy | operand`` asks that dictionary."""
+
+    def __ror__(self, mapping: Any) -> Any:
+        return mapping
+
+
+def _refill(elements: set[Any], content: tuple[Any, ...]) -> None:
+    elements.clear()
+    elements.update(content)
+
+
+def _fill(buffer: Any, content: bytes) -> None:
+    memoryview(buffer).cast("B")[:] = content
+
+
+def _write_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
+    variable.set(None if value is MISSING else value)  # a variable cannot be given back its lack of a value
+
+
+def _read_flag(event: Any) -> bool:
+    return event.is_set()
+
+
+def _write_flag(event: Any, value: bool) -> None:
+    event.set() if value else event.clear()
+
+
+def _read_array(values: Any) -> tuple[Any, ...]:
+    if values.dtype.hasobject:
+        return values.dtype.str, str(values.shape), *values.ravel().tolist()
+    return values.dtype.str, str(values.shape), values.tobytes()
+
+
+def _write_array(values: Any, content: tuple[Any, ...]) -> None:
+    numpy = sys.modules["numpy"]
+    if values.dtype.hasobject:
+        values.flat[:] = list(content[2:])
+    else:
+        values[...] = numpy.frombuffer(content[2], dtype=content[0]).reshape(values.shape)
+
+
+def _kept_alive(reference: weakref.ref[Any]) -> bool:
+    return reference() is not None
+
+
+def _nothing(obj: Any, value: Any) -> None:
+    """The step cannot change this."""
+
+
+_KEYS_OR_VALUES = (type({}.keys()), type({}.values()), type({}.items()))
+_KINDS: list[tuple[Any, Read, Write]] = [
+    (set, tuple, _refill),
+    (bytearray, bytes, lambda values, new: values.__setitem__(slice(None), new)),
+    (array.array, array.array.tobytes, _fill),
+    (memoryview, memoryview.tobytes, lambda values, new: values.readonly or _fill(values, new)),
+    ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), bytes, _fill),
+    (contextvars.ContextVar, lambda variable: variable.get(MISSING), _write_variable),
+    (threading.Event, _read_flag, _write_flag),
+    (weakref.ref, _kept_alive, _nothing),
+]
+_ARRAY: Access = (_read_array, _write_array)
+# Types of modules that a program may not have imported.
+_OF_MODULES: dict[str, Access] = {
+    "numpy.ndarray": _ARRAY,
+    "multiprocessing.sharedctypes.SynchronizedBase": (
+        lambda value: bytes(value.get_obj()),
+        lambda value, new: _fill(value.get_obj(), new),
+    ),
+    "multiprocessing.synchronize.Event": (_read_flag, _write_flag),
+}

@@ -1,0 +1,64 @@
+"""Whose an object, a class or a module is: the user's own, a library's, or of the machinery that is not walked.
+
+What torch, numpy and the like keep is no state of the user's. Objects of installed libraries are walked, as far as the
+step's code names their attributes. Only of the user's own modules and classes is what they themselves hold (variables
+of modules, attributes of classes, code of functions) compared before each call: nobody changes that of a library.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+
+from weft.capture.user_code import is_own_file
+
+# Packages whose objects and functions are not walked: they are no state of the user's.
+_FOREIGN = {"torch", "numpy", "sympy", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
+# Modules inside those packages whose objects are walked all the same.
+_WALKED = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp")
+# Classes of the standard library that are made to hold what the user puts there, and where they hold it.
+_HOLDERS: dict[str, tuple[str, ...]] = {
+    "argparse.Namespace": (),
+    "types.SimpleNamespace": (),
+    "collections.UserDict": ("data",),
+    "collections.UserList": ("data",),
+    "collections.ChainMap": ("maps",),
+}
+
+
+def is_foreign(module: str | None) -> bool:
+    """Whether functions of a module are machinery, by the module's name."""
+    return _root(module) in _FOREIGN and not (module or "").startswith(_WALKED)
+
+
+def is_walked(kind: type) -> bool:
+    """Whether objects of a class are weft's or torch's and are walked as a whole."""
+    return kind.__module__.startswith(_WALKED)
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether the code of a class is the user's or of a library that is walked."""
+    module = kind.__module__
+    return not is_foreign(module) and (_root(module) not in sys.stdlib_module_names or module == "__main__")
+
+
+def is_own(obj: types.ModuleType | type | types.FunctionType) -> bool:
+    """Whether a module, class or function is the user's own, and no library's."""
+    module = obj if isinstance(obj, types.ModuleType) else sys.modules.get(obj.__module__ or "")
+    if module is None:
+        return isinstance(obj, types.FunctionType) and is_own_file(obj.__code__.co_filename)
+    if module.__name__ == "__main__":
+        return True
+    filename = vars(module).get("__file__")
+    return isinstance(filename, str) and is_own_file(filename)
+
+
+def held_by(kind: type) -> tuple[str, ...] | None:
+    """The attributes in which objects of a class of the standard library hold what the user put there; None where the
+    class is made for another purpose, and () where the user's code names them."""
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    return next((_HOLDERS[name] for name in names if name in _HOLDERS), None)
+
+
+def _root(module: str | None) -> str:
+    return (module or "").split(".")[0]

@@ -1,0 +1,74 @@
+"""What the walk of the Python state must know of a type, found once for each type and walk."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import types
+from typing import Any, NamedTuple
+
+from weft.capture.state.contents import Access, access_to
+from weft.capture.state.origin import held_by, is_own, is_user_class, is_walked
+
+
+class TypeFacts(NamedTuple):
+    """One type.
+
+    Attributes:
+        is_user: whether its code is the user's or of a library that is walked.
+        is_walked: whether it is weft's or torch's and its objects are walked as a whole.
+        is_frozen: whether nobody assigns to attributes of its objects.
+        has_attributes: whether its objects have attributes that code may name.
+        slots: those of the attributes that are in slots.
+        holder: the attributes that count whether code names them or not.
+        own: those classes among it and its bases that are the user's own.
+        defaults: names of values that these hold: an object's attribute of the same name takes their place.
+        looked_into: whether the absence of an attribute counts, too.
+        access: how the content is read and written, where it is compared as one value.
+    """
+
+    is_user: bool
+    is_walked: bool
+    is_frozen: bool
+    has_attributes: bool
+    slots: frozenset[str]
+    holder: tuple[str, ...]
+    own: tuple[type, ...]
+    defaults: frozenset[str]
+    looked_into: bool
+    access: Access | None
+
+
+class FactsOfTypes(dict[type, TypeFacts]):
+    """The types that one walk has met."""
+
+    def __missing__(self, kind: type) -> TypeFacts:
+        user = [base for base in kind.__mro__ if is_user_class(base)]
+        own = tuple(base for base in user if is_own(base))
+        slots = frozenset(
+            name
+            for base in user
+            if "__slots__" in vars(base)
+            for name, value in vars(base).items()
+            if isinstance(value, types.MemberDescriptorType)
+        )
+        values = {name for base in own for name, value in vars(base).items() if not hasattr(type(value), "__get__")}
+        is_user, holder, local = is_user_class(kind), held_by(kind), issubclass(kind, threading.local)
+        walked = is_walked(kind)
+        found = self[kind] = TypeFacts(
+            is_user,
+            walked,
+            walked and _is_frozen(kind),
+            holder is not None or local or (is_user and (bool(slots) or any("__dict__" in vars(b) for b in user))),
+            slots,
+            holder or (),
+            own,
+            frozenset(values),
+            bool(own) or local or holder is not None or kind is types.ModuleType,
+            access_to(kind),
+        )
+        return found
+
+
+def _is_frozen(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
