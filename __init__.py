@@ -24,9 +24,15 @@ if TYPE_CHECKING:
     from weft.compile import compile as compile
     from weft.distributed.ddp import ReplicateModule as ReplicateModule
     from weft.distributed.ddp import replicate as replicate
+    from weft.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+    from weft.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
     from weft.distributed.fsdp import FSDPModule as FSDPModule
     from weft.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from weft.distributed.fsdp import OffloadPolicy as OffloadPolicy
+    from weft.distributed.fsdp import UnshardHandle as UnshardHandle
     from weft.distributed.fsdp import fully_shard as fully_shard
+    from weft.distributed.fsdp import register_fsdp_forward_method as register_fsdp_forward_method
+    from weft.distributed.fsdp import share_comm_ctx as share_comm_ctx
     from weft.distributed.materialize import materialize as materialize
     from weft.distributed.stop_signal import stopping as stopping
     from weft.distributed.train_state import TrainState as TrainState
@@ -34,12 +40,16 @@ if TYPE_CHECKING:
     from weft.explain import explain as explain
 
 __all__ = [
+    "CPUOffloadPolicy",
     "CompiledStep",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ReplicateModule",
     "StepGraph",
     "TrainState",
+    "UnshardHandle",
     "WeftError",
     "capture",
     "compile",
@@ -51,17 +61,23 @@ __all__ = [
     "materialize",
     "maybe_mark_dynamic",
     "opaque",
+    "register_fsdp_forward_method",
     "replicate",
+    "share_comm_ctx",
     "stopping",
 ]
 
 _HOMES = {
+    "CPUOffloadPolicy": "weft.distributed.fsdp",
     "CompiledStep": "weft.compile",
+    "DataParallelMeshDims": "weft.distributed.fsdp",
     "FSDPModule": "weft.distributed.fsdp",
     "MixedPrecisionPolicy": "weft.distributed.fsdp",
+    "OffloadPolicy": "weft.distributed.fsdp",
     "ReplicateModule": "weft.distributed.ddp",
     "StepGraph": "weft.capture.graph",
     "TrainState": "weft.distributed.train_state",
+    "UnshardHandle": "weft.distributed.fsdp",
     "WeftError": "weft.errors",
     "capture": "weft.compile",
     "compile": "weft.compile",
@@ -73,7 +89,9 @@ _HOMES = {
     "materialize": "weft.distributed.materialize",
     "maybe_mark_dynamic": "weft.capture.guards.dynamic_marks",
     "opaque": "weft.capture.record.opaque",
+    "register_fsdp_forward_method": "weft.distributed.fsdp",
     "replicate": "weft.distributed.ddp",
+    "share_comm_ctx": "weft.distributed.fsdp",
     "stopping": "weft.distributed.stop_signal",
 }
 
@@ -88,9 +106,12 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'weft' has no attribute {name!r}")
-        before = random.getstate()  # a package that is imported below draws from Python's generator
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        random.setstate(before)
+        home = sys.modules.get(_HOMES[name])
+        if home is None:
+            before = random.getstate()  # a package that is imported below draws from Python's generator
+            home = importlib.import_module(_HOMES[name])
+            random.setstate(before)
+        value = getattr(home, name)
         super().__setattr__(name, value)
         return value
 

@@ -340,6 +340,13 @@ class UncapturableWrapper(WeftError):
         super().__init__(f"cannot capture a step with {path}, which is wrapped by {wrapper}: {remedy}")
 
 
+class WrappedInStep(WeftError):
+    """The step wraps a module, which a compiled step would not do at later calls."""
+
+    def __init__(self, wrapper: str, line: str, remedy: str) -> None:
+        super().__init__(f"cannot capture {wrapper} at {line}: a compiled step runs no Python; {remedy}")
+
+
 class UncapturableLayout(WeftError):
     """An operation of the step makes a tensor that is not strided."""
 
@@ -774,6 +781,16 @@ class MetaParameters(WeftError):
         super().__init__(
             f"sharded parameters are still on the meta device: {listed(paths)}. Call weft.materialize(model, "
             "device=...) before the first forward"
+        )
+
+
+class OffloadedToDevice(WeftError):
+    """A shard that CPUOffloadPolicy keeps on the host was moved to another device."""
+
+    def __init__(self, path: str, device: object) -> None:
+        super().__init__(
+            f"the shard of {path} is on {device}, but its CPUOffloadPolicy keeps it on the host. Leave out "
+            f'model.to("{device}") and model.cuda(), and load state dicts onto the CPU; forward copies what it needs'
         )
 
 

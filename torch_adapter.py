@@ -20,11 +20,13 @@ from typing import Any, cast
 import sympy
 import torch
 import torch.distributed as dist
+from torch._functorch import pyfunctorch
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _HookMixin
 from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -253,12 +255,6 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def is_fsdp_of_torch(module: torch.nn.Module) -> bool:
-    """Whether torch's own ``fully_shard`` wraps a module; does not import it where nobody else did."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)
-
-
 def version_getter() -> Any:
     """The function that torch function modes see where code reads the version counter of a tensor."""
     return cast(Any, torch.Tensor)._version.__get__
@@ -278,6 +274,19 @@ def has_later_post_accumulate_hook(param: torch.Tensor, handle: RemovableHandle)
     """Whether a post-accumulate-grad hook was registered on `param` after the one that `handle` removes."""
     hooks = param._post_accumulate_grad_hooks
     return bool(hooks) and next(reversed(hooks)) != handle.id
+
+
+outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack  # run operations as if torch.func were not used
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, jvp, vmap) runs in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def checkpoints_itself(module: torch.nn.Module) -> bool:
+    """Whether torch.distributed._composable.checkpoint was called on it."""
+    return "checkpoint" in (_get_registry(module) or ())
 
 
 def in_backward() -> bool:
@@ -979,11 +988,6 @@ def aot_input_index(placeholder: torch.fx.Node) -> int | None:
     return described.idx if type(described).__name__ == "PlainAOTInput" else None
 
 
-def wants_fake_data(error: Exception) -> bool:
-    """Whether torch raised because a kernel written in C++ looked for the numbers in a fake tensor."""
-    return "its data is not allocated yet" in str(error)
-
-
 def scripted_from(function: Any) -> Callable[..., Any] | None:
     """The Python function that `torch.jit.script` compiled, None where it was loaded from a file."""
     return getattr(function, "_torchdynamo_inline", None)
@@ -1227,12 +1231,10 @@ def symmetric_peers(memory: torch.Tensor, group_name: str) -> tuple[list[torch.T
 
 # ---- measuring
 
-_FASTEST_CLOCK = 3e9  # cycles a second; no GPU has more
-
 
 def occupy_gpu(seconds: float) -> None:
     """Give the current stream something to do for at least ``seconds``, which the host does not wait for."""
-    torch.cuda._sleep(round(seconds * _FASTEST_CLOCK))
+    torch.cuda._sleep(round(seconds * 3e9))  # cycles a second; no GPU has more
 
 
 def fakes_unsupported_errors() -> tuple[type[Exception], ...]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
 
 from weft.argument_checks import ArgumentChecks
 from weft.errors import AlreadyWrapped, ContainerWithoutForward, InvalidMesh, NoProcessGroup, UnsupportedPolicy
@@ -87,8 +87,8 @@ def check_mesh_dim_names(wrapper: str, mesh: DeviceMesh, names: tuple[str, ...])
         raise InvalidMesh(wrapper, mesh, f"{what}. Choose names of its dimensions, which are {there}")
 
 
-def check_policies(checks: ArgumentChecks, mp_policy: Any, offload_policy: Any) -> None:
-    """`mp_policy` names floating-point dtypes, and `offload_policy` is the default.
+def check_policies(checks: ArgumentChecks, mp_policy: Any, offload_policy: Any, offloads: bool = False) -> None:
+    """`mp_policy` names floating-point dtypes; `offload_policy` is the default, or CPUOffloadPolicy where `offloads`.
 
     Raises InvalidArgumentType, InvalidArgument, UnsupportedPolicy.
     """
@@ -106,7 +106,7 @@ def check_policies(checks: ArgumentChecks, mp_policy: Any, offload_policy: Any) 
                 raise checks.invalid(f"mp_policy.{name}", dtype, allowed, remedy)
     checks.boolean("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
     checks.kind("offload_policy", offload_policy, OffloadPolicy, "an OffloadPolicy", "Leave it out")
-    if type(offload_policy) is not OffloadPolicy:
+    if type(offload_policy) is not OffloadPolicy and not (offloads and isinstance(offload_policy, CPUOffloadPolicy)):
         raise UnsupportedPolicy(checks.function, f"offload_policy={offload_policy}")
 
 

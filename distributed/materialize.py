@@ -117,7 +117,7 @@ class _Place:
             layout, whole = self.key.layout, tensor.detach()
             if layout.model_parallel is not None:
                 whole = torch_adapter.local_tensor(distribute_tensor(whole, *layout.model_parallel, src_data_rank=None))
-            shard = layout.wrap(layout.cut(whole))
+            shard = layout.wrap(self.key.residence.keep(layout.cut(whole)))
         else:
             shard = distribute_tensor(tensor.detach(), self.meta.device_mesh, self.meta.placements, src_data_rank=None)
         return nn.Parameter(shard, self.meta.requires_grad)

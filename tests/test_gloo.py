@@ -35,18 +35,24 @@ def many_in_flight(rank: int, world: int, coalesced: bool) -> int:
 
 
 def every_dtype(rank: int, world: int) -> list[str]:
-    """The dtypes for which a gather is not what torch.distributed's own all_gather gives."""
+    """The dtypes for which a gather or a broadcast is not what all ranks' tensors say."""
     ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
     dtypes = [torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    dtypes += [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16]
     different = []
     for dtype in dtypes:
-        part = (torch.arange(12).reshape(3, 4).t() + rank).to(dtype)
-        expected = [torch.empty(4, 3, dtype=dtype) for _ in range(world)]
-        dist.all_gather(expected, part.contiguous())
-        whole = ops.wait_tensor(ops.all_gather_into_tensor(part, world, group))
-        if whole.dtype != dtype or not torch.equal(whole, torch.cat(expected)):
+        parts = [(torch.arange(12).reshape(3, 4).t() + r).to(dtype) for r in range(world)]
+        whole = ops.wait_tensor(ops.all_gather_into_tensor(parts[rank], world, group))
+        sent = [ops.broadcast(part, world - 1, group) for part in (parts[rank], parts[rank][0, 0])]
+        received = [ops.wait_tensor(tensor) for tensor in sent]
+        pairs = [(whole, torch.cat(parts)), (received[0], parts[-1]), (received[1], parts[-1][0, 0])]
+        if any(a.dtype != dtype or not torch.equal(_numbers(a), _numbers(b)) for a, b in pairs):
             different.append(str(dtype))
     return different
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_complex() else tensor.double()
 
 
 @pytest.mark.parametrize("coalesced", [False, True])
@@ -55,5 +61,5 @@ def test_gathers_in_flight_together(coalesced: bool) -> None:
     assert run_ranks(many_in_flight, 2, coalesced) == [0, 0]
 
 
-def test_gathers_of_every_dtype() -> None:
+def test_gathers_and_broadcasts_of_every_dtype() -> None:
     assert run_ranks(every_dtype, 2) == [[], []]

@@ -69,12 +69,16 @@ ALLOWED_TORCH = (
 MAX_LINES = 600
 
 PUBLIC = [
+    "CPUOffloadPolicy",
     "CompiledStep",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ReplicateModule",
     "StepGraph",
     "TrainState",
+    "UnshardHandle",
     "WeftError",
     "capture",
     "compile",
@@ -86,7 +90,9 @@ PUBLIC = [
     "materialize",
     "maybe_mark_dynamic",
     "opaque",
+    "register_fsdp_forward_method",
     "replicate",
+    "share_comm_ctx",
     "stopping",
 ]
 

@@ -9,16 +9,19 @@ As in torch, autograd does not see these calls: they write to the buffer's data.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from weft import errors, torch_adapter
+from weft import errors, thread_patches, torch_adapter
 from weft.capture.record.collective_work import CapturedFuture, CapturedWork, Write
 from weft.capture.user_code import user_line
+from weft.distributed.ops import take_shard
 
 Tensor = torch.Tensor
 Sizes = Sequence[int | torch.SymInt] | None
@@ -78,6 +81,9 @@ def functional_collectives() -> Iterator[None]:
             stack.enter_context(torch_adapter.redirected_collective(name, replacement))
         stack.enter_context(torch_adapter.functional_collectives_waited())
         stack.enter_context(torch_adapter.gloo_all_to_all_without_scatter())
+        placements = sys.modules.get("torch.distributed.tensor.placement_types")
+        if placements is not None:
+            stack.enter_context(thread_patches.replaced(placements, "mesh_scatter", _scatter_by_broadcast))
         yield
     capture.check_all_waited()
 
@@ -444,6 +450,26 @@ class _PartOfCoalesced:
 
     def wait(self, timeout: Any = None) -> None:
         raise errors.InvalidCollective("Work.wait", "the collective is coalesced; wait for the manager", user_line())
+
+
+@torch.no_grad()
+def _scatter_by_broadcast(
+    output: Tensor,
+    scatter_list: list[Tensor],
+    mesh: DeviceMesh,
+    mesh_dim: int = 0,
+    async_op: bool = False,
+    *,
+    group_src: int = 0,
+) -> None:
+    """What `distribute_tensor` scatters along a dimension of a mesh, from one rank of it, in one graph for all ranks.
+
+    That rank's chunks are broadcast, and each rank takes its own. All chunks have the shape of `output`.
+    """
+    group = mesh.get_group(mesh_dim).group_name
+    chunks = torch.stack(list(scatter_list))
+    received = _ops.wait_tensor(_ops.broadcast(chunks, group_src, group))
+    output.copy_(take_shard(received, len(scatter_list), group)[0])
 
 
 def _refusal(name: str, remedy: str) -> Callable[..., Any]:

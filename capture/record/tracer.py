@@ -52,6 +52,7 @@ from weft.capture.record.templates import Template
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
 from weft.capture.record.tracked_storages import was_tracked
+from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.state.code_names import opaque_code
 from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.hook_registrations import user_hook
@@ -65,7 +66,6 @@ from weft.errors import (
     CannotCapture,
     FunctionModeAround,
     PythonStateChanged,
-    UncapturableWrapper,
     UnrecordedDraw,
     UsedDuringCapture,
 )
@@ -241,10 +241,6 @@ class _StepCapture:
         self.learning_rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, StatePlace]] = []
         self.initialized: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
         self.outside = OutsideValues(self.recorder, self.state, watched=watched)
-        for module, path in self.state.modules.values():
-            if torch_adapter.is_fsdp_of_torch(module):
-                remedy = "use weft.fully_shard, which takes the same arguments"
-                raise UncapturableWrapper(path or "the model", "torch.distributed.fsdp.fully_shard", remedy)
         self.path = ModulePath(self.state)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []
@@ -305,6 +301,7 @@ class _StepCapture:
             stack.enter_context(torch_adapter.dtensors_in_captures())
             stack.enter_context(script_functions_uncompiled())
             stack.enter_context(functional_collectives())
+            stack.enter_context(wrapping_refused())
             stack.enter_context(self.outside.replaced())
             stack.enter_context(self.path.followed())
             stack.enter_context(self.hooks.counted())

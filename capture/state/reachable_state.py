@@ -39,6 +39,7 @@ from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.state.type_facts import FactsOfTypes, TypeFacts
+from weft.capture.state.wrappers_of_torch import refuse_wrapper_of_torch
 from weft.capture.step_interface import Role
 
 # Attributes of every nn.Module that do not change what its forward or backward does.
@@ -289,6 +290,7 @@ class ReachableState:
                 self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
+        refuse_wrapper_of_torch(module, path)
         self.modules[id(module)] = module, path
         self._class(type(module))
         prefix = f"{path}." if path else ""

@@ -41,6 +41,11 @@ class ParameterCast:
             # Also when forward raises: checkpointing stops a second forward early with an exception.
             module.register_forward_hook(self._leave, always_call=True)
 
+    def reset(self) -> None:
+        """Put the parameters back after an exception left the forward of a part that is no hook's business."""
+        self._running.clear()
+        self._restore()
+
     def _enter(self, module: nn.Module, _args: Any) -> None:
         if not self._running:
             self._replace(self._under[module])

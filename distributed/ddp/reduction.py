@@ -11,7 +11,7 @@ operations on every backend (gloo has no average), and no overflow in float16.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,9 @@ class GradientReduction:
 
     `dtype` is what gradients travel in (None: their own). A gradient that several backwards added up without
     synchronization is averaged as a whole. A parameter that took no part in a backward keeps its gradient,
-    None included, and sends nothing: that set must be the same on all ranks.
+    None included, and sends nothing: that set must be the same on all ranks, unless `reduce_unused` is set. Then every
+    trainable parameter is reduced at the end of backward, in one order on all ranks, with zeros for what is missing.
+    `hook` is called with every averaged gradient, in `dtype`, which it may change in place.
 
     It lives as long as one of the parameters, wherever that has gone since, and keeps none of them: what a hook holds,
     its parameter holds, where Python's garbage collector cannot see it.
@@ -47,10 +49,13 @@ class GradientReduction:
     def __init__(self, group_name: str, divide_factor: float, dtype: torch.dtype | None) -> None:
         self.enabled = True
         self.divide_factor = divide_factor
+        self.reduce_unused = False
+        self.hook: Callable[[torch.Tensor], None] | None = None
         self._group_name = group_name
         self._dtype = dtype
         self._hooked: MutableMapping[nn.Parameter, RemovableHandle] = WeakTensorKeyDictionary()
         self._pending: dict[nn.Parameter, _Pending] = {}
+        self._at_end = False
 
     def attach(self, slots: Sequence[ModuleSlot]) -> None:
         """Put the hook on every trainable parameter that is in a slot now and has none.
@@ -66,10 +71,38 @@ class GradientReduction:
     def _hook(self, path: str):
         def reduce_gradient(param: torch.Tensor) -> None:
             assert isinstance(param, nn.Parameter)
-            if self.enabled:
+            if self.enabled and not self.reduce_unused:
                 self._issue(param, path)
 
         return reduce_gradient
+
+    def reduce_all_at_end(self, slots: Sequence[ModuleSlot]) -> None:
+        """Called inside a backward: with `reduce_unused`, have all parameters in `slots` reduced at its end."""
+        if self.enabled and self.reduce_unused and not self._at_end:
+            self._at_end = True
+            torch_adapter.after_backward(lambda: self._reduce_all(slots))
+
+    @torch.no_grad()
+    def _reduce_all(self, slots: Sequence[ModuleSlot]) -> None:
+        self._at_end = False
+        for path, param in parameters(slots):
+            if param.requires_grad:
+                # A gradient that an earlier backward averaged is the same on all ranks, and so is its average.
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                self._issue(param, path)
+
+    def recover(self) -> None:
+        """At a forward outside of any backward: nothing is left to do from a backward that an exception cut short."""
+        self._at_end = False
+
+    def reset(self, slots: Sequence[ModuleSlot]) -> None:
+        """Forget an iteration: the all-reduces on their way, and all gradients of the parameters in `slots`."""
+        for pending in self._pending.values():
+            torch.ops._c10d_functional.wait_tensor(pending.result)
+        self._pending.clear()
+        self._at_end = False
+        for _, param in parameters(slots):
+            param.grad = None
 
     @torch.no_grad()
     def _issue(self, param: nn.Parameter, path: str) -> None:
@@ -96,4 +129,6 @@ class GradientReduction:
         del self._pending[pending.param]
         if pending.param.grad is not pending.local:
             raise errors.GradientLost(pending.path)
+        if self.hook is not None:
+            self.hook(average)
         pending.local.copy_(average)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+import weft.gloo  # noqa: F401 - broadcasts on the CPU of dtypes that gloo does not know
 from weft import errors, torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.distributed.arguments import (
@@ -32,7 +33,7 @@ from weft.distributed.arguments import (
 from weft.distributed.ddp.precision import ParameterCast
 from weft.distributed.ddp.reduction import GradientReduction
 from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
-from weft.distributed.mixed_precision import cast_floating
+from weft.distributed.mixed_precision import cast_floating, tensors_in
 
 _log = logging.getLogger(__name__)
 _ARGUMENTS = ArgumentChecks("replicate")
@@ -50,6 +51,7 @@ def replicate(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    forward_sync_buffers: bool = ...,
 ) -> _M:
     """Replicate one module; return it."""
 
@@ -63,6 +65,7 @@ def replicate(
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: Any = ...,
+    forward_sync_buffers: bool = ...,
 ) -> list[nn.Module]:
     """Replicate the modules of a list together; return the list."""
 
@@ -75,6 +78,7 @@ def replicate(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    forward_sync_buffers: bool = True,
 ) -> nn.Module | list[nn.Module]:
     """Replicate `module` (or each module of a list) over a mesh, in place; return it.
 
@@ -91,6 +95,9 @@ def replicate(
             inputs of forward. Gradients arrive in the parameters' own dtype.
         ignored_params: neither broadcast, nor cast, nor reduced.
         dp_mesh_dims: torch's DataParallelMeshDims with `replicate` names only: what to average over.
+        forward_sync_buffers: DistributedDataParallel's argument (`broadcast_buffers` in torch 2.11): give all ranks the
+            first rank's buffers, such as BatchNorm's statistics, before the first forward and after each one with
+            gradients. torch's `replicate` never does.
 
     Raises InvalidArgument, InvalidArgumentType, InvalidMesh, NoProcessGroup, AlreadyWrapped, UnsupportedParameter (a
     DTensor), UnsupportedPolicy (offloading), ContainerWithoutForward.
@@ -99,7 +106,8 @@ def replicate(
     check_mesh(_ARGUMENTS, mesh, dp_mesh_dims)
     check_policies(_ARGUMENTS, mp_policy, offload_policy)
     ignored = check_ignored(_ARGUMENTS, ignored_params)
-    state = _State(roots, _replica_mesh(mesh, dp_mesh_dims), mp_policy, ignored)
+    _ARGUMENTS.boolean("forward_sync_buffers", forward_sync_buffers)
+    state = _State(roots, _replica_mesh(mesh, dp_mesh_dims), mp_policy, ignored, forward_sync_buffers)
     state.install()
     for root in roots:
         root.__dict__[_STATE] = state
@@ -149,6 +157,34 @@ class ReplicateModule:
         check_divide_factor(_METHODS, factor)
         self._replicate_state.reduction.divide_factor = factor
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters without a gradient take part in the reduction, with zeros.
+
+        For ranks that use different parameters. All gradients are then reduced at the end of backward.
+        """
+        _METHODS.boolean("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for state in self._states(recurse):
+            state.reduction.reduce_unused = reduce_scatter_unused_params
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook` with every averaged gradient, in the reduce dtype; it may change it in place.
+
+        Parameters are reduced one by one, so it is called once for each of them. `stream` is ignored: the hook is
+        part of the step like any other code.
+        """
+        remedy = "Pass a function of one tensor; without a hook, do not call this"
+        _METHODS.function_or_callable("hook", hook, remedy)
+        self._replicate_state.reduction.hook = hook
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: forget that iteration. Gradients become None, earlier ones too."""
+        for state in self._states(recurse=True):
+            state.reset()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in here add up gradients without averaging; afterwards each module is as before."""
@@ -189,6 +225,43 @@ class ReplicateModule:
         """Does nothing, as :meth:`set_modules_to_forward_prefetch`."""
         _means_nothing("set_modules_to_backward_prefetch")
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Does nothing, as :meth:`unshard`."""
+        _means_nothing("set_unshard_in_backward")
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Does nothing: gradients are always summed on the wire, and divided before. Logged once."""
+        _means_nothing("set_force_sum_reduction_for_comms")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Does nothing: there is no all-gather that could wait for it. Logged once."""
+        _means_nothing("set_post_optim_event")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Does nothing: there is no all-gather. Logged once."""
+        _means_nothing("set_custom_all_gather")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Does nothing: there is no reduce-scatter. Logged once."""
+        _means_nothing("set_custom_reduce_scatter")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Does nothing: there is no reduce-scatter. Logged once."""
+        _METHODS.number("max_input_buffers", max_input_buffers, least=1, whole=True)
+        _means_nothing("set_reduce_scatter_max_input_buffers")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Does nothing: there is no reduce-scatter. Logged once."""
+        _means_nothing("set_separate_reduce_scatter_group")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Does nothing: the compiler plans communication memory. Logged once."""
+        _means_nothing("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Does nothing: knobs.transports says whether symmetric memory is used. Logged once."""
+        _means_nothing("set_symm_mem_for_comm")
+
     def _states(self, recurse: bool) -> list[_State]:
         assert isinstance(self, nn.Module)
         _METHODS.boolean("recurse", recurse)
@@ -204,15 +277,22 @@ class _State:
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
         ignored: set[nn.Parameter],
+        forward_sync_buffers: bool,
     ) -> None:
         nested = [m for root in roots for m in root.modules() if isinstance(m, ReplicateModule)]
         self._roots = roots
+        self._outer: _State | None = None
+        for state in _states_in(nested):
+            state._outer = self if state._outer is None else state._outer
         self._policy = policy
         self._device_type = mesh.device_type
         self._group_name = mesh.get_group(0).group_name
         self._modules = managed_modules(roots, nested)  # type: ignore[arg-type]
         self._slots = parameter_slots(self._modules, ignored)
         self._broadcast_done = False
+        self._sync_buffers = forward_sync_buffers
+        self._buffers_are_stale = True
+        self._cast: ParameterCast | None = None
         self.reduction = GradientReduction(self._group_name, mesh.size(), policy.reduce_dtype or policy.param_dtype)
 
     def install(self) -> None:
@@ -221,34 +301,75 @@ class _State:
             self._move()
             self.broadcast()
         if self._policy.param_dtype is not None:
-            ParameterCast(self._slots, self._modules, self._policy.param_dtype).install()
+            self._cast = ParameterCast(self._slots, self._modules, self._policy.param_dtype)
+            self._cast.install()
         for root in self._roots:
             root.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            if self._policy.output_dtype is not None:
-                root.register_forward_hook(self._after_forward)
+            root.register_forward_hook(self._after_forward)
 
     @torch.no_grad()
     def broadcast(self) -> None:
         if (path := self._on_meta()) is not None:
             raise errors.NotMaterialized(path)
         for tensor in self._tensors():
-            sent = torch.ops._c10d_functional.broadcast(tensor.detach().contiguous(), 0, self._group_name)
-            tensor.copy_(torch.ops._c10d_functional.wait_tensor(sent))
+            self._take_from_first_rank([tensor])
         self.reduction.attach(self._slots)
         self._broadcast_done = True
+
+    def _take_from_first_rank(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give tensors of one dtype and device the values that they have on the first rank, in one collective."""
+        sent = tensors[0].detach().contiguous() if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+        received = torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.broadcast(sent, 0, self._group_name)
+        )
+        for tensor, values in zip(tensors, received.reshape(-1).split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+    @torch.no_grad()
+    def _update_buffers(self) -> None:
+        """Broadcast the buffers before the first forward, and after each with gradients that are to be averaged.
+
+        The rule is DistributedDataParallel's. It does not look at the buffers: all ranks must broadcast, or none.
+        """
+        if self._sync_buffers and self._buffers_are_stale:
+            alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+            for buffer in buffers(self._modules):
+                alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+            for tensors in alike.values():
+                self._take_from_first_rank(tensors)
+
+    def reset(self) -> None:
+        if self._cast is not None:
+            self._cast.reset()
+        self.reduction.reset(self._slots)
 
     def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._broadcast_done:
             raise errors.NotMaterialized(self._on_meta())
         self.reduction.attach(self._slots)
+        if not torch_adapter.in_backward():  # else checkpointing runs the same forward again
+            self.reduction.recover()
+            self._update_buffers()
+            self._buffers_are_stale = torch.is_grad_enabled() and self.reduction.enabled
         dtype = self._policy.param_dtype
         if dtype is None or not self._policy.cast_forward_inputs:
             return None
         return cast_floating((args, kwargs), dtype)
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        assert self._policy.output_dtype is not None
-        return cast_floating(output, self._policy.output_dtype)
+        if self.reduction.reduce_unused and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._reduce_all_at_end)
+        return output if self._policy.output_dtype is None else cast_floating(output, self._policy.output_dtype)
+
+    def _reduce_all_at_end(self, _grad: torch.Tensor) -> None:
+        # All modules of the tree, in one order: on this rank, some may take no part in backward.
+        top = self
+        while top._outer is not None:
+            top = top._outer
+        for state in _states_in(part for root in top._roots for part in root.modules()):
+            state.reduction.reduce_all_at_end(state._slots)
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for _, param in parameters(self._slots):

@@ -21,6 +21,7 @@ from weft.distributed.ddp import ReplicateModule
 from weft.distributed.fsdp.layout import layout_of
 from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, data_parallel_mesh, mesh_device
 from weft.distributed.fsdp.module import FSDPModule, wrap_class
+from weft.distributed.fsdp.offload import ShardHome
 from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
 from weft.distributed.fsdp.reduction import ReduceOptions
 from weft.distributed.fsdp.state import ManagedParameter, ShardedState, set_state, state_of, states_in
@@ -103,7 +104,7 @@ def fully_shard(
         shard_placement_fn: from parameter to the Shard(dim) to split it by (None: Shard(0)), or to torch's
             ShardPlacementResult, which names a mesh as well.
         mp_policy: dtypes of computation, reduction and outputs.
-        offload_policy: only the default; weft does not offload to the CPU.
+        offload_policy: CPUOffloadPolicy keeps shards, their gradients and so the optimizer's state on the host.
         ignored_params: left as they are.
         dp_mesh_dims: torch's DataParallelMeshDims: `mesh` is that of every kind of parallelism, parameters
         are
@@ -115,13 +116,14 @@ def fully_shard(
     """
     modules = wrapped_modules(_ARGUMENTS, module, (FSDPModule, ReplicateModule))
     check_mesh(_ARGUMENTS, mesh, dp_mesh_dims)
-    check_policies(_ARGUMENTS, mp_policy, offload_policy)
+    check_policies(_ARGUMENTS, mp_policy, offload_policy, offloads=True)
     ignored = check_ignored(_ARGUMENTS, ignored_params)
     _check_resharding(reshard_after_forward)
     if shard_placement_fn is not None:
         _check_placement_fn(shard_placement_fn)
     axes = data_parallel_mesh(mesh, dp_mesh_dims)
     device = mesh_device(axes.mesh)
+    residence = ShardHome(device, offload_policy)
     small, reshard = _resharding(reshard_after_forward, axes)
     options = ReduceOptions()
     managed = _managed_modules(modules)
@@ -129,7 +131,7 @@ def fully_shard(
     for slots, path in _parameters(managed, ignored):
         param = _already_sharded(slots[0].get(), modules)
         if param is None:
-            param = _shard(slots, path, axes, shard_placement_fn, mp_policy, options, device)
+            param = _shard(slots, path, axes, shard_placement_fn, mp_policy, options, residence)
             param.small = small
         members.append(ManagedParameter(param, slots))
     for member in members:
@@ -258,7 +260,7 @@ def _shard(
     placement_fn: Placement | None,
     policy: MixedPrecisionPolicy,
     options: ReduceOptions,
-    device: torch.device,
+    residence: ShardHome,
 ) -> ShardedParameter:
     param = slots[0].get()
     if not param.is_contiguous():
@@ -273,10 +275,8 @@ def _shard(
     shard = layout.cut(torch_adapter.local_tensor(param) if isinstance(param, DTensor) else param.detach())
     if hasattr(shard, "fsdp_pre_all_gather"):
         raise UnshardableParameter(path, f"is a {type(shard).__name__} that gathers itself (fsdp_pre_all_gather)")
-    if not shard.is_meta:
-        shard = shard.to(device)
-    sharded = nn.Parameter(layout.wrap(shard), requires_grad=param.requires_grad)
-    result = ShardedParameter(path, slots[0], sharded, layout, policy, options)
+    sharded = nn.Parameter(layout.wrap(residence.keep(shard)), requires_grad=param.requires_grad)
+    result = ShardedParameter(path, slots[0], sharded, layout, policy, options, residence)
     _sharded_from[param] = result
     return result
 

@@ -31,7 +31,8 @@ class ReduceGradient(torch.autograd.Function):
     def forward(ctx: Any, sharded: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
         """The anchor: the gathered parameter's shape in the compute dtype, every stride 0, one element of memory."""
         ctx.param = param
-        return torch.empty((), dtype=param.compute_dtype, device=sharded.device).expand(param.layout.shape)
+        device = param.residence.device
+        return torch.empty((), dtype=param.compute_dtype, device=device).expand(param.layout.shape)
 
     @staticmethod
     @torch_adapter.untraced
@@ -63,14 +64,21 @@ class Attach(torch.autograd.Function):
 
 
 class AfterBackward(torch.autograd.Function):
-    """Pass the inputs of a module through; call `done` when backward has got past the module."""
+    """Pass the inputs of a module through; call `done` when backward has got past the module.
+
+    The inputs are the user's, so they may belong to transforms of torch.func and carry tangents, which pass too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(done: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``inputs`` as they are."""
-        ctx.done = done
-        ctx.set_materialize_grads(False)
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        """Keep ``done`` for backward."""
+        ctx.done = inputs[0]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     @torch_adapter.untraced
@@ -78,3 +86,13 @@ class AfterBackward(torch.autograd.Function):
         """Call ``done``; gradients pass unchanged."""
         ctx.done()
         return None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Tangents pass unchanged."""
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents[1:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """Batched inputs pass unchanged."""
+        return AfterBackward.apply(*args), in_dims[1:]

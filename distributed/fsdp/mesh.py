@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft import torch_adapter
@@ -17,6 +18,18 @@ _TOO_MANY = (
     "dp_mesh_dims="
 )
 _NO_NAMES = "a mesh of two dimensions needs names. Create it with mesh_dim_names=('replicate', 'shard')"
+
+
+if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+    DataParallelMeshDims = torch.distributed.fsdp.DataParallelMeshDims
+else:  # torch 2.11
+
+    @dataclass
+    class DataParallelMeshDims:
+        """Names of the dimensions of a mesh that are for data: to shard over, and to replicate over."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from weft import torch_adapter
 from weft.distributed.fsdp.autograd import Attach, ReduceGradient
 from weft.distributed.fsdp.layout import ShardLayout
 from weft.distributed.fsdp.mesh import Axis
+from weft.distributed.fsdp.offload import ShardHome
 from weft.distributed.fsdp.reduction import (
     Division,
     ReduceOptions,
@@ -57,6 +58,7 @@ class ShardedParameter:
         layout: how it is cut.
         policy: dtypes of gathering and reducing.
         options: how its gradient is reduced; shared with the wrapped module that owns the parameter.
+        residence: where the shard lives.
         on_gradient: called when backward brings a gradient.
         small: the axis to gather it over again where it was resharded to a smaller world after forward.
 
@@ -74,6 +76,7 @@ class ShardedParameter:
     layout: ShardLayout
     policy: MixedPrecisionPolicy
     options: ReduceOptions
+    residence: ShardHome
     small: Axis | None = None
     gathered: torch.Tensor | None = None
     gathered_from: int = 0
@@ -179,7 +182,7 @@ class ShardedParameter:
         """The whole in the compute dtype; a view of the shard where nothing is split or cast."""
         self.gathered_from = self._version
         if not self._is_split:
-            shard, dtype = self.shard, self.compute_dtype
+            shard, dtype = self._fetched(), self.compute_dtype
             return self.layout.wrap_whole(shard.detach() if shard.dtype == dtype else shard.to(dtype))
         if self.pending is not None and self.pending[1] != self.gathered_from:
             torch.ops._c10d_functional.wait_tensor(self.pending[0])
@@ -199,8 +202,11 @@ class ShardedParameter:
             axis, part = self.small, self.kept[0]
         else:
             size = self.layout.shape[self.layout.dim or 0]
-            part = pad_shard(self._to_front(self.shard), size, axis.size, self.compute_dtype)
+            part = pad_shard(self._to_front(self._fetched()), size, axis.size, self.compute_dtype)
         return torch.ops._c10d_functional.all_gather_into_tensor(part, axis.size, axis.group_name)
+
+    def _fetched(self) -> torch.Tensor:
+        return self.residence.fetch(self.shard, self.path)
 
     def _attach(self) -> None:
         """Let gradients reach the leaf through the gathered tensor, or not, as the leaf says now."""
@@ -262,7 +268,7 @@ class ShardedParameter:
         if grad is None:
             if not self.options.reduce_unused:
                 return
-            grad = self.shard.new_zeros(self.layout.shape, dtype=self.compute_dtype)
+            grad = torch.zeros(self.layout.shape, dtype=self.compute_dtype, device=self.residence.device)
         with torch.no_grad():
             reduced = self._reduced(grad)
         if reduced is not None:
@@ -312,7 +318,7 @@ class ShardedParameter:
             shard = self._from_front(unpad_shard(part, size, axis.group_name, self.sharded.dtype))
         else:
             shard = part.to(self.sharded.dtype)
-        return torch_adapter.dtensor_like(shard, self.sharded)
+        return torch_adapter.dtensor_like(self.residence.keep_gradient(shard), self.sharded)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

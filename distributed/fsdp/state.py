@@ -66,6 +66,7 @@ class Context:
             torch_adapter.after_backward(self.after_backward)
 
     @torch_adapter.untraced
+    @torch_adapter.outside_transforms()
     def gather_again(self, param: ShardedParameter) -> torch.Tensor:
         """A parameter that autograd needs; inside a backward it is then kept to the end of it at most."""
         if not torch_adapter.in_backward():
@@ -156,14 +157,17 @@ class ShardedState:
         """Whether parameters are resharded after forward; without a setting, everywhere but at the root module."""
         return not self.is_root if self.reshard is None else self.reshard
 
+    @torch_adapter.outside_transforms()
     def launch(self) -> None:
         """Start the all-gathers; `unshard` waits for them."""
         for member in self.members:
             self._check(member)
             member.param.launch()
 
+    @torch_adapter.outside_transforms()
     def unshard(self) -> None:
-        """Put the gathered parameters into the modules."""
+        """Put the gathered parameters into the modules. They belong to no transform of torch.func: a call inside
+        `jvp` or `grad` leaves them for calls outside."""
         self.launch()
         for member in self.members:
             member.put(member.param.acquire(self))
@@ -206,7 +210,7 @@ class ShardedState:
         if self.policy.cast_forward_inputs and self.policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.policy.param_dtype)
         self.unshard()
-        self._start_saving()
+        self._start_saving(module, again)
         if again:
             return args, kwargs
         self.phase = Phase.FORWARD
@@ -269,8 +273,12 @@ class ShardedState:
         dtype = self.policy.output_dtype
         return output if dtype is None else cast_floating(output, dtype)
 
-    def _start_saving(self) -> None:
-        if self.reshard_after_forward and torch.is_grad_enabled():
+    def _start_saving(self, module: nn.Module, again: bool) -> None:
+        # torch.func forbids these hooks. What autograd saves then keeps the gathered parameters until backward.
+        wanted = self.reshard_after_forward and torch.is_grad_enabled() and not torch_adapter.in_transform()
+        # torch's composable `checkpoint` has hooks on the module itself. In forward they are inside of these, and see
+        # all that autograd saves. When the module runs again they are outside, and must see as much.
+        if wanted and not (again and torch_adapter.checkpoints_itself(module)):
             hooks = saved_as_recipes([m.param for m in self.members], self.context.gather_again)
             hooks.__enter__()
             self.saving.append(hooks)

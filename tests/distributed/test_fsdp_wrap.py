@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -346,11 +346,6 @@ def on_meta(mesh: Any) -> None:
         (replaced, errors.ParameterReplaced, "sharded parameter weight there is a torch.float32 tensor"),
         (on_meta, errors.MetaParameters, "weight, bias"),
         (lambda mesh: fully_shard(sharded(mesh), mesh=mesh), errors.AlreadyWrapped, "FSDPSequential"),
-        (
-            lambda mesh: sharded(mesh, offload_policy=CPUOffloadPolicy()),
-            errors.UnsupportedPolicy,
-            "offload_policy",
-        ),
         (
             lambda mesh: sharded(mesh, reshard_after_forward=3),
             errors.InvalidReshardSize,

@@ -187,12 +187,6 @@ FULLY_SHARD = [
         "'no'",
         T,
     ),
-    Misuse(
-        "weft.fully_shard(linear(), offload_policy=CPUOffloadPolicy())",
-        "offload_policy",
-        "CPUOffloadPolicy",
-        NotImplementedError,
-    ),
     Misuse("weft.fully_shard(linear(), offload_policy='cpu')", "offload_policy", "'cpu'", T),
     Misuse("weft.fully_shard(linear(), offload_policy=True)", "offload_policy", "True", T),
     Misuse("m = linear(); weft.fully_shard(m, ignored_params=[m.weight])", "ignored_params", "list", T),
