@@ -46,7 +46,8 @@ class Fragment:
 def trace(
     function: Callable[..., Any], node: Node, mode: FakeTensorMode, numbers: Mapping[sympy.Symbol, Number]
 ) -> Fragment | None:
-    """What ``function`` does in the place of ``node``; None where it says NotImplemented.
+    """What ``function`` does in the place of ``node``; None where it says NotImplemented, or asks for a size that only
+    the data decides.
 
     Args:
         numbers: each symbol of the operands' sizes as a number.
@@ -59,7 +60,10 @@ def trace(
         operands = {used: _stand_in(recorder, used.meta["val"]) for used in node.all_input_nodes}
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: operands[used])
         with recorder:
-            out = function(*args, **kwargs)
+            try:
+                out = function(*args, **kwargs)
+            except torch_adapter.data_dependent_errors():
+                return None
     if out is NotImplemented:
         return None
     recorder.graph.output([recorder.value(value) for value in (out if isinstance(out, (list, tuple)) else [out])])

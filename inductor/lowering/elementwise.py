@@ -110,9 +110,12 @@ def _concrete(value: Any) -> Any:
 
 
 def has_distinct_elements(out: Lowering, result: int = 0) -> bool:
-    """Whether no two elements of a result share memory, so that each is stored once."""
-    fake = out.fake(result)
-    return all(stride != 0 or size == 1 for size, stride in zip(fake.shape, fake.stride(), strict=True))
+    """Whether no two elements of a result share memory, so that each is stored once.
+
+    A stride that only the data decides is a product of sizes, and 0 only where there is no element.
+    """
+    operand = out.result(result)
+    return all(stride != 0 or size == 1 for size, stride in zip(operand.sizes, operand.strides, strict=True))
 
 
 def store_result(out: Lowering, value: Expression, result: int = 0) -> None:
