@@ -359,6 +359,18 @@ class UncapturableLayout(WeftError):
         )
 
 
+class ScriptedModule(WeftError, NotImplementedError):
+    """The step calls a module that was compiled by ``torch.jit.script`` or ``torch.jit.trace``."""
+
+    def __init__(self, module: str, line: str) -> None:
+        super().__init__(
+            f"cannot capture the scripted module {module} at {line}: its parameters and its code are held by "
+            "TorchScript's executor, where no Python sees them. Train the module that it was made from "
+            "(torch.jit.script it after training, to deploy it), or run the step uncompiled with "
+            'weft.compile(..., fallback="eager")'
+        )
+
+
 class UnstridedArgument(WeftError, NotImplementedError):
     """An argument of the step is a tensor that is not strided."""
 

@@ -292,6 +292,8 @@ class ReachableState:
     def _module(self, module: torch.nn.Module, path: str) -> None:
         refuse_wrapper_of_torch(module, path)
         self.modules[id(module)] = module, path
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # its state is in C++; a call of it is refused
         self._class(type(module))
         prefix = f"{path}." if path else ""
         own = vars(module)

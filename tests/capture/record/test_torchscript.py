@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+from torch import nn
 
 import weft
+from weft.errors import ScriptedModule
 
 aten = torch.ops.aten
 
@@ -62,3 +68,24 @@ def test_a_step_with_scripted_helpers_gives_what_it_gives_uncompiled() -> None:
     found = weft.compile(step)(x)
     assert torch.equal(found, wanted)
     torch.testing.assert_close(weight.grad, gradient)
+
+
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.randn(2, 4))])
+def test_a_scripted_module_is_refused_by_name(compiled: Callable[[nn.Module], Any]) -> None:
+    module = compiled(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return module(x).sum()
+
+    with pytest.raises(ScriptedModule, match=r"Sequential.*test_torchscript.py"):
+        weft.compile(step)(torch.randn(2, 4))
+    assert torch.equal(weft.compile(step, fallback="eager")(torch.ones(2, 4)), step(torch.ones(2, 4)))
+
+
+def test_a_scripted_module_that_is_not_called_does_not_matter() -> None:
+    module = torch.jit.script(nn.Linear(4, 4))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if isinstance(module, nn.Module) else x
+
+    assert torch.equal(weft.compile(step)(torch.ones(3)), torch.ones(3).sin())
