@@ -1,0 +1,244 @@
+"""How much of other people's training code weft captures, and whether the numbers are eager's, bit for bit.
+
+    python bench/coverage.py --family hf --out out/coverage.jsonl     # Hugging Face architectures, tiny configurations
+    python bench/coverage.py --family timm                            # one model of each family of timm
+    python bench/coverage.py --family code                            # pieces of training code (training_code.py)
+    python bench/coverage.py --report --out out/coverage.jsonl        # the table of what a file holds
+
+Every case trains for three calls on a CPU, eagerly and compiled, from the same seeds. What the step returned and the
+state that it trained are compared. Each case ends in one of these outcomes:
+
+    equal       captured, the same bits
+    different   captured, other bits: a fault
+    refused     weft raised an error of its own
+    crashed     another exception, or no result within the time limit: a fault
+    not run     the eager step failed, or the library is not installed
+
+One JSON line a case is written as soon as it is known; cases that the file holds already are not run again. Cases run
+in a worker process, which is replaced when it dies or exceeds the time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import random
+import time
+import traceback
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from coverage_case import Case
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import weft
+from weft.errors import WeftError
+
+OUTCOMES = ("equal", "different", "refused", "crashed", "not run")
+Row = dict[str, Any]
+
+
+def cases(family: str) -> dict[str, Case]:
+    """All cases of a family by name; each makes a fresh step from fixed seeds."""
+    if family == "hf":
+        from coverage_hf import hf_cases
+
+        return hf_cases()
+    if family == "timm":
+        from coverage_timm import timm_cases
+
+        return timm_cases()
+    from training_code import code_cases
+
+    return code_cases()
+
+
+# ---- one case
+
+
+def run_case(case: Case) -> Row:
+    """Train eagerly, then compiled, and compare; see the module's text for the outcomes."""
+    start = time.perf_counter()
+    try:
+        expected, _ = _train(case, compiled=False)
+    except Exception as error:  # noqa: BLE001, whatever a library raises
+        return {"outcome": "not run", "error": _shown(error)}
+    eager = time.perf_counter() - start
+    try:
+        found, captures = _train(case, compiled=True)
+    except WeftError as error:
+        return {"outcome": "refused", "error": _shown(error)}
+    except Exception as error:  # noqa: BLE001
+        return {"outcome": "crashed", "error": _shown(error), "trace": traceback.format_exc()[-3000:]}
+    seconds = {"eager_s": round(eager, 2), "weft_s": round(time.perf_counter() - start - eager, 2)}
+    difference = _difference(expected, found)
+    if difference:
+        return {"outcome": "different", "error": difference, "captures": captures, **seconds}
+    return {"outcome": "equal", "captures": captures, **seconds}
+
+
+def _train(case: Case, compiled: bool) -> tuple[Any, int]:
+    _seed(0)
+    trained = case()
+    step = weft.compile(trained.step) if compiled else trained.step
+    _seed(1)
+    returned = [tree_map_only(torch.Tensor, _copied, step(batch)) for batch in trained.batches]
+    state = tree_map_only(torch.Tensor, _copied, trained.state())
+    return (returned, state), len(step.captures) if isinstance(step, weft.CompiledStep) else 0
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _difference(expected: Any, found: Any) -> str:
+    """What differs; empty where all bits are the same."""
+    pairs = list(zip(tree_leaves(expected), tree_leaves(found), strict=False))
+    if len(tree_leaves(expected)) != len(tree_leaves(found)):
+        return f"{len(tree_leaves(found))} values, eager has {len(tree_leaves(expected))}"
+    unequal = [at for at, (one, other) in enumerate(pairs) if not _same(one, other)]
+    if not unequal:
+        return ""
+    one, other = pairs[unequal[0]]
+    distance = ""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
+        distance = f", by {(one.double() - other.double()).abs().max().item():.3g}"
+    return f"{len(unequal)} of {len(pairs)} values, the first is number {unequal[0]}{distance}"
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and torch.equal(
+                one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+            )
+        )
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+def _shown(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:1500]
+
+
+# ---- all cases
+
+
+def _worker(connection: Connection, family: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    known = cases(family)
+    while (name := connection.recv()) is not None:
+        connection.send(run_case(known[name]))
+
+
+class Worker:
+    """A process that runs cases one after the other."""
+
+    def __init__(self, family: str, threads: int) -> None:
+        self._connection, other = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_worker, args=(other, family, threads), daemon=True)
+        self._process.start()
+        other.close()
+
+    def run(self, name: str, limit: float) -> Row | None:
+        """The row of a case; None where the process is gone or was too slow, and was ended."""
+        try:
+            self._connection.send(name)
+            if self._connection.poll(limit):
+                return self._connection.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass
+        self._process.kill()
+        self._process.join()
+        return None
+
+
+def measure(family: str, names: list[str], out: Path, limit: float, threads: int) -> None:
+    """Run the named cases of a family and append their rows to a file."""
+    worker = None
+    for name in names:
+        worker = worker or Worker(family, threads)
+        row = worker.run(name, limit)
+        if row is None:
+            worker = None
+            row = {"outcome": "crashed", "error": f"the process died or gave no result within {limit:.0f} s"}
+        row = {"family": family, "name": name, **row}
+        with out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(
+            f"{row['outcome']:10} {name}  {row.get('error', '').splitlines()[0][:150] if row.get('error') else ''}",
+            flush=True,
+        )
+
+
+def report(rows: list[Row]) -> None:
+    """Print the outcomes of each family, the share that was captured, and why others were not."""
+    for family in dict.fromkeys(row["family"] for row in rows):
+        here = [row for row in rows if row["family"] == family]
+        count = Counter(row["outcome"] for row in here)
+        ran = len(here) - count["not run"]
+        captured = count["equal"] + count["different"]
+        print(
+            f"\n{family}: {ran} ran, {captured / max(ran, 1):.1%} captured; "
+            + ", ".join(f"{count[each]} {each}" for each in OUTCOMES)
+        )
+        why = Counter(
+            (row["outcome"], row["error"].splitlines()[0][:110])
+            for row in here
+            if row["outcome"] in ("refused", "crashed", "different")
+        )
+        for (outcome, error), times in why.most_common():
+            print(f"  {times:3} {outcome:9} {error}")
+        slow = sorted(row["weft_s"] for row in here if "weft_s" in row)
+        if slow:
+            print(f"  three calls compiled: median {slow[len(slow) // 2]:.1f} s, slowest {slow[-1]:.1f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", choices=["hf", "timm", "code"], nargs="*", default=["hf", "timm", "code"])
+    parser.add_argument("--names", nargs="*", help="cases to run; a part of the name is enough")
+    parser.add_argument("--out", type=Path, default=Path("out/coverage.jsonl"))
+    parser.add_argument("--limit", type=float, default=180, help="seconds a case may take")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if not options.report:
+        for family in options.family:
+            wanted = [
+                name for name in cases(family) if not options.names or any(part in name for part in options.names)
+            ]
+            known = {(row["family"], row["name"]) for row in _rows(options.out)} if not options.names else set()
+            measure(
+                family,
+                [name for name in wanted if (family, name) not in known],
+                options.out,
+                options.limit,
+                options.threads,
+            )
+    report(_rows(options.out))
+
+
+def _rows(out: Path) -> list[Row]:
+    """The newest row of each case."""
+    lines = out.read_text().splitlines() if out.exists() else []
+    return list({(row["family"], row["name"]): row for row in map(json.loads, lines)}.values())
+
+
+if __name__ == "__main__":
+    main()
