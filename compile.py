@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import logging
 import threading
+import traceback
 import types
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
@@ -41,6 +42,8 @@ from weft.errors import (
     CannotCopyStep,
     CaptureValueEscaped,
     GraphMismatch,
+    GroupMismatch,
+    ScheduleTimeout,
     StaleAutocastCopy,
     StoreLost,
     WeftError,
@@ -51,6 +54,9 @@ from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
+
+# Errors of some or all ranks because of others.
+_RANKS_DIFFER = (GraphMismatch, GroupMismatch, AgreementTimeout, StoreLost, ScheduleTimeout)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -203,19 +209,23 @@ class CompiledStep(Generic[P, R]):
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
         try:
             entry = self.capture(args, kwargs, reasons)
-        except (GraphMismatch, AgreementTimeout, StoreLost, CaptureValueEscaped):
+        except (*_RANKS_DIFFER, CaptureValueEscaped):
             raise  # ranks that differ must not go on, compiled or not, nor a model with values of the capture inside
-        except WeftError as error:
+        except Exception as error:
             if self.fallback != "eager":
                 raise
-            log.warning("%s runs uncompiled from here on: %s", self.__name__, error)
-            self._uncompiled = True
-            return self.step(*args, **kwargs)
-        leaves, _ = torch_adapter.flatten((args, kwargs))
-        with in_step():
-            if self.verify and len(self.entries) == 1:
-                return verify_first_call(self.step, entry.captured, args, kwargs, functools.partial(entry.run, leaves))
-            return self._run(entry, leaves, args, kwargs)
+            why = str(error) if isinstance(error, WeftError) else _report(error)
+        else:
+            leaves, _ = torch_adapter.flatten((args, kwargs))
+            with in_step():
+                if self.verify and len(self.entries) == 1:
+                    run = functools.partial(entry.run, leaves)
+                    return verify_first_call(self.step, entry.captured, args, kwargs, run)
+                return self._run(entry, leaves, args, kwargs)
+        result = self.step(*args, **kwargs)  # where it raises, the error is the step's own, and a later call compiles
+        self._uncompiled = True
+        log.warning("%s runs uncompiled from here on: %s", self.__name__, why)
+        return result
 
     def _run(self, entry: _CompiledForm, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         try:
@@ -309,6 +319,12 @@ class CompiledStep(Generic[P, R]):
             (at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"
         }
         return frozenset(dims - static)
+
+
+def _report(error: Exception) -> str:
+    """What a user is told of an error that is neither weft's own nor the step's."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"{type(error).__name__}: {error}. This is a fault in weft; please report it with\n{trace}"
 
 
 def _hosts(graph: StepGraph) -> str:

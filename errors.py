@@ -78,6 +78,10 @@ class WeftError(RuntimeError):
     """Base of all errors raised by weft."""
 
 
+class InternalFault(WeftError):
+    """Base of the errors that are faults of weft's own, whatever the step is."""
+
+
 # ---- arguments of public functions
 
 
@@ -100,7 +104,7 @@ class InvalidArgumentType(InvalidArgument, TypeError):
         return text if named else f"{text} (of type {type(value).__name__})"
 
 
-class MalformedGraph(WeftError):
+class MalformedGraph(InternalFault):
     """A graph broke the grammar of its stage: a fault of weft's own."""
 
     def __init__(self, what: str, neighbourhood: str) -> None:
@@ -109,14 +113,14 @@ class MalformedGraph(WeftError):
         )
 
 
-class MalformedProgram(WeftError):
+class MalformedProgram(InternalFault):
     """A generated program broke a rule of programs: a fault of weft's own."""
 
     def __init__(self, what: str, lines: str) -> None:
         super().__init__(f"the program is malformed: {what}. This is a fault in weft; please report it with\n{lines}")
 
 
-class MalformedSchedule(WeftError):
+class MalformedSchedule(InternalFault):
     """A schedule would not compute what the step does, or not within its memory: a fault of weft's own."""
 
     def __init__(self, stage: str, what: str, neighbourhood: str) -> None:
@@ -126,7 +130,7 @@ class MalformedSchedule(WeftError):
         )
 
 
-class MalformedNest(WeftError):
+class MalformedNest(InternalFault):
     """A loop nest broke its grammar: a fault of weft's own. ``stage`` made it, of the operations at ``origin``."""
 
     def __init__(self, what: str, nest: str, stage: str, origin: str) -> None:
@@ -138,7 +142,7 @@ class MalformedNest(WeftError):
         )
 
 
-class UnsupportedNest(WeftError):
+class UnsupportedNest(InternalFault):
     """A loop nest that is well-formed, but not the work of one kernel."""
 
     def __init__(self, what: str) -> None:
@@ -901,7 +905,7 @@ class TritonMissing(WeftError):
         super().__init__("weft's kernels need triton, which is not installed: `pip install triton` (3.6 to 3.9)")
 
 
-class KernelCompilationFailed(WeftError):
+class KernelCompilationFailed(InternalFault):
     """Triton did not accept a generated kernel. `reason` is what it said."""
 
     def __init__(self, name: str, reason: str, text: str) -> None:
@@ -953,7 +957,7 @@ class NothingToReduce(WeftError):
         )
 
 
-class UnsupportedKernelArgument(WeftError):
+class UnsupportedKernelArgument(InternalFault):
     """A kernel has an argument of a type that cannot be passed to it: a fault of weft's own."""
 
     def __init__(self, kernel: str, argument: str, kind: str) -> None:
@@ -1138,11 +1142,20 @@ class ScheduleTimeout(WeftError):
         )
 
 
-class ScheduleLost(WeftError):
+class ScheduleLost(InternalFault):
     """Rank 0 could not make the schedule of a step, so no rank can go on."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"rank 0 could not make the schedule of the step, see its log: {why}")
+
+
+class RankCannotCompile(WeftError):
+    """Another rank could not compile the step, so this one does not run it either."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(
+            f"rank {rank} could not compile the step, so no rank runs it; its own error has the remedy: {why}"
+        )
 
 
 class ScheduleMismatch(WeftError):

@@ -140,6 +140,12 @@ record_collectives: Annotated[
     bool, "Also record steps with collectives as CUDA graphs. By default they run kernel by kernel."
 ] = False
 
+strict: Annotated[
+    bool,
+    "Raise the error of a pass or kernel of weft's own that fails, instead of leaving it out of the compilation with a"
+    " warning. Always on in weft's tests.",
+] = False
+
 transports: Annotated[
     str,
     "Transports over symmetric memory that the scheduler may use between GPUs of one host, separated by commas:"

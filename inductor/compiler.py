@@ -6,9 +6,11 @@ Stages, each a list of passes that one :class:`weft.inductor.graph.pass_runner.P
 2. ``kernels``: :func:`generation_passes`. The result of stages 1 and 2 is cached on disk.
 3. ``schedule``: ranks agree on a schedule (analysis), then :func:`weft.inductor.schedule.decisions.schedule_passes`
    apply it, and the last two of :func:`weft.inductor.schedule.agree_on_schedule.scheduled`.
-4. ``binding``: :data:`BINDING`, which needs the GPUs and the other ranks.
+4. ``binding``: :func:`loading_passes`, then :data:`BINDING`, which needs the GPUs and the other ranks.
 5. ``program``: the Program is written, cut into CUDA graphs where that is possible. One pass runs over the pieces that
    are not recorded, :func:`weft.inductor.runtime.piecewise_cudagraph.stage_host_copies`.
+
+A part of this that fails is left out with a warning, see :mod:`weft.inductor.graph.faults`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,15 @@ import torch
 from weft import knobs
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
+from weft.capture.user_code import format_frame
 from weft.errors import CannotWrite, MemoryLimitUnreachable, NoClusterHere
 from weft.inductor.cache.graph_cache import cached
 from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.cost.cluster import Cluster, cluster_here
 from weft.inductor.fusion.generate_kernels import GenerateKernels
-from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, keeps_bits, required
+from weft.inductor.graph.faults import Faults, LeftOut, Part, described, is_fault
+from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, keeps_bits, required, without
 from weft.inductor.graph.repro import save
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.pipeline import ATEN_PASSES, kernel_passes, without_rewrites
@@ -44,6 +49,7 @@ from weft.inductor.runtime.multi_tensor import use_kernels
 from weft.inductor.runtime.piecewise_cudagraph import Program, compile_recorded
 from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
+from weft.inductor.schedule.agree_on_faults import Checkpoints, Objection
 from weft.inductor.schedule.agree_on_schedule import in_captured_order, scheduled
 from weft.inductor.schedule.planner import Schedule
 from weft.inductor.schedule.verify import verifier
@@ -57,6 +63,9 @@ MODES = ("default", "bitwise")
 # Budgets of recomputation that are tried in turn, as fractions of the memory limit: communication needs the rest, and
 # how much is known only after scheduling.
 _BUDGETS = (1.0, 0.85, 0.7)
+
+# Attempts to compile a step without what failed, before all generated kernels are left out.
+_MOST_ATTEMPTS = 12
 
 _count = itertools.count()
 
@@ -78,6 +87,7 @@ class Compilation:
 
 _compilations: weakref.WeakKeyDictionary[Any, Compilation] = weakref.WeakKeyDictionary()
 _schedules: weakref.WeakKeyDictionary[Any, Schedule] = weakref.WeakKeyDictionary()
+_left_out: weakref.WeakKeyDictionary[Any, LeftOut] = weakref.WeakKeyDictionary()
 
 
 def compilation_of(program: Program) -> Compilation | None:
@@ -91,30 +101,80 @@ def schedule_of(program: Program) -> Schedule | None:
     return _schedules.get(program)
 
 
+def left_out_of(program: Program) -> LeftOut:
+    """What the compilation of ``program`` left out because of faults."""
+    return _left_out.get(program, LeftOut())
+
+
 # ---- the list of passes
 
 
 def generation_passes(runner: PassRunner) -> list[Pass]:
     """Generate kernels and order the graph that calls them. ``runner`` accounts for the time of each step of it."""
-    return [GenerateKernels(runner.timed), schedule_waits]
+    return [GenerateKernels(runner), schedule_waits]
 
 
 @required
 @keeps_bits
-def load_kernels(step: StepGraph) -> StepGraph:
-    """Compile every distinct kernel of ``step`` once, and attach it to the calls of it. Changes ``step``."""
-    by_device: dict[torch.device, list[KernelCall]] = {}
-    for call in _kernel_calls(step):
-        by_device.setdefault(call.device, []).append(call)
-    for device, calls in by_device.items():
-        sources = list(dict.fromkeys(call.generated.source for call in calls))
-        kernels = dict(zip(sources, compile_kernels(sources, device), strict=True))
+class LoadKernels:
+    """A pass that compiles every distinct kernel of a step once, and attaches it to the calls of it.
+
+    Args:
+        faults: gets the operations of kernels that cannot be compiled or loaded.
+    """
+
+    __name__ = "load_kernels"
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self._faults = faults or Faults()
+
+    def __call__(self, step: StepGraph) -> StepGraph:
+        """Compile and attach. Changes ``step``."""
+        by_device: dict[torch.device, list[KernelCall]] = {}
+        for call in _kernel_calls(step):
+            by_device.setdefault(call.device, []).append(call)
+        for device, calls in by_device.items():
+            sources = list(dict.fromkeys(call.generated.source for call in calls))
+            try:
+                kernels = dict(zip(sources, compile_kernels(sources, device), strict=True))
+            except Exception as error:
+                if is_fault(error):
+                    self._note_each(calls, device)
+                raise
+            for call in calls:
+                call.attach(kernels[call.generated.source], functools.partial(compile_kernels, device=device))
+        return step
+
+    def _note_each(self, calls: Sequence[KernelCall], device: torch.device) -> None:
+        """Compile one kernel after the other, and note all that fail: one attempt then finds all of them."""
+        failed: dict[KernelSource, Exception | None] = {}
         for call in calls:
-            call.attach(kernels[call.generated.source], functools.partial(compile_kernels, device=device))
-    return step
+            source = call.generated.source
+            if source not in failed:
+                failed[source] = _failure(lambda: compile_kernels([source], device))  # noqa: B023
+            if (error := failed[source]) is not None:
+                lines = {o.operation: format_frame(o.frame) if o.frame else "" for o in call.origins}
+                self._faults.note(error, {Part("operation", name): line for name, line in lines.items()})
 
 
-BINDING: list[Pass] = [load_kernels, use_kernels, bind]
+def _failure(run: Callable[[], object]) -> Exception | None:
+    """The fault that ``run`` ends with, if any."""
+    try:
+        run()
+    except Exception as error:
+        if not is_fault(error):
+            raise
+        return error
+    return None
+
+
+def loading_passes(faults: Faults | None = None) -> list[Pass]:
+    """Compile kernels and load them. ``faults`` gets those that cannot be."""
+    return [LoadKernels(faults), use_kernels]
+
+
+# Makes collectives runnable. Ranks map each other's memory here.
+BINDING: list[Pass] = [bind]
 
 
 # ---- compilation
@@ -132,6 +192,9 @@ def compile_graph(
     """Make the program that runs ``step``, which stays as it is. With ``knobs.dump_dir``, the captured graph, the graph
     after each pass and the program are written there.
 
+    A part of the compiler that fails is left out: ``step`` is compiled again without it, with a warning. Ranks leave
+    out the same of a step that communicates.
+
     Collective for steps that communicate: all ranks compile them in the same order.
 
     Args:
@@ -147,32 +210,116 @@ def compile_graph(
         ScheduleTimeout: see :meth:`AgreedCollectives.all_issue`.
         MemoryLimitUnreachable: no schedule fits ``memory_limit``.
         NoClusterHere: ``memory_limit`` is given, and no description of a cluster fits the GPUs here.
+        RankCannotCompile: another rank raised an error of its own.
+        InternalFault: a part failed that the step cannot be compiled without, or any with the knob ``strict``; also
+            errors of Python and torch.
     """
-    files = _dump(step)
-    runner = PassRunner(None if files is None else Path(f"{files}_passes"))
     on_gpu = device_kind(step.graph.nodes) != "cpu"
-    generates = on_gpu and mode == "default"
-    if first:
-        step = runner.run("graph", step.copy(), first)
-    cluster = _cluster(memory_limit) if on_gpu and (step.collectives() or memory_limit is not None) else None
-    graph, schedule = scheduled_graph(step, cluster, memory_limit, generates, runner, agreed)
-    if generates:
-        checks = verifier(graph)
-        graph = runner.run("binding", graph, BINDING, checks.check if checks is not None else None)
-        _log_kernels(graph, runner)
-    recorded = generates and knobs.cuda_graphs and (knobs.record_collectives or not graph.collectives())
-    make = (lambda: compile_recorded(graph, runner=runner)) if recorded else (lambda: compile_aten(graph))
-    program: Program = runner.timed("program", make)
-    if generates:
-        _compilations[program] = Compilation(graph, runner.seconds, runner.records)
-    if schedule is not None:
-        _schedules[program] = schedule
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("passes\n%s", runner.table())
-    log.debug("%s", program.source)
-    if files is not None:
-        Path(f"{files}_program.py").write_text(program_file(graph, planned=recorded))
-    return program
+    communicates = bool(step.collectives())
+    cluster = _cluster(memory_limit) if on_gpu and (communicates or memory_limit is not None) else None
+    # A form that ranks have compiled before may be compiled again by one of them alone.
+    together = cluster is not None or (agreed is not None and agreed.is_new)
+    attempts = _Attempts(
+        step,
+        memory_limit,
+        agreed,
+        first,
+        on_gpu and mode == "default",
+        communicates,
+        cluster,
+        Checkpoints(communicates, together),
+        _dump(step),
+    )
+    return attempts.run()
+
+
+@dataclass(frozen=True)
+class _Attempts:
+    """Compiles a step, again without a part that fails, until nothing fails. See :func:`compile_graph`."""
+
+    step: StepGraph
+    memory_limit: int | None
+    agreed: AgreedCollectives | None
+    first: Sequence[Pass]
+    generates: bool
+    communicates: bool
+    cluster: Cluster | None
+    checkpoints: Checkpoints
+    files: Path | None
+
+    def run(self) -> Program:
+        """The program of the first attempt that succeeds on all ranks."""
+        left_out = self.agreed.left_out if self.agreed is not None else LeftOut()
+        for attempt in itertools.count(1):
+            runner = PassRunner(None if self.files is None else Path(f"{self.files}_passes"), left_out)
+            try:
+                with without(left_out):
+                    program = self._compiled(runner)
+                self.checkpoints.arrive()
+                if self.agreed is not None:
+                    self.agreed.left_out = left_out
+                _left_out[program] = left_out
+                return program
+            except Objection as objection:
+                chosen = objection
+            except Exception as error:
+                more = self._without(error, runner, attempt)
+                if more is None:
+                    self.checkpoints.give_up(error)
+                    raise
+                chosen = self.checkpoints.object(more)
+                if more.parts and chosen.rank == self.checkpoints.rank:
+                    _warn(runner.faults.report(more))  # the forms of a step have the same faults
+            left_out |= chosen.left_out
+            log.info("compiling again without %s", described(left_out) or "a change, to find the pass that failed")
+        raise AssertionError
+
+    def _without(self, error: Exception, runner: PassRunner, attempt: int) -> LeftOut | None:
+        """What to leave out in addition after an attempt that failed; None where nothing helps, or nothing may be left
+        out."""
+        if knobs.strict or self.checkpoints.alone or not is_fault(error):
+            return None
+        runner.faults.ended("", error)
+        kinds = ["kernels", "inlining", "fusion", "recording"] if self._generates(runner) else []
+        kinds += ["passes", *(["transports"] if kinds and self.communicates else [])]
+        # Without a schedule no limit of memory is kept.
+        kinds += ["schedule"] if self.cluster is not None and self.memory_limit is None else []
+        if attempt >= _MOST_ATTEMPTS and "kernels" in kinds:
+            return LeftOut(frozenset([Part("kernels")]))
+        return runner.faults.more(runner.left_out, frozenset(kinds))
+
+    def _generates(self, runner: PassRunner) -> bool:
+        return self.generates and "kernels" not in runner.left_out
+
+    def _compiled(self, runner: PassRunner) -> Program:
+        """One attempt."""
+        generates, arrive = self._generates(runner), self.checkpoints.arrive
+        cluster = None if "schedule" in runner.left_out else self.cluster
+        step = runner.run("graph", self.step.copy(), self.first) if self.first else self.step
+        graph, schedule = scheduled_graph(
+            step, cluster, self.memory_limit, generates, runner, self.agreed, arrive=arrive
+        )
+        if generates:
+            checks = verifier(graph)
+            verify = checks.check if checks is not None else None
+            graph = runner.run("binding", graph, loading_passes(runner.faults), verify)
+            if cluster is not None:
+                arrive()  # what follows, ranks do together
+            graph = runner.run("binding", graph, BINDING, verify)
+            _log_kernels(graph, runner)
+        recorded = generates and knobs.cuda_graphs and (knobs.record_collectives or not graph.collectives())
+        make = (lambda: compile_recorded(graph, runner=runner)) if recorded else (lambda: compile_aten(graph))
+        program: Program = runner.timed("program", make)
+        if generates:
+            _compilations[program] = Compilation(graph, runner.seconds, runner.records)
+        if schedule is not None:
+            _schedules[program] = schedule
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("passes\n%s", runner.table())
+        log.debug("%s", program.source)
+        if self.files is not None:
+            Path(f"{self.files}_program.py").write_text(program_file(graph, planned=recorded))
+        return program
 
 
 def scheduled_graph(
@@ -182,6 +329,8 @@ def scheduled_graph(
     generates: bool,
     runner: PassRunner,
     agreed: AgreedCollectives | None = None,
+    *,
+    arrive: Callable[[], None] = lambda: None,
 ) -> tuple[StepGraph, Schedule | None]:
     """The graph that a program runs, before binding, and its schedule, which is None without a ``cluster``. ``step``
     stays as it is; ``agreed`` as for :func:`compile_graph`.
@@ -189,18 +338,22 @@ def scheduled_graph(
     Where no schedule fits ``memory_limit``, backward recomputes values of forward: first as many as the limit alone
     seems to need, then more.
 
+    Args:
+        arrive: called before what ranks do together.
+
     Raises:
         MemoryLimitUnreachable: nothing fits ``memory_limit``.
     """
     if cluster is None:
-        return _agreed(step, generates, None, runner, agreed, ordered=True), None
+        return _agreed(step, generates, None, runner, agreed, arrive, ordered=True), None
     recomputes = generates and memory_limit is not None
     budgets = [None, *(int(memory_limit * part) for part in _BUDGETS if recomputes and memory_limit is not None)]
     decide = functools.partial(
         scheduled, cluster=cluster, memory_limit=memory_limit, keep_bits=not generates, runner=runner
     )
     for budget in budgets:
-        graph = _agreed(step, generates, budget, runner, agreed, ordered=False)
+        graph = _agreed(step, generates, budget, runner, agreed, arrive, ordered=False)
+        arrive()
         try:
             return runner.timed("schedule", lambda: decide(graph))  # noqa: B023
         except MemoryLimitUnreachable as error:
@@ -216,6 +369,7 @@ def _agreed(
     budget: int | None,
     runner: PassRunner,
     agreed: AgreedCollectives | None,
+    arrive: Callable[[], None],
     *,
     ordered: bool,
 ) -> StepGraph:
@@ -223,6 +377,7 @@ def _agreed(
     graph = _unscheduled(step, generates, budget, runner)
     if agreed is None or not step.collectives():
         return graph
+    arrive()
     if agreed.all_issue(graph, f"within {budget}", ordered=ordered):
         return graph
     graph = _unscheduled(step, generates, budget, runner, rewrites=False)
@@ -238,7 +393,8 @@ def _unscheduled(
     if not generates:
         return runner.run("graph", step.copy(), passes)
     make = lambda graph: kernel_graph(runner.run("graph", graph.copy(), passes), runner)
-    return cached(step, make, f"within {budget}" + ("" if rewrites else ", collectives as captured"))
+    how = "" if rewrites else ", collectives as captured"
+    return cached(step, make, f"within {budget}{how} without {runner.left_out.variant()}")
 
 
 def _cluster(memory_limit: int | None) -> Cluster | None:
@@ -267,7 +423,7 @@ def kernel_graph(step: StepGraph, runner: PassRunner | None = None) -> StepGraph
 def make_kernels(step: StepGraph) -> StepGraph:
     """The step with generated kernels, compiled, in place of all operations that have a lowering."""
     runner = PassRunner()
-    graph = runner.run("binding", kernel_graph(step, runner), [load_kernels])
+    graph = runner.run("binding", kernel_graph(step, runner), [LoadKernels()])
     _log_kernels(graph, runner)
     return graph
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 from exploration import register_profiles
 
-# Verifiers run after every pass and stage, in processes that tests start too. Set before weft reads its knobs.
+# Verifiers run after every pass and stage, and no failing pass is left out, in processes that tests start too. Set
+# before weft reads its knobs.
 os.environ.setdefault("WEFT_VERIFY_GRAPHS", "1")
+os.environ.setdefault("WEFT_STRICT", "1")
 
 ROOT = Path(__file__).parents[1]
 

@@ -82,7 +82,7 @@ def over_peers(
     """``weft.compile`` of a step, as CUDA graphs where ``recorded``, or only with its memory ``planned`` as for those;
     its programs are in ``programs``."""
 
-    def compile_graph(graph: StepGraph, *how: Any) -> Program:
+    def compile_graph(graph: StepGraph, *how: Any, **more: Any) -> Program:
         make = compile_recorded if recorded else partial(compile_aten, planned=planned)
         wrapped.programs.append(make(bind(transported(graph, transports, kernels, passes))))
         return wrapped.programs[-1]

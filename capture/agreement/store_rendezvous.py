@@ -142,9 +142,13 @@ class StoreRendezvous:
 
     def first_objection(self, objection: str | None) -> str | None:
         """An objection of some rank, the same on all; None where no rank has one. Returns once all have answered."""
+        self.answer(objection)
+        self.read_all(["all"])
+        return None if self.absent(["objection"]) else self._get("objection")
+
+    def answer(self, objection: str | None) -> None:
+        """Take part in :meth:`first_objection` without waiting for the answers of the other ranks."""
         if objection is not None:
             self.post("objection", objection)
         if self.count("answered") == len(self.ranks):
             self.post("all", "")
-        self.read_all(["all"])
-        return None if self.absent(["objection"]) else self._get("objection")

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 # Knobs that do not change the compiled graph.
 _ELSEWHERE = frozenset(
     {"cache_dir", "cluster", "dump_dir", "agreement_timeout_s", "peer_timeout_s"}
-    | {"form_limit", "recapture_limit", "verify", "verify_graphs"}
+    | {"form_limit", "recapture_limit", "strict", "verify", "verify_graphs"}
 )
 T = TypeVar("T")
 

@@ -18,10 +18,11 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_meta import meta_of
 from weft.capture.record.symbols import Symbols
 from weft.inductor.codegen import canonical
-from weft.inductor.codegen.kernel import generate
+from weft.inductor.codegen.kernel import GeneratedKernel, generate
 from weft.inductor.codegen.kernel_call import KernelCall, Origin
 from weft.inductor.cost.roofline import bytes_moved
 from weft.inductor.fusion.fuse import FusedLoops
+from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.loop_ir.ir import Buffer, Int, Scalar
 from weft.inductor.loop_ir.verify import verify_nest
 from weft.inductor.lowering.lowered_step import Extern, Lowered
@@ -32,9 +33,43 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 
-def emit(lowered: Lowered, items: Sequence[FusedLoops | Extern]) -> StepGraph:
-    """The step as a graph of kernels and of the calls that were not lowered, in the order of ``items``."""
-    return _Emitter(lowered).run(items)
+def generated_kernels(
+    lowered: Lowered, items: Sequence[FusedLoops | Extern], guard: Guard = unguarded
+) -> list[GeneratedKernel | None]:
+    """The kernel of each of ``items``, None for calls.
+
+    Args:
+        guard: the context in which each kernel is generated. One whose exception it suppresses is None too.
+    """
+    kernels: list[GeneratedKernel | None] = [None] * len(items)
+    for at, item in enumerate(items):
+        if isinstance(item, FusedLoops):
+            with guard(item.nodes):
+                kernels[at] = _generated(lowered, item)
+    return kernels
+
+
+def _generated(lowered: Lowered, kernel: FusedLoops) -> GeneratedKernel:
+    buffers = {name: lowered.buffers[name] for name in (*kernel.reads, *kernel.writes)}
+    generated = generate(kernel.nest, {name: buffer.dtype for name, buffer in buffers.items()}, lowered.multiprocessors)
+    if knobs.verify_graphs:
+        _verify_canonical(kernel, buffers)
+    return generated
+
+
+def emit(
+    lowered: Lowered,
+    items: Sequence[FusedLoops | Extern],
+    kernels: Sequence[GeneratedKernel | None],
+    guard: Guard = unguarded,
+) -> StepGraph:
+    """The step as a graph of kernels and of the calls that were not lowered, in the order of ``items``.
+
+    Args:
+        kernels: see :func:`generated_kernels`.
+        guard: the context in which each kernel becomes a call.
+    """
+    return _Emitter(lowered).run(items, kernels, guard)
 
 
 class _Emitter:
@@ -48,14 +83,18 @@ class _Emitter:
         self.computed: set[Node] = set()  # by kernels so far; a node that several compute is counted once
         self.symbols: Symbols | None = None
 
-    def run(self, items: Sequence[FusedLoops | Extern]) -> StepGraph:
+    def run(
+        self, items: Sequence[FusedLoops | Extern], kernels: Sequence[GeneratedKernel | None], guard: Guard
+    ) -> StepGraph:
         for node in self.step.placeholders:
             self._keep(node, self.graph.node_copy(node))
-        for item in items:
+        for item, generated in zip(items, kernels, strict=True):
             if isinstance(item, Extern):
                 self._node(item.node)
             else:
-                self._kernel(item)
+                assert generated is not None, "a kernel that was not generated"
+                with guard(item.nodes):
+                    self._kernel(item, generated)
         self.graph.output(torch.fx.map_arg(self.step.results, self._node))
         step = self.step
         return StepGraph(self.graph, list(step.inputs), list(step.outputs), dict(step.groups))
@@ -120,13 +159,8 @@ class _Emitter:
 
     # ---- kernels
 
-    def _kernel(self, kernel: FusedLoops) -> None:
+    def _kernel(self, kernel: FusedLoops, generated: GeneratedKernel) -> None:
         buffers = {name: self.lowered.buffers[name] for name in (*kernel.reads, *kernel.writes)}
-        generated = generate(
-            kernel.nest, {name: buffer.dtype for name, buffer in buffers.items()}, self.lowered.multiprocessors
-        )
-        if knobs.verify_graphs:
-            _verify_canonical(kernel, buffers)
         writes = kernel.nest.writes
         inputs = [name for name in generated.buffers if name not in writes]
         # Several kernels may store parts of one buffer (a concatenation): the later ones take it as an argument.

@@ -24,6 +24,7 @@ import torch
 from weft import knobs
 from weft.capture.node_kinds import is_effect
 from weft.inductor.fusion.lifetimes import Lifetimes
+from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.loop_ir.axes import (
     AxisExpression,
     Factor,
@@ -61,20 +62,25 @@ class FusedLoops(NestItem):
     nodes: tuple[Node, ...]
 
 
-def fuse(lowered: Lowered, supports: Supports = lambda nest: None) -> list[FusedLoops | Extern]:
+def fuse(
+    lowered: Lowered, supports: Supports = lambda nest: None, guard: Guard = unguarded, *, join: bool = True
+) -> list[FusedLoops | Extern]:
     """Join the loop nests of a step into kernels; calls stay as they are. The result is in topological order.
 
     Args:
         supports: why code generation cannot print a nest, None where it can.
+        guard: the context in which nests are joined, and in which each kernel is made.
+        join: whether nests are joined; else each is a kernel of its own.
     """
-    fuser = _Fuser(lowered, supports)
-    fuser.join_all()
+    fuser = _Fuser(lowered, supports, guard)
+    if join:
+        fuser.join_all()
     kernels = fuser.kernels()  # may undo joins, and counts those among the refusals
     log.debug(
         "loop nests not joined: %s", ", ".join(f"{n} x {why}" for why, n in fuser.refusals.most_common()) or "none"
     )
     if knobs.verify_graphs:
-        verify_lowered(lowered, kernels, "fusion")
+        verify_lowered(lowered, kernels, "fusion", guard)
     return kernels
 
 
@@ -104,9 +110,10 @@ class _FusionGroup:
 
 
 class _Fuser:
-    def __init__(self, lowered: Lowered, supports: Supports) -> None:
+    def __init__(self, lowered: Lowered, supports: Supports, guard: Guard) -> None:
         self.lowered = lowered
         self.supports = supports
+        self.guard = guard
         self.lifetimes = Lifetimes(lowered)
         self.groups: dict[int, _FusionGroup] = {}
         self.group_of: dict[int, int] = {}  # operation -> group
@@ -200,7 +207,9 @@ class _Fuser:
         return b in self.after[a] or a in self.after[b]
 
     def _join(self, a: int, b: int) -> bool:
-        joined = self._combined(a, b)
+        joined: _FusionGroup | str = "joining them fails"
+        with self.guard(self._computed(self.groups[a], self.groups[b])):
+            joined = self._combined(a, b)
         if isinstance(joined, str):
             self.refusals[joined] += 1
             return False
@@ -240,8 +249,9 @@ class _Fuser:
         """Whether a group computes a value of the forward."""
         return any(node.meta.get("stage") == "forward" for node in self._computed(group))
 
-    def _computed(self, group: _FusionGroup) -> Iterator[Node]:
-        return (node for at, _ in group.members for node in self.lowered.operations[at].nodes)
+    def _computed(self, *groups: _FusionGroup) -> Iterator[Node]:
+        members = (at for group in groups for at, _ in group.members)
+        return (node for at in members for node in self.lowered.operations[at].nodes)
 
     # A kernel of both groups would have to run before and after what lies on such a path: a cycle.
     def _path_between(self, a: int, b: int) -> bool:
@@ -355,7 +365,8 @@ class _Fuser:
                 continue
             loops = [self.lowered.operations[member] for member, _ in sorted(group.members, key=_first)]
             nodes = tuple(dict.fromkeys(node for loop in loops for node in loop.nodes))
-            result.append(FusedLoops(merge(self._nest(group)), nodes))
+            with self.guard(nodes):
+                result.append(FusedLoops(merge(self._nest(group)), nodes))
         return result
 
     def _order(self) -> list[int]:

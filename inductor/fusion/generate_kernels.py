@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 from weft.capture.graph import StepGraph
 from weft.inductor.codegen.kernel import supports
 from weft.inductor.codegen.kernel_call import KernelCall
-from weft.inductor.fusion.emit import emit
+from weft.inductor.fusion.emit import emit, generated_kernels
 from weft.inductor.fusion.fuse import fuse
 from weft.inductor.fusion.inline import inline
-from weft.inductor.graph.pass_runner import changes_bits
+from weft.inductor.graph.pass_runner import PassRunner, changes_bits
 from weft.inductor.lowering.lower import lower
 from weft.inductor.lowering.lowered_step import Lowered
 
@@ -27,21 +25,30 @@ class GenerateKernels:
     Where it is disabled, the graph keeps its ATen operations.
 
     Args:
-        timed: called with the name of a step and what runs it; returns what that returns.
+        runner: accounts for the time of each step of it and for the operations that it fails on, and says what to
+            leave out: kernels of operations, inlining, fusion.
     """
 
     __name__ = "generate_kernels"
     draws_in_kernels = True  # for the verifier: kernels draw what operations drew
 
-    def __init__(self, timed: Callable[[str, Callable[[], Any]], Any] = lambda name, run: run()) -> None:
-        self._timed = timed
+    def __init__(self, runner: PassRunner | None = None) -> None:
+        self._runner = runner or PassRunner()
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """A new graph: kernels, and the calls that have no lowering, in the order in which fusion leaves them."""
-        lowered = self._timed("lower", lambda: lower(step, list(step.graph.nodes)))
-        inlined = self._timed("inline", lambda: inline(lowered))
-        items = self._timed("fuse", lambda: fuse(inlined, supports))
-        graph = self._timed("generate", lambda: emit(inlined, items))
+        timed, faults, left_out = self._runner.timed, self._runner.faults, self._runner.left_out
+        on_aten = left_out.names("operation")
+        lowered = timed("lower", lambda: lower(step, list(step.graph.nodes), on_aten, faults.collect))
+        faults.raise_first()
+        inlined = lowered if "inlining" in left_out else timed("inline", lambda: inline(lowered, faults.collect))
+        faults.raise_first()
+        join = "fusion" not in left_out
+        items = timed("fuse", lambda: fuse(inlined, supports, faults.collect, join=join))
+        faults.raise_first()
+        kernels = timed("generate", lambda: generated_kernels(inlined, items, faults.collect))
+        faults.raise_first()
+        graph = timed("generate", lambda: emit(inlined, items, kernels, faults.blame_nodes))
         if log.isEnabledFor(logging.DEBUG):
             _log_kernels(lowered, graph)
         return graph

@@ -15,6 +15,7 @@ import torch
 
 from weft import knobs
 from weft.inductor.fusion.lifetimes import Lifetimes
+from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.loop_ir.axes import (
     AxisExpression,
     merge,
@@ -45,8 +46,12 @@ class _Producer(NamedTuple):
     cost: int
 
 
-def inline(lowered: Lowered) -> Lowered:
-    """Inline pointwise nests into the nests that read them, and drop nests that nobody reads any more."""
+def inline(lowered: Lowered, guard: Guard = unguarded) -> Lowered:
+    """Inline pointwise nests into the nests that read them, and drop nests that nobody reads any more.
+
+    Args:
+        guard: the context in which each nest is worked on.
+    """
     writers: dict[str, int] = {}
     readers: dict[str, int] = {}
     for operation in lowered.operations:
@@ -59,15 +64,16 @@ def inline(lowered: Lowered) -> Lowered:
     operations = []
     for at, operation in enumerate(lowered.operations):
         if isinstance(operation, Loop):
-            operation = replace(operation, nest=merge(squeeze(operation.nest)))
-            operation = _inline_producers(operation, at, producers, lowered, readers, lifetimes)
-            producer = _producer(operation, writers)
-            if producer is not None:
-                producers[producer.store.buffer] = producer
+            with guard(operation.nodes):
+                operation = replace(operation, nest=merge(squeeze(operation.nest)))
+                operation = _inline_producers(operation, at, producers, lowered, readers, lifetimes)
+                producer = _producer(operation, writers)
+                if producer is not None:
+                    producers[producer.store.buffer] = producer
         operations.append(operation)
     inlined = replace(lowered, operations=_without_dead_loops(operations, lifetimes.results))
     if knobs.verify_graphs:
-        verify_lowered(inlined, inlined.operations, "inlining")
+        verify_lowered(inlined, inlined.operations, "inlining", guard)
     return inlined
 
 

@@ -3,14 +3,15 @@
 A pass is a callable ``pass_(step) -> step`` with a name, configured when it is constructed: a function, or an object of
 a class that sets ``__name__``. Every rewrite between capture and Program is one. A pass declares its tier where it is
 defined: :func:`keeps_bits` or :func:`changes_bits`. :class:`PassRunner` gives all passes the same services: the switch
-``knobs.disable_passes``, timing, node counts, dumps and verification.
+``knobs.disable_passes``, timing, node counts, dumps, verification, and the name of the pass that failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,7 @@ from weft import knobs, torch_adapter
 from weft.capture.graph import StepGraph
 from weft.errors import UnknownOption
 from weft.inductor.graph.fake_values import ViewRefresher
+from weft.inductor.graph.faults import Faults, LeftOut, Part
 from weft.inductor.graph.verify import GraphVerifier
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,20 @@ def is_enabled(pass_: Pass) -> bool:
     return pass_.__name__ not in names
 
 
+@contextlib.contextmanager
+def without(left_out: LeftOut) -> Iterator[None]:
+    """Knobs for a compilation that leaves parts out. The caches of graphs have the knobs in their keys."""
+    disabled = {name.strip() for name in knobs.disable_passes.split(",") if name.strip()} | left_out.names("pass")
+    if "passes" in left_out:
+        disabled |= {name for name, declared in _declared.items() if not declared.required}
+    values: dict[str, object] = {"disable_passes": ",".join(sorted(disabled))}
+    values |= {"cuda_graphs": False} if "recording" in left_out else {}
+    values |= {"transports": "nccl"} if "transports" in left_out else {}
+    values |= {"verify_graphs": True} if left_out.verified else {}
+    with knobs.override(**values):
+        yield
+
+
 @dataclass(frozen=True)
 class PassRecord:
     """What one run of a pass did: its stage of the pipeline, nodes of the graph before and after, CPU seconds."""
@@ -112,12 +128,16 @@ class PassRunner:
         records: one entry a pass that ran, in order.
         seconds: CPU seconds of this process by stage of the compilation. Time is counted once: a stage that runs
             inside another one is left out of the outer one, so that the values add up to the whole.
+        left_out: what kernel generation leaves out. Passes are disabled by the knob, see :func:`without`.
+        faults: which pass or stage failed.
     """
 
-    def __init__(self, dump: Path | None = None) -> None:
+    def __init__(self, dump: Path | None = None, left_out: LeftOut | None = None) -> None:
         """``dump`` is a folder that gets the text of the graph after each pass that changed it."""
         self.records: list[PassRecord] = []
         self.seconds: dict[str, float] = {}
+        self.left_out = left_out or LeftOut()
+        self.faults = Faults()
         self._verifier = GraphVerifier()
         self._views = ViewRefresher()
         self._inner = 0.0  # seconds of the stages that ran inside the one that is being timed
@@ -132,14 +152,15 @@ class PassRunner:
         passes: Sequence[Pass],
         verify: Callable[[StepGraph, str], object] | None = None,
     ) -> StepGraph:
-        """Run ``passes`` over ``step`` and check the graph after each. Changes ``step``.
+        """Run ``passes`` over ``step`` and check the graph after the last one, with the knob ``verify_graphs`` after
+        each. Changes ``step``.
 
         Before the first pass and after each, views are recorded in the memory of their operands: a pass may put another
         value of the same layout in the place of one.
 
         Args:
             stage: the part of the pipeline, under which time is accounted for.
-            verify: called with the graph and the name of the pass after each, in addition to ``StepGraph.check``.
+            verify: called with the graph and the name of the pass after each.
 
         Raises:
             MalformedGraph: a pass broke the graph.
@@ -151,25 +172,28 @@ class PassRunner:
         self, stage: str, step: StepGraph, passes: Sequence[Pass], verify: Callable[[StepGraph, str], object] | None
     ) -> StepGraph:
         self._views.refresh(step.graph)
-        if knobs.verify_graphs:
+        after_each = knobs.verify_graphs
+        if after_each:
             self._verifier.start(step)
         for pass_ in filter(is_enabled, passes):
             before, started = len(step), time.process_time()
-            step = pass_(step)
-            self._views.refresh(step.graph)
-            step.check()
-            seconds = time.process_time() - started
-            if knobs.verify_graphs:
-                in_kernels = getattr(pass_, "draws_in_kernels", False)
-                self._verifier.after_pass(step, pass_.__name__, draws_in_kernels=in_kernels)
-            if verify is not None:
-                verify(step, pass_.__name__)
+            # No part is to blame for a pass that cannot be left out.
+            with self.faults.blame([] if getattr(pass_, "required", False) else [Part("pass", pass_.__name__)]):
+                step = pass_(step)
+                self._views.refresh(step.graph)
+                seconds = time.process_time() - started
+                if after_each:
+                    in_kernels = getattr(pass_, "draws_in_kernels", False)
+                    self._verifier.after_pass(step, pass_.__name__, draws_in_kernels=in_kernels)
+                if verify is not None:
+                    verify(step, pass_.__name__)
             effect = getattr(pass_, "numeric_effect", "not declared")  # tests run passes of their own
             self.records.append(PassRecord(stage, pass_.__name__, effect, before, len(step), seconds))
             log.debug("%s: %d -> %d nodes in %.3f s", pass_.__name__, before, len(step), seconds)
             if self._dump is not None:
                 self._write(step, pass_.__name__)
-        return step
+        # Checks cost about a fifth of the passes. Which pass is at fault is found in another run, with the knob.
+        return step if after_each else step.check()
 
     def timed(self, stage: str, run: Callable[[], T]) -> T:
         """``run()``, its CPU time added to ``seconds[stage]``."""
@@ -177,6 +201,9 @@ class PassRunner:
         started = time.process_time()
         try:
             return run()
+        except Exception as error:
+            self.faults.ended(stage, error)
+            raise
         finally:
             total = time.process_time() - started
             self.seconds[stage] = self.seconds.get(stage, 0.0) + total - self._inner

@@ -7,7 +7,7 @@ the fake tensors of the graph record; every other value has a buffer of its own.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from weft import knobs, torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
 from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.graph.gpu import multiprocessors
 from weft.inductor.graph.host_scalars import tensors_of
 from weft.inductor.graph.inline_function import base_of
@@ -27,8 +28,13 @@ from weft.inductor.lowering.verify import verify_lowered
 Node = torch.fx.Node
 
 
-def lower(step: StepGraph, order: Sequence[Node]) -> Lowered:
-    """Lower the nodes of ``step`` in ``order`` (topological, the output last)."""
+def lower(step: StepGraph, order: Sequence[Node], on_aten: Collection[str] = (), guard: Guard = unguarded) -> Lowered:
+    """Lower the nodes of ``step`` in ``order`` (topological, the output last).
+
+    Args:
+        on_aten: names of nodes that stay ATen calls.
+        guard: the context in which each node is lowered. A node whose exception it suppresses stays an ATen call.
+    """
     import weft.inductor.lowering.all_lowerings  # noqa: F401 - registers the lowerings
 
     kind = device_kind(order)
@@ -37,14 +43,14 @@ def lower(step: StepGraph, order: Sequence[Node]) -> Lowered:
         if node.op == "placeholder":
             _own_buffer(lowered, node)
         elif node.op == "call_function":
-            _lower_node(lowered, node)
+            _lower_node(lowered, node, node.name in on_aten, guard)
     if lowered.seeds:
         device = lowered.seeds[0].meta["val"]
         while not isinstance(device, torch.Tensor):
             device = device[0]
         lowered.buffers[SEEDS] = Buffer(SEEDS, torch.int64, device.device, (len(lowered.seeds),), (1,))
     if knobs.verify_graphs:
-        verify_lowered(lowered, lowered.operations, "lowering")
+        verify_lowered(lowered, lowered.operations, "lowering", guard)
     return lowered
 
 
@@ -54,21 +60,29 @@ def device_kind(nodes: Iterable[Node]) -> str:
     return "cuda" if any(isinstance(val, torch.Tensor) and val.is_cuda for val in vals) else "cpu"
 
 
-def _lower_node(lowered: Lowered, node: Node) -> None:
+def _lower_node(lowered: Lowered, node: Node, on_aten: bool, guard: Guard) -> None:
     if _is_view(lowered, node):
         return
-    lowering = LOWERINGS.get(node.target)
-    out = Lowering(node, lowered.operands, lowered.seeds, lowered.multiprocessors)
-    if lowering is not None and out.takes_operands() and _known(lowered, node) and _lowered(lowering, out):
-        lowered.buffers.update(out.buffers)
-        lowered.operations += (Loop(nest, node) for nest in out.nests)
-        val = node.meta["val"]
-        if isinstance(val, torch.Tensor):
-            lowered.operands[node] = out.result()
-        return
+    lowering = None if on_aten else LOWERINGS.get(node.target)
+    with guard((node,)):
+        if lowering is not None and _to_loops(lowered, node, lowering):
+            return
     lowered.reasons[str(node.target)] += 1
     _own_buffer(lowered, node)
     lowered.operations.append(Extern(node, frozenset(_read(lowered, node)), frozenset(_written(lowered, node))))
+
+
+def _to_loops(lowered: Lowered, node: Node, lowering: Lower) -> bool:
+    """Add the loop nests of a node. False where its lowering does not cover it."""
+    out = Lowering(node, lowered.operands, lowered.seeds, lowered.multiprocessors)
+    if not (out.takes_operands() and _known(lowered, node) and _lowered(lowering, out)):
+        return False
+    result = out.result() if isinstance(node.meta["val"], torch.Tensor) else None
+    lowered.buffers.update(out.buffers)
+    lowered.operations += (Loop(nest, node) for nest in out.nests)
+    if result is not None:
+        lowered.operands[node] = result
+    return True
 
 
 def _lowered(lowering: Lower, out: Lowering) -> bool:

@@ -16,6 +16,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.user_code import format_frame
 from weft.errors import MalformedNest
+from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.loop_ir.bounds import extent, is_negative
 from weft.inductor.loop_ir.ir import Buffer, Int, Nest, Store
 from weft.inductor.loop_ir.verify import listing, overlap, points_stored, verify_nest
@@ -25,18 +26,19 @@ from weft.inductor.lowering.registry import SEEDS
 Node = torch.fx.Node
 
 
-def verify_lowered(lowered: Lowered, items: Sequence[NestItem | Extern], stage: str) -> None:
+def verify_lowered(lowered: Lowered, items: Sequence[NestItem | Extern], stage: str, guard: Guard = unguarded) -> None:
     """Check the nests and calls of a step.
 
     Args:
         items: in the order in which they run.
         stage: of the compiler that made them, for the message.
+        guard: the context in which each nest is checked.
 
     Raises:
         MalformedNest: a nest breaks the grammar of :func:`verify_nest`; an operand is no window on its buffer; a buffer
             is read before all its elements are stored, an element of it is stored twice, or a result never.
     """
-    _StepVerifier(lowered, stage).run(items)
+    _StepVerifier(lowered, stage).run(items, guard)
 
 
 def known_symbols(lowered: Lowered) -> frozenset[sympy.Symbol]:
@@ -75,14 +77,19 @@ class _StepVerifier:
         self.read: set[str] = set()
         self.stores: dict[str, list[tuple[Nest, Store]]] = {}
 
-    def run(self, items: Sequence[NestItem | Extern]) -> None:
+    def run(self, items: Sequence[NestItem | Extern], guard: Guard) -> None:
         self._windows()
         for item in items:
             if isinstance(item, Extern):
                 self._reads(item.reads & self.lowered.buffers.keys(), (item.node,))
                 self.whole |= item.writes
-            else:
-                self._nest(item.nest, computed_nodes(item))
+                continue
+            nodes, valid = computed_nodes(item), False
+            with guard(nodes):
+                self._nest(item.nest, nodes)
+                valid = True
+            if not valid:
+                self.whole |= item.writes  # what reads them is not at fault
         operands = self.lowered.operands
         results = [node for node in self.lowered.step.results if isinstance(node, Node) and node in operands]
         for node in results:

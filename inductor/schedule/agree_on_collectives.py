@@ -21,6 +21,7 @@ from weft import errors, knobs, torch_adapter
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
+from weft.inductor.graph.faults import LeftOut
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,18 @@ class AgreedCollectives:
 
     Attributes:
         issued: what names the list of the form that was compiled last.
+        left_out: what ranks left out of that compilation because of faults.
     """
 
     def __init__(self) -> None:
         self.issued = ""
+        self.left_out = LeftOut()
         self._lists: set[str] = set()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether ranks have agreed on no list yet, so that all of them compile now."""
+        return not self._lists
 
     def all_issue(self, step: StepGraph, stage: str, *, ordered: bool) -> bool:
         """Whether all ranks' passes came to the collectives of ``step``. Where not, no rank may issue them, and all

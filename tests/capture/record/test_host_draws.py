@@ -355,7 +355,7 @@ def test_what_compiles_a_step_may_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some packages draw from Python's generator when a first call imports them."""
     module = importlib.import_module("weft.compile")
     compile_graph, capture_step = module.compile_graph, module.capture_step
-    monkeypatch.setattr(module, "compile_graph", lambda *args: (random.random(), compile_graph(*args))[1])
+    monkeypatch.setattr(module, "compile_graph", lambda *args, **how: (random.random(), compile_graph(*args, **how))[1])
     monkeypatch.setattr(module, "capture_step", lambda *args, **kw: (np.random.rand(), capture_step(*args, **kw))[1])
     _as_eager(lambda: (lambda x: (x * random.random() * np.random.rand(),),))
 

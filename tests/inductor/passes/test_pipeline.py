@@ -13,7 +13,7 @@ from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.errors import MalformedGraph, UnknownOption
-from weft.inductor.compiler import BINDING, generation_passes
+from weft.inductor.compiler import BINDING, generation_passes, loading_passes
 from weft.inductor.graph.pass_runner import Pass, PassRunner, declared_passes, keeps_bits
 from weft.inductor.passes.common_subexpressions import common_subexpressions
 from weft.inductor.passes.drop_noops import drop_noops
@@ -37,7 +37,7 @@ def graph() -> StepGraph:
 def test_every_declared_pass_is_in_the_pipeline() -> None:
     schedule = [in_captured_order, *schedule_passes(Decisions()), apply_transports, assign_communicators]
     first = [write_in_place, *ATEN_PASSES, *KERNEL_PASSES, *generation_passes(PassRunner())]
-    pipeline: list[Pass] = [*first, *schedule, *BINDING, stage_host_copies]
+    pipeline: list[Pass] = [*first, *schedule, *loading_passes(), *BINDING, stage_host_copies]
     inductor = {name for name, pass_ in declared_passes().items() if pass_.__module__.startswith("weft.")}
     assert {pass_.__name__ for pass_ in pipeline} == inductor
 

@@ -60,7 +60,7 @@ def hybrid(rank: int, world: int) -> tuple[list[dict[tuple[str, bool], int]], li
         asked += 1
         return agree_on_decisions(*given)
 
-    def compile_graph(graph: StepGraph, *how: Any) -> Any:
+    def compile_graph(graph: StepGraph, *how: Any, **more: Any) -> Any:
         nonlocal asked
         asked = 0
         graph = run_passes(graph, PASSES)

@@ -75,7 +75,7 @@ def trained(rank: int, world: int) -> str:
     expected = train(step_of(nets[0]), nets[0], rank)
     sources = []
 
-    def compile_graph(graph: StepGraph, *how: Any) -> Any:
+    def compile_graph(graph: StepGraph, *how: Any, **more: Any) -> Any:
         number_collectives(graph)
         made, found = scheduled(run_passes(graph, PASSES), H200)
         assert found is not None

@@ -63,7 +63,7 @@ def both_sizes(rank: int, world: int, transports: str) -> tuple[int, int]:
         buffers.append(found := real(*given))
         return found
 
-    def compile_graph(graph: StepGraph, *how: Any) -> Any:
+    def compile_graph(graph: StepGraph, *how: Any, **more: Any) -> Any:
         graph = run_passes(graph, PASSES)
         number_collectives(graph)
         step, found = scheduled(graph, SLOW_LIBRARY)
