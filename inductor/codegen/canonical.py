@@ -4,6 +4,9 @@ Buffers and symbols are renamed to ``b0``, ``b1``, ... and ``s0``, ``s1``, ... i
 element are removed, and operations on constants are folded. So equal layers of a network share one kernel, and its text
 does not depend on the graph that it came from.
 
+Sizes, strides and offsets are sums, products and quotients of symbols: what else a step computes from sizes is a number
+that the kernel gets as an argument.
+
 Integers that are affine in the axes become loads from :data:`POSITIONS`, a virtual buffer whose element ``k`` is ``k``.
 So they are simplified and printed by the code for indices.
 """
@@ -13,9 +16,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import sympy
 import torch
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Mod, ModularIndexing, PythonMod
 
 from weft.inductor.loop_ir import axes
 from weft.inductor.loop_ir.ir import (
@@ -37,6 +42,8 @@ from weft.inductor.loop_ir.ir import (
     rewrite,
 )
 from weft.inductor.loop_ir.ops import OPS
+
+_QUOTIENTS = (FloorDiv, ModularIndexing, Mod, PythonMod, CleanDiv)
 
 
 @dataclass(frozen=True)
@@ -205,15 +212,15 @@ def _part_of_single_term(reduce: Reduce, part: ReductionResult) -> Value:
 
 
 def _scalars(nest: Nest) -> list[Scalar]:
-    """The scalar arguments of a nest: symbols of its sizes, strides and offsets, and its Scalars."""
+    """The scalar arguments of a nest: what its sizes, strides and offsets are made of, and its Scalars."""
     found: dict[Scalar, None] = {}
 
     def add(*expressions: Int) -> None:
         for expression in expressions:
             if isinstance(expression, sympy.Expr):
                 # Sets have no fixed order, and the text must be the same on every rank.
-                for free in sorted(expression.free_symbols, key=str):
-                    found.setdefault(Scalar(free, torch.int64))
+                for part in sorted(set(_host_parts(expression)), key=str):
+                    found.setdefault(Scalar(part, torch.int64))
 
     add(*nest.sizes)
     for store in nest.stores:
@@ -226,6 +233,24 @@ def _scalars(nest: Nest) -> list[Scalar]:
     return list(found)
 
 
+def _host_parts(expression: Any) -> list[Any]:
+    """The largest parts of a whole number, a sympy expression, that a kernel takes as arguments, computed on the host.
+
+    Kernels add, multiply and divide symbols. Symbols of a kernel are taken to be at least 0, which holds for sizes, and
+    decides how quotients round. Roundings of fractions, minima and the like are computed on the host: Triton
+    has no functions for them, and a result of theirs may be negative, so no quotient is taken of it in a kernel.
+    """
+    if expression.is_Integer:
+        return []
+    parts = [part for arg in expression.args for part in _host_parts(arg)]
+    power = expression.is_Pow and expression.args[1].is_Integer and expression.args[1] > 0
+    if (expression.is_Add or expression.is_Mul or power) and all(arg.is_integer for arg in expression.args):
+        return parts
+    if isinstance(expression, _QUOTIENTS) and all(part.is_Symbol for part in parts):
+        return parts
+    return [expression]
+
+
 def _add_index(add: Callable[..., None], index: Index) -> None:
     add(index.offset, *(stride for _, stride in index.strides), *(stride for _, stride in index.indirect))
 
@@ -235,7 +260,7 @@ def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symb
     new_symbol = {
         scalar.expression: new
         for scalar, new in symbols.items()
-        if scalar.dtype == torch.int64 and scalar.expression.is_Symbol
+        if scalar.dtype == torch.int64 and _host_parts(scalar.expression) == [scalar.expression]
     }
 
     def size(value: Int) -> Int:

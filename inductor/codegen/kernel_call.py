@@ -218,4 +218,21 @@ def expression_text(tree: Any) -> str:
     """A number, an expression or a tuple of them as Python."""
     if isinstance(tree, (list, tuple)):
         return f"({''.join(expression_text(item) + ', ' for item in tree)})"
-    return repr(tree) if isinstance(tree, int) else PythonPrinter().doprint(tree)
+    return repr(tree) if isinstance(tree, int) else _HostPrinter().doprint(tree)
+
+
+class _HostPrinter(PythonPrinter):
+    """Prints Python that needs no module but ``math``: where a kernel is launched, symbols are plain numbers."""
+
+    def _print_ToFloat(self, expr: sympy.Expr) -> str:
+        return f"float({self.doprint(expr.args[0])})"
+
+    def _print_TruncToFloat(self, expr: sympy.Expr) -> str:
+        return f"float(math.trunc({self.doprint(expr.args[0])}))"
+
+    def _print_OpaqueUnaryFn_sqrt(self, expr: sympy.Expr) -> str:
+        return self._print_Function(expr)
+
+    def _print_Function(self, expr: sympy.Expr) -> str:
+        name = type(expr).__name__.removeprefix("OpaqueUnaryFn_")
+        return f"math.{name}({', '.join(map(self.doprint, expr.args))})"
