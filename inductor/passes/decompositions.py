@@ -2,7 +2,7 @@
 
 Most entries are torch's own. Operations that have a lowering stay whole (norms, softmax, cross-entropy, gelu, silu,
 sums). So do library calls (GEMMs, attention, and convolutions except those of :mod:`weft.inductor.passes.im2col`),
-random numbers, sorting and indexing.
+random numbers, sorting and indexing. Functions of halves that have no lowering are computed in float32.
 """
 
 from __future__ import annotations
@@ -124,7 +124,30 @@ def _convert_element_type(x: Any, dtype: torch.dtype) -> Any:
     return aten._to_copy.default(x, dtype=dtype)
 
 
+# Functions of one tensor, element by element or along a dimension, that have no lowering.
+_IN_FLOAT32 = [
+    *(aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.round.decimals, aten.angle.default),
+    *(aten.tan.default, aten.asin.default, aten.acos.default, aten.atan.default),
+    *(aten.sinh.default, aten.cosh.default, aten.asinh.default, aten.acosh.default, aten.atanh.default),
+    *(aten.erfc.default, aten.erfinv.default, aten.lgamma.default, aten.digamma.default, aten.special_log_ndtr.default),
+]
+
+
+def _in_float32(op: OpOverload) -> Decomposition:
+    """``op`` of a half in float32, rounded once: as it would be in a generated kernel, so that a chain of operations is
+    not rounded in front of it either. ATen's kernel would round each sum of a scan on GPUs."""
+
+    def compute(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype not in (torch.bfloat16, torch.float16) or kwargs.get("dtype") is not None:
+            return NotImplemented
+        wide = aten._to_copy.default(x, dtype=torch.float32)
+        return aten._to_copy.default(op(wide, *args, **kwargs), dtype=x.dtype)
+
+    return compute
+
+
 _OWN: dict[OpOverload, Decomposition] = {
+    **{op: _in_float32(op) for op in _IN_FLOAT32},
     aten.convolution.default: im2col.convolution,
     aten.convolution_backward.default: im2col.convolution_backward,
     aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_backward,
