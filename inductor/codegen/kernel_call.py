@@ -11,14 +11,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._sympy.printers import PythonPrinter
 
-from weft import torch_adapter
+from weft import knobs, torch_adapter
 from weft.capture.user_code import Frame, format_frame
 from weft.inductor.codegen.kernel import GeneratedKernel
 from weft.inductor.codegen.kernel_source import KernelSource
+from weft.inductor.graph.faults import is_fault, reported
 from weft.inductor.graph.serializable import serializable
 from weft.inductor.loop_ir.ir import Buffer, Int
 
 log = logging.getLogger(__name__)
+
+_ALIGNMENT = 16  # bytes of a vector load
 
 Layout = tuple[tuple[Int, ...], tuple[Int, ...]]  # sizes, strides
 
@@ -87,6 +90,7 @@ class KernelCall:
         self.bytes = bytes
         self.kernel: Launchable | None = None
         self._unaligned: Launchable | None = None
+        self._unaligned_failed = False
         self._compile: Compiler | None = None
         self._static = not symbols
         # Without symbols all but addresses is known here, and a call computes nothing on the host.
@@ -149,8 +153,24 @@ class KernelCall:
         ]
         # CUDA refuses an empty grid.
         if 0 not in grid:
-            self._variant(tensors).launch(grid, _stream(tensors[0]), *tensors, *numbers)
+            self._launch(grid, tensors, numbers)
         return outputs
+
+    def _launch(self, grid: tuple[int, int, int], tensors: Sequence[torch.Tensor], numbers: Sequence[Any]) -> None:
+        """Launch the kernel, or the variant without vector access where a tensor's address is no multiple of 16 bytes:
+        the GPU stops with an error where a 16-byte load is not aligned to 16 bytes."""
+        assert self.kernel is not None, f"{self.__name__} was not compiled"
+        stream = _stream(tensors[0])
+        if all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors):
+            self.kernel.launch(grid, stream, *tensors, *numbers)
+        elif (variant := self._unaligned_variant()) is not None:
+            variant.launch(grid, stream, *tensors, *numbers)
+        else:
+            copies = [_aligned(tensor) for tensor in tensors]
+            self.kernel.launch(grid, stream, *copies, *numbers)
+            for tensor, copy, made in zip(tensors, copies, self._output_positions, strict=True):
+                if made >= 0 and copy is not tensor:
+                    tensor.copy_(copy)
 
     def _outputs_in(
         self, args: Sequence[Any], layouts: Sequence[Layout], out: Sequence[torch.Tensor | None]
@@ -188,15 +208,19 @@ class KernelCall:
             copied[at] = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tuple(copied)
 
-    def _variant(self, tensors: Sequence[torch.Tensor]) -> Launchable:
-        """The kernel, or the variant without vector access where a tensor's address is no multiple of 16 bytes."""
-        # The GPU stops with an error where a 16-byte load is not aligned to 16 bytes.
-        if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
-            assert self.kernel is not None, f"{self.__name__} was not compiled"
-            return self.kernel
-        if self._unaligned is None:
+    def _unaligned_variant(self) -> Launchable | None:
+        """The variant without vector access, compiled at its first launch; None where it does not compile. The kernel
+        then runs on aligned copies."""
+        if self._unaligned is None and not self._unaligned_failed:
             assert self._compile is not None, f"{self.__name__} was not compiled"
-            self._unaligned = self._compile([self.generated.source.unaligned()])[0]
+            try:
+                self._unaligned = self._compile([self.generated.source.unaligned()])[0]
+            except Exception as error:
+                if knobs.strict or not is_fault(error):
+                    raise
+                self._unaligned_failed = True
+                lines = "".join(f"\n  {origin}" for origin in self.origins[:8])
+                log.warning("%s", reported(f"{self.__name__} for unaligned tensors, which it copies", error, lines))
         return self._unaligned
 
 
@@ -206,6 +230,15 @@ def _known(*numbers: Int) -> bool:
 
 def _stream(tensor: torch.Tensor) -> int:
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of the same layout at an aligned address."""
+    if tensor.data_ptr() % _ALIGNMENT == 0:
+        return tensor
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((reach,), (1,)).clone() if tensor.numel() else tensor.new_empty(0)
+    return flat.as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def _function(symbols: Sequence[sympy.Symbol], tree: Any) -> Any:

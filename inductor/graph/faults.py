@@ -174,12 +174,18 @@ class Faults:
         lines = [line for part, line in self.parts.items() if part in left_out.parts and line]
         lines = lines or [line for line in [_line_at(self.error)] if line]
         where = "".join(f"\n  {line}" for line in list(dict.fromkeys(lines))[:_MOST_NAMES])
-        text = str(self.error).partition("\n")[0][:_MOST_CHARACTERS]
-        return (
-            f"weft goes on without {described(left_out)}, which failed: {type(self.error).__name__}: {text}{where}\n"
-            "ATen kernels do its work: the step computes the same and may be slower. This is a fault in weft; please "
-            f"report it. {HOW_TO_REDUCE}. WEFT_STRICT=1 raises the error"
-        )
+        assert self.error is not None
+        return reported(described(left_out), self.error, where)
+
+
+def reported(what: str, error: Exception, where: str) -> str:
+    """What a user is told of a part ``what`` that is left out because of ``error``, raised at the lines ``where``."""
+    text = str(error).partition("\n")[0][:_MOST_CHARACTERS]
+    return (
+        f"weft goes on without {what}, which failed: {type(error).__name__}: {text}{where}\n"
+        "The step computes the same and may be slower. This is a fault in weft; please report it. "
+        f"{HOW_TO_REDUCE}. WEFT_STRICT=1 raises the error"
+    )
 
 
 def is_fault(error: BaseException) -> bool:

@@ -29,6 +29,18 @@ _WORD = 8  # bytes of an address
 RECORDINGS = 64
 
 
+def kernels_of(plan: LaunchPlan, device: torch.device) -> list[KernelSource]:
+    """Everything that is launched for ``plan`` on ``device``: its kernels, and on a GPU the one that fetches
+    addresses."""
+    fetch = [_fetch_source(_words(plan))] if device.type == "cuda" else []
+    return [*(launch.kernel for launch in plan.launches), *fetch]
+
+
+def _words(plan: LaunchPlan) -> int:
+    """Addresses in the pointer tables of a plan."""
+    return sum(len(rows) * (len(rows[0]) + 1) for rows in plan.pointers.values() if rows)
+
+
 class BoundLaunches:
     """Runs the kernels of ``plan`` on ``device``: a GPU, or the CPU, where Triton interprets them.
 

@@ -11,7 +11,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.record.functional_ops import Effects
 from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.multi_tensor.operation import MultiTensor
-from weft.inductor.runtime.bound_plan import BoundLaunches
+from weft.inductor.runtime.bound_plan import BoundLaunches, kernels_of
 from weft.inductor.runtime.kernels import compile_kernels
 
 Node = torch.fx.Node
@@ -87,5 +87,6 @@ def use_kernels(step: StepGraph) -> StepGraph:
         else:
             node.target = launcher
     for device, here in launchers.items():
-        compile_kernels([launch.kernel for launcher in here for launch in launcher.plan.launches], device)
+        # All of them now: at the first launch, a kernel that does not compile would end the run.
+        compile_kernels([kernel for launcher in here for kernel in kernels_of(launcher.plan, device)], device)
     return step

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import weft
+from weft import knobs
+from weft.errors import KernelCompilationFailed
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import make_kernels
 from weft.inductor.passes.pipeline import run_passes
@@ -33,6 +36,33 @@ def test_an_input_that_starts_anywhere_is_read_by_a_kernel_of_its_own() -> None:
     (found,) = call(x[1:])
     torch.testing.assert_close(found, x[1:].exp())
     assert call._unaligned is not None
+
+
+def refuses(sources: object) -> list[object]:
+    raise KernelCompilationFailed("planted", "planted by this test", "")
+
+
+def test_unaligned_tensors_are_copied_where_the_kernel_for_them_does_not_compile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for into_memory in (True, False):
+        call, x = several_outputs()
+        wanted = [value.clone() for value in call(x)]
+        call._compile = refuses
+        unaligned = torch.empty(49)[1:].view(6, 8).copy_(x)
+        memory = torch.full((66,), 7.0)
+        out = [memory[1:49].view(6, 8), None, None] if into_memory else [None, None, None]
+        with pytest.raises(KernelCompilationFailed):
+            call(unaligned, out=out)
+        assert (memory == 7.0).all()  # nothing was written
+        caplog.clear()
+        with knobs.override(strict=False):
+            for _ in range(2):
+                found = call(unaligned, out=out)
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert (memory[0], *memory[49:]) == (7.0,) * 18
+        (record,) = caplog.records
+        assert "for unaligned tensors" in record.getMessage()
 
 
 def several_outputs() -> tuple[KernelCall, torch.Tensor]:
