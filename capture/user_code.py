@@ -5,14 +5,15 @@ Every node of a graph carries them, so finding them is cheap: a few microseconds
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import os
 import sys
 import sysconfig
 from collections.abc import Sequence
-from types import CodeType, TracebackType
-from typing import NamedTuple
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,13 @@ _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN_USER_ROOMS = ("tests", "examples", "bench")
 _OWN_USER_FILES = ("toy.py",)
 _INSTALLED = ("site-packages", "dist-packages")
+_CACHE = type(functools.lru_cache(lambda: None))
+# Packages that look at files, processes and threads for ends of their own, whoever calls them.
+_ASK_FOR_THEMSELVES = frozenset(
+    {"logging", "warnings", "linecache", "inspect", "tokenize", "importlib", "zipimport", "sympy", "mpmath", "triton"}
+)
+# Where the step is called.
+_TRACER = "weft.capture.record.tracer"
 
 
 class Frame(NamedTuple):
@@ -152,6 +160,42 @@ def called_by_user(*skipped: str) -> bool:
     while frame is not None and skipped and frame.f_code.co_filename.endswith(skipped):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def called_for_user(*skipped: str) -> bool:
+    """Whether the user's code, that of installed packages included, made the call that runs now, itself or through the
+    standard library, and would make it at every call of the step.
+
+    Not so for what runs once in eager too: a module that is imported now, a function that remembers its results. Nor
+    for what logging and the like ask for ends of their own.
+
+    Args:
+        skipped: modules that work for their caller.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        package = module.split(".")[0]
+        if package in _ASK_FOR_THEMSELVES:
+            return False
+        if module == "__main__" or not (package in sys.stdlib_module_names or module in skipped):
+            return is_user_file(frame.f_code.co_filename) and not _runs_once(frame)
+        frame = frame.f_back
+    return False
+
+
+def _runs_once(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_globals.get("__name__") != _TRACER:
+        if frame.f_code.co_name == "<module>" or is_remembered(frame):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_remembered(frame: FrameType) -> bool:
+    """Whether a function with ``functools.lru_cache`` is running in the frame."""
+    found: Any = frame.f_globals.get(frame.f_code.co_name)
+    return isinstance(found, _CACHE) and getattr(found.__wrapped__, "__code__", None) is frame.f_code
 
 
 def is_user_file(filename: str) -> bool:

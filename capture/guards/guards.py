@@ -21,6 +21,7 @@ from weft import torch_adapter
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
 from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.environment import environment_failure
+from weft.capture.record.outside_calls import outside_failure
 from weft.capture.record.tracer import CapturedStep
 from weft.capture.state.containers import MISSING, SIMPLE, Container
 from weft.capture.state.state_reader import EntryReader, PlaceReader
@@ -47,6 +48,7 @@ class Guards:
         self._arguments = ArgumentGuard(arguments)
         self._world = _global_state()
         self._environment = captured.environment
+        self._outside = captured.outside
         self._containers = _ContainerGuard([each for each in captured.state.containers if not each.frozen])
         self._tensors = [TensorGuard(place, arguments.vals[at]) for at, place in arguments.tensors.items()]
         self._tensors += [
@@ -78,6 +80,7 @@ class Guards:
         found += [Guard("tensor", str(guard)) for guard in self._tensors]
         found += [Guard("size", condition) for condition in self._sizes.conditions]
         found += [Guard("environment", f"{key} is {value!r}") for key, value in self._environment.items()]
+        found += [Guard("outside", f"{read.text} gives {read.answer!r}") for read in self._outside]
         return found + [Guard("torch", f"{name} is {value}") for name, value in self._world.items()]
 
     def failure(self, leaves: list[Any], spec: Any) -> str | None:
@@ -92,6 +95,7 @@ class Guards:
             or self._sizes.failure()
             or self._world_failure()
             or environment_failure(self._environment)
+            or outside_failure(self._outside)
         )
         if why is None:
             self._remember()
@@ -112,6 +116,7 @@ class Guards:
                 and self._sizes.failure() is None
                 and _global_state() == self._world
                 and (not self._environment or environment_failure(self._environment) is None)
+                and (not self._outside or outside_failure(self._outside) is None)
             )
 
     def _remember(self) -> None:

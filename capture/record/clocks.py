@@ -1,4 +1,4 @@
-"""Clocks that a step reads: a node reads the same clock at every call.
+"""Clocks that a step reads, and sizes of GPU memory: a node reads the same clock at every call.
 
 ``time.perf_counter()`` and its relatives give a symbolic number, read at that point of the step. A clock that gives an
 object (``datetime.now()``) is refused. Only reads by the user's code count: logging and torch read clocks for ends of
@@ -13,12 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from weft.capture.record.host_draws import HostDraws
 from weft.capture.user_code import called_by_user, user_line
 from weft.errors import UncapturableDraw
 
-_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time", "clock_gettime")
 CLOCKS = tuple(name + unit for name in _CLOCKS for unit in ("", "_ns"))
+# How much memory of a GPU the allocator of torch uses: another number at every call, too.
+MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 # These read the clock where they are not given a time, with the number of arguments that they then have.
 _CONVERSIONS = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
 _REMEDY = (
@@ -27,30 +31,41 @@ _REMEDY = (
 )
 
 
-def read_clock(name: str) -> float | int:
+def read_clock(name: str, *which: int) -> float | int:
     """``time.perf_counter()`` and its relatives, the target of a node; in seconds, or nanoseconds for ``*_ns``."""
     if name not in CLOCKS:
         raise ValueError(f"{name} is no clock")
-    return getattr(time, name)()
+    return getattr(time, name)(*which)
+
+
+def read_memory(name: str, *device: Any) -> int:
+    """``torch.cuda.memory_allocated()`` and its relatives, the target of a node; in bytes."""
+    if name not in MEMORY:
+        raise ValueError(f"{name} tells no size of memory")
+    return getattr(torch.cuda, name)(*device)
 
 
 def clock_replacements(draws: HostDraws) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, replacement): what stands in for the clocks while a step is captured."""
-    for name in CLOCKS:
-        yield time, name, _clock(getattr(time, name), name, draws)
+    for owner, names, target in ((time, CLOCKS, read_clock), (torch.cuda, MEMORY, read_memory)):
+        for name in names:
+            if hasattr(owner, name):
+                yield owner, name, _clock(getattr(owner, name), f"{owner.__name__}.{name}", target, draws)
     for name, arguments in _CONVERSIONS.items():
         yield time, name, _conversion(getattr(time, name), name, arguments, draws)
     yield datetime, "datetime", _dated(datetime.datetime, ("now", "utcnow", "today"), draws)
     yield datetime, "date", _dated(datetime.date, ("today",), draws)
 
 
-def _clock(original: Callable[[], Any], name: str, draws: HostDraws) -> Any:
+def _clock(original: Callable[..., Any], text: str, target: Callable[..., Any], draws: HostDraws) -> Any:
+    name = text.split(".")[-1]
+
     @functools.wraps(original)
-    def read() -> Any:
+    def read(*which: Any, **named: Any) -> Any:
         if not (draws.intercepts() and called_by_user()):
-            return original()
-        kind = int if name.endswith("_ns") else float
-        return draws.record(read_clock, (name,), {}, draws.fresh(kind, f"time.{name}"))
+            return original(*which, **named)
+        kind = int if name.endswith("_ns") or target is read_memory else float
+        return draws.record(target, (name, *which, *named.values()), {}, draws.fresh(kind, text))
 
     return read
 

@@ -8,6 +8,7 @@ step can reach.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,10 @@ _MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypoth
 
 @contextlib.contextmanager
 def held_references_replaced(
-    containers: Iterable[Container], objects: Iterable[Any], stand_in: Callable[[Any], Any | None]
+    containers: Iterable[Container],
+    objects: Iterable[Any],
+    stand_in: Callable[[Any], Any | None],
+    stand_in_reached: Callable[[Any], Any | None],
 ) -> Iterator[None]:
     """Inside, stand-ins are in the globals of the user's modules, in containers, and in the defaults of functions.
 
@@ -33,16 +37,23 @@ def held_references_replaced(
     Args:
         containers: those that the step can reach.
         objects: the functions among them can be called by the step.
-        stand_in: what stands in for a value, None where nothing does.
+        stand_in: what stands in for a value that any module of the user's holds, None where nothing does.
+        stand_in_reached: the same for values that the step can reach.
     """
 
     def replacement(value: Any) -> Any | None:
-        if type(value) is not tuple:
-            return stand_in(value)
-        new = [stand_in(item) for item in value]
-        if all(item is None for item in new):
-            return None
-        return tuple(old if item is None else item for old, item in zip(value, new, strict=True))
+        if type(value) is tuple:
+            new = [replacement(item) for item in value]
+            if all(item is None for item in new):
+                return None
+            return tuple(old if item is None else item for old, item in zip(value, new, strict=True))
+        if type(value) is functools.partial:
+            function = replacement(value.func)
+            return None if function is None else functools.partial(function, *value.args, **value.keywords)
+        if type(value) is staticmethod:
+            function = replacement(value.__func__)
+            return None if function is None else staticmethod(function)
+        return stand_in_reached(value)
 
     with contextlib.ExitStack() as stack:
         for container in list(containers):
@@ -50,7 +61,7 @@ def held_references_replaced(
                 if (new := replacement(value)) is not None:
                     container.set(key, new)
                     container.before[key] = new
-                    stack.callback(_put_back, container, key, value, new)
+                    stack.callback(_put_back, container, key, value)
         for function in objects:
             if type(function) is types.FunctionType:
                 _replace_defaults(stack, function, replacement)
@@ -58,7 +69,7 @@ def held_references_replaced(
             if _is_users(module):
                 names = vars(module)
                 for name, value in list(names.items()):
-                    if (new := replacement(value)) is not None:
+                    if (new := stand_in(value)) is not None:
                         names[name] = new
                         stack.callback(_put_back_name, names, name, value, new)
         yield
@@ -99,9 +110,10 @@ def _is_users(module: Any) -> bool:
     return module.__name__ == "__main__" or (isinstance(filename, str) and is_user_file(filename))
 
 
-def _put_back(container: Container, key: Any, value: Any, new: Any) -> None:
+def _put_back(container: Container, key: Any, value: Any) -> None:
+    unchanged = all(changed != key for changed, _, _ in container.changes())
     container.before[key] = value
-    if container.entries().get(key) is new:
+    if unchanged:
         container.set(key, value)
 
 

@@ -32,7 +32,6 @@ _REFUSED: dict[Any, tuple[str, str, bool]] = {
     torch.Tensor.pin_memory: ("pin_memory()", _OUTSIDE, False),
     torch.Tensor.__dlpack__: ("__dlpack__()", _COPY, False),
     torch.Tensor.__deepcopy__: ("copy.deepcopy()", _COPY, False),
-    torch.Tensor.__reduce_ex__: ("pickle or torch.save", _OUTSIDE, False),
 }
 
 
@@ -52,16 +51,24 @@ def refuse_memory_access(function: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def storages_keep_their_memory() -> Iterator[None]:
-    """Inside, a storage is not resized by a thread that captures: the memory belongs to the user's real tensors."""
-    original = torch.UntypedStorage.resize_
+    """Inside, a storage is not resized by a thread that captures: the memory belongs to the user's real tensors. Nor
+    are these pickled, which torch does without a call that a function mode sees."""
+    resize_original, reduce_original = torch.UntypedStorage.resize_, torch.Tensor.__reduce_ex__
 
     def resize(storage: Any, *args: Any, **kwargs: Any) -> Any:
         if recording() is not None:
             raise MemoryOfTensor("resize_() of a storage", user_line(), _OUTSIDE)
-        return original(storage, *args, **kwargs)
+        return resize_original(storage, *args, **kwargs)
+
+    def reduce(tensor: torch.Tensor, protocol: Any) -> Any:
+        if recording() is not None:
+            raise MemoryOfTensor("pickle or torch.save", user_line(), _OUTSIDE)
+        return reduce_original(tensor, protocol)
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+    torch.Tensor.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         del torch.UntypedStorage.resize_
+        torch.Tensor.__reduce_ex__ = reduce_original  # type: ignore[method-assign]

@@ -1,8 +1,10 @@
-"""What a step reads besides tensors and Python state: random numbers, clocks and environment variables.
+"""What a step reads besides tensors and Python state, and what it does outside: random numbers, clocks, environment
+variables, files, iterators.
 
 While a step is captured, the functions that give such values are replaced, by name and where the user's code holds them
 (:mod:`weft.capture.record.held_references`). A random number or a time becomes a node, so every call reads a new one;
-an environment variable becomes a guard; all else is refused. Other threads get what they always get.
+an environment variable and the names in a folder become guards; all else is refused. Other threads get what they always
+get.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
 from weft.capture.record.held_references import ORIGINAL, held_references_replaced
 from weft.capture.record.host_draws import HostDraws
+from weft.capture.record.outside_calls import OutsideCalls
+from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
 from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.state.reachable_state import ReachableState
@@ -41,6 +45,8 @@ class OutsideValues:
         self._thread = threading.get_ident()
         self.draws = HostDraws(recorder, self._intercepts)
         self.environment = EnvironmentReads(self._intercepts)
+        self.calls = OutsideCalls(self._intercepts)
+        self._objects = OutsideObjects(self.calls.counts)
         self._torch = RandomState(recorder, self.draws)
 
     def _intercepts(self) -> bool:
@@ -49,8 +55,12 @@ class OutsideValues:
 
     def argument(self, value: Any) -> Any:
         """What the step gets for an argument that is no tensor."""
-        stand_in = self.draws.stand_in(value)
+        stand_in = self._stand_in(value)
         return value if stand_in is None else stand_in
+
+    def _stand_in(self, value: Any) -> Any | None:
+        stand_in = self.draws.stand_in(value)
+        return self._objects.stand_in(value) if stand_in is None else stand_in
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
@@ -66,12 +76,15 @@ class OutsideValues:
                 functions: dict[int, Any] = {}
                 alive: list[Any] = []
                 stand_ins: dict[int, tuple[Any, Any]] = {}
+                stack.callback(self.calls.end)
                 stack.enter_context(_originals_in_new_modules(stand_ins))
                 replacements = [
                     *self.draws.replacements(),
                     *clock_replacements(self.draws),
                     *self.environment.replacements(),
                     *self._torch.replacements(),
+                    *self.calls.replacements(),
+                    *self._objects.replacements(),
                 ]
                 for owner, name, new in replacements:
                     original = getattr(owner, name)
@@ -82,7 +95,9 @@ class OutsideValues:
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
                 held = lambda value: functions.get(id(value)) or self.draws.stand_in(value)
-                stack.enter_context(held_references_replaced(self._state.containers, self._state.objects, held))
+                reached = lambda value: functions.get(id(value)) or self._stand_in(value)
+                objects = self._state.objects
+                stack.enter_context(held_references_replaced(self._state.containers, objects, held, reached))
                 line = MovingLine(moved)
                 if self._watched:
                     stack.enter_context(line.watched())

@@ -24,11 +24,10 @@ import torch
 
 from weft.capture.record.opaque import opaque
 from weft.capture.record.recorder import recording
-from weft.capture.user_code import is_user_file, user_line
+from weft.capture.user_code import is_remembered, is_user_file, user_line
 from weft.errors import OutsideEffect, TextOfValue
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_CACHE = type(functools.lru_cache(lambda: None))
 _TEXTS = {torch.Tensor.__repr__, torch.Tensor.__format__}
 _ON_THE_WAY = {"__repr__", "__format__", "handle_torch_function"}  # functions of torch's that lead from user to mode
 
@@ -82,19 +81,20 @@ def _print_through(original: Callable[..., None]) -> Callable[..., None]:
     return print
 
 
-def _handle_through(original: Callable[..., None]) -> Callable[..., None]:
-    @opaque
-    def repeat(logger: logging.Logger, where: tuple[Any, ...], message: Any, args: Any) -> None:
-        level, filename, line, function = where
-        record = logger.makeRecord(logger.name, level, filename, line, message, args, None, function)
-        logger.handle(record)
+@opaque
+def _log(logger: logging.Logger, where: tuple[Any, ...], message: Any, args: Any) -> None:
+    level, filename, line, function = where
+    record = logger.makeRecord(logger.name, level, filename, line, message, args, None, function)
+    logger.handle(record)
 
+
+def _handle_through(original: Callable[..., None]) -> Callable[..., None]:
     def handle(self: logging.Logger, record: logging.LogRecord) -> None:
         if recording() is None or not is_user_file(record.pathname) or _speaks_once(record):
             return original(self, record)
         where = record.levelno, record.pathname, record.lineno, record.funcName
         args = record.args if isinstance(record.args, tuple) else (record.args,)
-        return repeat(self, where, record.msg, args)
+        return _log(self, where, record.msg, args)
 
     return handle
 
@@ -106,8 +106,7 @@ def _speaks_once(record: logging.LogRecord) -> bool:
         frame = frame.f_back
     if frame is None:
         return False
-    found: Any = frame.f_globals.get(frame.f_code.co_name)
-    return isinstance(found, _CACHE) and found.__wrapped__.__code__ is frame.f_code
+    return is_remembered(frame)
 
 
 def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:

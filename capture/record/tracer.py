@@ -42,6 +42,7 @@ from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.operands import map_operands
+from weft.capture.record.outside_calls import OutsideRead
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.printed import output_repeated
 from weft.capture.record.readable_names import readable_name
@@ -104,6 +105,7 @@ class CapturedStep:
         learning_rates: the symbol of each learning rate and the place of its value.
         specialised: the sizes that were to be symbolic and are numbers in the graph.
         environment: the environment variables that the step read; None for one that is not set.
+        outside: what else the step asked outside, with the answers.
         autocast_copies: copies of weights that autocast keeps in the region around the call.
         aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
             of their own, and a program may return as an input or as another result (``p.detach()``).
@@ -124,6 +126,7 @@ class CapturedStep:
     learning_rates: list[tuple[sympy.Symbol, StatePlace]]
     specialised: list[Specialised]
     environment: dict[str, str | None]
+    outside: list[OutsideRead]
     autocast_copies: list[AutocastCopy]
     aliases: list[int]
     seconds: float = 0.0
@@ -427,6 +430,7 @@ class _StepCapture:
             [(torch_adapter.symbol_of(symbol), place) for _, symbol, _, place in self.learning_rates],
             self.specialised,
             self.outside.environment.found,
+            self.outside.calls.reads,
             self.autocast_copies,
             aliases,
         )

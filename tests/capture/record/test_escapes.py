@@ -109,7 +109,7 @@ def test_coroutines_are_not_returned() -> None:
 STORED: dict[str, Callable[[torch.Tensor], Any]] = {
     "in a list": lambda x: sys.modules["lost"].items.append(x * 2),
     "in a list in a list": lambda x: sys.modules["lost"].items.append([{"a": x * 2}]),
-    "in a queue": lambda x: sys.modules["lost"].box.put(x * 2),
+    "in a queue": lambda x: sys.modules["lost"].box.queue.append(x * 2),
     "as a number": lambda x: sys.modules["lost"].items.append(x.sum().item()),
     "as an attribute": lambda x: setattr(sys.modules["lost"], "new" + "name", x * 2),
     "in a generator": lambda x: sys.modules["lost"].items.append(_numbered(x * 2)),

@@ -1,0 +1,184 @@
+"""Functions that read or change the world outside a step: files, processes, other threads, settings of Python.
+
+A compiled step runs no Python, so what such a function tells or does in the capture would hold for ever, or would
+happen once. One table says for each function what becomes of a call by the step:
+
+- *compared*: the function is called again before every call of the step, with the same arguments; the graph serves the
+  call if the answer is the same.
+- *refused*: the answer is another one at every call, or takes something away; the error says what to do.
+- *effects*: the function changes something outside; the error says how every call of the step can do it.
+
+Calls count where the step's own code makes them, or a library for it, also through the standard library. Modules that
+are imported meanwhile and functions that remember their results run once in eager too, and may do what they like.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from weft.capture.user_code import called_for_user, user_line
+from weft.errors import OutsideEffect, UncapturableDraw
+
+# The owner as "module" or "module:class", and names of functions in it. Modules that are not imported are left out.
+_COMPARED: dict[str, str] = {
+    "os": "stat lstat statvfs listdir access getcwd getcwdb readlink getpid cpu_count",
+    "os.path": "exists lexists isfile isdir islink getsize getmtime",
+    "pathlib:Path": "exists is_file is_dir is_symlink",
+    "shutil": "which",
+    "socket": "gethostname getfqdn",
+    "sys": "getrecursionlimit gettrace getprofile",
+    "threading": "active_count",
+    "torch": "get_num_threads get_num_interop_threads",
+}
+_REFUSED: dict[str, str] = {
+    "builtins": "input",
+    "gc": "isenabled get_count",
+    "os": "scandir read pread times getloadavg getrandom",
+    "queue:Queue": "get qsize empty full join",
+    "multiprocessing.queues:Queue": "get qsize empty full",
+    "multiprocessing.queues:SimpleQueue": "get empty",
+    "multiprocessing.connection:_ConnectionBase": "recv recv_bytes recv_bytes_into poll",
+    "resource": "getrusage",
+    "socket:socket": "recv recv_into recvfrom recvmsg accept",
+    "torch": "load",
+    "torch.jit": "trace trace_module script load",
+    "torch.cuda": "mem_get_info memory_stats utilization",
+    "uuid": "uuid1",
+}
+_EFFECTS: dict[str, str] = {
+    "concurrent.futures:ThreadPoolExecutor": "submit",
+    "concurrent.futures:ProcessPoolExecutor": "submit",
+    "csv:DictWriter": "writerow writerows writeheader",
+    "gc": "disable enable freeze unfreeze set_threshold",
+    "multiprocessing.connection:_ConnectionBase": "send send_bytes",
+    "multiprocessing.process:BaseProcess": "start",
+    "multiprocessing.queues:Queue": "put",
+    "multiprocessing.queues:SimpleQueue": "put",
+    "os": (
+        "mkdir rmdir remove unlink rename replace symlink link chmod chown utime truncate ftruncate write pwrite open "
+        "system kill killpg putenv unsetenv chdir fork posix_spawn mkfifo umask nice sendfile"
+    ),
+    "queue:Queue": "put task_done",
+    "socket:socket": "connect bind listen send sendall sendto sendmsg",
+    "sqlite3": "connect",
+    "subprocess:Popen": "__init__",
+    "sys": "setrecursionlimit settrace setprofile",
+    "threading:Thread": "start",
+    "torch": "set_num_threads set_num_interop_threads",
+}
+# Modules that stand between the step's code and the function that is replaced.
+_BETWEEN = ("weft.capture.record.outside_calls", "weft.capture.record.outside_objects")
+_WHY = "the compiled step would have the answer of its first call for ever"
+_REMEDY = "call it before the step and pass the result as an argument, or call it in a function marked @weft.opaque"
+
+
+class OutsideRead(NamedTuple):
+    """One call of a function whose answer is compared.
+
+    Attributes:
+        text: what was called.
+        call: calls it again.
+        answer: what it told: its result, or the kind and the text of the error that it raised.
+    """
+
+    text: str
+    call: Callable[[], Any]
+    answer: Any
+
+    def failure(self) -> str | None:
+        """How the answer differs now, None where it does not."""
+        now = _answer(self.call)[0]
+        return None if now == self.answer else f"{self.text} gives {now!r}, gave {self.answer!r}"
+
+
+class OutsideCalls:
+    """Stands in for the functions of the table while a step is captured.
+
+    Attributes:
+        reads: the calls whose answers are compared before every call of the step.
+    """
+
+    def __init__(self, intercepts: Callable[[], bool]) -> None:
+        self.reads: list[OutsideRead] = []
+        self._intercepts = intercepts
+        self._busy = False  # a function of the table that another one calls is a part of that
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """(owner, name, replacement)."""
+        for table, make in ((_COMPARED, self._comparing), (_REFUSED, self._refusing), (_EFFECTS, self._forbidding)):
+            for path, names in table.items():
+                module, _, kind = path.partition(":")
+                owner = sys.modules.get(module)
+                owner = getattr(owner, kind, None) if kind else owner
+                for name in names.split() if owner is not None else ():
+                    if hasattr(owner, name):
+                        yield owner, name, make(getattr(owner, name), f"{kind or module}.{name}")
+
+    def end(self) -> None:
+        """Forget the capture: a module that was imported meanwhile may have kept a replacement."""
+        self._intercepts = lambda: False
+
+    def counts(self) -> bool:
+        """Whether the step's code, or a library for it, makes the call that runs now."""
+        if self._busy or not self._intercepts():
+            return False
+        self._busy = True  # to tell whose code it is, files are looked at
+        try:
+            return called_for_user(*_BETWEEN)
+        finally:
+            self._busy = False
+
+    def _comparing(self, original: Callable[..., Any], text: str) -> Any:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if not self.counts():
+                return original(*args, **kwargs)
+            call = functools.partial(original, *args, **kwargs)
+            self._busy = True
+            try:
+                answer, result, error = _answer(call)
+            finally:
+                self._busy = False
+            shown = ", ".join(map(repr, args))
+            if all((known.text, known.answer) != (f"{text}({shown})", answer) for known in self.reads):
+                self.reads.append(OutsideRead(f"{text}({shown})", call, answer))
+            if error is not None:
+                raise error
+            return result
+
+        return read
+
+    def _refusing(self, original: Callable[..., Any], text: str) -> Any:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if self.counts():
+                raise UncapturableDraw(text, user_line(), _WHY, _REMEDY)
+            return original(*args, **kwargs)
+
+        return read
+
+    def _forbidding(self, original: Callable[..., Any], text: str) -> Any:
+        @functools.wraps(original)
+        def effect(*args: Any, **kwargs: Any) -> Any:
+            if self.counts():
+                raise OutsideEffect(f"calls {text.removesuffix('.__init__')}", user_line())
+            return original(*args, **kwargs)
+
+        return effect
+
+
+def outside_failure(reads: list[OutsideRead]) -> str | None:
+    """The first answer that is another than in the capture, as text; None where none is."""
+    return next(filter(None, (read.failure() for read in reads)), None)
+
+
+def _answer(call: Callable[[], Any]) -> tuple[Any, Any, Exception | None]:
+    """What is compared of a call, its result, and the error that it raised."""
+    try:
+        result = call()
+    except OSError as error:
+        return (type(error).__name__, error.errno), None, error
+    return result, result, None
