@@ -20,6 +20,7 @@ import torch
 
 from weft import knobs, torch_adapter
 from weft.argument_checks import ArgumentChecks
+from weft.branching_form import BranchingForm, PathEnded
 from weft.capture.agreement.agreement import agree
 from weft.capture.agreement.claims import Claims, claims_of
 from weft.capture.agreement.signature import signature
@@ -29,12 +30,11 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.guards.compiled_forms import CompiledForms
 from weft.capture.guards.guards import Guards
-from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
 from weft.capture.record.dynamic_sizes import MARKS
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.recorder import recording
 from weft.capture.record.tracer import CapturedStep, capture_step
-from weft.capture.state.state_reader import PlaceReader
+from weft.capture.segments import Outcome
 from weft.capture.step_interface import Role
 from weft.capture.step_threads import PATIENCE_S, capturing, enter_step, in_step, inside_step, leave_step, out_of_step
 from weft.errors import (
@@ -46,11 +46,13 @@ from weft.errors import (
     ScheduleTimeout,
     StaleAutocastCopy,
     StoreLost,
+    TextOfValue,
     WeftError,
 )
-from weft.inductor.compiler import MODES, compile_graph
+from weft.inductor.compiler import MODES
 from weft.inductor.graph.collectives import ranks_on_a_host
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
+from weft.program_form import ProgramForm
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
@@ -60,50 +62,7 @@ _RANKS_DIFFER = (GraphMismatch, GroupMismatch, AgreementTimeout, StoreLost, Sche
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class _CompiledForm:
-    """One captured form of a step with its guards and its program."""
-
-    def __init__(
-        self, captured: CapturedStep, guards: Guards, mode: str, memory_limit: int | None, agreed: AgreedCollectives
-    ) -> None:
-        self.captured = captured
-        self.guards = guards
-        self.busy = False  # whether its program is running, with buffers that serve one call at a time
-        self.program = compile_graph(captured.graph, mode, memory_limit, agreed)
-        self._inputs = PlaceReader(captured.places)
-        updated = {entry.name for entry, _ in captured.graph.updates()}
-        inputs = zip(captured.graph.inputs, captured.places, strict=True)
-        self._updated = [place for entry, place in inputs if entry.name in updated and entry.role is not Role.SCALAR]
-
-    def run(self, leaves: list[Any]) -> Any:
-        """Run the program for a call with these argument leaves. Must not be busy."""
-        self.busy = True
-        try:
-            return self._run(leaves)
-        finally:
-            self.busy = False
-
-    def _run(self, leaves: list[Any]) -> Any:
-        captured = self.captured
-        captured.arguments.bind(leaves)
-        if captured.autocast_copies:
-            check_copies(captured.autocast_copies)
-        outputs = self.program(*self._inputs.read())
-        for at in captured.aliases:
-            outputs[at] = outputs[at].detach()
-        # All values first: one effect may move what another one replaces.
-        values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
-        result = captured.result.fill(outputs)
-        for effect, value in zip(captured.effects, values, strict=True):
-            if effect.template is None:
-                effect.container.remove(effect.key)
-            else:
-                effect.container.set(effect.key, value)
-        if known_copies:
-            weights_updated(self._updated)
-        return result
+Form = ProgramForm | BranchingForm
 
 
 class CompiledStep(Generic[P, R]):
@@ -134,7 +93,7 @@ class CompiledStep(Generic[P, R]):
         self.memory_limit = memory_limit
         self.verify = verify
         self.fallback = fallback
-        self.entries: CompiledForms[_CompiledForm] = CompiledForms()
+        self.entries: CompiledForms[Form] = CompiledForms()
         self.captures: list[str] = []
         self._changed: dict[Any, set[tuple[int, int]]] = {}
         self._agreed: dict[bytes, AgreedCollectives] = {}
@@ -186,7 +145,7 @@ class CompiledStep(Generic[P, R]):
             log.warning("%s has been running in another thread for %d s", self.__name__, PATIENCE_S)
         return True
 
-    def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CompiledForm:
+    def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
         """The captured form that serves this call, captured now where there is none; nothing runs."""
         reasons: list[str] = []
         with self._lock:
@@ -194,7 +153,7 @@ class CompiledStep(Generic[P, R]):
                 entry = self._find(*torch_adapter.flatten((args, kwargs)), reasons)
             return entry or self.capture(args, kwargs, reasons)
 
-    def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> _CompiledForm | None:
+    def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> Form | None:
         """The form that serves a call, see :meth:`CompiledForms.find`."""
         try:
             return self.entries.find(leaves, spec, reasons)
@@ -219,17 +178,21 @@ class CompiledStep(Generic[P, R]):
             leaves, _ = torch_adapter.flatten((args, kwargs))
             with in_step():
                 if self.verify and len(self.entries) == 1:
-                    run = functools.partial(entry.run, leaves)
-                    return verify_first_call(self.step, entry.captured, args, kwargs, run)
+                    run = lambda: self._run(entry, leaves, args, kwargs)
+                    return verify_first_call(self.step, entry.captured, args, kwargs, run, path=lambda: entry.captured)
                 return self._run(entry, leaves, args, kwargs)
         result = self.step(*args, **kwargs)  # where it raises, the error is the step's own, and a later call compiles
         self._uncompiled = True
         log.warning("%s runs uncompiled from here on: %s", self.__name__, why)
         return result
 
-    def _run(self, entry: _CompiledForm, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         try:
+            if isinstance(entry, BranchingForm):
+                return entry.run(leaves, functools.partial(self._capture_path, args, kwargs))
             return entry.run(leaves)
+        except PathEnded as ended:
+            return self._after_branch(ended, args, kwargs)
         except StaleAutocastCopy:  # raised before anything ran
             if self.fallback != "eager":
                 raise
@@ -237,25 +200,64 @@ class CompiledStep(Generic[P, R]):
 
     @generators_kept()
     @garbage_collection_paused()
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _CompiledForm:
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> Form:
         """Capture one call, agree with the other ranks, and keep the result at the front of ``entries``."""
         with out_of_step():
             return self._capture(args, kwargs, reasons)
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> _CompiledForm:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> Form:
         self._say_why(reasons)
+        dynamic = self._dynamic_dims(args, kwargs)
+        captured, guards, agreed = self._capture_agreed(args, kwargs, dynamic)
+        if captured.complete:
+            form: Form = ProgramForm(captured, guards, self.mode, self.memory_limit, agreed)
+        else:
+            form = BranchingForm(
+                self.__name__, captured, guards, dynamic, self.mode, self.memory_limit, self.fallback == "eager"
+            )
+        nodes, seen = len(captured.graph), captured.recorded
+        log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
+        return self.entries.add(form)
+
+    def _after_branch(self, ended: PathEnded, args: Any, kwargs: Any) -> Any:
+        """What a call does that cannot go on compiled after a branch."""
+        error = ended.error
+        falls_back = self.fallback == "eager" and not isinstance(error, (*_RANKS_DIFFER, CaptureValueEscaped))
+        raises = not isinstance(error, WeftError) or (isinstance(error, TextOfValue) and error.in_raise)
+        if not ended.undone or not (falls_back or raises):
+            raise error
+        result = self.step(*args, **kwargs)  # where it raises, the message has the values of this call
+        if not falls_back:
+            error.add_note("the uncompiled step, which has run meanwhile, did not raise")
+            raise error
+        self._uncompiled = True
+        log.warning("%s runs uncompiled from here on: %s", self.__name__, error)
+        return result
+
+    @generators_kept()
+    @garbage_collection_paused()
+    def _capture_path(
+        self, args: Any, kwargs: Any, dynamic: frozenset[tuple[int, int]], outcomes: tuple[Outcome, ...], line: str
+    ) -> tuple[CapturedStep, Guards]:
+        """Capture the path of a call that branches on values, after the first branches went by ``outcomes``."""
+        self._say_why([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
+        with out_of_step(), capturing():
+            captured = capture_step(self.step, args, kwargs, dynamic=dynamic, outcomes=outcomes)
+            return captured, Guards(captured)
+
+    def _capture_agreed(
+        self, args: Any, kwargs: Any, dynamic: frozenset[tuple[int, int]]
+    ) -> tuple[CapturedStep, Guards, AgreedCollectives]:
+        """Capture the step, up to its first branch on a value, and agree with the other ranks on it."""
         try:
             with capturing():
-                captured = capture_step(self.step, args, kwargs, dynamic=self._dynamic_dims(args, kwargs))
+                captured = capture_step(self.step, args, kwargs, dynamic=dynamic)
                 guards = Guards(captured)
         except Exception as error:
             self._tell_of_failure(error)
             raise
         agreed = self._agree(f"{signature(captured.graph)}\n{self._options(captured.graph)}", captured.graph)
-        form = self.entries.add(_CompiledForm(captured, guards, self.mode, self.memory_limit, agreed))
-        nodes, seen = len(captured.graph), captured.recorded
-        log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
-        return form
+        return captured, guards, agreed
 
     def _options(self, graph: StepGraph) -> str:
         """Whatever else decides which collectives run, and when."""

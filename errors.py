@@ -316,9 +316,14 @@ class MemoryOfTensor(WeftError):
 
 
 class TextOfValue(WeftError):
-    """The step makes text of a tensor or of a number that the data decides."""
+    """The step makes text of a tensor or of a number that the data decides.
 
-    def __init__(self, line: str) -> None:
+    Attributes:
+        in_raise: whether for the message of an exception that it raises.
+    """
+
+    def __init__(self, line: str, *, in_raise: bool = False) -> None:
+        self.in_raise = in_raise
         super().__init__(
             f"a tensor or a number that was read from one becomes text at {line}: while a step is captured it has no "
             "value, and the text would be the same at every call. Give the value itself to print or to the logger "
@@ -418,6 +423,31 @@ class CannotCapture(WeftError):
             f"the step cannot be captured at {line}\n  {why}\n"
             "A tensor's value decides here what Python does next, and it does not exist until the step runs. "
             f'{remedy}, or run the step uncompiled with weft.compile(..., fallback="eager").'
+        )
+
+
+class PathsDiffer(WeftError):
+    """The step did something else than before, although its values and its Python state were the same."""
+
+    def __init__(self, step: str, line: str, detail: str) -> None:
+        super().__init__(
+            f"{step} branches on a value at {line}\n  To capture the branch, the step was run on fake tensors again. "
+            f"What it did before this line is not what it did the first time: {detail}. What the step updates before "
+            "the line is updated. Let nothing but tensors and unchanged Python state decide what the step does, "
+            'or run it uncompiled with weft.compile(..., fallback="eager").'
+        )
+
+
+class TooManyPaths(WeftError):
+    """A step took ever new ways through its branches on values."""
+
+    def __init__(self, step: str, line: str, paths: int) -> None:
+        super().__init__(
+            f"{step} has taken {paths} different ways through its branches on values; the last one begins at {line}\n"
+            "  Each way has programs of its own. What the step updates before this line is updated. "
+            "Keep numbers that are often others in tensors: index with tensors, loop a fixed number of times under a "
+            "mask. Raise WEFT_PATH_LIMIT where the ways are bounded, or run the step uncompiled with "
+            'weft.compile(..., fallback="eager").'
         )
 
 

@@ -130,6 +130,13 @@ prefetch_mib: Annotated[
     _NOT_NEGATIVE,
 ] = 1024
 
+path_limit: Annotated[
+    int,
+    "Maximum number of ways through its branches on values that a step has, each captured when it is first taken. A"
+    " further one is an error. Must be the same on all ranks.",
+    _AT_LEAST_ONE,
+] = 64
+
 recapture_limit: Annotated[
     int,
     "Number of recaptures of a step before a warning names the value that keeps changing.",

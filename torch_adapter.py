@@ -77,8 +77,7 @@ _asking = threading.local()
 
 @contextlib.contextmanager
 def fakes_unnoticed() -> Iterator[list[str]]:
-    """A library that asks in this thread whether a tensor is fake hears that it is not; yields the names of the modules
-    that asked. One thread at a time."""
+    """Libraries that ask in this thread whether a tensor is fake hear no; yields their names. One thread at a time."""
     module: Any = torch._subclasses
     _asking.asked = asked = []
     module.__class__ = _FakesUnnoticed
@@ -359,8 +358,7 @@ def group_ranks(group_name: str) -> tuple[int, ...]:
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
-    """The placement of a dimension that is split over this mesh dimension after `split_factor` parts over a later
-    one."""
+    """The placement of a dimension split over this mesh dimension after `split_factor` parts over a later one."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
@@ -525,8 +523,7 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
 
 
 def detached_fake(fake: torch.Tensor) -> torch.Tensor:
-    """``fake.detach()``; for all but symbolic sizes and unusual tensors without an operation, in a third of its time.
-    Its mode must be active."""
+    """``fake.detach()``, in a third of its time for all but unusual tensors. Its mode must be active."""
     if type(fake) is not FakeTensor or fake._has_symbolic_sizes_strides or fake.constant is not None:
         return fake.detach()
     if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg():
@@ -997,9 +994,13 @@ def scripted_from(function: Any) -> Callable[..., Any] | None:
 
 
 def references_from_cpp(tensor: torch.Tensor) -> int:
-    """How many of the references that ``sys.getrefcount`` counts for a tensor object are held in C++ and no Python
-    object's: by views of it and by autograd."""
-    return int(_counts_cpp_references() and cast(Any, tensor)._use_count() > 1)
+    """How many of the references that ``sys.getrefcount`` counts for a tensor object are C++'s, see below."""
+    return int(_counts_cpp_references() and cpp_holders(tensor) > 0)
+
+
+def cpp_holders(tensor: torch.Tensor) -> int:
+    """How often C++ holds a tensor, besides its Python object: views of it and autograd do."""
+    return cast(Any, tensor)._use_count() - 1
 
 
 @functools.cache
@@ -1013,7 +1014,7 @@ def _counts_cpp_references() -> bool:
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors, views included, hold on to the memory of this one (and Python, where it looked at it)."""
+    """How many tensors, with views, hold on to the memory of this one (and Python, where it looked at it)."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 

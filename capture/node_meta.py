@@ -64,6 +64,7 @@ META_KEYS: tuple[MetaKey, ...] = (
     MetaKey("stream", (int,), Inherit.COPIED, "side stream that the user issued it on; absent on the default stream"),
     MetaKey("inplace", (), Inherit.DROPPED, "the in-place operation that the executor runs instead of the target"),
     MetaKey("effect", (bool,), Inherit.DROPPED, "the call must run even if nothing uses its result"),
+    MetaKey("digest", (str,), Inherit.DROPPED, "of a branch: hash of the nodes recorded before it"),
     MetaKey("fence", (bool,), Inherit.DROPPED, "no node may be moved before this one"),
     MetaKey("recomputed", (bool,), Inherit.COPIED, "backward computes again a value of forward"),
     MetaKey("scalar_in_memory", (tuple,), Inherit.DROPPED, "(name, index): the tensor that also holds this number"),

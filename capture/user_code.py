@@ -5,6 +5,7 @@ Every node of a graph carries them, so finding them is cheap: a few microseconds
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import linecache
@@ -139,6 +140,20 @@ def user_line() -> str:
     `<no user code on the stack>` when there is none."""
     frames = user_frames(2)
     return format_frames(frames) if frames else "<no user code on the stack>"
+
+
+def in_raise_statement() -> bool:
+    """Whether the innermost user frame is in a ``raise`` or ``assert`` statement."""
+    frames = user_frames(2)
+    if not frames:
+        return False
+    try:
+        tree = ast.parse("".join(linecache.getlines(frames[0].filename)))
+    except SyntaxError:  # a notebook's cell, a file that has changed
+        return False
+    line = frames[0].lineno
+    statements = (node for node in ast.walk(tree) if isinstance(node, (ast.Raise, ast.Assert)))
+    return any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in statements)
 
 
 def nearest_package(*skipped: str) -> str:

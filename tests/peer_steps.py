@@ -87,7 +87,7 @@ def over_peers(
         wrapped.programs.append(make(bind(transported(graph, transports, kernels, passes))))
         return wrapped.programs[-1]
 
-    sys.modules["weft.compile"].compile_graph = compile_graph  # type: ignore[attr-defined]
+    sys.modules["weft.program_form"].compile_graph = compile_graph  # type: ignore[attr-defined]
     wrapped = weft.compile(step)
     wrapped.programs = []
     return wrapped

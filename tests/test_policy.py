@@ -17,7 +17,19 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = ("tests", "examples", "bench", "docs")
 
 # From the ground up: each floor imports only from those before it. The basement may be imported by all.
-FLOORS = ["distributed", "capture", "inductor", "plan", "verify", "compile", "backend", "explain", "launch"]
+FLOORS = [
+    "distributed",
+    "capture",
+    "inductor",
+    "plan",
+    "verify",
+    "program_form",
+    "branching_form",
+    "compile",
+    "backend",
+    "explain",
+    "launch",
+]
 BASEMENT = [
     "errors",
     "argument_checks",

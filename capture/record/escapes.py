@@ -19,7 +19,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import sys
 import types
 import weakref
 from collections import Counter, deque
@@ -33,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.record.collector_lists import CollectorList
+from weft.capture.record.live_values import references
 from weft.capture.record.templates import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
 from weft.capture.state.containers import Container
@@ -153,17 +153,6 @@ class EscapeCheck:
         return any(torch_adapter.shape_env_of_number(value) is mode.shape_env for mode in self.modes)
 
 
-def _references(objects: list[Any], at: int) -> int:
-    """How many others than ``objects`` refer to its entry number ``at`` from Python."""
-    value = objects[at]
-    inside = torch_adapter.references_from_cpp(value) if isinstance(value, torch.Tensor) else 0
-    return sys.getrefcount(value) - _HELD_BY_A_LIST - inside
-
-
-_HELD_BY_A_LIST = 0
-_HELD_BY_A_LIST = _references([object()], 0)
-
-
 def _alive(values: list[weakref.ref[Any]]) -> list[Any]:
     return [value for value in [each() for each in values] if value is not None]
 
@@ -171,7 +160,7 @@ def _alive(values: list[weakref.ref[Any]]) -> list[Any]:
 def _held_by_others(values: list[weakref.ref[Any]], held: Counter[int]) -> list[Any]:
     """Those values that have more references than ``held`` says, by id."""
     alive = _alive(values)
-    return [alive[at] for at in range(len(alive)) if _references(alive, at) > held[id(alive[at])]]
+    return [alive[at] for at in range(len(alive)) if references(alive, at) > held[id(alive[at])]]
 
 
 class _HolderSearch:
@@ -205,7 +194,7 @@ class _HolderSearch:
         leading = [objects[at] for at in leads if at in objects] + new.tuples_with(leads)
         objects.clear()
         # The count of an object that only ``leading`` and other new objects hold is explained.
-        explained = [_references(leading, at) <= len(holders[id(leading[at])]) for at in range(len(leading))]
+        explained = [references(leading, at) <= len(holders[id(leading[at])]) for at in range(len(leading))]
         self._entered = [each for each, known in zip(leading, explained, strict=True) if not known]
         by_id = {id(each): each for each in leading}
         self._next = {at: None if (to := leads[at]) is None else by_id.get(to) for at in by_id}

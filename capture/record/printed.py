@@ -24,7 +24,7 @@ import torch
 
 from weft.capture.record.opaque import opaque
 from weft.capture.record.recorder import recording
-from weft.capture.user_code import is_remembered, is_user_file, user_line
+from weft.capture.user_code import in_raise_statement, is_remembered, is_user_file, user_line
 from weft.errors import OutsideEffect, TextOfValue
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -44,7 +44,7 @@ def refuse_text(function: Callable[..., Any]) -> None:
     while frame.f_code.co_name in _ON_THE_WAY and frame.f_back is not None:
         frame = frame.f_back
     if is_user_file(frame.f_code.co_filename):
-        raise TextOfValue(user_line())
+        raise TextOfValue(user_line(), in_raise=in_raise_statement())
 
 
 @contextlib.contextmanager
@@ -125,7 +125,7 @@ def _text_through(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def text(*args: Any, **kwargs: Any) -> str:
         if _by_user(2):
-            raise TextOfValue(user_line())
+            raise TextOfValue(user_line(), in_raise=in_raise_statement())
         return original(*args, **kwargs)
 
     return text

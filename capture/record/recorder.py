@@ -101,6 +101,7 @@ class OpRecorder(TorchDispatchMode):
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
         float_tags: floats that stand for symbolic numbers (see ``TorchFunctionInterceptor``).
         snapshots: makes the snapshots of Python state that opaque calls need.
+        runs_operation: whether a fake result is being computed: what is asked meanwhile, the step did not ask.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
@@ -119,6 +120,7 @@ class OpRecorder(TorchDispatchMode):
         self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
         self.float_tags: dict[float, torch.SymFloat] = {}
         self.snapshots: Any = None
+        self.runs_operation = False
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
         self._results = FakeResultCache(fake_mode)
         self._same_dtype: dict[Any, bool] = {}
@@ -161,7 +163,11 @@ class OpRecorder(TorchDispatchMode):
                 "a function of torch.distributed that works on tensors of all ranks"
             )
             raise UncapturableCollective(op._schema.name.split("::")[1], user_line(), remedy)
-        return self._record(op, args, kwargs)
+        self.runs_operation = True
+        try:
+            return self._record(op, args, kwargs)
+        finally:
+            self.runs_operation = False
 
     def __enter__(self) -> OpRecorder:
         self._outer, _mine.recorder = _mine.recorder, self
@@ -465,6 +471,10 @@ class OpRecorder(TorchDispatchMode):
         """The fake that stands for a tensor of the user; None where it is no input yet."""
         tracked = self._inputs.get(memory_key(tensor))
         return tracked.val if tracked else None
+
+    def input_fakes(self) -> list[torch.Tensor]:
+        """The fakes of all inputs and of the user's tensors inside their memory."""
+        return [tracked.val for tracked in self._inputs.values()]
 
     def is_user_fake(self, tensor: torch.Tensor) -> bool:
         """Whether a fake tensor is the user's own, made in a fake world before the capture."""

@@ -29,6 +29,7 @@ from weft.capture.user_code import Frame, RunningCall, format_frame, running_cal
 log = logging.getLogger(__name__)
 
 Number = torch.SymInt | torch.SymFloat | torch.SymBool
+_UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 
 
 def _call(function: Callable[..., Any], x: Any, *args: Any) -> Any:
@@ -115,7 +116,7 @@ class Symbols:
             expr = expr.args[0]
         if isinstance(expr, sympy.Symbol) and expr not in self._origins:
             self._origins[expr] = origin
-            if symbol_is_type(expr, (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)):
+            if symbol_is_type(expr, _UNBACKED):
                 self._read_by[expr] = running_call(), is_size
 
     def define_sizes(self, val: torch.Tensor, node: torch.fx.Node, emit: Callable[..., torch.fx.Node]) -> None:
@@ -173,6 +174,13 @@ class Symbols:
         line = Frame(expression.code.co_filename, expression.lineno, expression.code.co_name)
         where = "" if line == frame or not lines else f" at {format_frame(line)}"
         return f"{'a size of ' if is_size else ''}`{text}`{where}"
+
+    def end_segment(self) -> list[torch.fx.Node]:
+        """The nodes of all numbers that the data decides; what was computed from them is computed anew from here on."""
+        for symbol in [each for each in self._origins if symbol_is_type(each, _UNBACKED) and each not in self._nodes]:
+            self._nodes[symbol] = self._origins[symbol]()
+        self._nodes = {each: node for each, node in self._nodes.items() if isinstance(each, sympy.Symbol)}
+        return [node for symbol, node in self._nodes.items() if symbol_is_type(symbol, _UNBACKED)]
 
     def knows(self, symbol: sympy.Symbol) -> bool:
         """Whether the symbol is defined."""

@@ -21,6 +21,7 @@ from weft.capture.user_code import user_line
 from weft.errors import NumpyOnTensor, UncapturableMutation
 
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
+_EQUAL = (torch.equal, torch.Tensor.equal)
 _FUSED = tuple(
     getattr(torch, name)
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
@@ -45,6 +46,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.tolist and args[0].dim() == 1:
             return self._to_list(args[0])
+        if func in _EQUAL and not kwargs:
+            return bool(self._equal(*args))
         refuse_memory_access(func)
         refuse_text(func)
         if func in _TO_NUMPY:
@@ -67,6 +70,15 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             recorder.symbols.define(value, lambda at=at, value=value: recorder.getitem(node, at, value))
         recorder.claim_pending_symbols()
         return values
+
+    def _equal(self, *tensors: torch.Tensor) -> torch.SymBool:
+        """``torch.equal``, whose answer is no tensor: one node, whose result is a symbol."""
+        recorder = self._recorder
+        value: Any = torch_adapter.fresh_number(recorder.symbols.shape_env, torch.bool)
+        node = recorder.emit(torch.ops.aten.equal.default, *map(recorder.value, tensors), val=value)
+        recorder.symbols.define(value, lambda: node)
+        recorder.claim_pending_symbols()
+        return value
 
     def _set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """``target.data = value``: target keeps its identity and hooks and shares the memory of value from here on.

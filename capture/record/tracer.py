@@ -13,6 +13,7 @@ The outputs of the graph are of three kinds. ``Create``: a tensor that the step 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 import time
@@ -32,6 +33,7 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.record.arguments import CallArguments
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
+from weft.capture.record.branches import Branches, DataDecides, clear_frames, without_capture
 from weft.capture.record.data_dependence import data_dependence_reported
 from weft.capture.record.dynamic_sizes import DynamicSizes, Specialised
 from weft.capture.record.escapes import EscapeCheck
@@ -54,6 +56,7 @@ from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
 from weft.capture.record.tracked_storages import was_tracked
 from weft.capture.record.wrappers import wrapping_refused
+from weft.capture.segments import Outcome
 from weft.capture.state.code_names import opaque_code
 from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.hook_registrations import user_hook
@@ -69,6 +72,7 @@ from weft.errors import (
     PythonStateChanged,
     UnrecordedDraw,
     UsedDuringCapture,
+    WeftError,
 )
 
 log = logging.getLogger(__name__)
@@ -107,6 +111,9 @@ class CapturedStep:
         environment: the environment variables that the step read; None for one that is not set.
         outside: what else the step asked outside, with the answers.
         autocast_copies: copies of weights that autocast keeps in the region around the call.
+        outcomes: of the branches on values that the captured path takes.
+        complete: whether the path goes to the end of the step, and not to a branch whose outcome is not known.
+        raises: the exception with which the step ends on this path, after its branches.
         aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
             of their own, and a program may return as an input or as another result (``p.detach()``).
         seconds: duration of the capture.
@@ -129,6 +136,9 @@ class CapturedStep:
     outside: list[OutsideRead]
     autocast_copies: list[AutocastCopy]
     aliases: list[int]
+    outcomes: tuple[Outcome, ...] = ()
+    complete: bool = True
+    raises: Exception | None = None
     seconds: float = 0.0
 
     def fakes(self) -> Iterator[Any]:
@@ -150,13 +160,18 @@ def capture_step(
     kwargs: dict[str, Any] | None = None,
     *,
     dynamic: frozenset[tuple[int, int]] = frozenset(),
+    outcomes: tuple[Outcome, ...] = (),
 ) -> CapturedStep:
     """Capture one call ``step(*args, **kwargs)`` without computing anything.
+
+    A step that branches on values that it computes has one path for each series of outcomes. What is captured is the
+    path of ``outcomes``, up to the first branch beyond them.
 
     Args:
         step: the training step.
         args, kwargs: its arguments: real tensors, or fake ones of a fake world, in any nesting that pytrees know.
         dynamic: (tensor leaf, dimension) pairs to keep symbolic, besides those marked on the tensors themselves.
+        outcomes: of the first branches on values.
 
     Raises:
         CannotCapture: the step does something that a graph cannot hold; names the user's line and the remedy.
@@ -166,10 +181,10 @@ def capture_step(
     with capturing(), escapes.watching():
         known = len(opaque_code)
         try:
-            captured = _captured(step, args, kwargs or {}, dynamic, escapes)
+            captured = _captured(step, args, kwargs or {}, dynamic, escapes, outcomes)
             # The step defined opaque functions. What only they use must not be guarded, which the walk now knows.
             if len(opaque_code) > known:
-                captured = _captured(step, args, kwargs or {}, dynamic, escapes)
+                captured = _captured(step, args, kwargs or {}, dynamic, escapes, outcomes)
         except Exception as error:
             escapes.raise_for_escaped(name, (), error)
             raise
@@ -193,24 +208,37 @@ def _captured(
     kwargs: dict[str, Any],
     dynamic: frozenset[tuple[int, int]],
     escapes: EscapeCheck,
+    outcomes: tuple[Outcome, ...],
 ) -> CapturedStep:
     """Capture the path that eager takes.
 
     Libraries ask torch whether they run under a trace, and then avoid branches on data. The first attempt answers no.
-    If it fails because data decides, the second attempt answers yes.
+    If data decides there, the second attempt answers yes. If it decides there too, the step has branches: they are
+    taken as eager takes them, where nothing runs under a trace.
     """
-    asked: list[str] = []
-    try:
-        with torch_adapter.fakes_unnoticed() as asked:
-            try:
-                return _StepCapture(step, args, kwargs, dynamic, escapes).run()
-            except UnrecordedDraw:  # by the step, or by a module that was imported meanwhile
-                return _StepCapture(step, args, kwargs, dynamic, escapes, watched=True).run()
-    except CannotCapture as error:
-        if not asked:
-            raise
-        log.info("%s can be traced another way; this one could not be: %s", asked[-1], str(error).split("\n")[0])
-    return _StepCapture(step, args, kwargs, dynamic, escapes).run()
+
+    def attempt(given: tuple[Outcome, ...] | None) -> CapturedStep:
+        gc.collect()  # wrappers of modules look whether what autograd made of their tensors is alive
+        try:
+            return _StepCapture(step, args, kwargs, dynamic, escapes, given).run()
+        except UnrecordedDraw:  # by the step, or by a module that was imported meanwhile
+            return _StepCapture(step, args, kwargs, dynamic, escapes, given, watched=True).run()
+
+    libraries: list[str] = []
+    if not outcomes:
+        try:
+            with torch_adapter.fakes_unnoticed() as libraries:
+                return attempt(None)
+        except (CannotCapture, DataDecides) as error:
+            if not libraries and isinstance(error, CannotCapture):
+                raise
+            refused = str(error).split("\n")[0]
+        if libraries:
+            log.info("%s can be traced another way; this one could not be: %s", libraries[-1], refused)
+            with contextlib.suppress(DataDecides):
+                return attempt(None)
+    with torch_adapter.fakes_unnoticed():
+        return attempt(outcomes)
 
 
 class _StepCapture:
@@ -221,6 +249,7 @@ class _StepCapture:
         kwargs: dict[str, Any],
         dynamic: frozenset[tuple[int, int]],
         escapes: EscapeCheck,
+        outcomes: tuple[Outcome, ...] | None,
         *,
         watched: bool = False,
     ) -> None:
@@ -229,6 +258,7 @@ class _StepCapture:
         self.fake_mode = world.fake_mode if world else FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.modes = (self.fake_mode,) if world else ()
         self.recorder = OpRecorder(self.fake_mode)
+        self.branches = Branches(self.recorder, outcomes)
         self.state = state = ReachableState(step)
         escapes.containers = lambda: state.containers
         escapes.modes.append(self.fake_mode)
@@ -257,14 +287,28 @@ class _StepCapture:
                 functions = TorchFunctionInterceptor(self.recorder)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
                 reported = data_dependence_reported(self.step, symbols, drawn)
-                with reported, self.fake_mode, self.recorder, functions:
-                    result = self.step(*args, **kwargs)
+                result, raised = None, None
+                try:
+                    with reported, self.fake_mode, self.recorder, functions, self.branches.answered():
+                        result = self.step(*args, **kwargs)
+                except Exception as error:
+                    if isinstance(error, WeftError) or not self.branches.taken:
+                        raise
+                    raised = without_capture(error)
                 self.specialised = self.sizes.specialised()
-            captured = self._finish(result)
-        except BaseException:
+            if self.branches.unanswered:  # and the step caught the error
+                raise DataDecides
+            captured = self._finish(result, raised)
+        except BaseException as error:
             self._restore_state()
             for optimizer, parameter in self.initialized:
                 optimizer.state.pop(parameter, None)
+            for node in self.recorder.graph.nodes:
+                # A value holds what autograd made of it, and wrappers look whether that is alive.
+                node.meta.pop("val", None)
+            if self.branches.unanswered and isinstance(error, Exception):
+                clear_frames(error)
+                raise DataDecides(str(error)) from None
             raise
         finally:
             self.recorder.storages.forget_all()
@@ -385,7 +429,7 @@ class _StepCapture:
 
     # ---- from the record to the captured step
 
-    def _finish(self, result: Any) -> CapturedStep:
+    def _finish(self, result: Any, raised: Exception | None) -> CapturedStep:
         recorder = self.recorder
         outputs: list[Output] = []
         nodes: list[Any] = []
@@ -396,10 +440,13 @@ class _StepCapture:
             return len(nodes) - 1
 
         with torch_adapter.only_mode(self.fake_mode):
-            self.hooks.check()
-            self.state.notice_new_hooks()
             slots: dict[int, int] = {}
-            effects = self._effects(keep, slots)
+            effects: list[Effect] = []
+            if complete := not self.branches.undecided:
+                if raised is None:
+                    self.hooks.check()
+                self.state.notice_new_hooks()
+                effects = self._effects(keep, slots)
             kept = lambda value: keep(Return, value)
             known = {**self.state.places_by_id, **self.arguments.fakes}
             where = "the step's return value"
@@ -407,7 +454,8 @@ class _StepCapture:
             self.arguments.forget_fakes()
             self._restore_state()
             aliases = _aliases([node for node, _ in recorder.placeholders], nodes)
-            self._updates(outputs, nodes)
+            if complete:
+                self._updates(outputs, nodes)
         self.streams.end()
         recorder.graph.output(tuple(recorder.literals.copy_escaping(nodes)))
         self._detach_from_autograd()
@@ -433,6 +481,9 @@ class _StepCapture:
             self.outside.calls.reads,
             self.autocast_copies,
             aliases,
+            self.branches.taken,
+            complete,
+            raised,
         )
 
     def _detach_from_autograd(self) -> None:

@@ -19,7 +19,7 @@ Take ``p.grad.add_(g)`` where ``p.grad`` is the view ``flat[0:4]`` of a flat gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -226,6 +226,46 @@ class TrackedStorages:
         setattr(val, _TRACKED, tracked)
         self._marked.append(val)
         return tracked
+
+    # ---- the end of a segment
+
+    def all(self) -> list[TrackedStorage]:
+        """Every storage, in the order in which the capture met them."""
+        return list(self._storages.values())
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every fake tensor that is tracked, once."""
+        return list({id(val): val for val in self._marked if is_tracked(val)}.values())
+
+    def references(self) -> Iterator[torch.Tensor]:
+        """The fake tensors that are held here, once for each reference."""
+        yield from self._marked
+        yield from (tracked.val for tracked in self._tracked())
+
+    def exchange(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Let go of fake tensors that nothing will be recorded of any more.
+
+        Args:
+            copies: by the id of such a tensor, another one of its layout and memory.
+        """
+        for tracked in list(self._tracked()):
+            tracked.val = copies.get(id(tracked.val), tracked.val)
+        self._marked = [val for val in self._marked if id(val) not in copies]
+
+    def _tracked(self) -> Iterator[TrackedTensor]:
+        pending = [storage.whole for storage in self.all()] + [getattr(val, _TRACKED, None) for val in self._marked]
+        seen: set[int] = set()
+        while pending:
+            tracked = pending.pop()
+            if tracked is not None and id(tracked) not in seen:
+                seen.add(id(tracked))
+                yield tracked
+                pending.append(tracked.parent)
+
+    def read_views_again(self) -> None:
+        """Let every view be taken anew from the whole of its storage when it is next read."""
+        for storage in self.all():
+            storage.version += 1
 
     def forget_all(self) -> None:
         """Stop tracking everything: nothing here leads to fake tensors any more, nor they to the capture."""

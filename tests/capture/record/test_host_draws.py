@@ -256,12 +256,25 @@ def test_generators_made_without_a_seed_are_refused() -> None:
             weft.compile(lambda x, make=make: x * make().random())(torch.ones(2))
 
 
-def test_a_branch_on_a_draw_is_refused_with_both_lines() -> None:
+def test_a_draw_whose_value_python_needs_is_refused_with_both_lines() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         drawn = random.random()
-        return x if drawn < 0.5 else x * 2
+        return x * float(drawn)
 
-    _refused(step, DrawDecidesPython, r"x if drawn(.|\n)*random\.random at .*test_host_draws(.|\n)*fallback")
+    _refused(step, DrawDecidesPython, r"float\(drawn(.|\n)*random\.random at .*test_host_draws(.|\n)*fallback")
+
+
+def test_a_branch_on_a_draw_is_taken_as_eager_takes_it() -> None:
+    def make() -> tuple[Any, ...]:
+        own = random.Random(4)
+
+        def step(x: torch.Tensor) -> Any:
+            drawn = random.random()
+            return (x if drawn < 0.5 else x * np.random.uniform(1, 2), own.random() > 0.5 and x + 1)
+
+        return step, own
+
+    _as_eager(make, calls=8, captures=6)
 
 
 def test_draws_that_no_function_shows_are_refused() -> None:
@@ -356,9 +369,11 @@ def test_reads_by_libraries_cost_no_refusal_and_no_recapture(monkeypatch: pytest
 
 def test_what_compiles_a_step_may_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some packages draw from Python's generator when a first call imports them."""
-    module = importlib.import_module("weft.compile")
-    compile_graph, capture_step = module.compile_graph, module.capture_step
-    monkeypatch.setattr(module, "compile_graph", lambda *args, **how: (random.random(), compile_graph(*args, **how))[1])
+    module, programs = importlib.import_module("weft.compile"), importlib.import_module("weft.program_form")
+    compile_graph, capture_step = programs.compile_graph, module.capture_step
+    monkeypatch.setattr(
+        programs, "compile_graph", lambda *args, **how: (random.random(), compile_graph(*args, **how))[1]
+    )
     monkeypatch.setattr(module, "capture_step", lambda *args, **kw: (np.random.rand(), capture_step(*args, **kw))[1])
     _as_eager(lambda: (lambda x: (x * random.random() * np.random.rand(),),))
 

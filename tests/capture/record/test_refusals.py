@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -66,14 +67,14 @@ class Setting:
 
 
 def branch(s: Setting, loss: torch.Tensor) -> Any:
-    if loss > 0.1:  # HERE
+    if float(loss) > 0.1:  # HERE
         return loss * 2
     return loss
 
 
 def item(s: Setting, loss: torch.Tensor) -> Any:
     scale = loss.item()
-    return loss * 2 if scale > 0.1 else loss  # HERE
+    return loss * float(scale)  # HERE
 
 
 def float_of(s: Setting, loss: torch.Tensor) -> Any:
@@ -81,7 +82,7 @@ def float_of(s: Setting, loss: torch.Tensor) -> Any:
 
 
 def list_of_parameter(s: Setting, loss: torch.Tensor) -> Any:
-    if s.model[0][0].bias.tolist()[0] > 0:  # HERE
+    if math.copysign(1.0, s.model[0][0].bias.tolist()[0]) > 0:  # HERE
         return loss * 2
     return loss
 
@@ -95,14 +96,14 @@ def numpy_of_parameter(s: Setting, loss: torch.Tensor) -> Any:
 
 
 def loop_over_data(s: Setting, loss: torch.Tensor) -> Any:
-    while loss > 0.1:  # HERE
+    while float(loss) > 0.1:  # HERE
         loss = loss / 2
     return loss
 
 
 def in_a_helper(s: Setting, loss: torch.Tensor) -> Any:
     def helper(value: torch.Tensor) -> bool:
-        return bool(value > 0.1)  # HERE
+        return float(value) > 0.1  # HERE
 
     return loss * 2 if helper(loss) else loss
 

@@ -49,7 +49,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
         step = run_passes(retarget(step.copy(), "cuda"), [*ATEN_PASSES, fuse_optimizer, scalars_to_memory])
         return compile_recorded(step, recorder, CPU)
 
-    monkeypatch.setattr(importlib.import_module("weft.compile"), "compile_graph", compile_graph)
+    monkeypatch.setattr(importlib.import_module("weft.program_form"), "compile_graph", compile_graph)
     return recorder
 
 

@@ -73,7 +73,7 @@ def hybrid(rank: int, world: int) -> tuple[list[dict[tuple[str, bool], int]], li
         return compile_aten(bind(step))
 
     agree_on_schedule.agree_on_decisions = counted  # type: ignore[assignment]
-    sys.modules["weft.compile"].compile_graph = compile_graph  # type: ignore[attr-defined]
+    sys.modules["weft.program_form"].compile_graph = compile_graph  # type: ignore[attr-defined]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for _ in range(2):
         nets = [model(8, 16) for _ in range(2)]

@@ -84,7 +84,7 @@ def trained(rank: int, world: int) -> str:
         sources.append(program.source)
         return program
 
-    sys.modules["weft.compile"].compile_graph = compile_graph  # type: ignore[attr-defined]
+    sys.modules["weft.program_form"].compile_graph = compile_graph  # type: ignore[attr-defined]
     with knobs.override(transports="push,pull,two_shot"):
         got = train(weft.compile(step_of(nets[1])), nets[1], rank)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)

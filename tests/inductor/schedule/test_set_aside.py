@@ -73,7 +73,7 @@ def both_sizes(rank: int, world: int, transports: str) -> tuple[int, int]:
         return compile_aten(step)
 
     instantiate.symmetric_buffer = symmetric_buffer  # type: ignore[assignment]
-    sys.modules["weft.compile"].compile_graph = compile_graph  # type: ignore[attr-defined]
+    sys.modules["weft.program_form"].compile_graph = compile_graph  # type: ignore[attr-defined]
     net = sharded(model(8, 16), bf16=True)
     with knobs.override(transports=transports):
         train(weft.compile(step_of(net)), net, rank)

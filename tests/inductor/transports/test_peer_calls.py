@@ -112,7 +112,7 @@ def dropped(rank: int, world: int) -> tuple[int, int]:
     train(compiled, net, rank)
     bound = lambda: sum(isinstance(found, BoundPeerCall) for found in gc.get_objects())
     before = bound()
-    sys.modules["weft.compile"].compile_graph = None  # type: ignore[attr-defined] - it knows the step
+    sys.modules["weft.program_form"].compile_graph = None  # type: ignore[attr-defined] - it knows the step
     del compiled, net
     for _ in range(3):
         gc.collect()

@@ -1,0 +1,304 @@
+"""A step that branches on values, compiled: a tree of programs.
+
+Up to a value that the step's Python asks for, all paths share a program. The host reads the value and goes on with the
+program of the branch that was captured for it. An outcome that was not seen before is captured then, by running the
+step on fake tensors with the outcomes so far, and becomes a new branch. What a path leaves in Python state is assigned
+at its end.
+
+Ranks may have different outcomes, as long as the same collectives follow. Where a step communicates, they show each
+other at every branch, over the store, which collectives come next.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from weft import knobs
+from weft.capture.agreement.agreement import agree
+from weft.capture.agreement.claims import claims_of
+from weft.capture.agreement.signature import signature
+from weft.capture.agreement.text_difference import REMARK, without_remarks
+from weft.capture.guards.guards import Guards
+from weft.capture.node_kinds import is_collective, is_random
+from weft.capture.record.arguments import CallArguments
+from weft.capture.record.autocast_copies import check_copies
+from weft.capture.record.generator_states import GeneratorStates
+from weft.capture.record.tracer import CapturedStep
+from weft.capture.segments import Outcome, Segment, is_branch, segments_of
+from weft.capture.state.containers import Container, StatePlace
+from weft.capture.step_interface import Role
+from weft.errors import PathsDiffer, StaleAutocastCopy, TooManyPaths
+from weft.inductor.runtime.piecewise_cudagraph import Program
+from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
+from weft.program_form import PlacedProgram, ProgramForm
+
+# Captures the path of some outcomes, up to the first branch beyond them. Takes the dimensions to keep symbolic, the
+# outcomes, and the user's line of the last branch.
+CapturePath = Callable[[frozenset[tuple[int, int]], tuple[Outcome, ...], str], tuple[CapturedStep, Guards]]
+
+
+class PathEnded(Exception):
+    """A call cannot go on compiled after a branch: the step raises there, or the branch cannot be captured.
+
+    Attributes:
+        error: what the capture raised, or what the step raises.
+        undone: whether the call has left nothing behind, so that the uncompiled step can take its place.
+    """
+
+    def __init__(self, error: Exception, undone: bool) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.undone = undone
+
+
+class _Branch:
+    """A program whose first returned value decides what comes next.
+
+    Args:
+        compiled: makes the program, when it is first needed: ranks that communicate compile together.
+
+    Attributes:
+        segment: the graph of the program, and what of its results is kept.
+        arguments: of the capture; they find the tensors of a call.
+        next: by outcome, the branch or the end of the path that follows.
+        lasting: whether the program leaves anything behind, but for states of generators.
+    """
+
+    def __init__(self, segment: Segment, compiled: Callable[[], PlacedProgram], arguments: CallArguments) -> None:
+        self._compiled = compiled
+        self.segment = segment
+        self.arguments = arguments
+        self.next: dict[Outcome, _Branch | _PathEnd] = {}
+        acts = any(is_collective(node) or bool(node.meta.get("effect")) for node in segment.graph.graph.nodes)
+        self.lasting = acts or any(True for _ in segment.graph.updates())
+
+    @functools.cached_property
+    def placed(self) -> PlacedProgram:
+        """The program."""
+        return self._compiled()
+
+
+class _PathEnd:
+    """The last program of a path, with what the path leaves behind, and the path as it was captured."""
+
+    def __init__(
+        self, segment: Segment, compiled: Callable[[], ProgramForm], path: CapturedStep, guards: Guards
+    ) -> None:
+        self._compiled = compiled
+        self.segment = segment
+        self.path = path
+        self.guards = guards
+
+    @functools.cached_property
+    def form(self) -> ProgramForm:
+        """The program."""
+        return self._compiled()
+
+
+class _Undo:
+    """What a call has changed, so that it can be taken back.
+
+    Args:
+        generators: what the step can reach, where it draws random numbers.
+        copies: whether to copy tensors before they are updated.
+
+    Attributes:
+        possible: whether everything can be taken back.
+    """
+
+    def __init__(self, generators: list[Any] | None, copies: bool) -> None:
+        self._copies = copies
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: list[Callable[[], None]] = []
+        self.possible = True
+        if generators is not None:
+            self._states.append(GeneratorStates(generators).restore)
+            self._states.append(functools.partial(torch.set_rng_state, torch.get_rng_state()))
+            if torch.cuda.is_initialized():
+                self._states.append(functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+
+    def before(self, branch: _Branch) -> None:
+        """Called before the program of a branch runs."""
+        if self._copies:
+            updated = [place.get() for place in branch.placed.updated]
+            self._tensors += [(tensor, tensor.detach().clone()) for tensor in updated]
+        elif branch.lasting:
+            self.possible = False
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for tensor, value in reversed(self._tensors):
+                tensor.copy_(value)
+        for restore in self._states:
+            restore()
+
+
+class BranchingForm:
+    """One captured form of a step that branches on values.
+
+    Args:
+        step: its name.
+        captured, guards: its path up to the first branch.
+        dynamic: the dimensions of arguments that are kept symbolic, on all paths.
+        mode, memory_limit: of :func:`weft.inductor.compiler.compile_graph`.
+        undoes: whether tensors are copied before they are updated, so that a call whose branch cannot be captured can
+            be taken back.
+
+    Attributes:
+        captured, guards: of the path that was taken last.
+    """
+
+    def __init__(
+        self,
+        step: str,
+        captured: CapturedStep,
+        guards: Guards,
+        dynamic: frozenset[tuple[int, int]],
+        mode: str,
+        memory_limit: int | None,
+        undoes: bool,
+    ) -> None:
+        self.captured = captured
+        self.guards = guards
+        self.busy = False
+        self._step = step
+        self._dynamic = dynamic
+        self._undoes = undoes
+        self._mode = mode
+        self._memory_limit = memory_limit
+        self._values: dict[str, Any] = {}  # those of one call that travel between its programs
+        self._container = Container(self._values, "values of earlier segments")
+        self._first: dict[Outcome, _Branch | _PathEnd] = {}
+        self._paths = 0
+        self._communicates = False
+        self._draws = False
+        self._agreed: dict[str, AgreedCollectives] = {}  # by the signature of a segment
+        self._add(captured, guards)
+        assert self.program is not None  # compiled with the first capture, as that of a step without branches
+
+    @property
+    def program(self) -> Program:
+        """The first program."""
+        first = self._first[False]
+        assert isinstance(first, _Branch)
+        return first.placed.program
+
+    def run(self, leaves: list[Any], capture: CapturePath) -> Any:
+        """Run the programs of a call with these argument leaves. Must not be busy.
+
+        Raises:
+            PathEnded: a branch cannot be captured, or the step raises there and the uncompiled step can do it instead.
+        """
+        self.busy = True
+        try:
+            return self._run(leaves, capture)
+        finally:
+            self._values.clear()
+            self.busy = False
+
+    def _run(self, leaves: list[Any], capture: CapturePath) -> Any:
+        if self.captured.autocast_copies:
+            check_copies(self.captured.autocast_copies)
+        undo = _Undo(self.captured.state.objects if self._draws else None, self._undoes)
+        outcomes: tuple[Outcome, ...] = ()
+        here = self._first[False]
+        while isinstance(here, _Branch):
+            undo.before(here)
+            here.arguments.bind(leaves)
+            outcome, *kept = here.placed.run()
+            here.placed.tell_autocast()
+            self._values.update(zip(here.segment.kept, kept, strict=True))
+            for name in self._values.keys() - here.segment.used:
+                del self._values[name]
+            outcomes = (*outcomes, outcome)
+            here = self._following(here, outcomes, leaves, capture, undo)
+        self.captured, self.guards = here.path, here.guards
+        if here.path.raises is not None and undo.possible:
+            undo.restore()
+            raise PathEnded(here.path.raises, True)
+        try:
+            result = here.form.run(leaves)
+        except StaleAutocastCopy as error:  # raised before the last program ran
+            if undo.possible:
+                undo.restore()
+            raise PathEnded(error, undo.possible) from error
+        if here.path.raises is not None:
+            raise copy.copy(here.path.raises)
+        return result
+
+    def _following(
+        self, branch: _Branch, outcomes: tuple[Outcome, ...], leaves: list[Any], capture: CapturePath, undo: _Undo
+    ) -> _Branch | _PathEnd:
+        """What follows a branch, captured where this call is the first to go there."""
+        outcome, line = outcomes[-1], branch.segment.line
+        if not self._serves(branch.next.get(outcome), leaves):
+            try:
+                self._add(*capture(self._dynamic, outcomes, line))
+            except Exception as error:
+                if undo.possible:
+                    undo.restore()
+                if self._communicates:
+                    agree(self._step, f"{self._step} cannot be captured at {line}: {type(error).__name__}")
+                raise PathEnded(error, undo.possible) from error
+        following = branch.next[outcome]
+        if self._communicates:
+            after = "another branch" if isinstance(following, _Branch) else "the end of the step"
+            text = f"a branch{REMARK}{line}\n{signature(following.segment.graph)}\n{after}"
+            agree(self._step, text, claims_of(following.segment.graph))
+        return following
+
+    def _serves(self, following: _Branch | _PathEnd | None, leaves: list[Any]) -> bool:
+        """Whether what was captured for an outcome serves this call. The guards of the path that the last call took
+        were checked before the call; those of another path are checked at its end."""
+        if not isinstance(following, _PathEnd) or following.guards is self.guards:
+            return following is not None
+        return following.guards.failure(leaves, following.path.arguments.spec) is None
+
+    def _add(self, path: CapturedStep, guards: Guards) -> None:
+        """Put what a path adds into the tree."""
+        segments, last = segments_of(path.graph)
+        self._paths += last is not None
+        if self._paths > knobs.path_limit:
+            raise TooManyPaths(self._step, segments[-1].line, knobs.path_limit)
+        following, outcome = self._first, False
+        available: frozenset[str] = frozenset()
+        for segment, after in zip(segments, [*path.outcomes, False], strict=False):
+            branch = following.get(outcome)
+            if not isinstance(branch, _Branch):
+                places = self._places(segment, path, available)
+                compiled = functools.partial(PlacedProgram, segment.graph, places, *self._options(segment))
+                branch = following[outcome] = _Branch(segment, compiled, path.arguments)
+            elif branch.segment.digest != segment.digest:
+                raise PathsDiffer(self._step, segment.line, "its operations differ")
+            following, outcome, available = branch.next, after, branch.segment.used
+        if last is not None:
+            end = replace(path, graph=last.graph, places=self._places(last, path, available))
+            compiled_end = functools.partial(ProgramForm, end, guards, *self._options(last))
+            following[outcome] = _PathEnd(last, compiled_end, path, guards)
+        self._communicates |= bool(path.graph.collectives())
+        self._draws |= any(
+            is_random(node) or (bool(node.meta.get("effect")) and not is_branch(node))
+            for node in path.graph.graph.nodes
+        )
+
+    def _options(self, segment: Segment) -> tuple[str, int | None, AgreedCollectives]:
+        """How to compile a segment."""
+        agreed = self._agreed.setdefault(without_remarks(signature(segment.graph)), AgreedCollectives())
+        return self._mode, self._memory_limit, agreed
+
+    def _places(self, segment: Segment, path: CapturedStep, available: frozenset[str]) -> list[StatePlace]:
+        """Where the inputs of a segment are: in Python state, or among the values of earlier segments."""
+        missing = {source for source in segment.sources if isinstance(source, str)} - available
+        if missing:
+            raise PathsDiffer(self._step, segment.line, f"{', '.join(sorted(missing))} was out of use")
+        return [
+            path.places[source] if isinstance(source, int) else StatePlace(self._container, source, source, Role.BATCH)
+            for source in segment.sources
+        ]

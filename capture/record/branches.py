@@ -1,0 +1,175 @@
+"""Branches of a step on values that it computes: where its Python asks for one, the recording is cut into segments.
+
+``if not torch.isfinite(loss)`` asks for a number that a capture does not have. The capture is told how the questions
+of one path through the step were answered (its *outcomes*). It hands the outcomes to the step in the order of the
+questions, and records each question as a node, :func:`weft.capture.segments.branch`. At the first question without a
+known outcome it stops: what comes after depends on the answer, which the program of the nodes so far computes.
+
+A branch node holds everything that code after it may use, whichever branch is taken:
+
+- ``held``: the contents of each storage that is still in use (:mod:`weft.capture.record.live_values`), and each
+  number that only the data decides;
+- ``written``: each input that the step has written so far, with its present value.
+
+:mod:`weft.capture.segments` cuts the graph at these nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch.fx
+from torch.fx.experimental.sym_node import SymNode
+
+from weft import torch_adapter
+from weft.capture.record.live_values import storages_in_use
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.segments import Outcome, branch
+from weft.capture.user_code import user_line
+from weft.errors import TextOfValue
+
+
+class Undecided(BaseException):
+    """Ends the run of a step at a question without a known outcome.
+
+    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
+    """
+
+
+class DataDecides(Exception):
+    """A step asked for a value in a capture that takes no branches."""
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Let the functions that an error ended forget their variables."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def without_capture(error: Exception) -> Exception:
+    """The exception with which a step ends after a branch, without what leads from it to the capture.
+
+    Raises:
+        TextOfValue: a library made text of a tensor for its message.
+    """
+    if "FakeTensor(" in str(error):
+        raise TextOfValue(user_line(), in_raise=True)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
+
+
+class Branches:
+    """Answers what a step asks about values, while it is captured.
+
+    Args:
+        recorder: of the capture.
+        outcomes: the answers to the first questions, in order. None: no question is answered, and torch raises.
+
+    Attributes:
+        taken: the answers that were given.
+        undecided: whether a question without an outcome was asked, which ends the capture.
+        unanswered: whether a question was asked where none is answered.
+    """
+
+    def __init__(self, recorder: OpRecorder, outcomes: Sequence[Outcome] | None) -> None:
+        self._recorder = recorder
+        self._outcomes = outcomes
+        self._answers: dict[sympy.Basic, sympy.Basic] = {}
+        self.taken: tuple[Outcome, ...] = ()
+        self.undecided = False
+        self.unanswered = False
+
+    @contextlib.contextmanager
+    def answered(self) -> Iterator[None]:
+        """Inside, torch gets the outcomes where it asks for the value of a symbolic number. A step that asks for one
+        without an outcome ends there."""
+        shape_env = self._recorder.symbols.shape_env
+        original, guard_bool = shape_env.evaluate_expr, SymNode.guard_bool
+
+        def evaluate_expr(expr: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(expr, *args, **kwargs)
+            except torch_adapter.data_dependent_errors():
+                outcome = self._evaluate(expr)
+                if outcome is None:
+                    raise
+                return outcome
+
+        def is_true(node: SymNode, file: str, line: int) -> bool:
+            # Whether a number is true depends on less than the number: it is a question of its own.
+            if node.shape_env is shape_env and not node.is_bool():
+                return bool(shape_env.evaluate_expr(sympy.Ne(node.expr, 0)))
+            return guard_bool(node, file, line)
+
+        shape_env.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
+        SymNode.guard_bool = is_true  # type: ignore[method-assign]
+        try:
+            yield
+        except BaseException as error:
+            # The step may have caught the exception that ended it, and raised another one.
+            if not self.undecided or isinstance(error, KeyboardInterrupt):
+                raise
+        finally:
+            SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
+            del shape_env.evaluate_expr
+
+    def _evaluate(self, expr: Any) -> Any:
+        """The outcome of an expression over symbols; None where it is no question of the step's Python."""
+        symbols = self._recorder.symbols
+        known = expr.xreplace(self._answers)
+        if known.is_number or known in (sympy.true, sympy.false):
+            return known
+        if self._recorder.runs_operation or not all(map(symbols.knows, expr.free_symbols)):
+            return None
+        if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
+            return None  # a float would be another one at every call
+        if self._outcomes is None:
+            self.unanswered = True
+            return None
+        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr)))
+        return self._answers[expr]
+
+    def _decide(self, value: torch.fx.Node) -> Outcome:
+        """Record a question, which ``value`` answers at run time; returns the outcome on the captured path.
+
+        Raises:
+            Undecided: it has no outcome yet.
+        """
+        assert self._outcomes is not None
+        known = self._outcomes[len(self.taken) :]
+        if not self.undecided:  # otherwise the step caught the exception that was to end it
+            self._cut(value, known[0] if known else None)
+        if not known:
+            self.undecided = True
+            raise Undecided
+        self.taken = (*self.taken, known[0])
+        return known[0]
+
+    def _cut(self, value: torch.fx.Node, outcome: Outcome | None) -> None:
+        recorder = self._recorder
+        numbers = recorder.symbols.end_segment()
+        now = [(node, recorder.current_value(tensor)) for node, tensor in recorder.placeholders]
+        written = [(node, current) for node, current in now if current is not node]
+        by_place = {current for _, current in now}
+        nodes = recorder.graph.nodes
+        with torch_adapter.only_mode(recorder.fake_mode):
+            used = storages_in_use(recorder.storages, nodes, recorder.input_fakes())
+        contents = [storage.node for storage in used]
+        held = [node for node in dict.fromkeys([*contents, *numbers]) if node not in by_place]
+        digest = hashlib.sha256("\n".join(map(_line, nodes)).encode()).hexdigest()
+        recorder.emit_effect(branch, value, outcome, held=held, written=written).meta["digest"] = digest
+        recorder.storages.read_views_again()
+
+
+def _line(node: torch.fx.Node) -> str:
+    """A node as text that is the same on all paths that lead through it."""
+    if node.op != "call_function":
+        return ""  # a path may meet further inputs later, which stand before all operations
+    args, kwargs = ((), {}) if node.target is branch else (node.args, node.kwargs)
+    return f"{node.name} {getattr(node.target, '__name__', node.target)} {args} {kwargs}"

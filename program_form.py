@@ -1,0 +1,92 @@
+"""One captured form of a step, compiled: its program, and the Python around it.
+
+A program takes the values of its inputs from their places in Python state and updates tensors in place. What else a
+step leaves behind (a new ``.grad``, an attribute) is assigned after the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.capture.graph import StepGraph
+from weft.capture.guards.guards import Guards
+from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
+from weft.capture.record.tracer import CapturedStep
+from weft.capture.state.containers import StatePlace
+from weft.capture.state.state_reader import PlaceReader
+from weft.capture.step_interface import Role
+from weft.inductor.compiler import compile_graph
+from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
+
+
+class PlacedProgram:
+    """A program whose inputs are at places in Python state.
+
+    Attributes:
+        program: as compiled.
+        updated: the places of the tensors that it writes.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        places: Sequence[StatePlace],
+        mode: str,
+        memory_limit: int | None,
+        agreed: AgreedCollectives,
+    ) -> None:
+        self.program = compile_graph(graph, mode, memory_limit, agreed)
+        self._inputs = PlaceReader(places)
+        updated = {entry.name for entry, _ in graph.updates()}
+        inputs = zip(graph.inputs, places, strict=True)
+        self.updated = [place for entry, place in inputs if entry.name in updated and entry.role is not Role.SCALAR]
+
+    def run(self) -> list[Any]:
+        """Run with the present values; returns those of the outputs that update no input."""
+        return self.program(*self._inputs.read())
+
+    def tell_autocast(self) -> None:
+        """Say that the program has written weights of which autocast may hold copies."""
+        if known_copies:
+            weights_updated(self.updated)
+
+
+class ProgramForm:
+    """One captured form of a step with its guards and its program."""
+
+    def __init__(
+        self, captured: CapturedStep, guards: Guards, mode: str, memory_limit: int | None, agreed: AgreedCollectives
+    ) -> None:
+        self.captured = captured
+        self.guards = guards
+        self.busy = False  # whether its program is running, with buffers that serve one call at a time
+        self._placed = PlacedProgram(captured.graph, captured.places, mode, memory_limit, agreed)
+        self.program = self._placed.program
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Run the program for a call with these argument leaves. Must not be busy."""
+        self.busy = True
+        try:
+            return self._run(leaves)
+        finally:
+            self.busy = False
+
+    def _run(self, leaves: list[Any]) -> Any:
+        captured = self.captured
+        captured.arguments.bind(leaves)
+        if captured.autocast_copies:
+            check_copies(captured.autocast_copies)
+        outputs = self._placed.run()
+        for at in captured.aliases:
+            outputs[at] = outputs[at].detach()
+        # All values first: one effect may move what another one replaces.
+        values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
+        result = captured.result.fill(outputs)
+        for effect, value in zip(captured.effects, values, strict=True):
+            if effect.template is None:
+                effect.container.remove(effect.key)
+            else:
+                effect.container.set(effect.key, value)
+        self._placed.tell_autocast()
+        return result
