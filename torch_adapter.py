@@ -425,7 +425,7 @@ def new_runtime_asserts(shape_env: ShapeEnv, seen: set[Any]) -> Iterator[tuple[A
                 yield condition.expr, str(condition.msg)
 
 
-def lr_symbol(shape_env: ShapeEnv, value: float, name: str) -> torch.SymFloat:
+def float_symbol(shape_env: ShapeEnv, value: float, name: str) -> torch.SymFloat:
     """A symbolic float whose present value is ``value``."""
     from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
 

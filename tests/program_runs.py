@@ -65,7 +65,7 @@ def run(source: str, options: dict[str, Any] | None = None) -> Run:
 
     A run ends with the first call that weft refuses, after a check that the refusal changed nothing.
     """
-    filename = f"<program {hash(source)}>"
+    filename = f"/random_programs/{abs(hash(source))}.py"  # a file, as code of the user's has one
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     program: dict[str, Any] = {"__name__": "program"}
     found = Run()

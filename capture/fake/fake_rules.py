@@ -51,6 +51,19 @@ def _strides_of(op: OpOverload, *operands: int) -> Callable[..., torch.Tensor]:
     return rule
 
 
+def _broadcasting(op: OpOverload) -> Callable[..., torch.Tensor]:
+    """Torch's rule cannot broadcast operands whose sizes are symbolic."""
+
+    def rule(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        if not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+            first, *others = torch.broadcast_tensors(*tensors)
+            args = (args[0] if op._schema.is_mutable else first, *others, *args[len(tensors) :])
+        return op(*args, **kwargs)
+
+    return rule
+
+
 def _contiguous(op: OpOverload) -> Callable[..., torch.Tensor]:
     """A contiguous result; torch's rule keeps the strides of the operands."""
 
@@ -68,6 +81,10 @@ def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(out, memory_format=keep), buffer
 
 
+_BROADCASTING = (
+    *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor),
+    *(aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor),
+)
 _LOSSES = (aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default)
 _BINARY = (
     *(aten.xlogy.Tensor, aten.special_xlog1py.default, aten.floor_divide.default, aten.copysign.Tensor),
@@ -88,6 +105,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{op: _contiguous(op) for op in _ALWAYS_CONTIGUOUS},
     aten._grouped_mm.default: _grouped_mm,
     **{op: _loss_backward(op) for op in _LOSSES},
+    **{op: _broadcasting(op) for op in _BROADCASTING},
 }
 
 

@@ -7,13 +7,15 @@ one function, so that a check costs microseconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
+import sympy
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from weft import torch_adapter
+from weft.capture.record.symbols import Number
 from weft.capture.record.tracer import CapturedStep
 
 
@@ -37,8 +39,10 @@ class SizeGuard:
             self._values[str(size.symbol)] = str(size), lambda place=place, size=size: size.of(place.get())
         for symbol, place in captured.learning_rates:
             self._values[str(symbol)] = place.path, place.get
+        self._computed = _computed(captured, self._values)
+        known = {*self._values, *self._computed}
         for guard in torch_adapter.assumptions(captured.shape_env):
-            if guard.free_symbols and {str(symbol) for symbol in guard.free_symbols} <= self._values.keys():
+            if guard.free_symbols and {str(symbol) for symbol in guard.free_symbols} <= known:
                 self.conditions.append(printed(guard))
         for size in captured.sizes.sizes:
             low, high = torch_adapter.range_of(captured.shape_env, size.symbol)
@@ -54,7 +58,7 @@ class SizeGuard:
                     )
                     self.conditions.append(f"{name} == {printed(stride.node.expr)}")
         self.conditions = list(dict.fromkeys(self.conditions))
-        self._holds = _function(self._values, " and ".join(f"({c})" for c in self.conditions) or "True")
+        self._holds = self._function(" and ".join(f"({c})" for c in self.conditions) or "True")
 
     def __len__(self) -> int:
         return len(self.conditions)
@@ -64,7 +68,7 @@ class SizeGuard:
         values = [value() for _, value in self._values.values()]
         if self._holds(*values):
             return None
-        broken = next(c for c in self.conditions if not _function(self._values, c)(*values))
+        broken = next(c for c in self.conditions if not self._function(c)(*values))
         where = [
             f"{name} = {shown} = {value}"
             for (name, (shown, _)), value in zip(self._values.items(), values, strict=True)
@@ -72,6 +76,26 @@ class SizeGuard:
         ]
         return f"{broken} does not hold for {', '.join(where)}"
 
+    def _function(self, condition: str) -> Callable[..., bool]:
+        """The condition as a function of the values; where an operation of it fails, it does not hold."""
+        functions: dict[str, Any] = {"math": math}
+        lines = []
+        for name, (function, operands) in self._computed.items():
+            functions[f"compute_{name}"] = function
+            lines.append(f"        {name} = compute_{name}({operands})\n")
+        body = [*lines, f"        return {condition}\n"]
+        head = f"def holds({', '.join(self._values)}):\n    try:\n"
+        exec("".join([head, *body, "    except ArithmeticError:\n        return False\n"]), functions)
+        return functions["holds"]
 
-def _function(names: dict[str, Any], expression: str) -> Callable[..., bool]:
-    return eval(f"lambda {', '.join(names)}: {expression}", {"math": math})
+
+def _computed(captured: CapturedStep, names: Collection[str]) -> dict[str, tuple[Callable[..., Any], str]]:
+    """For each symbol that is computed from ``names``: the function, and its operands as Python text."""
+    found: dict[str, tuple[Callable[..., Any], str]] = {}
+    for symbol, computed in captured.computed.items():
+        exprs = [torch_adapter.expression(each) if isinstance(each, Number) else each for each in computed.operands]
+        used = {str(each) for expr in exprs for each in getattr(expr, "free_symbols", ())}
+        if used <= {*names, *found}:
+            texts = [PythonPrinter().doprint(e) if isinstance(e, sympy.Basic) else f"float('{e}')" for e in exprs]
+            found[str(symbol)] = computed.function, ", ".join(texts)
+    return found

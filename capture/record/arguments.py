@@ -51,7 +51,8 @@ class CallArguments:
         self.fakes: dict[int, StatePlace] = {}
         self.places: dict[tuple[Any, ...], StatePlace] = {}
         self.gradients: list[tuple[int, Container]] = []
-        self._passed: list[torch.Tensor] = []  # held, so that no other object gets the id of one
+        self._constants: list[tuple[int, Container]] = []  # leaves that do not require grad
+        self._passed: dict[int, torch.Tensor] = {}  # held, so that no other object gets the id of one
         for at, leaf in enumerate(self.leaves):
             self._admit(at, leaf)
 
@@ -91,8 +92,10 @@ class CallArguments:
             raise UnstridedArgument(path, inner.layout, is_nested=False)
         self.tensors[at] = StatePlace(self.container, at, path, Role.BATCH, names)
         self.places.setdefault(memory_key(inner), self.tensors[at])
-        if leaf.requires_grad:
-            gradient = Container(leaf, path, label=lambda _: f"{path}.grad")
+        if not leaf.requires_grad:
+            self._constants.append((at, Container(leaf, path, label=lambda key: f"{path}.{key}")))
+        else:
+            gradient = Container(leaf, path, label=lambda key: f"{path}.{key}")
             self.gradients.append((at, gradient))
             if leaf.grad is not None:
                 grad, names = inner_tensor(leaf.grad)
@@ -156,7 +159,7 @@ class CallArguments:
         known = recorder.input_fake(inner)
         fake = recorder.new_input(inner, val).val if known is None else known
         passed = torch_adapter.rewrap(leaf, fake) if names else fake
-        self._passed.append(passed)
+        self._passed[at] = passed
         self.fakes.setdefault(id(passed), self.tensors[at])
         return passed
 
@@ -168,14 +171,20 @@ class CallArguments:
     def bind(self, leaves: list[Any]) -> None:
         """Bind the leaves of another call: places and gradients refer to them from now on."""
         self.container.obj = leaves
-        for at, container in self.gradients:
+        for at, container in (*self.gradients, *self._constants):
             container.obj = leaves[at]
 
     def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
-        """(container, key, before, after) of each ``.grad`` of an argument that the step assigned."""
+        """(container, key, before, after) of each ``.grad`` and ``.requires_grad`` that the step changed."""
         for _, container in self.gradients:
             for key, old, new in container.changes():
                 yield container, key, old, new
+        for at, container in self._constants:
+            passed = self._passed.get(at)
+            if passed is not None and passed.requires_grad and passed.is_leaf:
+                yield container, "requires_grad", False, True
+                if passed.grad is not None:
+                    yield container, "grad", None, passed.grad
 
     def restore(self) -> None:
         """Undo those changes."""

@@ -48,8 +48,8 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
         raise
     except torch_adapter.data_dependent_errors() as error:
         frames = frames_of(error.__traceback__)
-        asked = getattr(getattr(error, "cond", None), "free_symbols", ())
-        sources = [drawn[symbol] for symbol in sorted(asked, key=str) if symbol in drawn]
+        asked = symbols.roots(getattr(getattr(error, "cond", None), "free_symbols", ()))
+        sources = [drawn[symbol] for symbol in asked if symbol in drawn]
         if sources:
             raise DrawDecidesPython(_line(frames, step), sources) from error
         raise CannotCapture(_line(frames, step), _reason(error, symbols, frames), _remedy(error)) from error
@@ -79,7 +79,7 @@ def _reason(error: Exception, symbols: Symbols, frames: list[Frame]) -> str:
     condition = getattr(error, "cond", None)
     if condition is not None:
         line = frames[0] if frames else None
-        asked = [symbols.described(symbol, line) for symbol in sorted(condition.free_symbols, key=str)]
+        asked = [symbols.described(symbol, line) for symbol in symbols.roots(condition.free_symbols)]
         return f"Python asked for the value of {' and '.join(dict.fromkeys(asked))}"
     operation = getattr(error, "func", None)
     name = str(operation).removesuffix(".default") if operation is not None else "an operation"

@@ -25,6 +25,7 @@ from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
 from weft.capture.record.recorder import OpRecorder, recording
+from weft.capture.record.torch_generators import TorchGenerators
 from weft.capture.state.reachable_state import ReachableState
 from weft.errors import UnrecordedDraw
 
@@ -48,6 +49,7 @@ class OutsideValues:
         self.calls = OutsideCalls(self._intercepts)
         self._objects = OutsideObjects(self.calls.counts)
         self._torch = RandomState(recorder, self.draws)
+        self._generators = TorchGenerators(recorder, self.draws)
 
     def _intercepts(self) -> bool:
         """Whether this thread runs the step now, and nothing is paused."""
@@ -59,8 +61,12 @@ class OutsideValues:
         return value if stand_in is None else stand_in
 
     def _stand_in(self, value: Any) -> Any | None:
-        stand_in = self.draws.stand_in(value)
+        stand_in = self._of_generator(value)
         return self._objects.stand_in(value) if stand_in is None else stand_in
+
+    def _of_generator(self, value: Any) -> Any | None:
+        stand_in = self.draws.stand_in(value)
+        return self._generators.stand_in(value) if stand_in is None else stand_in
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
@@ -85,6 +91,7 @@ class OutsideValues:
                     *self._torch.replacements(),
                     *self.calls.replacements(),
                     *self._objects.replacements(),
+                    *self._generators.replacements(),
                 ]
                 for owner, name, new in replacements:
                     original = getattr(owner, name)
@@ -94,7 +101,7 @@ class OutsideValues:
                     if isinstance(new, types.FunctionType):
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
-                held = lambda value: functions.get(id(value)) or self.draws.stand_in(value)
+                held = lambda value: functions.get(id(value)) or self._of_generator(value)
                 reached = lambda value: functions.get(id(value)) or self._stand_in(value)
                 objects = self._state.objects
                 stack.enter_context(held_references_replaced(self._state.containers, objects, held, reached))

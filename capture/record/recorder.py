@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
+from weft.capture.fake.fake_rules import fake_rule
 from weft.capture.node_kinds import sizes_differ_by_rank
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.functional_ops import Effects, effects, executable_form, out_of_place
@@ -294,7 +295,7 @@ class OpRecorder(TorchDispatchMode):
             if isinstance(targets := argument_of(args, kwargs, position, name), (list, tuple)):
                 check_independent(op, targets, [*args, *kwargs.values()], self.storages, self._fake)
         wide = self._widened(op, writes, fake_args, fake_kwargs)
-        out = op(*fake_args, **fake_kwargs)
+        out = fake_rule(op)(*fake_args, **fake_kwargs)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -87,6 +88,14 @@ class _StampingTracer(torch.fx.proxy.GraphAppendingTracer):
         return node
 
 
+@dataclass(frozen=True)
+class Computed:
+    """How a symbol is computed: ``function`` of plain and symbolic numbers."""
+
+    function: Callable[..., Any]
+    operands: list[Any]
+
+
 class Symbols:
     """The node of each symbol of a graph, and expressions over symbols as nodes.
 
@@ -94,6 +103,9 @@ class Symbols:
         shape_env: where the symbols come from.
         graph: the graph that expressions are appended to.
         stamp: sets the metadata of each new node of an expression.
+
+    Attributes:
+        computed: the symbols that are results of one operation on other numbers, in the order in which they were made.
     """
 
     def __init__(
@@ -104,6 +116,7 @@ class Symbols:
         self._origins: dict[sympy.Symbol, Callable[[], torch.fx.Node]] = {}
         self._read_by: dict[sympy.Symbol, tuple[RunningCall | None, bool]] = {}
         self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
+        self.computed: dict[sympy.Symbol, Computed] = {}
 
     def define(self, value: Number, origin: Callable[[], torch.fx.Node], *, is_size: bool = False) -> None:
         """Define the symbol behind ``value``; ``origin`` makes its node when it is first needed.
@@ -168,6 +181,9 @@ class Symbols:
             frame: a line that the message names anyway.
             lines: whether to name lines at all.
         """
+        if symbol in self.computed:
+            texts = [self.described(root, frame, lines=lines) for root in self.roots([symbol])]
+            return f"a number computed from {' and '.join(dict.fromkeys(texts))}"
         expression, is_size = self._read_by.get(symbol, (None, False))
         if expression is None or not (text := expression.text()):
             return "a number that only the data decides" if symbol in self._read_by else str(symbol)
@@ -175,12 +191,26 @@ class Symbols:
         where = "" if line == frame or not lines else f" at {format_frame(line)}"
         return f"{'a size of ' if is_size else ''}`{text}`{where}"
 
+    def roots(self, symbols: Iterable[sympy.Symbol]) -> list[sympy.Symbol]:
+        """The symbols that these were computed from, in the order of their names."""
+        found, pending = set(), list(symbols)
+        while pending:
+            symbol = pending.pop()
+            made = self.computed.get(symbol)
+            if made is None:
+                found.add(symbol)
+            for operand in made.operands if made is not None else ():
+                if isinstance(operand, Number):
+                    pending += torch_adapter.expression(operand).free_symbols
+        return sorted(found, key=str)
+
     def end_segment(self) -> list[torch.fx.Node]:
         """The nodes of all numbers that the data decides; what was computed from them is computed anew from here on."""
         for symbol in [each for each in self._origins if symbol_is_type(each, _UNBACKED) and each not in self._nodes]:
             self._nodes[symbol] = self._origins[symbol]()
         self._nodes = {each: node for each, node in self._nodes.items() if isinstance(each, sympy.Symbol)}
-        return [node for symbol, node in self._nodes.items() if symbol_is_type(symbol, _UNBACKED)]
+        crosses = lambda symbol: symbol_is_type(symbol, _UNBACKED) or symbol in self.computed
+        return [node for symbol, node in self._nodes.items() if crosses(symbol)]
 
     def knows(self, symbol: sympy.Symbol) -> bool:
         """Whether the symbol is defined."""

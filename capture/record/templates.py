@@ -28,16 +28,22 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class _OutputSlot:
-    """Takes output number ``index``, wrapped like ``like`` where that is a tensor subclass."""
+    """Takes output number ``index``, wrapped like ``like`` where that is a tensor subclass; ``grad`` is the slot of its
+    ``.grad``."""
 
     index: int
     like: torch.Tensor | None = None
     requires_grad: bool = False
+    grad: Any = None
 
     def fill(self, outputs: list[Any]) -> Any:
         value = outputs[self.index]
         value = value if self.like is None else torch_adapter.rewrap(self.like, value)
-        return value.requires_grad_() if self.requires_grad else value
+        if self.requires_grad:
+            value.requires_grad_()
+        if self.grad is not None:
+            value.grad = self.grad.fill(outputs)
+        return value
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,11 @@ def _leaf_template(
             return _StateReference(places_by_id[id(leaf)])
         if not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
             return leaf
-        grad = leaf.requires_grad and leaf.is_leaf
+        made = leaf.requires_grad and leaf.is_leaf
         index = slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
-        return _OutputSlot(index, leaf if names else None, grad)
+        grad = leaf.grad if made else None
+        kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
+        return _OutputSlot(index, leaf if names else None, made, kept)
     if isinstance(leaf, _NUMBERS):
         return _OutputSlot(keep(recorder.value(leaf)))
     if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weft import torch_adapter
+from weft.capture.record.held_references import StandIn
 from weft.capture.record.memory_access import refuse_memory_access
 from weft.capture.record.printed import refuse_text
 from weft.capture.record.recorder import OpRecorder
@@ -44,6 +45,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(generator := kwargs.get("generator"), StandIn):
+            kwargs = {**kwargs, "generator": generator.weft_original}
         if func is torch.Tensor.tolist and args[0].dim() == 1:
             return self._to_list(args[0])
         if func in _EQUAL and not kwargs:

@@ -37,6 +37,7 @@ from weft.capture.record.branches import Branches, DataDecides, clear_frames, wi
 from weft.capture.record.data_dependence import data_dependence_reported
 from weft.capture.record.dynamic_sizes import DynamicSizes, Specialised
 from weft.capture.record.escapes import EscapeCheck
+from weft.capture.record.float_arithmetic import FloatArithmetic
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.group_names import canonical_groups
 from weft.capture.record.hook_counts import HookCounts
@@ -51,6 +52,7 @@ from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
+from weft.capture.record.symbols import Computed
 from weft.capture.record.templates import Template
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
@@ -107,6 +109,7 @@ class CapturedStep:
         shape_env: the symbols of the graph and what the step assumed of them.
         sizes: the sizes of arguments that the capture began with as symbols.
         learning_rates: the symbol of each learning rate and the place of its value.
+        computed: how the symbols that are results of float arithmetic are computed from others.
         specialised: the sizes that were to be symbolic and are numbers in the graph.
         environment: the environment variables that the step read; None for one that is not set.
         outside: what else the step asked outside, with the answers.
@@ -131,6 +134,7 @@ class CapturedStep:
     shape_env: ShapeEnv
     sizes: DynamicSizes
     learning_rates: list[tuple[sympy.Symbol, StatePlace]]
+    computed: dict[sympy.Symbol, Computed]
     specialised: list[Specialised]
     environment: dict[str, str | None]
     outside: list[OutsideRead]
@@ -353,6 +357,7 @@ class _StepCapture:
             stack.enter_context(self.path.followed())
             stack.enter_context(self.hooks.counted())
             stack.enter_context(self.sizes.watched())
+            stack.enter_context(FloatArithmetic(self.recorder.symbols, self.recorder.emit).exact())
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
             stack.enter_context(output_repeated())
@@ -392,7 +397,7 @@ class _StepCapture:
             where = f"{path}.param_groups[{at}]['lr']"
             place = StatePlace(Container(group, where, frozenset({"lr"})), "lr", where, Role.SCALAR)
             name = f"lr{len(self.learning_rates)}"
-            symbol = torch_adapter.lr_symbol(self.recorder.symbols.shape_env, group["lr"], name)
+            symbol = torch_adapter.float_symbol(self.recorder.symbols.shape_env, group["lr"], name)
             node = self.recorder.scalar_input(symbol, readable_name(where))
             self.learning_rates.append((group, symbol, node, place))
             group["lr"] = symbol
@@ -445,6 +450,7 @@ class _StepCapture:
             if complete := not self.branches.undecided:
                 if raised is None:
                     self.hooks.check()
+                self._refuse_new_leaves()
                 self.state.notice_new_hooks()
                 effects = self._effects(keep, slots)
             kept = lambda value: keep(Return, value)
@@ -476,6 +482,7 @@ class _StepCapture:
             recorder.symbols.shape_env,
             self.sizes,
             [(torch_adapter.symbol_of(symbol), place) for _, symbol, _, place in self.learning_rates],
+            recorder.symbols.computed,
             self.specialised,
             self.outside.environment.found,
             self.outside.calls.reads,
@@ -485,6 +492,15 @@ class _StepCapture:
             complete,
             raised,
         )
+
+    def _refuse_new_leaves(self) -> None:
+        """Raise where the step made a tensor of the user's, which is no parameter, require grad."""
+        changed = [(tensor, path) for tensor, path in self.state.constants if tensor.requires_grad and tensor.is_leaf]
+        for tensor, _ in changed:
+            tensor.requires_grad = False
+        if changed:
+            path = f"{changed[0][1]}.requires_grad"
+            raise PythonStateChanged(path, "False -> True", "call requires_grad_() before the step")
 
     def _detach_from_autograd(self) -> None:
         """Detach the fake values of the graph from autograd's graph.
@@ -567,13 +583,18 @@ class _StepCapture:
 
 
 def _aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
-    """Numbers of the values that lie where an input lies, or a value before them: a program may hold both as one."""
+    """Numbers of the values in the memory of an input, or at the place of a value before them.
+
+    A program may hold the latter as one. The former it may make as views of the user's tensor without grad mode, which
+    torch does not let the user look at after the next update of that tensor.
+    """
     known = {_geometry(node) for node in inputs}
+    memory = {torch_adapter.storage_key(val) for node in inputs if isinstance(val := node.meta["val"], torch.Tensor)}
     found = []
     for at, node in enumerate(values):
         if isinstance(node, torch.fx.Node) and isinstance(node.meta["val"], torch.Tensor):
             where = _geometry(node)
-            if where in known:
+            if where in known or torch_adapter.storage_key(node.meta["val"]) in memory:
                 found.append(at)
             known.add(where)
     return found

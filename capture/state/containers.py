@@ -78,7 +78,8 @@ class Container:
         self.frozen = False
         self.counts_steps = False
         self.label = label or (lambda key: f"{path}[{key!r}]")
-        self.before: dict[Any, Any] = self.entries()
+        self.before: dict[Any, Any] = {}
+        self.refresh()
 
     def entries(self) -> dict[Any, Any]:
         """The entries that count, as they are now; an empty cell has none."""
@@ -95,13 +96,21 @@ class Container:
             return {"grad": obj.grad}
         return dict(enumerate(obj))
 
+    def refresh(self) -> None:
+        """Compare with what is there now from here on."""
+        self.before = self.entries()
+        self._requires_grad = isinstance(self.obj, torch.Tensor) and self.obj.requires_grad
+
     def set(self, key: Any, value: Any) -> None:
         """Assign an entry; a key one past the end of a list appends."""
         obj = self.obj
         if isinstance(obj, types.CellType):
             obj.cell_contents = value
         elif isinstance(obj, torch.Tensor):
-            obj.grad = value
+            if key == "grad":
+                obj.grad = value
+            elif obj.is_leaf:  # of no other tensor can it be changed
+                obj.requires_grad = value
         elif isinstance(obj, dict):
             obj[key] = value
         elif isinstance(obj, (list, deque)):
@@ -139,12 +148,18 @@ class Container:
         return longer and all(now[key] is old for key, old in self.before.items())
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
-        """(key, before, after) of each entry that is not as it was found; MISSING for an absent entry."""
+        """(key, before, after) of each entry that is not as it was found; MISSING for an absent entry.
+
+        Of a tensor, ``requires_grad`` too, which is no entry: :class:`Guards` reads it faster than entries.
+        """
         now = self.entries()
         for key in {**self.before, **now}:
             old, new = self.before.get(key, MISSING), now.get(key, MISSING)
             if old is not new and not same_simple(old, new):
                 yield key, old, new
+        tensor = self.obj
+        if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad is not self._requires_grad:
+            yield "requires_grad", self._requires_grad, tensor.requires_grad
 
 
 class Attributes(Container):

@@ -91,6 +91,7 @@ class ReachableState:
         places_by_id: the place where each tensor object was found first, by its id.
         in_memory: the plain tensors found in each storage, by the storage's address.
         modules, optimizers, leaves: those found, with their paths.
+        constants: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
     """
 
@@ -104,6 +105,7 @@ class ReachableState:
         self.modules: dict[int, tuple[torch.nn.Module, str]] = {}
         self.optimizers: list[tuple[torch.optim.Optimizer, str]] = []
         self.leaves: list[tuple[torch.Tensor, str]] = []
+        self.constants: list[tuple[torch.Tensor, str]] = []
         self._seen: dict[int, Any] = {}
         self.sites: list[HookSite] = []
         self._attributes: list[tuple[torch.nn.Module, str]] = []
@@ -188,7 +190,7 @@ class ReachableState:
     def refresh(self) -> None:
         """Compare with the entries as they are now from here on."""
         for container in self.containers:
-            container.before = container.entries()
+            container.refresh()
 
     # ---- the walk
 
@@ -276,9 +278,11 @@ class ReachableState:
             self._objects.setdefault(id(tensor), (tensor, path, set()))
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
-            self._container(Container(tensor, path, label=lambda key: f"{path}.grad"), Role.GRADIENT)
+            self._container(Container(tensor, path, label=lambda key: f"{path}.{key}"), Role.GRADIENT)
             if tensor.requires_grad and self._with_hooks:
                 self._leaf_hooks(tensor, path)
+        elif tensor.is_leaf:
+            self.constants.append((tensor, path))
 
     def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
         sites = self.sites_of(leaf, path)

@@ -30,6 +30,77 @@ FOUND = {
         "s.ints = torch.tensor([2, 0, 1])",
         "s.ints.index_put_((s.ints % 3,), s.ints[0].clone())",
     ),
+    "sums of a number from data and constants": (
+        "s.leaf = 1",
+        "a = x.sum().item()",
+        "return a + 0.1 + 0.2, (a + 1e16) - 1e16, a * 3 / 3, a / 3 + a / 3 + a / 3, x * (a + 0.1 + 0.2)",
+    ),
+    "floats that are infinite, nan and minus zero": (
+        "s.odd = torch.tensor([math.inf, math.nan, -0.0, 3.7])",
+        "i, n, z, f = s.odd.tolist()",
+        "a = i * 0, i - i, n * 0, z * 1, z + 0.0, -z, 0 * z, i * 0.0, z + z, f * f - f * f, z / f, 1 - n",
+        "b = f // 0.1, -f // 0.1, 7 // f, f % 0.3, -f % 0.3, (-f) ** 3, f ** 2, f ** -1, 2.5 ** f, f ** 0.5",
+        "return a, b, round(f, 1), round(f), abs(-f), math.ceil(-f), f.is_integer(), torch.sym_max(i, f), f + True",
+    ),
+    "integers that become floats": (
+        "s.ints = torch.tensor([2, -7, 1, 2**62, 3])",
+        "a, b, c, d, e = s.ints.tolist()",
+        "f = a / 3, a / b, b / e * 3, d / 7, round(b / 2), b / e + b / e + b / e, 0.1 * a + 0.2 * a, d + 0.5, d * 1.0",
+        "g = b // e, b % e, b // -e, b % -e, d * 4, d * d + 1, a ** 2, b ** 3, b - b, a * 2.5 // 1, b // 2.0, b % 2.5",
+        "return f, g, round(b, -1), a ** -1, -7.5 // a, a << 2, a & 3, d + 1 - 1",
+    ),
+    "floats computed from a size": (
+        "s.leaf = 1",
+        "n = x.shape[0]",
+        "x[: int(n * 0.7)].add_(n / 3 + 0.1 + 0.2)",
+        "return x * (n / 3 * 3), torch.ones(math.ceil(n / 2)), x.new_zeros(round(n * 0.3) + 1), n * 0.1 // 0.1",
+    ),
+    "floats computed from a learning rate": (
+        "s.opt = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)",
+        "a = s.opt.param_groups[0]['lr'] + 0.1 + 0.2",
+        "return a, x * a, x * (2 if a * 3 > 1.0 else 3)",
+    ),
+    "a generator that is seeded": (
+        "s.generator = torch.Generator()",
+        "s.generator.manual_seed(x.shape[0])",
+        "return torch.randn(3, generator=s.generator), s.generator.initial_seed()",
+    ),
+    "a generator that is rewound": (
+        "s.generator = torch.Generator().manual_seed(3)",
+        "state = s.generator.get_state()",
+        "s.first = torch.rand(2, generator=s.generator)",
+        "s.generator.set_state(state)",
+        "return x.normal_(generator=s.generator), isinstance(s.generator, torch.Generator), s.generator.device",
+    ),
+    "views of what is updated": (
+        "s.w = nn.Parameter(torch.ones(4))",
+        "s.part = s.w.detach()[1:]",
+        "s.w.data.mul_(2)",
+        "return s.w.detach()[:1], s.w[1:1], s.part",
+    ),
+    "an argument that begins to require grad": (
+        "s.w = nn.Parameter(torch.ones(4))",
+        "x.requires_grad_()",
+        "(x * s.w).square().sum().backward()",
+        "return x + x.grad.sign()",
+    ),
+    "flags of parameters that the step sets": (
+        "s.w = nn.Parameter(torch.ones(4))",
+        "s.w.requires_grad_(not s.w.requires_grad)",
+        "return s.w.requires_grad, s.w * 2",
+    ),
+    "the gradient of a tensor that the step made": (
+        "s.leaf = 1",
+        "s.made = x.clone().requires_grad_()",
+        "s.made.abs().mean().backward()",
+        "return s.made",
+    ),
+    "operands of a dynamic size that broadcast": (
+        "s.v = torch.randn(4)",
+        "a = torch.addcmul(x, x, s.v), torch.addcdiv(x, x, s.v), torch.lerp(s.v, x, 0.5), torch.lerp(x, s.v, x)",
+        "x.addcmul_(x, s.v, value=0.5).addcdiv_(s.v, x).lerp_(s.v, 0.5).lerp_(s.v, s.v)",
+        "return a",
+    ),
     "the mean of nothing": ("s.w = nn.Parameter(torch.ones(0, 4))", "F.mse_loss(s.w, s.w.detach() * 2).backward()"),
 }
 
@@ -50,6 +121,28 @@ def program(state: str, *lines: str) -> str:
 @pytest.mark.parametrize("mode", ["bitwise", "default"])
 def test_found_programs_equal_eager(name: str, mode: str) -> None:
     assert compare(program(*FOUND[name]), mode=mode) == "captured"
+
+
+# What a graph cannot know, by the name of the error.
+UNKNOWN = {
+    "whether a number from data is nan": ("s.leaf = 1", "a = x.sum().item()", "return x * (2 if a == a else 3)"),
+    "whether a square from data is nan": ("s.leaf = 1", "a = x.sum().item()", "return x * (2 if a * a >= 0 else 3)"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_branch_that_nan_decides_is_refused(name: str) -> None:
+    assert compare(program(*UNKNOWN[name]), mode="bitwise") == "refused: CannotCapture"
+
+
+def test_a_generator_made_in_a_step_is_refused() -> None:
+    steps = program("s.leaf = 1", "return torch.randn(3, generator=torch.Generator().manual_seed(5))")
+    assert compare(steps, mode="bitwise") == "refused: UncapturableDraw"
+
+
+def test_a_state_tensor_that_begins_to_require_grad_is_refused() -> None:
+    steps = program("s.v = torch.ones(2)", "s.v.requires_grad_()")
+    assert compare(steps, mode="bitwise") == "refused: PythonStateChanged"
 
 
 # Eager works through the lists one by one, which the functional form does not.

@@ -1,0 +1,189 @@
+"""Arithmetic with symbolic floats, operation by operation as Python does it.
+
+Torch keeps a symbolic number as a sympy expression. Sympy computes with real numbers: it reorders sums, cancels factors
+and drops ``* 0``. That is exact for integers. Floats round after every operation, so ``a + 0.1 + 0.2`` differs from
+``a + 0.3``, and ``a * 0`` is nan where a is infinite. While a step is captured, the result of each operation that gives
+a float is therefore a symbol of its own, computed by a node from the operands of this one operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import sympy
+import torch
+from torch.fx.experimental.sym_node import SymNode, wrap_node
+
+from weft import torch_adapter
+from weft.capture.record.symbols import Computed, Symbols
+from weft.thread_patches import present, replaced
+
+# Methods of torch's SymNode whose result may be a float, and what computes it from Python numbers.
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "mod": operator.mod,
+    "float_truediv": operator.truediv,
+    "int_truediv": operator.truediv,
+    "float_pow": operator.pow,
+    "neg": operator.neg,
+    "abs": abs,
+    "sym_float": torch.sym_float,
+    "sym_sqrt": torch.sym_sqrt,
+    "sym_min": torch.sym_min,
+    "sym_max": torch.sym_max,
+    "sym_ite": torch.sym_ite,
+    "round": round,
+}
+_COMPARISONS: dict[str, Callable[..., Any]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class FloatArithmetic:
+    """Makes the float results of one capture's symbolic arithmetic symbols of their own.
+
+    Args:
+        symbols: of the capture; learns each result.
+        emit: appends a call to the graph.
+    """
+
+    def __init__(self, symbols: Symbols, emit: Callable[..., torch.fx.Node]) -> None:
+        self._symbols = symbols
+        self._emit = emit
+        self._results: dict[Any, Any] = {}
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """While active, arithmetic of this thread is recorded operation by operation."""
+        with contextlib.ExitStack() as stack:
+            for name, function in {**_OPERATIONS, **_COMPARISONS}.items():
+                stack.enter_context(replaced(SymNode, name, self._recorded(name, function)))
+            # Torch takes the floor of the quotient, which is another number where the quotient rounds up, wants the
+            # base of every power to be positive, and does not round integers to tens.
+            for kind, name, method in (
+                (torch.SymFloat, "__floordiv__", self._floordiv),
+                (torch.SymFloat, "__rfloordiv__", lambda a, b: self._floordiv(b, a)),
+                (torch.SymInt, "__floordiv__", self._floordiv),
+                (torch.SymInt, "__rfloordiv__", lambda a, b: self._floordiv(b, a)),
+                (torch.SymFloat, "__pow__", self._pow),
+                (torch.SymInt, "__round__", self._round),
+            ):
+                stack.enter_context(replaced(kind, name, _or_else(method, present(kind, name))))
+            yield
+
+    def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        original = present(SymNode, name)
+
+        def method(node: SymNode, *others: Any) -> SymNode:
+            result = original(node, *others)
+            if node.shape_env is not self._symbols.shape_env or not (result.pytype is float or _decided(result)):
+                return result
+            operands = [wrap_node(each) if isinstance(each, SymNode) else each for each in (node, *others)]
+            if name in _COMPARISONS:
+                return self._result(function, operands, torch.bool).node if any(map(_may_be_nan, operands)) else result
+            if not any(isinstance(each, _SYMBOLIC) for each in operands):
+                return node.wrap_float(float(function(*operands)))
+            return self._result(function, operands, torch.float64, result).node
+
+        return method
+
+    def _floordiv(self, a: Any, b: Any) -> Any:
+        if not _is_float(a) and not _is_float(b):
+            return None
+        return self._result(operator.floordiv, [a, b], torch.float64)
+
+    def _pow(self, a: Any, b: Any) -> Any:
+        """Powers with a whole exponent, which are floats for every base."""
+        return self._result(operator.pow, [a, b], torch.float64) if _is_whole(b) else None
+
+    def _round(self, a: Any, digits: Any) -> Any:
+        return self._result(round, [a, digits], torch.int64) if isinstance(digits, int) and digits < 0 else None
+
+    def _result(
+        self, function: Callable[..., Any], operands: list[Any], dtype: torch.dtype, known: SymNode | None = None
+    ) -> Any:
+        """The symbol of ``function(*operands)``; equal calls share one.
+
+        Args:
+            known: what torch made of the call: its bounds hold, as rounding keeps the order of numbers.
+        """
+        key = function, *map(_key, operands)
+        if key not in self._results:
+            value = self._results[key] = self._symbol(function, operands, dtype, known)
+            self._symbols.define(value, lambda: self._node(value, function, operands))
+            self._symbols.computed[torch_adapter.symbol_of(value)] = Computed(function, operands)
+            del self._symbols.shape_env.pending_fresh_unbacked_symbols[:]
+        return self._results[key]
+
+    def _symbol(
+        self, function: Callable[..., Any], operands: list[Any], dtype: torch.dtype, known: SymNode | None
+    ) -> Any:
+        shape_env = self._symbols.shape_env
+        hints = [_hint(each) for each in operands]
+        if dtype is torch.float64 and None not in hints:
+            return torch_adapter.float_symbol(shape_env, function(*hints), f"computed{len(self._results)}")
+        value = cast(Any, torch_adapter.fresh_number(shape_env, dtype))
+        if known is not None and not any(map(_unbounded, operands)):
+            torch_adapter.constrain(value, *_bounds(known))
+        return value
+
+    def _node(self, value: Any, function: Callable[..., Any], operands: list[Any]) -> torch.fx.Node:
+        nodes = [self._symbols.node(each) if isinstance(each, _SYMBOLIC) else each for each in operands]
+        return self._emit(function, *nodes, val=value)
+
+
+def _or_else(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def either(a: Any, *b: Any) -> Any:
+        result = method(a, *b) if b and isinstance(b[0], (int, float, *_SYMBOLIC)) else None
+        return original(a, *b) if result is None else result
+
+    return either
+
+
+def _key(operand: Any) -> Any:
+    """The text of a plain number (0.0 equals -0.0, and nan no nan), the expression of a symbolic one."""
+    return torch_adapter.expression(operand) if isinstance(operand, _SYMBOLIC) else repr(operand)
+
+
+def _is_float(number: Any) -> bool:
+    return isinstance(number, (float, torch.SymFloat))
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, (int, float)) and math.isfinite(number) and number == int(number)
+
+
+def _decided(result: SymNode) -> bool:
+    return result.expr in (sympy.true, sympy.false)
+
+
+def _may_be_nan(operand: Any) -> bool:
+    """Whether it is a float that only the data decides and that has no bounds: then ``a == a`` may be false."""
+    return _is_float(operand) and _unbounded(operand)
+
+
+def _unbounded(operand: Any) -> bool:
+    """Whether a number may be infinite or nan. What was computed from bounded numbers has bounds too."""
+    if not isinstance(operand, _SYMBOLIC):
+        return not math.isfinite(operand)
+    return _hint(operand) is None and (isinstance(operand, torch.SymBool) or None in _bounds(operand.node))
+
+
+def _hint(operand: Any) -> Any:
+    """The number that a symbolic one is in the captured call; None where only the data decides it."""
+    if not isinstance(operand, _SYMBOLIC):
+        return operand
+    return operand.node.hint if operand.node.has_hint() else None
+
+
+def _bounds(node: Any) -> tuple[float | None, float | None]:
+    known = node.shape_env.bound_sympy(node.expr)
+    low, high = float(known.lower), float(known.upper)
+    return low if math.isfinite(low) else None, high if math.isfinite(high) else None
