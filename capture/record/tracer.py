@@ -33,6 +33,7 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.record.arguments import CallArguments
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
+from weft.capture.record.autograd_links import detach_from_autograd
 from weft.capture.record.branches import Branches, DataDecides, clear_frames, without_capture
 from weft.capture.record.data_dependence import data_dependence_reported
 from weft.capture.record.dynamic_sizes import DynamicSizes, Specialised
@@ -44,7 +45,6 @@ from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.module_path import ModulePath
-from weft.capture.record.operands import map_operands
 from weft.capture.record.outside_calls import OutsideRead
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.printed import output_repeated
@@ -464,7 +464,7 @@ class _StepCapture:
                 self._updates(outputs, nodes)
         self.streams.end()
         recorder.graph.output(tuple(recorder.literals.copy_escaping(nodes)))
-        self._detach_from_autograd()
+        detach_from_autograd(self.recorder.graph, self.fake_mode)
         drop_dead(recorder.graph)
         inputs, places = self._inputs(outputs)
         groups = canonical_groups(recorder.graph)
@@ -501,22 +501,6 @@ class _StepCapture:
         if changed:
             path = f"{changed[0][1]}.requires_grad"
             raise PythonStateChanged(path, "False -> True", "call requires_grad_() before the step")
-
-    def _detach_from_autograd(self) -> None:
-        """Detach the fake values of the graph from autograd's graph.
-
-        Autograd's nodes hold the hooks of the step, and with them the user's model. Python's garbage collector does
-        not see cycles through these nodes, so a fake value that requires grad would keep the model alive.
-        """
-
-        def cut(val: Any) -> Any:
-            detach = isinstance(val, torch.Tensor) and val.requires_grad
-            return torch_adapter.detached_fake(val) if detach else val
-
-        with torch_adapter.only_mode(self.fake_mode):
-            for node in self.recorder.graph.nodes:
-                if "val" in node.meta:
-                    node.meta["val"] = map_operands(node.meta["val"], cut)
 
     def _effects(self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int]) -> list[Effect]:
         effects = []
