@@ -148,6 +148,7 @@ class CapturedStep:
     def fakes(self) -> Iterator[Any]:
         """The fake tensors and symbolic numbers that the captured step holds, once for each reference."""
         pending: list[Any] = [*self.arguments.vals.values(), *(node.meta.get("val") for node in self.graph.graph.nodes)]
+        pending += (operand for each in self.computed.values() for operand in each.operands)
         while pending:
             value = pending.pop()
             if isinstance(value, (list, tuple)):
