@@ -2,26 +2,28 @@
 
 ``gc.get_objects()`` also returns tuples that another thread is filling. CPython resizes such a tuple in place and
 demands that nobody else refers to it: ``tuple(generator)`` raises a SystemError while a list holds the tuple. So no
-list of all objects may exist while another thread runs. The functions here select in one expression of iterators in C,
-in which the interpreter cannot switch threads. What they return is no tuple; tuples are described by their ids.
+list of all objects may exist while another thread runs. The functions here select within one call of C code, in which
+the interpreter cannot switch threads: a pipeline of iterators that asks for the list when it is asked first, and has
+dropped it when it ends. What they return is no tuple; tuples are described by their ids.
 
-An expression that needs the objects twice asks the collector twice. New objects are appended to the youngest
-generation, so the second list begins like the first one, and ``compress`` and ``zip`` stop with the first. That holds
-while the collector is paused (``garbage_collection_paused``), which also keeps finalizers, which are Python, from
-running. Every list is read to its end: it holds the iterators too, so a list that one of them still held would never
-be freed.
+The pipeline must not run Python. So the collector must be paused (``garbage_collection_paused``), since a collection
+may run finalizers, and the list is asked for once, since that runs audit hooks, before it is made. In a process with
+audit hooks that are written in Python, :meth:`CollectorList.ids` and those for tuples run them all the same, as ``id``
+and ``gc.get_referents`` do. Only a capture that failed or left values behind calls those.
 """
 
 from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Collection, Iterable, Iterator
-from itertools import chain, compress
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
+from itertools import chain, compress, tee
+from typing import Any
 
-_T = TypeVar("_T")
-_TUPLE = id(tuple)
+_IS_TUPLE = partial(operator.is_, tuple)
+# What follows the objects in a tee(), which keeps its last block, of 57 objects in CPython, as long as it lives.
+_PADDING = (None,) * 200
 
 
 class CollectorList:
@@ -36,46 +38,48 @@ class CollectorList:
 
     def ids(self) -> set[int]:
         """The ids of all objects."""
-        return {each for at in self._generations for each in list(map(id, _listed(at)))}
+        return {
+            each for at in self._generations for each in list(map(id, chain.from_iterable(map(gc.get_objects, (at,)))))
+        }
 
     def of_types(self, types: Iterable[type]) -> list[Any]:
-        """The objects whose type is one of ``types``; no tuples."""
-        wanted = set(map(id, types)) - {_TUPLE}
-        found = [list(compress(_listed(at), map(wanted.__contains__, _types(at)))) for at in self._generations]
+        """The objects whose type is one of ``types``, which are not ``tuple``."""
+        conditions = [partial(operator.is_, each) for each in types]
+        found = [list(chain.from_iterable(_selected(at, each))) for at in self._generations for each in conditions]
         return list(chain.from_iterable(found))
 
-    def except_types(self, types: Iterable[type] = ()) -> list[Any]:
-        """The objects whose type is none of ``types``; no tuples."""
-        left_out = {_TUPLE, *map(id, types)}
-        kept = lambda at: map(operator.not_, map(left_out.__contains__, _types(at)))
-        return list(chain.from_iterable([list(compress(_listed(at), kept(at))) for at in self._generations]))
+    def except_tuples(self) -> list[Any]:
+        """The objects of all other types."""
+        other = partial(operator.is_not, tuple)
+        found = [list(chain.from_iterable(_selected(at, other)))[: -len(_PADDING)] for at in self._generations]
+        return list(chain.from_iterable(found))
 
     def tuples(self) -> dict[int, list[int]]:
         """For the id of each tuple, the ids of what it refers to."""
-        opened = lambda at: _at_once(map(gc.get_referents, _tuples(at)))
-        found = [list(zip(map(id, _tuples(at)), opened(at), strict=False)) for at in self._generations]
-        return {each: list(map(id, referents)) for part in found for each, referents in part}
+        found: list[tuple[int, list[Any]]] = []
+        for at in self._generations:
+            named, opened = _twice(_selected(at, _IS_TUPLE))
+            described = map(zip, map(partial(map, id), named), map(partial(map, gc.get_referents), opened))
+            found += list(chain.from_iterable(described))
+        return {each: list(map(id, referents)) for each, referents in found if each != id(None)}
 
     def tuples_with(self, ids: Collection[int]) -> list[tuple[Any, ...]]:
         """The tuples of these ids, which must be ones that no other thread can be filling."""
-        asked = lambda at: _at_once(map(ids.__contains__, map(id, _tuples(at))))
-        return list(chain.from_iterable([list(compress(_tuples(at), asked(at))) for at in self._generations]))
+        found: list[tuple[Any, ...]] = []
+        for at in self._generations:
+            objects, asked = _twice(_selected(at, _IS_TUPLE))
+            wanted = map(partial(map, ids.__contains__), map(partial(map, id), asked))
+            found += list(chain.from_iterable(map(compress, objects, wanted)))
+        return found
 
 
-def _listed(generation: int) -> Iterator[Any]:
-    """The objects of a generation: the list is made when the iterator is asked first."""
-    return chain.from_iterable(map(gc.get_objects, (generation,)))
+def _selected(generation: int, condition: Callable[[Any], bool]) -> Iterator[Iterator[Any]]:
+    """One iterator over the objects of a generation whose types fulfil a condition, made when it is asked for."""
+    objects, asked = _twice(map(gc.get_objects, (generation,)))
+    return map(compress, objects, map(partial(map, condition), map(partial(map, type), asked)))
 
 
-def _types(generation: int) -> Iterator[int]:
-    """The id of the type of each object of a generation."""
-    return _at_once(map(id, map(type, _listed(generation))))
-
-
-def _tuples(generation: int) -> Iterator[tuple[Any, ...]]:
-    return compress(_listed(generation), map(_TUPLE.__eq__, _types(generation)))
-
-
-def _at_once(values: Iterator[_T]) -> Iterator[_T]:
-    """An iterator that reads ``values`` to their end when it is asked first."""
-    return chain.from_iterable(map(list, (values,)))
+def _twice(several: Iterator[Iterable[Any]]) -> tuple[Iterator[Iterator[Any]], Iterator[Iterator[Any]]]:
+    """Two iterators over what each of several iterables has, and over the padding."""
+    ones, others = tee(map(tee, map(chain, several, (_PADDING,))))
+    return map(operator.itemgetter(0), ones), map(operator.itemgetter(1), others)

@@ -174,7 +174,7 @@ class _HolderSearch:
     def __init__(self, values: list[Any], new: CollectorList) -> None:
         wanted = [id(value) for value in values]
         values.clear()
-        objects = {id(each): each for each in new.except_types()}
+        objects = {id(each): each for each in new.except_tuples()}
         tuples = new.tuples()
         holders: dict[int, list[int]] = {each: [] for each in itertools.chain(objects, tuples)}  # all by id
         referents = ((at, map(id, gc.get_referents(each))) for at, each in objects.items())
@@ -221,7 +221,7 @@ class _HolderSearch:
         if len(known) <= _FEW:
             yield from gc.get_referrers(*self._entered) if known else ()  # compares each reference with each object
             return
-        old = CollectorList().except_types(_UNCHANGEABLE)
+        old = [each for each in CollectorList().except_tuples() if type(each) not in _UNCHANGEABLE]
         for start in range(0, len(old), _CHUNK):
             chunk = old[start : start + _CHUNK]
             if not known.isdisjoint(map(id, gc.get_referents(*chunk))):

@@ -29,10 +29,11 @@ def test_objects_of_all_types_but_tuples_are_listed_once() -> None:
     inside = [(each, [each]) for each in marked]
     listed = CollectorList()
     assert {id(each) for each in listed.of_types([Marked])} == set(map(id, marked))
-    others = listed.except_types([dict])
+    others = listed.except_tuples()
     assert len(set(map(id, others))) == len(others)
     assert {id(each) for each in others} >= set(map(id, marked))
-    assert not {type(each) for each in others} & {tuple, dict}
+    assert tuple not in {type(each) for each in others}
+    assert type(None) not in {type(each) for each in others}
     assert listed.ids() >= {*map(id, marked), *map(id, inside)}
     tuples = listed.tuples()
     assert all(
@@ -49,9 +50,13 @@ def test_a_generation_is_listed_alone() -> None:
     assert CollectorList([1, 2]).of_types([Marked]) == []
 
 
-@pytest.mark.parametrize("ask", ["ids", "of_types", "except_types", "tuples", "tuples_with"])
+# Audit hooks are called at each look of the collector. They are Python, and cannot be removed.
+sys.addaudithook(lambda event, args: None)
+
+
+@pytest.mark.parametrize("ask", ["of_types", "except_tuples"])
 def test_another_thread_may_fill_tuples(ask: str) -> None:
-    listed, asked = CollectorList(), {"of_types": [[dict]], "tuples_with": [{1}]}
+    listed, asked = CollectorList(), {"of_types": [[dict]]}
     assert not _failures_of_a_thread_that_fills_tuples(lambda: getattr(listed, ask)(*asked.get(ask, [])))
 
 
