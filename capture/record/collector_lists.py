@@ -44,15 +44,21 @@ class CollectorList:
 
     def of_types(self, types: Iterable[type]) -> list[Any]:
         """The objects whose type is one of ``types``, which are not ``tuple``."""
-        conditions = [partial(operator.is_, each) for each in types]
-        found = [list(chain.from_iterable(_selected(at, each))) for at in self._generations for each in conditions]
-        return list(chain.from_iterable(found))
+        return [each for kind in types for each in self._where(partial(operator.is_, kind))]
 
     def except_tuples(self) -> list[Any]:
         """The objects of all other types."""
-        other = partial(operator.is_not, tuple)
-        found = [list(chain.from_iterable(_selected(at, other)))[: -len(_PADDING)] for at in self._generations]
-        return list(chain.from_iterable(found))
+        return self._where(partial(operator.is_not, tuple))
+
+    def _where(self, condition: Callable[[Any], bool]) -> list[Any]:
+        found: list[Any] = []
+        for at in self._generations:
+            part = list(chain.from_iterable(_selected(at, condition)))
+            found += part
+            part.clear()  # it may have itself
+        listed = [each for each in found if each is not None and each is not found]
+        found.clear()
+        return listed
 
     def tuples(self) -> dict[int, list[int]]:
         """For the id of each tuple, the ids of what it refers to."""
