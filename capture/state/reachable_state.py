@@ -408,10 +408,10 @@ class ReachableState:
             self._codes.add(fn.__code__)
             self._globals(fn)
         if is_own(fn):
-            self._container(Attributes(fn, fn.__qualname__, _OF_FUNCTIONS, _label(fn.__qualname__)))
-            self._visit(fn.__kwdefaults__, f"{fn.__qualname__}.__kwdefaults__", None)
+            self._container(Attributes(fn, fn.__name__, _OF_FUNCTIONS, _label(fn.__name__)))
+            self._visit(fn.__kwdefaults__, f"{fn.__name__}.__kwdefaults__", None)
             if vars(fn):
-                self._object(fn, fn.__qualname__)
+                self._object(fn, fn.__name__)
         else:
             self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
 

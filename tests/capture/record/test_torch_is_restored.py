@@ -87,7 +87,7 @@ class Setting:
 
     def failing(self, x: torch.Tensor) -> torch.Tensor:
         loss = self.step(x)
-        return loss if loss > 0 else -loss
+        return loss if float(loss) > 0 else -loss
 
     def interrupted(self, x: torch.Tensor) -> torch.Tensor:
         self.model(x).sum().backward()
