@@ -62,7 +62,15 @@ class ProgramForm:
         self.guards = guards
         self.busy = False  # whether its program is running, with buffers that serve one call at a time
         self._placed = PlacedProgram(captured.graph, captured.places, mode, memory_limit, agreed)
-        self.program = self._placed.program
+
+    @property
+    def program(self) -> Any:
+        """As compiled; another one that is set is run in its place."""
+        return self._placed.program
+
+    @program.setter
+    def program(self, program: Any) -> None:
+        self._placed.program = program
 
     def run(self, leaves: list[Any]) -> Any:
         """Run the program for a call with these argument leaves. Must not be busy."""
