@@ -196,6 +196,10 @@ class _Emitter:
         if self.symbols is None:
             self.symbols = Symbols(torch_adapter.shape_env_of(self.mode), self.graph)
         if not self.symbols.knows(symbol):
+            for node in self.step.graph.nodes:  # a number that else only views inside kernels take
+                val = node.meta.get("val")
+                if isinstance(val, (torch.SymInt, torch.SymFloat)) and torch_adapter.expression(val) == symbol:
+                    self._node(node)
             self._learn(self.symbols)
         return self.symbols.expression(symbol)
 
