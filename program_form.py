@@ -65,7 +65,7 @@ class ProgramForm:
 
     @property
     def program(self) -> Any:
-        """As compiled; another one that is set is run in its place."""
+        """The compiled program, which ``run`` calls; assigning another replaces it."""
         return self._placed.program
 
     @program.setter

@@ -16,6 +16,7 @@ import weft
 from weft.capture.record import recorder
 
 compile_module = importlib.import_module("weft.compile")
+program_form = importlib.import_module("weft.program_form")
 
 
 class Planted(Exception):
@@ -82,7 +83,7 @@ PLANTS: dict[str, tuple[Any, str, int]] = {
     "an operation of the optimizer": (recorder.OpRecorder, "emit", 60),
     "guards": (compile_module, "Guards", 1),
     "signature": (compile_module, "signature", 1),
-    "compilation": (compile_module, "compile_graph", 1),
+    "compilation": (program_form, "compile_graph", 1),
 }
 
 
