@@ -15,7 +15,7 @@ state that it trained are compared. Each case ends in one of these outcomes:
     not run     the eager step failed, or the library is not installed
 
 One JSON line a case is written as soon as it is known; cases that the file holds already are not run again. Cases run
-in a worker process, which is replaced when it dies or exceeds the time limit.
+in worker processes, which are replaced when they die or exceed the time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import queue
 import random
+import threading
 import time
 import traceback
 from collections import Counter
@@ -166,23 +168,54 @@ class Worker:
         self._process.join()
         return None
 
+    def close(self) -> None:
+        """End the process."""
+        self._connection.send(None)
+        self._process.join()
 
-def measure(family: str, names: list[str], out: Path, limit: float, threads: int) -> None:
-    """Run the named cases of a family and append their rows to a file."""
-    worker = None
+
+def measure(family: str, names: list[str], out: Path, options: argparse.Namespace) -> None:
+    """Run the named cases of a family, ``options.workers`` at a time, and append their rows to a file."""
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names:
-        worker = worker or Worker(family, threads)
-        row = worker.run(name, limit)
-        if row is None:
-            worker = None
-            row = {"outcome": "crashed", "error": f"the process died or gave no result within {limit:.0f} s"}
-        row = {"family": family, "name": name, **row}
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(
-            f"{row['outcome']:10} {name}  {row.get('error', '').splitlines()[0][:150] if row.get('error') else ''}",
-            flush=True,
-        )
+        waiting.put(name)
+    writing = threading.Lock()
+
+    def work() -> None:
+        worker = None
+        while (name := _next(waiting)) is not None:
+            worker = worker or Worker(family, options.threads)
+            row = worker.run(name, options.limit)
+            if row is None:
+                worker = None
+                row = {
+                    "outcome": "crashed",
+                    "error": f"the process died or gave no result within {options.limit:.0f} s",
+                }
+            with writing:
+                _write({"family": family, "name": name, **row}, out)
+        if worker is not None:
+            worker.close()
+
+    threads = [threading.Thread(target=work) for _ in range(options.workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _next(waiting: queue.SimpleQueue[str]) -> str | None:
+    try:
+        return waiting.get_nowait()
+    except queue.Empty:
+        return None
+
+
+def _write(row: Row, out: Path) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    error = row.get("error", "").partition("\n")[0][:150]
+    print(f"{row['outcome']:10} {row['name']}  {error}", flush=True)
 
 
 def report(rows: list[Row]) -> None:
@@ -214,7 +247,8 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", help="cases to run; a part of the name is enough")
     parser.add_argument("--out", type=Path, default=Path("out/coverage.jsonl"))
     parser.add_argument("--limit", type=float, default=180, help="seconds a case may take")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each worker process")
+    parser.add_argument("--workers", type=int, default=1, help="processes that run cases at the same time")
     parser.add_argument("--report", action="store_true", help="run nothing")
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -224,13 +258,7 @@ def main() -> None:
                 name for name in cases(family) if not options.names or any(part in name for part in options.names)
             ]
             known = {(row["family"], row["name"]) for row in _rows(options.out)} if not options.names else set()
-            measure(
-                family,
-                [name for name in wanted if (family, name) not in known],
-                options.out,
-                options.limit,
-                options.threads,
-            )
+            measure(family, [name for name in wanted if (family, name) not in known], options.out, options)
     report(_rows(options.out))
 
 
