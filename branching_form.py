@@ -51,7 +51,7 @@ class PathEnded(Exception):
         undone: whether the call has left nothing behind, so that the uncompiled step can take its place.
     """
 
-    def __init__(self, error: Exception, undone: bool) -> None:
+    def __init__(self, error: Exception | SystemExit, undone: bool) -> None:
         super().__init__(str(error))
         self.error = error
         self.undone = undone

@@ -164,7 +164,7 @@ def _occupied(owner: Any, name: str, member: Callable[[Any], Any]) -> _PatchedPl
     raw = _raw(owner, name)
     place = _places.get((id(owner), name))
     if place is None or raw is not (place.member if place.uses else place.raw):
-        inherited = inspect.getattr_static(owner, name) if isinstance(owner, type) else getattr(owner, name)
+        inherited = inspect.getattr_static(owner, name, None) if isinstance(owner, type) else getattr(owner, name)
         place = _places[id(owner), name] = _PatchedPlace(owner, name, raw, member(inherited if raw is _ABSENT else raw))
     place.use()
     return place
@@ -215,6 +215,8 @@ def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 @contextmanager
 def stand_in(owner: Any, name: str, member: Any) -> Iterator[None]:
     """Inside, ``owner.name`` is ``member`` in all threads; ``member`` must tell them apart itself.
+
+    The owner may have no such attribute otherwise.
 
     The first use of an attribute decides on its ``member``: callers give the same one each time.
     """

@@ -52,7 +52,7 @@ def clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def without_capture(error: Exception) -> Exception:
+def without_capture(error: Exception | SystemExit) -> Exception | SystemExit:
     """The exception with which a step ends after a branch, without what leads from it to the capture.
 
     Raises:

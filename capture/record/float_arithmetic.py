@@ -9,6 +9,7 @@ a float is therefore a symbol of its own, computed by a node from the operands o
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 from torch.fx.experimental.sym_node import SymNode, wrap_node
 
 from weft import torch_adapter
+from weft.capture.record.numpy_functions import NumpyFunctions
 from weft.capture.record.symbols import Computed, Symbols
 from weft.thread_patches import present, replaced
 
@@ -43,6 +45,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
+# Questions of ``math`` that every float answers.
+_QUESTIONS = ("isnan", "isinf", "isfinite")
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -76,7 +80,21 @@ class FloatArithmetic:
                 (torch.SymInt, "__round__", self._round),
             ):
                 stack.enter_context(replaced(kind, name, _or_else(method, present(kind, name))))
+            for name in _QUESTIONS:
+                stack.enter_context(replaced(math, name, self._asked(present(math, name))))
+            stack.enter_context(NumpyFunctions(self._symbols.shape_env, self._result).recorded())
             yield
+
+    def _asked(self, question: Callable[[Any], bool]) -> Callable[[Any], Any]:
+        """A question about a number; what only the data decides, a node answers."""
+
+        @functools.wraps(question)
+        def ask(number: Any) -> Any:
+            mine = type(number) is torch.SymFloat and number.node.shape_env is self._symbols.shape_env
+            decided = not mine or number.node.has_hint()
+            return question(number) if decided else self._result(question, [number], torch.bool)
+
+        return ask
 
     def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         original = present(SymNode, name)

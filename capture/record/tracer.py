@@ -142,7 +142,7 @@ class CapturedStep:
     aliases: list[int]
     outcomes: tuple[Outcome, ...] = ()
     complete: bool = True
-    raises: Exception | None = None
+    raises: Exception | SystemExit | None = None
     seconds: float = 0.0
 
     def fakes(self) -> Iterator[Any]:
@@ -296,7 +296,7 @@ class _StepCapture:
                 try:
                     with reported, self.fake_mode, self.recorder, functions, self.branches.answered():
                         result = self.step(*args, **kwargs)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     if isinstance(error, WeftError) or not self.branches.taken:
                         raise
                     raised = without_capture(error)
@@ -435,7 +435,7 @@ class _StepCapture:
 
     # ---- from the record to the captured step
 
-    def _finish(self, result: Any, raised: Exception | None) -> CapturedStep:
+    def _finish(self, result: Any, raised: Exception | SystemExit | None) -> CapturedStep:
         recorder = self.recorder
         outputs: list[Output] = []
         nodes: list[Any] = []

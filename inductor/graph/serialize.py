@@ -59,6 +59,7 @@ _MODULES: dict[Any, Iterable[str]] = {
     math: (
         *("ceil", "floor", "trunc", "sqrt", "exp", "log", "log2", "pow", "fabs", "fmod"),
         *("sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan"),
+        *("isnan", "isinf", "isfinite"),
     ),
     builtins: ("abs", "max", "min", "pow", "round"),
     torch: [name for name in dir(torch) if name.startswith("sym_")],

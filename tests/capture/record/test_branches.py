@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,6 +116,15 @@ def of_nested(x: torch.Tensor) -> Any:
     return x + (1 if x.mean() > 0 else 2)
 
 
+def of_nan(x: torch.Tensor) -> Any:
+    return x * 2 if math.isnan(x[0, 0].log().item()) else x
+
+
+def of_numpy(x: torch.Tensor) -> Any:
+    number = np.maximum(x.sum().item(), 0.5) * 2
+    return (x if np.isfinite(x[0, 0].log().item()) else x * number), number, np.float64(2) * x[0, 0].item()
+
+
 def of_answer_used_twice(x: torch.Tensor) -> Any:
     positive = x.sum().item() > 0
     return (x if positive else -x) * (2 if positive else 3)
@@ -139,7 +151,7 @@ def in_bare_try(x: torch.Tensor) -> Any:
 FUNCTIONS = [
     *(of_tensor, of_number, of_two_numbers, of_truth, of_number_as_truth, of_count, of_int, of_size, of_unique),
     *(of_listed, of_equal, of_index, of_one_hot, of_assertion, of_loop, of_nested, of_answer_used_twice, in_try),
-    in_bare_try,
+    *(in_bare_try, of_nan, of_numpy),
 ]
 
 
@@ -430,7 +442,7 @@ def test_a_step_that_branches_equals_eager(make: Make, inputs: list[torch.Tensor
 # ---- paths that end with an exception, and captures that fail
 
 
-def raising(written: bool) -> Make:
+def raising(written: bool, exits: bool) -> Make:
     def make() -> tuple[Any, list[Any]]:
         net = mlp()
         opt = sgd(net.parameters())
@@ -444,7 +456,10 @@ def raising(written: bool) -> Make:
                 opt.step()
             noise = torch.rand(2)
             seen["noise"] = noise
-            if not torch.isfinite(loss):
+            if not math.isfinite(loss.item()):
+                if exits:
+                    print("the loss is", loss.item())
+                    sys.exit(3)
                 if written:
                     raise ValueError("the loss is not finite")
                 raise ValueError(f"the loss is {loss.item()} after {x[0, 1].item():.3f}")
@@ -455,7 +470,7 @@ def raising(written: bool) -> Make:
         def caught(x: torch.Tensor) -> Any:
             try:
                 return step_of[0](x)
-            except ValueError as error:
+            except (ValueError, SystemExit) as error:
                 kept.append(detached([p.grad for p in net.parameters()]))
                 opt.zero_grad()
                 return str(error)
@@ -467,17 +482,19 @@ def raising(written: bool) -> Make:
     return make
 
 
-@pytest.mark.parametrize("written", [False, True])
-def test_a_branch_that_raises_raises_as_eager_and_leaves_what_eager_leaves(written: bool) -> None:
+@pytest.mark.parametrize(("written", "exits"), [(False, False), (True, False), (False, True)])
+def test_a_branch_that_raises_raises_as_eager_and_leaves_what_eager_leaves(
+    written: bool, exits: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = []
     for compiled in (False, True):
         torch.manual_seed(7)
-        caught, changed = raising(written)()
+        caught, changed = raising(written, exits)()
         if compiled:
             caught.inner[0] = weft.compile(caught.inner[0])
         results = [detached(caught(x)) for x in SPOILED]
         assert len(changed[3]) == (6 if written else 3)
-        found.append([results, *map(snapshot, changed), torch.get_rng_state()])
+        found.append([results, *map(snapshot, changed), torch.get_rng_state(), capsys.readouterr().out])
     assert_equal(found[1], found[0])
 
 
