@@ -30,7 +30,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
-from weft.capture.garbage_collection import garbage_collection_paused
+from weft.capture.garbage_collection import garbage_collection_paused, user_froze
 from weft.capture.record.collector_lists import CollectorList
 from weft.capture.record.live_values import references
 from weft.capture.record.templates import Template
@@ -80,23 +80,28 @@ class EscapeCheck:
         self.modes: list[FakeTensorMode] = []
         self.in_fake_world = False
         self.containers: Callable[[], Iterable[Container]] = lambda: ()
-        self._frozen = False
+        self._frozen = False  # whether what existed before is frozen
+        self._thawed = False  # whether what the user froze no longer is
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Keeps the objects that exist already apart from those that are made inside."""
         with garbage_collection_paused():
-            # Where the user froze objects, all that is not frozen counts as new: the check is slower and finds as much.
-            self._frozen = not gc.get_freeze_count()
+            # What is frozen here existed before. Objects that the user froze must stay frozen: then what exists goes to
+            # the collector's oldest generation instead, where a collection that the step asks for puts new objects too.
+            self._frozen = not user_froze()
             if self._frozen:
                 gc.freeze()
             else:
-                gc.collect(0)
+                gc.collect(1)
+            self._thawed = False
             try:
                 yield
             finally:
                 if self._frozen:
                     gc.unfreeze()
+                elif self._thawed:
+                    gc.freeze()  # more than the user froze, after an error
 
     def raise_for_escaped(self, step: str, legitimate: Iterable[Any], failure: BaseException | None = None) -> None:
         """Raise if anybody but the capture holds one of its values; called inside :meth:`watching`.
@@ -111,7 +116,7 @@ class EscapeCheck:
         """
         values = self._values(self._new_objects().of_types(_KINDS))
         if failure is None:
-            gc.collect()  # cycles of the step's own are nobody's; objects from before the capture are not looked at
+            gc.collect(2 if self._frozen else 0)  # cycles of the step's own are nobody's; older objects are not walked
             held = Counter(map(id, legitimate))
             suspects = _held_by_others(values, held)
         else:
@@ -131,14 +136,14 @@ class EscapeCheck:
             raise CaptureValueEscaped(step, place, type(value).__qualname__, _line_of(value), failure) from failure
 
     def _new_objects(self) -> CollectorList:
-        return CollectorList() if self._frozen else CollectorList([0])
+        return CollectorList() if self._frozen else CollectorList([0, 1])
 
     def _recent(self) -> set[int]:
         """The ids of all objects made since :meth:`watching` began; from here on the older ones are listed too."""
         recent = self._new_objects().ids()
-        if self._frozen:
-            gc.unfreeze()
-            self._frozen = False
+        gc.unfreeze()
+        self._thawed = not self._frozen
+        self._frozen = False
         return recent
 
     def _values(self, objects: list[Any]) -> list[weakref.ref[Any]]:

@@ -5,7 +5,8 @@ by code of the user's or of libraries, are recorded as :func:`weft.opaque` recor
 every step, with the numbers of that step. A message that is already text by then (an f-string) would hold the name of a
 symbol for ever; making text of a tensor or of a symbolic number is refused. Files are not opened in a captured step.
 
-Loggers that a function with ``functools.lru_cache`` calls (``logger.warning_once``) are left alone: they speak once.
+What runs once in eager too is left alone: the code of a module that the step imports, and loggers that a function with
+``functools.lru_cache`` calls (``logger.warning_once``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 from weft.capture.record.opaque import opaque
 from weft.capture.record.recorder import recording
-from weft.capture.user_code import in_raise_statement, is_remembered, is_user_file, user_line
+from weft.capture.user_code import called_for_user, in_raise_statement, is_remembered, is_user_file, user_line
 from weft.errors import OutsideEffect, TextOfValue
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -67,16 +68,16 @@ def output_repeated() -> Iterator[None]:
             delattr(kind, name) if from_base else setattr(kind, name, original)
 
 
-def _by_user(depth: int) -> bool:
-    """Whether the frame ``depth`` levels up is code of the user's or of a library, in a thread that captures."""
-    return recording() is not None and is_user_file(sys._getframe(depth).f_code.co_filename)
+def _by_user() -> bool:
+    """Whether code of the user's or of a library calls, in a thread that captures, what each call of the step would."""
+    return recording() is not None and called_for_user(__name__)
 
 
 def _print_through(original: Callable[..., None]) -> Callable[..., None]:
     repeated = opaque(original)
 
     def print(*args: Any, **kwargs: Any) -> None:
-        (repeated if _by_user(2) else original)(*args, **kwargs)
+        (repeated if _by_user() else original)(*args, **kwargs)
 
     return print
 
@@ -111,10 +112,7 @@ def _speaks_once(record: logging.LogRecord) -> bool:
 
 def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:
     def open(*args: Any, **kwargs: Any) -> Any:
-        depth = 1
-        while sys._getframe(depth).f_globals.get("__name__", "").startswith("pathlib"):
-            depth += 1
-        if _by_user(depth + 1):
+        if _by_user():
             raise OutsideEffect("opens a file", user_line())
         return original(*args, **kwargs)
 
@@ -124,7 +122,7 @@ def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:
 def _text_through(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def text(*args: Any, **kwargs: Any) -> str:
-        if _by_user(2):
+        if _by_user():
             raise TextOfValue(user_line(), in_raise=in_raise_statement())
         return original(*args, **kwargs)
 

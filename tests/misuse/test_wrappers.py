@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import weft
@@ -391,7 +391,7 @@ MATERIALIZE = [
 
 NAMES = {
     **{"torch": torch, "nn": nn, "weft": weft, "copy": copy, "dist": dist, "fsdp": fsdp},
-    **{"Replicate": Replicate, "Shard": Shard, "CPUOffloadPolicy": CPUOffloadPolicy, "dims": DataParallelMeshDims},
+    **{"Replicate": Replicate, "Shard": Shard, "CPUOffloadPolicy": CPUOffloadPolicy, "dims": weft.DataParallelMeshDims},
     **{"linear": linear, "meta": meta, "mesh": mesh, "grid": grid, "policy": policy, "hooked": hooked, "ddp": ddp},
     **{"sharded": sharded, "replicated": replicated, "shard": shard, "fully_shard": fully_shard, "Own": Own},
     **{"NotContiguous": NotContiguous, "broadcast_state": broadcast_state},

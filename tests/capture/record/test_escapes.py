@@ -167,6 +167,22 @@ def test_a_collection_inside_the_step_hides_nothing() -> None:
     LOST.items.clear()  # type: ignore[attr-defined]
 
 
+def test_escapes_are_found_where_the_user_froze_objects() -> None:
+    x = torch.ones(2)
+    gc.freeze()
+    try:
+        for name in STORED:
+            step = weft.compile(lambda x: (STORED[name](x), x * 3)[1])  # noqa: B023, called in this round
+            with pytest.raises(CaptureValueEscaped, match=r"stored a .* of the capture"):
+                step(x)
+            assert gc.get_freeze_count() > 10_000, "it stays frozen"
+            assert LOST.items == []  # type: ignore[attr-defined]
+        keeps = weft.compile(lambda x: (x * float(x.shape[0]), x.sum().item()))
+        assert keeps(x)[1] == 2.0
+    finally:
+        gc.unfreeze()
+
+
 def test_nothing_but_the_captured_step_holds_fakes_after_a_capture() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

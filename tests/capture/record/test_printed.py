@@ -64,3 +64,27 @@ def test_files_are_not_opened_once_only(tmp_path: pathlib.Path) -> None:
         with pytest.raises(OutsideEffect, match=r"opens a file at .*test_printed\.py:\d+"):
             weft.compile(step)(torch.ones(2))
     assert not (tmp_path / "a").exists()
+
+
+def test_a_module_that_is_imported_in_a_step_opens_files_and_prints_as_in_eager(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "settings.txt").write_text("3")
+    (tmp_path / "imported_in_a_step.py").write_text(
+        "import pathlib\n"
+        "def read():\n"
+        "    return int((pathlib.Path(__file__).parent / 'settings.txt').read_text())\n"
+        "FACTOR = read()\n"
+        "print('read', FACTOR)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        import imported_in_a_step  # type: ignore[missing-import]
+
+        return x * imported_in_a_step.FACTOR
+
+    compiled = weft.compile(step)
+    for _ in range(3):
+        assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert capsys.readouterr().out == "read 3\n"
