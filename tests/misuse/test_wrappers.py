@@ -407,4 +407,6 @@ def _world() -> Iterator[None]:
 
 @pytest.mark.parametrize("misuse", [*FULLY_SHARD, *METHODS, *REPLICATE, *MATERIALIZE], ids=str)
 def test_the_error_is_clear(misuse: Misuse) -> None:
+    if "dp_mesh_dims" in misuse.source and torch.__version__.startswith("2.11"):
+        pytest.skip("torch 2.11 has no dp_mesh_dims to compare with")
     assert not faults(misuse, NAMES)
