@@ -6,6 +6,7 @@ among tensors. Sizes that are symbols are left to :mod:`weft.capture.guards.size
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from weft import torch_adapter
 from weft.capture.record.arguments import CallArguments
 from weft.capture.state.containers import SIMPLE, StatePlace, same_simple
 from weft.capture.state.tensor_memory import inner_tensor
+from weft.capture.strided_overlap import apart
 
 
 class ArgumentGuard:
@@ -172,11 +174,17 @@ def _flags(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), getattr(leaf, "requires_grad", None), hooks, layout
 
 
-def _aliases(tensors: list[torch.Tensor]) -> list[int]:
-    """For each tensor the number of the first tensor with the same storage."""
+def _aliases(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any]]:
+    """For each tensor the number of the first tensor with the same storage; for each two that may overlap, their
+    numbers and the distance in elements."""
     first: dict[int, int] = {}
-    keys = [torch_adapter.storage_key(inner_tensor(tensor)[0]) for tensor in tensors]
-    return [first.setdefault(key, at) for at, key in enumerate(keys)]
+    plain = [inner_tensor(tensor)[0] for tensor in tensors]
+    numbers = [first.setdefault(torch_adapter.storage_key(tensor), at) for at, tensor in enumerate(plain)]
+    if len(first) == len(numbers):
+        return numbers, []
+    pairs = [(a, b) for a, b in itertools.combinations(range(len(plain)), 2) if numbers[a] == numbers[b]]
+    close = [(a, b) for a, b in pairs if not apart(plain[a], plain[b])]
+    return numbers, [(a, b, plain[b].storage_offset() - plain[a].storage_offset()) for a, b in close]
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -18,6 +18,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import SIMPLE, Container, StatePlace
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Role
+from weft.capture.strided_overlap import offset_within, span
 from weft.errors import GraphOutsideStep, UnregisteredType, UnstridedArgument
 
 
@@ -125,13 +126,28 @@ class CallArguments:
         ``stand_in`` says what the step gets for an argument that is no tensor. A tensor that requires grad is passed
         as itself: hooks on it and its ``.grad`` belong to that object.
         """
-        leaves = [
-            self._fake(leaf, at, recorder, {d for a, d in dynamic if a == at}, sizes)
-            if isinstance(leaf, torch.Tensor)
-            else stand_in(leaf)
-            for at, leaf in enumerate(self.leaves)
-        ]
+        leaves = [leaf if isinstance(leaf, torch.Tensor) else stand_in(leaf) for leaf in self.leaves]
+        parts = self._parts()
+        dynamic -= {(at, dim) for at, dim in dynamic if at in (*parts, *parts.values())}  # how they overlap is fixed
+        for at in sorted(self.tensors, key=lambda at: at in parts):  # made after what they are a part of
+            leaves[at] = self._fake(self.leaves[at], at, recorder, {d for a, d in dynamic if a == at}, sizes)
         return torch_adapter.unflatten(leaves, self._capture_spec)
+
+    def _parts(self) -> dict[int, int]:
+        """For each tensor argument inside the memory of another one, the numbers of both. None has sizes that its user
+        marked as dynamic."""
+        by_storage: dict[Any, list[tuple[int, torch.Tensor]]] = {}
+        for at in self.tensors:
+            if "dynamic" not in getattr(self.leaves[at], MARKS, {}).values():
+                inner = inner_tensor(self.leaves[at])[0]
+                by_storage.setdefault(memory_key(inner)[0], []).append((at, inner))
+        return {
+            at: other
+            for there in by_storage.values()
+            for at, part in there
+            for other, whole in there
+            if span(part) < span(whole) and offset_within(part, whole) is not None
+        }
 
     def _fake(
         self, leaf: torch.Tensor, at: int, recorder: OpRecorder, dims: set[int], sizes: DynamicSizes
@@ -157,7 +173,10 @@ class CallArguments:
             )
         self.vals[at] = val
         known = recorder.input_fake(inner)
-        fake = recorder.new_input(inner, val).val if known is None else known
+        if known is None:
+            part = recorder.view_of_input(inner) if not dims else None
+            known = (part or recorder.new_input(inner, val)).val
+        fake = known
         passed = torch_adapter.rewrap(leaf, fake) if names else fake
         self._passed[at] = passed
         self.fakes.setdefault(id(passed), self.tensors[at])

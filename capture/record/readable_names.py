@@ -6,10 +6,12 @@ import builtins
 import keyword
 import re
 
+_OF_PROGRAMS = frozenset({"inputs", "run", "torch"})  # names that the text of every program has a use for
+
 
 def readable_name(path: str) -> str:
     """``model_blocks_0_weight`` for the path ``model.blocks.0.weight``: a valid Python name, perhaps not unique."""
     name = re.sub(r"\W+", "_", path).strip("_") or "input"
-    return (
-        f"{name}_" if keyword.iskeyword(name) or hasattr(builtins, name) else f"_{name}" if name[0].isdigit() else name
-    )
+    if keyword.iskeyword(name) or hasattr(builtins, name) or name in _OF_PROGRAMS:
+        return f"{name}_"
+    return f"_{name}" if name[0].isdigit() else name

@@ -39,7 +39,7 @@ from weft.capture.record.operands import argument_of, inplace_results, map_opera
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.state.tensor_memory import memory_key
-from weft.capture.strided_overlap import apart, offset_within, same_layout, span
+from weft.capture.strided_overlap import offset_within, overlap, same_layout, span
 from weft.capture.user_code import Frame, user_frames, user_line
 from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableLayout, UncapturableMutation
 from weft.torch_adapter import OpOverload, TorchDispatchMode
@@ -417,7 +417,7 @@ class OpRecorder(TorchDispatchMode):
             whole = self._whole(tensor, key[0])
             if whole is not tensor:
                 self._input(whole)
-            self._inputs[key] = self._view_of_input(tensor, key[0]) or self.new_input(tensor)
+            self._inputs[key] = self.view_of_input(tensor) or self.new_input(tensor)
         return self._inputs[key]
 
     def _whole(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
@@ -426,20 +426,12 @@ class OpRecorder(TorchDispatchMode):
         largest = max(known, key=span, default=tensor)
         return largest if span(largest) > span(tensor) else tensor
 
-    def _view_of_input(self, tensor: torch.Tensor, storage: int) -> TrackedTensor | None:
-        """A tensor inside the memory of an input already known, as a view of that input; None where it is in none.
-
-        Raises:
-            UncapturableMutation: it shares only a part of its memory with an input, which no view can say.
-        """
-        for known, real in self._input_storages.get(storage, ()):
+    def view_of_input(self, tensor: torch.Tensor) -> TrackedTensor | None:
+        """A tensor inside the memory of an input already known, as a view of that input; None where it is in none."""
+        for known, real in self._input_storages.get(memory_key(tensor)[0], ()):
             offset = offset_within(tensor, real)
-            if offset is None and apart(tensor, real):
-                continue
             if offset is None:
-                raise UncapturableMutation(
-                    f"tensors that share a part of their memory, at {user_line()}; clone one of them"
-                )
+                continue
             layout = list(tensor.shape), list(tensor.stride()), offset
             with torch_adapter.only_mode(self.fake_mode):
                 val = torch.as_strided(known.val, *layout)
@@ -454,7 +446,11 @@ class OpRecorder(TorchDispatchMode):
             val = torch_adapter.fake_like(self.fake_mode, tensor)
         tracked = self.new_operand(val, self.input_name(tensor))
         self._inputs[memory_key(tensor)] = tracked
-        self._input_storages.setdefault(memory_key(tensor)[0], []).append((tracked, tensor))
+        there = self._input_storages.setdefault(memory_key(tensor)[0], [])
+        for known, real in there:
+            if overlap(tensor, real):
+                known.storage.overlaps(tracked.storage)
+        there.append((tracked, tensor))
         self.placeholders.append((tracked.node, tensor))
         return tracked
 

@@ -29,7 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.record.functional_ops import as_strided_like, single_view, write_back
 from weft.capture.record.operands import map_operands, tensors_in
-from weft.capture.user_code import Frame
+from weft.capture.user_code import Frame, user_line
+from weft.errors import UncapturableMutation
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -50,13 +51,38 @@ class TrackedStorage:
         whole: the tensor that covers the storage, from which views start.
     """
 
-    __slots__ = ("node", "storage", "version", "whole")
+    __slots__ = ("node", "overlapped", "storage", "version", "whole")
 
     def __init__(self, node: torch.fx.Node, storage: torch.UntypedStorage) -> None:
         self.node = node
         self.whole: TrackedTensor | None = None
         self.version = 0
         self.storage = storage
+        self.overlapped = False
+
+    def overlaps(self, other: TrackedStorage) -> None:
+        """Note that two inputs share a part of their memory. The graph has a value for each, which serves reads only.
+
+        Raises:
+            UncapturableMutation: one of them was written already.
+        """
+        self.overlapped = other.overlapped = True
+        if self.version:
+            self.overwrite(self.node)
+
+    def overwrite(self, node: torch.fx.Node) -> None:
+        """Let ``node`` compute the contents from now on.
+
+        Raises:
+            UncapturableMutation: the write changes the contents of another input too.
+        """
+        if self.overlapped:
+            raise UncapturableMutation(
+                f"a write to a tensor that shares a part of its memory with another one, at {user_line()}; clone one "
+                "of them before the step, or make both views of one tensor inside it"
+            )
+        self.version += 1
+        self.node = node
 
 
 class TrackedTensor:
@@ -144,8 +170,7 @@ class TrackedStorages:
         if isinstance(val, torch.Tensor) and val.dtype != tracked.val.dtype:
             new = self._emit(aten._to_copy.default, new, val=tracked.val, dtype=tracked.val.dtype)
         if tracked.parent is None:
-            tracked.storage.version += 1
-            tracked.storage.node = new
+            tracked.storage.overwrite(new)
         else:
             op, args = tracked.view  # type: ignore[misc]
             parent = tracked.parent
@@ -156,9 +181,8 @@ class TrackedStorages:
 
     def replace_contents(self, tracked: TrackedTensor, node: torch.fx.Node) -> None:
         """Make ``node`` the contents of the tensor's whole storage: a wait hands back the storage it was given."""
-        tracked.storage.version += 1
+        tracked.storage.overwrite(node)
         tracked.node, tracked.version = node, tracked.storage.version
-        tracked.storage.node = node
 
     # ---- results of operations
 

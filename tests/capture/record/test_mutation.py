@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import weft
-from both_ways import batches, both_ways, mlp, sgd, training
+from both_ways import assert_equal, batches, both_ways, mlp, sgd, training
 from weft.errors import UncapturableMutation
 
 
@@ -240,6 +240,66 @@ def test_halves_that_overlap_are_refused_with_the_line() -> None:
     with pytest.raises(UncapturableMutation, match=rf"test_mutation\.py:{step.__code__.co_firstlineno + 2}"):
         weft.compile(step)()
     assert memory.tolist() == [0] * 8
+
+
+def test_tensors_that_overlap_are_read() -> None:
+    def make() -> tuple[Any, list[Any]]:
+        ids = torch.randint(0, 8, (4, 9))
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        even, odd = torch.zeros(4, 8).chunk(2, 1)  # share a span, and no element
+        embedding = nn.Embedding(8, 8)
+        opt = sgd(embedding.parameters())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            logits = embedding(inputs) + x.mean()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            even.add_(1)
+            return loss + odd.add_(x[:, :4]).sum()
+
+        return step, [embedding, opt, even, odd]
+
+    both_ways(make, batches())
+
+
+def test_arguments_that_overlap_are_read_and_not_written() -> None:
+    def reading(first: torch.Tensor, second: torch.Tensor) -> Any:
+        return first.sin(), second.sum() * 2
+
+    def writing(first: torch.Tensor, second: torch.Tensor) -> Any:
+        kept = second.clone()
+        first.mul_(2)
+        return kept + second.sum()
+
+    memory = torch.arange(8.0)
+    ours = weft.compile(reading)
+    for _ in range(2):
+        assert_equal(ours(memory[:5], memory[3:]), reading(memory[:5], memory[3:]))
+    with pytest.raises(UncapturableMutation, match=rf"test_mutation\.py:{writing.__code__.co_firstlineno + 2}"):
+        weft.compile(writing)(memory[:5], memory[3:])
+    assert memory.tolist() == list(range(8))
+
+
+def test_arguments_that_are_parts_of_others_are_written() -> None:
+    def step(part: torch.Tensor, whole: torch.Tensor) -> Any:
+        before = part.clone()
+        whole.mul_(2)
+        part.add_(whole.sum())
+        return before, part + 1, whole + 1
+
+    found = []
+    for called in (step, weft.compile(step)):
+        memory = torch.arange(8.0)
+        results = []
+        # Two of these share a storage and have the same sizes, and lie apart or at another distance.
+        for part, whole in ((0, 0), (1, 0), (1, 0), (4, 0), (5, 0), (0, 4)):
+            results += [called(memory[part : part + 3], memory[whole : whole + 4]), memory.clone()]
+            memory.div_(64)
+        results.append(called(torch.ones(3), torch.ones(4)))
+        found.append(results)
+    assert_equal(found[1], found[0])
 
 
 def test_writes_through_as_strided_windows() -> None:
