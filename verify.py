@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -169,8 +170,15 @@ def _counting_hooks(
         (leaf, name) for leaf, name in captured.arguments.differentiable if id(leaf) not in captured.state.places_by_id
     ]
     hooks = HookCounts(captured.state, path, arguments)
-    with silenced(), path.followed(), hooks.counted(), exact_run or contextlib.nullcontext():
+    with silenced(), path.followed(), hooks.counted(), _uncompiled(), exact_run or contextlib.nullcontext():
         return hooks, step(*args, **kwargs)
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Inside, functions and modules of the step that ``torch.compile`` made run eagerly, as they do in a capture."""
+    if "torch._dynamo" not in sys.modules:  # nobody has called torch.compile, and the import takes seconds
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 # ---- results of a run

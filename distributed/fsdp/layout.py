@@ -62,15 +62,16 @@ class ShardLayout:
         return whole.narrow(self.dim, start, length).clone(memory_format=torch.contiguous_format)
 
     def wrap(self, shard: torch.Tensor) -> DTensor:
-        """The DTensor that holds this rank's shard."""
-        return DTensor.from_local(
-            shard,
+        """The DTensor that holds this rank's shard, on the device where the shard is."""
+        without_data = DTensor.from_local(  # it would move a shard on the host to the mesh's device
+            shard.to("meta"),
             self.mesh,
             self.placements,
             run_check=False,
             shape=self.global_shape,
             stride=self.global_stride,
         )
+        return torch_adapter.dtensor_like(shard, without_data)
 
     def wrap_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """What forward sees of a gathered tensor: itself, or the DTensor that it was before sharding."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -31,10 +30,6 @@ def float_of(x: torch.Tensor) -> Any:
     return float(x.mean()) + 1.0  # `float(x.mean())`
 
 
-def not_a_number(x: torch.Tensor) -> Any:
-    return x if math.isnan(x.sum().item()) else x * 2  # `x.sum().item()`
-
-
 def closure(x: torch.Tensor) -> Any:
     lbfgs.step(lambda: model(x).sum())  # outside the step
 
@@ -47,7 +42,7 @@ def sparse(x: torch.Tensor) -> Any:
     return x.to_sparse()  # .to_dense()
 
 
-CANNOT = [whole, float_of, not_a_number, closure, numpy, sparse]
+CANNOT = [whole, float_of, closure, numpy, sparse]
 
 
 def said_line(function: Callable[..., Any]) -> tuple[str, int]:
