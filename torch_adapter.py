@@ -33,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as torch_optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.numbers import int_oo
@@ -55,37 +55,36 @@ def is_plain_tensor_type(kind: type) -> bool:
     return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 
-class _FakesUnnoticed(ModuleType):
-    """``torch._subclasses`` while libraries are not to see fakes: for them nothing is a ``FakeTensor``."""
-
-    @property
-    def FakeTensor(self) -> type:
-        module = sys._getframe(1).f_globals.get("__name__", "")
-        asked = getattr(_asking, "asked", None)  # None in threads that capture nothing
-        if asked is None or module.partition(".")[0] == "torch":
-            return FakeTensor
-        asked.append(module)
-        return _NoTensor
-
-
-class _NoTensor:
-    """What no tensor is an instance of."""
-
-
-_asking = threading.local()
+def capture_queries() -> list[tuple[ModuleType, str]]:
+    """(module, name) of the functions that tell whether a tensor is fake and which modes are active."""
+    innermost, whole_stack = "_get_current_{}_mode", "_get_current_{}_mode_stack"
+    names = {
+        _python_dispatch: [innermost.format("dispatch"), whole_stack.format("dispatch"), "is_in_torch_dispatch_mode"],
+        torch.overrides: [innermost.format("function"), whole_stack.format("function"), "has_torch_function"],
+        fake_tensor: ["is_fake", "maybe_get_fake_mode"],
+        torch._guards: ["detect_fake_mode"],
+    }
+    return [(module, name) for module in names for name in names[module]]
 
 
 @contextlib.contextmanager
-def fakes_unnoticed() -> Iterator[list[str]]:
-    """Libraries that ask in this thread whether a tensor is fake hear no; yields their names. One thread at a time."""
-    module: Any = torch._subclasses
-    _asking.asked = asked = []
-    module.__class__ = _FakesUnnoticed
-    try:
-        yield asked
-    finally:
-        module.__class__ = ModuleType
-        _asking.asked = None
+def modes_set_aside(own: Callable[[Any], bool]) -> Iterator[None]:
+    """Inside, the dispatch and function modes that are ``own`` are not active, and all others are."""
+    functions, flags = torch.overrides, {name for name in vars(_python_dispatch) if name.startswith("_is_in_")}
+    with contextlib.ExitStack() as stack:
+        before = functions._get_current_function_mode_stack()
+        for mode in reversed(before):
+            functions._pop_mode()
+            stack.callback(functions._push_mode, mode)
+        active = stack.enter_context(_disable_current_modes())
+        dispatch = [mode for mode in active if mode is not None and not own(mode)]
+        stack.callback(vars(_python_dispatch).update, {name: getattr(_python_dispatch, name) for name in flags})
+        vars(_python_dispatch).update(dict.fromkeys(flags, bool(dispatch)))
+        for owner, modes in ((_python_dispatch, dispatch), (functions, [mode for mode in before if not own(mode)])):
+            for mode in modes:
+                owner._push_mode(mode)
+                stack.callback(owner._pop_mode)
+        yield
 
 
 @contextlib.contextmanager

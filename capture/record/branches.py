@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,17 +40,6 @@ class Undecided(BaseException):
     """
 
 
-class DataDecides(Exception):
-    """A step asked for a value in a capture that takes no branches."""
-
-
-def clear_frames(error: BaseException | None) -> None:
-    """Let the functions that an error ended forget their variables."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def without_capture(error: Exception | SystemExit) -> Exception | SystemExit:
     """The exception with which a step ends after a branch, without what leads from it to the capture.
 
@@ -69,21 +57,19 @@ class Branches:
 
     Args:
         recorder: of the capture.
-        outcomes: the answers to the first questions, in order. None: no question is answered, and torch raises.
+        outcomes: the answers to the first questions, in order.
 
     Attributes:
         taken: the answers that were given.
         undecided: whether a question without an outcome was asked, which ends the capture.
-        unanswered: whether a question was asked where none is answered.
     """
 
-    def __init__(self, recorder: OpRecorder, outcomes: Sequence[Outcome] | None) -> None:
+    def __init__(self, recorder: OpRecorder, outcomes: Sequence[Outcome]) -> None:
         self._recorder = recorder
         self._outcomes = outcomes
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
         self.taken: tuple[Outcome, ...] = ()
         self.undecided = False
-        self.unanswered = False
 
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
@@ -129,9 +115,6 @@ class Branches:
             return None
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
-        if self._outcomes is None:
-            self.unanswered = True
-            return None
         self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr)))
         return self._answers[expr]
 
@@ -141,7 +124,6 @@ class Branches:
         Raises:
             Undecided: it has no outcome yet.
         """
-        assert self._outcomes is not None
         known = self._outcomes[len(self.taken) :]
         if not self.undecided:  # otherwise the step caught the exception that was to end it
             self._cut(value, known[0] if known else None)

@@ -25,20 +25,22 @@ _MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypoth
 
 @contextlib.contextmanager
 def held_references_replaced(
-    containers: Iterable[Container],
+    containers: Callable[[], Iterable[Container]],
     objects: Iterable[Any],
     stand_in: Callable[[Any], Any | None],
     stand_in_reached: Callable[[Any], Any | None],
+    builtins: dict[str, Any],
 ) -> Iterator[None]:
     """Inside, stand-ins are in the globals of the user's modules, in containers, and in the defaults of functions.
 
     A container also takes the stand-in for what it was found with: it is no change that the step made.
 
     Args:
-        containers: those that the step can reach.
+        containers: tells those that the step can reach, as far as they are known.
         objects: the functions among them can be called by the step.
         stand_in: what stands in for a value that any module of the user's holds, None where nothing does.
         stand_in_reached: the same for values that the step can reach.
+        builtins: what the users' modules get for names of Python's own, where they define none of that name.
     """
 
     def replacement(value: Any) -> Any | None:
@@ -56,22 +58,26 @@ def held_references_replaced(
         return stand_in_reached(value)
 
     with contextlib.ExitStack() as stack:
-        for container in list(containers):
+        for container in list(containers()):
             for key, value in list(container.before.items()):
                 if (new := replacement(value)) is not None:
                     container.set(key, new)
                     container.before[key] = new
                     stack.callback(_put_back, container, key, value)
+        modules = {id(names): names for names in users_modules()}
         for function in objects:
             if type(function) is types.FunctionType:
                 _replace_defaults(stack, function, replacement)
-        for module in list(sys.modules.values()):
-            if _is_users(module):
-                names = vars(module)
-                for name, value in list(names.items()):
-                    if (new := stand_in(value)) is not None:
-                        names[name] = new
-                        stack.callback(_put_back_name, names, name, value, new)
+                if is_user_file(function.__code__.co_filename):  # of a module that Python does not list, too
+                    modules[id(function.__globals__)] = function.__globals__
+        stack.callback(_take_out, containers, modules, builtins)
+        for names in modules.values():
+            for name, value in list(names.items()):
+                if (new := stand_in(value)) is not None:
+                    names[name] = new
+                    stack.callback(_put_back_name, names, name, value, new)
+            for name, new in builtins.items():
+                names.setdefault(name, new)
         yield
 
 
@@ -103,6 +109,11 @@ def original_of(value: Any) -> Any:
     return vars(value).get(ORIGINAL, value) if type(value) is types.FunctionType else value
 
 
+def users_modules() -> list[dict[str, Any]]:
+    """The names of each loaded module of the user's, installed packages included."""
+    return [vars(module) for module in list(sys.modules.values()) if _is_users(module)]
+
+
 def _is_users(module: Any) -> bool:
     if not isinstance(module, types.ModuleType) or module.__name__.split(".")[0] in _MACHINERY:
         return False
@@ -115,6 +126,18 @@ def _put_back(container: Container, key: Any, value: Any) -> None:
     container.before[key] = value
     if unchanged:
         container.set(key, value)
+
+
+def _take_out(
+    containers: Callable[[], Iterable[Container]], modules: dict[int, dict[str, Any]], builtins: dict[str, Any]
+) -> None:
+    for names in modules.values():
+        for name in [name for name, new in builtins.items() if names.get(name) is new]:
+            del names[name]
+    for container in containers():
+        if id(container.obj) in modules:  # where it was found meanwhile, it has them too
+            for name in [name for name, new in builtins.items() if container.before.get(name) is new]:
+                del container.before[name]
 
 
 def _put_back_name(names: dict[str, Any], name: str, value: Any, new: Any) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from weft.capture.record.clocks import clock_replacements
+from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
-from weft.capture.record.held_references import ORIGINAL, held_references_replaced
+from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of
 from weft.capture.record.host_draws import HostDraws
 from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
@@ -50,6 +51,7 @@ class OutsideValues:
         self._objects = OutsideObjects(self.calls.counts)
         self._torch = RandomState(recorder, self.draws)
         self._generators = TorchGenerators(recorder, self.draws)
+        self._types = EagerTypes(recorder, self._intercepts)
 
     def _intercepts(self) -> bool:
         """Whether this thread runs the step now, and nothing is paused."""
@@ -84,6 +86,7 @@ class OutsideValues:
                 stand_ins: dict[int, tuple[Any, Any]] = {}
                 stack.callback(self.calls.end)
                 stack.enter_context(_originals_in_new_modules(stand_ins))
+                stack.enter_context(self._types.as_class())
                 replacements = [
                     *self.draws.replacements(),
                     *clock_replacements(self.draws),
@@ -92,6 +95,7 @@ class OutsideValues:
                     *self.calls.replacements(),
                     *self._objects.replacements(),
                     *self._generators.replacements(),
+                    *self._types.replacements(),
                 ]
                 for owner, name, new in replacements:
                     original = getattr(owner, name)
@@ -101,10 +105,12 @@ class OutsideValues:
                     if isinstance(new, types.FunctionType):
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
+                builtins = self._types.builtins()
+                functions |= {id(original_of(new)): new for new in builtins.values()}
                 held = lambda value: functions.get(id(value)) or self._of_generator(value)
                 reached = lambda value: functions.get(id(value)) or self._stand_in(value)
-                objects = self._state.objects
-                stack.enter_context(held_references_replaced(self._state.containers, objects, held, reached))
+                containers = lambda: self._state.containers
+                stack.enter_context(held_references_replaced(containers, self._state.objects, held, reached, builtins))
                 line = MovingLine(moved)
                 if self._watched:
                     stack.enter_context(line.watched())

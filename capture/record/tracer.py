@@ -34,13 +34,14 @@ from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.record.arguments import CallArguments
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
-from weft.capture.record.branches import Branches, DataDecides, clear_frames, without_capture
+from weft.capture.record.branches import Branches, without_capture
 from weft.capture.record.data_dependence import data_dependence_reported
 from weft.capture.record.dynamic_sizes import DynamicSizes, Specialised
 from weft.capture.record.escapes import EscapeCheck
 from weft.capture.record.float_arithmetic import FloatArithmetic
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.group_names import canonical_groups
+from weft.capture.record.held_references import users_modules
 from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.memory_access import storages_keep_their_memory
@@ -69,7 +70,6 @@ from weft.capture.step_threads import capturing
 from weft.capture.user_code import user_line
 from weft.errors import (
     AnomalyModeAround,
-    CannotCapture,
     FunctionModeAround,
     PythonStateChanged,
     UnrecordedDraw,
@@ -184,12 +184,8 @@ def capture_step(
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
     _refuse_tools_around(name)
     with capturing(), escapes.watching():
-        known = len(opaque_code)
         try:
-            captured = _captured(step, args, kwargs or {}, dynamic, escapes, outcomes)
-            # The step defined opaque functions. What only they use must not be guarded, which the walk now knows.
-            if len(opaque_code) > known:
-                captured = _captured(step, args, kwargs or {}, dynamic, escapes, outcomes)
+            captured = _captured_with_all_code(step, args, kwargs or {}, dynamic, escapes, outcomes)
         except Exception as error:
             escapes.raise_for_escaped(name, (), error)
             raise
@@ -207,6 +203,25 @@ def _refuse_tools_around(step: str) -> None:
         raise FunctionModeAround(step, foreign[-1], user_line())
 
 
+def _captured_with_all_code(*call: Any) -> CapturedStep:
+    """Capture the step; again, where it defined opaque functions or imported modules of the user's.
+
+    What only opaque functions use must not be guarded, which the walk of the state knows now. Modules see the types of
+    eager (:mod:`weft.capture.record.eager_types`) where they were there before.
+    """
+    known = len(opaque_code), len(users_modules())
+    grew = lambda: known != (len(opaque_code), len(users_modules()))
+    try:
+        captured = _captured(*call)
+    except Exception:
+        if not grew():
+            raise
+    else:
+        if not grew():
+            return captured
+    return _captured(*call)
+
+
 def _captured(
     step: Callable[..., Any],
     args: tuple[Any, ...],
@@ -215,35 +230,13 @@ def _captured(
     escapes: EscapeCheck,
     outcomes: tuple[Outcome, ...],
 ) -> CapturedStep:
-    """Capture the path that eager takes.
-
-    Libraries ask torch whether they run under a trace, and then avoid branches on data. The first attempt answers no.
-    If data decides there, the second attempt answers yes. If it decides there too, the step has branches: they are
-    taken as eager takes them, where nothing runs under a trace.
-    """
-
-    def attempt(given: tuple[Outcome, ...] | None) -> CapturedStep:
-        gc.collect()  # wrappers of modules look whether what autograd made of their tensors is alive
-        try:
-            return _StepCapture(step, args, kwargs, dynamic, escapes, given).run()
-        except UnrecordedDraw:  # by the step, or by a module that was imported meanwhile
-            return _StepCapture(step, args, kwargs, dynamic, escapes, given, watched=True).run()
-
-    libraries: list[str] = []
-    if not outcomes:
-        try:
-            with torch_adapter.fakes_unnoticed() as libraries:
-                return attempt(None)
-        except (CannotCapture, DataDecides) as error:
-            if not libraries and isinstance(error, CannotCapture):
-                raise
-            refused = str(error).split("\n")[0]
-        if libraries:
-            log.info("%s can be traced another way; this one could not be: %s", libraries[-1], refused)
-            with contextlib.suppress(DataDecides):
-                return attempt(None)
-    with torch_adapter.fakes_unnoticed():
-        return attempt(outcomes)
+    """Capture the path of ``outcomes``."""
+    gc.collect()  # wrappers of modules look whether what autograd made of their tensors is alive
+    try:
+        return _StepCapture(step, args, kwargs, dynamic, escapes, outcomes).run()
+    except UnrecordedDraw:  # by the step, or by a module that was imported meanwhile
+        gc.collect()
+        return _StepCapture(step, args, kwargs, dynamic, escapes, outcomes, watched=True).run()
 
 
 class _StepCapture:
@@ -254,7 +247,7 @@ class _StepCapture:
         kwargs: dict[str, Any],
         dynamic: frozenset[tuple[int, int]],
         escapes: EscapeCheck,
-        outcomes: tuple[Outcome, ...] | None,
+        outcomes: tuple[Outcome, ...],
         *,
         watched: bool = False,
     ) -> None:
@@ -301,19 +294,14 @@ class _StepCapture:
                         raise
                     raised = without_capture(error)
                 self.specialised = self.sizes.specialised()
-            if self.branches.unanswered:  # and the step caught the error
-                raise DataDecides
             captured = self._finish(result, raised)
-        except BaseException as error:
+        except BaseException:
             self._restore_state()
             for optimizer, parameter in self.initialized:
                 optimizer.state.pop(parameter, None)
             for node in self.recorder.graph.nodes:
                 # A value holds what autograd made of it, and wrappers look whether that is alive.
                 node.meta.pop("val", None)
-            if self.branches.unanswered and isinstance(error, Exception):
-                clear_frames(error)
-                raise DataDecides(str(error)) from None
             raise
         finally:
             self.recorder.storages.forget_all()
