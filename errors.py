@@ -326,9 +326,9 @@ class TextOfValue(WeftError):
         self.in_raise = in_raise
         super().__init__(
             f"a tensor or a number that was read from one becomes text at {line}: while a step is captured it has no "
-            "value, and the text would be the same at every call. Give the value itself to print or to the logger "
-            '(print("loss", loss.item()), logger.info("loss %s", loss.item())), or make the text in a function marked '
-            "@weft.opaque or outside the step"
+            "value, and the code may read the text. Each call makes the text where it goes straight into print, a "
+            'logger or the result of the step. Else give them the value itself (logger.info("loss %s", loss.item())), '
+            "or make the text in a function marked @weft.opaque or outside the step"
         )
 
 

@@ -2,8 +2,9 @@
 
 While a step is captured its numbers are symbols, and its Python runs once. So calls of ``print`` and of loggers, made
 by code of the user's or of libraries, are recorded as :func:`weft.opaque` records a function: they run at this point of
-every step, with the numbers of that step. A message that is already text by then (an f-string) would hold the name of a
-symbol for ever; making text of a tensor or of a symbolic number is refused. Files are not opened in a captured step.
+every step, with the numbers of that step. A message that is already text by then (an f-string) has marks in the place
+of numbers (:mod:`weft.capture.record.late_text`). Making text of a tensor or of a symbolic number that is not only
+printed, logged or returned is refused. Files are not opened in a captured step.
 
 What runs once in eager too is left alone: the code of a module that the step imports, and loggers that a function with
 ``functools.lru_cache`` calls (``logger.warning_once``).
@@ -22,7 +23,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.capture.record.late_text import is_late, late_text
 from weft.capture.record.opaque import opaque
 from weft.capture.record.recorder import recording
 from weft.capture.user_code import called_for_user, in_raise_statement, is_remembered, is_user_file, user_line
@@ -30,22 +33,42 @@ from weft.errors import OutsideEffect, TextOfValue
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TEXTS = {torch.Tensor.__repr__, torch.Tensor.__format__}
-_ON_THE_WAY = {"__repr__", "__format__", "handle_torch_function"}  # functions of torch's that lead from user to mode
+# Functions of torch's that lead from the user to the mode.
+_ON_THE_WAY = {"__repr__", "__format__", "handle_torch_function", "__torch_function__"}
 
 
-def refuse_text(function: Callable[..., Any]) -> None:
-    """Called with each torch function, from a function mode, before it runs.
+def text_of_tensor(function: Callable[..., Any], args: tuple[Any, ...]) -> str | None:
+    """Called with each torch function, from a function mode, before it runs: what it returns instead, if anything.
 
     Raises:
-        TextOfValue: the user's code makes text of a tensor.
+        TextOfValue: the user's code makes text of a tensor, and may read it.
     """
     if function not in _TEXTS:
-        return
-    frame = sys._getframe(3)
+        return None
+    frame = sys._getframe(2)
     while frame.f_code.co_name in _ON_THE_WAY and frame.f_back is not None:
         frame = frame.f_back
-    if is_user_file(frame.f_code.co_filename):
+    if not is_user_file(frame.f_code.co_filename):
+        return None
+    tensor, *arguments = args
+    if function is torch.Tensor.__format__ and type(tensor) is FakeTensor and tensor.dim() == 0:
+        return _text_of(frame, tensor.item(), "__format__", tuple(arguments))
+    return _text_of(frame, tensor, function.__name__, tuple(arguments))
+
+
+def _text_of(frame: types.FrameType, value: Any, method: str, arguments: tuple[Any, ...]) -> str:
+    """The text of a value that the function in ``frame`` makes.
+
+    Raises:
+        TextOfValue: it may be read.
+    """
+    if not isinstance(value, (torch.Tensor, *_NUMBERS)):  # a number that is equal at every call
+        return getattr(value, method)(*arguments)
+    recorder = recording()
+    text = None if recorder is None else late_text(recorder, frame, value, method, arguments)
+    if text is None:
         raise TextOfValue(user_line(), in_raise=in_raise_statement())
+    return text
 
 
 @contextlib.contextmanager
@@ -58,7 +81,7 @@ def output_repeated() -> Iterator[None]:
     builtins.open = io.open = _open_through(originals[2])  # type: ignore[assignment]
     inherited = [name not in vars(kind) for kind, name, _ in texts]
     for kind, name, original in texts:
-        setattr(kind, name, _text_through(original))
+        setattr(kind, name, _text_through(name, original))
     try:
         yield
     finally:
@@ -92,6 +115,8 @@ def _log(logger: logging.Logger, where: tuple[Any, ...], message: Any, args: Any
 def _handle_through(original: Callable[..., None]) -> Callable[..., None]:
     def handle(self: logging.Logger, record: logging.LogRecord) -> None:
         if recording() is None or not is_user_file(record.pathname) or _speaks_once(record):
+            if is_late((record.msg, record.args)):
+                raise TextOfValue(user_line())
             return original(self, record)
         where = record.levelno, record.pathname, record.lineno, record.funcName
         args = record.args if isinstance(record.args, tuple) else (record.args,)
@@ -119,11 +144,9 @@ def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:
     return open
 
 
-def _text_through(original: Callable[..., str]) -> Callable[..., str]:
+def _text_through(name: str, original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
-    def text(*args: Any, **kwargs: Any) -> str:
-        if _by_user():
-            raise TextOfValue(user_line(), in_raise=in_raise_statement())
-        return original(*args, **kwargs)
+    def text(number: Any, *args: Any) -> str:
+        return _text_of(sys._getframe(1), number, name, args) if _by_user() else original(number, *args)
 
     return text

@@ -101,6 +101,7 @@ class OpRecorder(TorchDispatchMode):
         input_name: asked for the name of a new placeholder.
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
         float_tags: floats that stand for symbolic numbers (see ``TorchFunctionInterceptor``).
+        late_texts: what marks in texts stand for (:mod:`weft.capture.record.late_text`).
         snapshots: makes the snapshots of Python state that opaque calls need.
         runs_operation: whether a fake result is being computed: what is asked meanwhile, the step did not ask.
     """
@@ -120,6 +121,7 @@ class OpRecorder(TorchDispatchMode):
         self.input_name: Callable[[torch.Tensor], str] = lambda tensor: "input"
         self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
         self.float_tags: dict[float, torch.SymFloat] = {}
+        self.late_texts: list[Any] = []
         self.snapshots: Any = None
         self.runs_operation = False
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []

@@ -58,6 +58,10 @@ class _Arithmetic(PythonReferenceAnalysis):
         return _call(math.ceil, x)
 
     @staticmethod
+    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return _call(math.trunc, x)
+
+    @staticmethod
     def round_to_int(a: Any, dtype: torch.dtype) -> Any:
         return _call(round, a)
 

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
 from weft.capture.record.held_references import original_of
+from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import StatePlace
@@ -96,7 +97,7 @@ class Template:
 
     def fill(self, outputs: list[Any]) -> Any:
         """The value of one call, from the values of the graph's ``Create`` and ``Return`` outputs."""
-        slots = (_OutputSlot, _StateReference)
+        slots = (_OutputSlot, _StateReference, LateTextSlot)
         leaves = [leaf.fill(outputs) if isinstance(leaf, slots) else leaf for leaf in self.leaves]
         return torch_adapter.unflatten(leaves, self.spec)
 
@@ -124,6 +125,8 @@ def _leaf_template(
         return _OutputSlot(index, leaf if names else None, made, kept)
     if isinstance(leaf, _NUMBERS):
         return _OutputSlot(keep(recorder.value(leaf)))
+    if is_late(leaf):
+        return LateTextSlot.of(leaf, recorder, keep)
     if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):
         raise EscapedTensor(type(leaf), where)
     return original_of(leaf)

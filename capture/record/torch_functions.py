@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from weft import torch_adapter
 from weft.capture.record.held_references import StandIn
 from weft.capture.record.memory_access import refuse_memory_access
-from weft.capture.record.printed import refuse_text
+from weft.capture.record.printed import text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import user_line
 from weft.errors import NumpyOnTensor, UncapturableMutation
@@ -52,7 +52,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         if func in _EQUAL and not kwargs:
             return bool(self._equal(*args))
         refuse_memory_access(func)
-        refuse_text(func)
+        if (text := text_of_tensor(func, args)) is not None:
+            return text
         if func in _TO_NUMPY:
             raise NumpyOnTensor(user_line())
         if func == _SET_DATA:

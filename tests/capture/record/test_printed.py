@@ -40,19 +40,159 @@ def test_each_call_prints_and_logs_what_eager_does(
     assert eager[0].count("step") == len(eager[1]) == 3
 
 
-TEXTS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "f-string of a number": lambda x: print(f"{x.sum().item():.3f}"),
-    "f-string of a tensor": lambda x: print(f"{x}"),
-    "str of a number": lambda x: str(x.sum().item()),
-    "repr of a tensor": lambda x: repr(x),
-    "format": lambda x: "{}".format(x.sum().item()),  # noqa: UP032
-}
+def shown(x: torch.Tensor) -> str:
+    return f"<{x.sum().item():.2f}>"
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_text_of_a_value_is_refused_with_its_line(name: str) -> None:
+class Reporter:
+    """Logs as trainers do: through an attribute, and with a text that another method makes."""
+
+    def __init__(self) -> None:
+        self.logger = log
+
+    def text(self, metrics: dict[str, Any]) -> str:
+        return "  ".join(f"{name}: {value:.4f}" for name, value in metrics.items())
+
+    def __call__(self, x: torch.Tensor) -> None:
+        metrics = {"sum": x.sum().item(), "mean": x.mean()}
+        self.logger.info("step " + self.text(metrics))
+        message = f"first {x[0].item()}"
+        if x.mean() > 1.5:
+            message = f"{message} of {x.tolist()}"
+        x.mul_(2)
+        self.logger.warning(message)
+
+
+KEPT: list[str] = []
+
+
+@weft.opaque
+def noted(text: str, *, also: list[str]) -> None:
+    KEPT.extend([text, *also])
+
+
+def texts(x: torch.Tensor) -> Any:
+    total = x.sum()
+    y = x.clone()
+    print(f"total {total:.3f} of {y} and {total.item()!r}", f"{total.item() * 100:>9.1f}%", [f"{x[0]}"])
+    print("{:.2f} {}".format(total.item(), y), "and %s" % total.item(), str(y), sep=f"-{total}-")  # noqa: UP031, UP032
+    print(", ".join([f"{at}={each.item()}" for at, each in enumerate(x)]) + "." if x.shape[0] > 1 else f"{x[0]}")
+    noted(f"{total:.1f}", also=[repr(y), format(total.item(), "e")])
+    Reporter()(y)
+    print(shown(y))
+    str(total.item())
+    line = f"end {total.item() > 5} {shown(y)}"
+    return {"text": line, "same": (line, [f"{y[0].item()}"]), "sum": total}
+
+
+def test_texts_that_go_straight_out_are_made_at_every_call(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    with caplog.at_level(logging.INFO, logger=log.name):
+        for called in (texts, weft.compile(texts)):
+            caplog.clear()
+            KEPT.clear()
+            results = [called(torch.full((2,), value)) for value in (1.0, 2.0, 3.0, 0.25)]
+            found.append([results, list(KEPT), capsys.readouterr().out, [r.getMessage() for r in caplog.records]])
+            assert all(type(result["text"]) is str for result in results)
+    assert found[1] == found[0]
+
+
+def compared(x: torch.Tensor) -> None:
+    line = f"{x.sum().item():.1f}"
+    print(line)
+    print("two" if line == "2.0" else "other")
+
+
+def seen_by_callee(x: torch.Tensor) -> None:
+    def show(line: str) -> None:
+        print(line, len(line))
+
+    show(f"{x.sum().item()}")
+
+
+def in_closure(x: torch.Tensor) -> None:
+    line = f"{x.sum().item()}"
+    print((lambda: line)())
+
+
+def as_key(x: torch.Tensor) -> Any:
+    return {f"{x.sum().item()}": 1}
+
+
+def padded(x: torch.Tensor) -> None:
+    print(f"{x.sum().item()!s:>20}")
+
+
+def padded_text(x: torch.Tensor) -> None:
+    print(f"{x.sum().item():.2f} {shown(x):>20}")
+
+
+def padded_by_format(x: torch.Tensor) -> None:
+    print("{!s:>20}".format(x.sum().item()))  # noqa: UP032
+
+
+def padded_by_percent(x: torch.Tensor) -> None:
+    print("%20s" % x.sum().item())  # noqa: UP031
+
+
+def escaped(x: torch.Tensor) -> None:
+    print(f"{[f'{x.sum().item()}']}")
+
+
+def represented(x: torch.Tensor) -> None:
+    print(repr(f"{x.sum().item()}"))
+
+
+def specified(x: torch.Tensor) -> None:
+    print(f"{1.5:>{(x > 0).sum().item()}}")
+
+
+def cut(x: torch.Tensor) -> None:
+    print(f"{x.sum().item()}"[:3])
+
+
+def sorted_by_text(x: torch.Tensor) -> Any:
+    return sorted(x.unbind(), key=lambda each: f"{each.item()}")
+
+
+def grown(x: torch.Tensor) -> None:
+    line = "a"
+    line += f"{x.sum().item()}"
+    print(line)
+
+
+def looked_up(x: torch.Tensor) -> None:
+    line = f"{x.sum().item()}"
+    print(len(locals()["line"]))
+
+
+def with_operation(x: torch.Tensor) -> None:
+    print(f"{x.requires_grad_() * 2}")
+
+
+READ = [
+    *(
+        compared,
+        seen_by_callee,
+        in_closure,
+        as_key,
+        padded,
+        padded_text,
+        padded_by_format,
+        padded_by_percent,
+        escaped,
+        represented,
+    ),
+    *(cut, sorted_by_text, grown, looked_up, specified, with_operation),
+]
+
+
+@pytest.mark.parametrize("step", READ)
+def test_a_text_of_a_value_that_may_be_read_is_refused_with_its_line(step: Callable[..., Any]) -> None:
     with pytest.raises(TextOfValue, match=r"test_printed\.py:\d+"):
-        weft.compile(TEXTS[name])(torch.ones(2))
+        weft.compile(step)(torch.ones(2))
 
 
 def test_files_are_not_opened_once_only(tmp_path: pathlib.Path) -> None:
