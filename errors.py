@@ -357,11 +357,11 @@ class WrappedInStep(WeftError):
 
 
 class UncapturableLayout(WeftError):
-    """An operation of the step makes a tensor that is not strided."""
+    """An operation of the step makes or reads a tensor that is not strided."""
 
     def __init__(self, operation: str, layout: object, line: str) -> None:
         super().__init__(
-            f"cannot capture {operation} at {line}: it makes a {layout} tensor, and graphs hold strided ones "
+            f"cannot capture {operation} at {line}: it has to do with a {layout} tensor, and graphs hold strided ones "
             "only. Use a "
             "dense gradient (sparse=False), call .to_dense() before the step, or run the step uncompiled with "
             'weft.compile(..., fallback="eager")'

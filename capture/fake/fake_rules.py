@@ -8,10 +8,11 @@ that cannot be viewed so, because ``reshape`` asks the strides whether it must c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from weft import torch_adapter
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -81,6 +82,16 @@ def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(out, memory_format=keep), buffer
 
 
+def _pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, ...]:
+    """As many rows as the lengths have together, and a batch size, on the CPU, for each step of the longest sequence.
+    Torch's rule gives other sizes, and the dtype of the rows for the batch sizes."""
+    shape_env = torch_adapter.shape_env_of(cast(Any, x).fake_mode)
+    rows, steps = (cast(Any, torch_adapter.fresh_number(shape_env, torch.int64)) for _ in range(2))
+    for size in (rows, steps):
+        torch._check(size >= 1)
+    return x.new_empty((rows, *x.shape[2:])), torch.empty((steps,), dtype=torch.int64, device="cpu")
+
+
 _BROADCASTING = (
     *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor),
     *(aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor),
@@ -104,6 +115,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{op: _strides_of(op, 0, 1) for op in _BINARY},
     **{op: _contiguous(op) for op in _ALWAYS_CONTIGUOUS},
     aten._grouped_mm.default: _grouped_mm,
+    aten._pack_padded_sequence.default: _pack_padded_sequence,
     **{op: _loss_backward(op) for op in _LOSSES},
     **{op: _broadcasting(op) for op in _BROADCASTING},
 }

@@ -30,6 +30,9 @@ _WITHOUT_READING = {
 }
 _INDEX_REMEDY = "Index with a tensor: x[y.argmax()] without .item(), or x.index_select(0, positions)"
 
+_HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
+_OF_TRACERS = "`{}` takes functions as arguments, for tracers that see no Python"
+_IN_PYTHON = "Write it in Python, with if, for or while: a compiled step branches on values"
 _SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
 
 
@@ -53,6 +56,13 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
         if sources:
             raise DrawDecidesPython(_line(frames, step), sources) from error
         raise CannotCapture(_line(frames, step), _reason(error, symbols, frames), _remedy(error)) from error
+    except NotImplementedError as error:
+        found = _HIGHER_ORDER.search(str(error))
+        if found is None:
+            raise
+        raise CannotCapture(
+            _line(frames_of(error.__traceback__), step), _OF_TRACERS.format(found[1]), _IN_PYTHON
+        ) from error
     except RuntimeError as error:
         # A kernel written in C++ looked for the numbers in a fake tensor.
         if "its data is not allocated yet" not in str(error):

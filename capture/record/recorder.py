@@ -414,6 +414,8 @@ class OpRecorder(TorchDispatchMode):
 
     def _input(self, tensor: torch.Tensor) -> TrackedTensor:
         """What a tensor of the user is in the graph: a placeholder, or a view of one that shares its memory."""
+        if tensor.layout is not torch.strided:
+            raise UncapturableLayout("an operation", tensor.layout, user_line())
         key = memory_key(tensor)
         if key not in self._inputs:
             whole = self._whole(tensor, key[0])

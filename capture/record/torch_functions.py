@@ -30,6 +30,10 @@ _FUSED = tuple(
 )
 
 
+# What torch says of a tensor, or of a number that only the data decides, among sizes that must be plain numbers.
+_WANTS_SIZES = ("expected to contain only concrete integers", "failed to unpack the object at pos")
+
+
 def to_list(tensor: torch.Tensor) -> list[Any]:
     """The numbers of a 1-D tensor as Python numbers, in one copy to the host; the target of a node."""
     return tensor.tolist()
@@ -60,7 +64,14 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             return self._set_data(*args)
         if func in _FUSED and isinstance(kwargs.get("lr"), torch.SymFloat):
             kwargs = {**kwargs, "lr": self._tag(kwargs["lr"])}
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            if not any(text in str(error) for text in _WANTS_SIZES):
+                raise
+        return func(
+            *_with_plain_sizes(args), **dict(zip(kwargs, _with_plain_sizes(tuple(kwargs.values())), strict=True))
+        )
 
     def _to_list(self, tensor: torch.Tensor) -> list[Any]:
         """One node for the whole list; each number becomes a symbol of its own."""
@@ -108,6 +119,24 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         tag = self._tags * 5e-324
         self._recorder.float_tags[tag] = rate
         return tag
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not value.is_floating_point()
+    return isinstance(value, torch.SymInt)
+
+
+def _with_plain_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with plain numbers for sizes, alone or in a list: what only the data decides is a branch."""
+    return tuple(
+        type(each)(_with_plain_sizes(tuple(each)))
+        if type(each) in (tuple, list)
+        else int(each)
+        if _is_size(each)
+        else each
+        for each in args
+    )
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

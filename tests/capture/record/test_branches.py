@@ -73,6 +73,11 @@ def of_truncated(x: torch.Tensor) -> Any:
     return x * int(x.sum().remainder(3).item() - 1)
 
 
+def of_sizes(x: torch.Tensor) -> Any:
+    rows = (x > 0).sum().remainder(2) + 2
+    return F.interpolate(x[None, None], size=(rows, 3)), torch.zeros(2, rows)
+
+
 def of_size(x: torch.Tensor) -> Any:
     found = x[x > 0]
     return found * 2 if found.shape[0] > 16 else found
@@ -155,7 +160,7 @@ def in_bare_try(x: torch.Tensor) -> Any:
 FUNCTIONS = [
     *(of_tensor, of_number, of_two_numbers, of_truth, of_number_as_truth, of_count, of_int, of_size, of_unique),
     *(of_listed, of_equal, of_index, of_one_hot, of_assertion, of_loop, of_nested, of_answer_used_twice, in_try),
-    *(in_bare_try, of_nan, of_numpy, of_truncated),
+    *(in_bare_try, of_nan, of_numpy, of_truncated, of_sizes),
 ]
 
 

@@ -156,6 +156,35 @@ def test_kernels_that_read_numbers_while_they_take_apart() -> None:
         weft.compile(step)(torch.arange(6), torch.tensor([2, 3]))
 
 
+def packed(x: torch.Tensor) -> Any:
+    rows = nn.utils.rnn.pack_padded_sequence(x[None], x.count_nonzero(0)[:1], batch_first=True)
+    return nn.RNN(8, 8)(rows)  # HERE
+
+
+def chosen(x: torch.Tensor) -> Any:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # HERE
+
+
+SPARSE = torch.eye(4).to_sparse()
+
+
+def multiplied(x: torch.Tensor) -> Any:
+    return torch.sparse.mm(SPARSE, x)  # HERE
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "why"),
+    [
+        (packed, CannotCapture, "value of"),
+        (chosen, CannotCapture, "in Python"),
+        (multiplied, UncapturableLayout, "dense"),
+    ],
+)
+def test_what_kernels_and_tracers_read_is_refused_with_its_line(step: Any, error: type[WeftError], why: str) -> None:
+    with pytest.raises(error, match=rf"test_refusals\.py:{_marked_line(step)}(.|\n)*{why}"):
+        weft.compile(step)(torch.ones(4, 8))
+
+
 def test_sparse_gradients_are_refused() -> None:
     table = nn.Embedding(10, 4, sparse=True)
 
