@@ -257,13 +257,19 @@ def _is_machinery(path: str) -> bool:
         if path.startswith(root):
             parts = path[len(root) :].split(os.sep)
             return parts[0] not in _OWN_USER_ROOMS and parts[-1] not in _OWN_USER_FILES
-    for name in ("stdlib", "platstdlib"):
-        for root in _roots(sysconfig.get_path(name)):
+    for folder in _standard_library():
+        for root in _roots(folder):
             if path.startswith(root):
                 return not any(installed in path[len(root) :].split(os.sep) for installed in _INSTALLED)
     return False
 
 
+@functools.cache
+def _standard_library() -> list[str]:
+    return [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+
+
+@functools.cache
 def _roots(folder: str) -> set[str]:
     """A folder as written and with links resolved: an editable install may be reached through either."""
     return {os.path.abspath(folder) + os.sep, os.path.realpath(folder) + os.sep}

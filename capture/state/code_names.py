@@ -173,7 +173,8 @@ class AttributeNames(set[str]):
 
     def of(self, attributes: Mapping[str, Any]) -> set[str]:
         """The names that count for an object with these attributes. A plain value is never called, only read."""
-        return {name for name in self if name in self.read or not isinstance(attributes.get(name), _UNCALLABLE)}
+        only_called = (name for name in attributes if name in self and name not in self.read)
+        return set(self.difference([name for name in only_called if isinstance(attributes[name], _UNCALLABLE)]))
 
     def methods_used(self, owner: type) -> list[types.FunctionType]:
         """Methods of the class ``owner`` that code with these names can call, directly, through each other or by an

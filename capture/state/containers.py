@@ -185,10 +185,10 @@ class Attributes(Container):
 
     def entries(self) -> dict[Any, Any]:
         """The attributes that there are now, and MISSING for those whose absence counts."""
-        if isinstance(self.obj, type):
-            found = {name: vars(self.obj).get(name, MISSING) for name in self._names}
-        else:
-            found = {name: getattr(self.obj, name, MISSING) for name in self._names}
+        if isinstance(self.obj, type):  # it has fewer attributes than the names that count
+            found = {name: value for name, value in vars(self.obj).items() if name in self._names}
+            return found | {name: MISSING for name in self.absent if name not in found}
+        found = {name: getattr(self.obj, name, MISSING) for name in self._names}
         return {name: value for name, value in found.items() if value is not MISSING or name in self.absent}
 
     def set(self, key: Any, value: Any) -> None:
