@@ -9,7 +9,6 @@ captured as it is.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, overload
 
@@ -34,10 +33,11 @@ from weft.distributed.ddp.precision import ParameterCast
 from weft.distributed.ddp.reduction import GradientReduction
 from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
 from weft.distributed.mixed_precision import cast_floating, tensors_in
+from weft.distributed.settings_without_effect import SettingsWithoutEffect, say_once
 
-_log = logging.getLogger(__name__)
 _ARGUMENTS = ArgumentChecks("replicate")
 _METHODS = ArgumentChecks("ReplicateModule")
+_ALWAYS_WHOLE = "the parameters of a replicated module are whole on every rank"
 _STATE = "_weft_replicate_state"
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -128,12 +128,14 @@ def broadcast_state(module: nn.Module) -> None:
         state.broadcast()
 
 
-class ReplicateModule:
+class ReplicateModule(SettingsWithoutEffect):
     """What a replicated module is an instance of, besides its own class; with the methods of FSDPModule."""
+
+    _checks = _METHODS
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Indexing a container makes a new one of the same class; the new one is not replicated.
-        return cls.__mro__[2](*args, **kwargs)
+        return cls.__bases__[1](*args, **kwargs)
 
     @property
     def _replicate_state(self) -> _State:
@@ -199,68 +201,35 @@ class ReplicateModule:
 
     def unshard(self, async_op: bool = False) -> None:
         """Does nothing: replicated parameters are always whole. Logged once; for code written for FSDPModule."""
-        _means_nothing("unshard")
+        say_once("unshard", _ALWAYS_WHOLE)
 
     def reshard(self) -> None:
         """Does nothing, as :meth:`unshard`."""
-        _means_nothing("reshard")
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Does nothing: gradients are reduced in every backward. Logged once."""
-        _means_nothing("set_is_last_backward")
+        say_once("reshard", _ALWAYS_WHOLE)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Does nothing, as :meth:`unshard`."""
-        _means_nothing("set_reshard_after_forward")
+        say_once("set_reshard_after_forward", _ALWAYS_WHOLE)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Does nothing, as :meth:`unshard`."""
-        _means_nothing("set_reshard_after_backward")
+        say_once("set_reshard_after_backward", _ALWAYS_WHOLE)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Does nothing: there is no all-gather to prefetch. Logged once."""
-        _means_nothing("set_modules_to_forward_prefetch")
+        say_once("set_modules_to_forward_prefetch", _ALWAYS_WHOLE)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """Does nothing, as :meth:`set_modules_to_forward_prefetch`."""
-        _means_nothing("set_modules_to_backward_prefetch")
+        say_once("set_modules_to_backward_prefetch", _ALWAYS_WHOLE)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Does nothing, as :meth:`unshard`."""
-        _means_nothing("set_unshard_in_backward")
+        say_once("set_unshard_in_backward", _ALWAYS_WHOLE)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Does nothing: gradients are always summed on the wire, and divided before. Logged once."""
-        _means_nothing("set_force_sum_reduction_for_comms")
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Does nothing: there is no all-gather that could wait for it. Logged once."""
-        _means_nothing("set_post_optim_event")
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Does nothing: there is no all-gather. Logged once."""
-        _means_nothing("set_custom_all_gather")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Does nothing: there is no reduce-scatter. Logged once."""
-        _means_nothing("set_custom_reduce_scatter")
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Does nothing: there is no reduce-scatter. Logged once."""
-        _METHODS.number("max_input_buffers", max_input_buffers, least=1, whole=True)
-        _means_nothing("set_reduce_scatter_max_input_buffers")
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Does nothing: there is no reduce-scatter. Logged once."""
-        _means_nothing("set_separate_reduce_scatter_group")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Does nothing: the compiler plans communication memory. Logged once."""
-        _means_nothing("set_allocate_memory_from_process_group_for_comm")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Does nothing: knobs.transports says whether symmetric memory is used. Logged once."""
-        _means_nothing("set_symm_mem_for_comm")
+        say_once("set_force_sum_reduction_for_comms", _ALWAYS_WHOLE)
 
     def _states(self, recurse: bool) -> list[_State]:
         assert isinstance(self, nn.Module)
@@ -422,13 +391,3 @@ def _replicated_class(cls: type) -> type:
 
 def _no_deepcopy(self: nn.Module, _memo: Any) -> NoReturn:
     raise errors.CannotCopyWrapped(type(self).__name__)
-
-
-_said: set[str] = set()
-
-
-def _means_nothing(method: str) -> None:
-    """Say once that a method of sharded modules does nothing on a replicated one."""
-    if method not in _said:
-        _said.add(method)
-        _log.info("%s does nothing on a replicated module: its parameters are whole on every rank", method)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import nn
 from weft.argument_checks import ArgumentChecks
 from weft.distributed.arguments import check_divide_factor
 from weft.distributed.fsdp.state import ShardedState, state_of, states_in
+from weft.distributed.settings_without_effect import SettingsWithoutEffect, say_once
 from weft.errors import CannotCopyWrapped, NotTheRoot
 
-_log = logging.getLogger(__name__)
 _ARGUMENTS = ArgumentChecks("FSDPModule")
 
 
@@ -31,7 +30,7 @@ class UnshardHandle:
             self._state = None
 
 
-class FSDPModule:
+class FSDPModule(SettingsWithoutEffect):
     """A module wrapped by `weft.fully_shard`: an instance of `FSDP<Name>`, its own class and this one.
 
     The methods have the names, arguments and meanings of torch.distributed.fsdp.FSDPModule. It is no subclass
@@ -40,9 +39,11 @@ class FSDPModule:
     torch overlaps communication say once, in the log, that they do nothing: the compiler decides that.
     """
 
+    _checks = _ARGUMENTS
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Indexing a container makes a new one of the same class; the new one is not sharded.
-        return cls.__mro__[2](*args, **kwargs)
+        return cls.__bases__[1](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state()
@@ -158,43 +159,8 @@ class FSDPModule:
         """Wrapped modules whose all-gathers are started when this module has gathered in backward."""
         self._state().backward_prefetch = _sharded(modules)
 
-    # ---- what means nothing here
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Does nothing: gradients are reduced in every backward that synchronizes. Logged once."""
-        _means_nothing("set_is_last_backward")
-
-    def set_post_optim_event(self, event: Any) -> None:
-        """Does nothing: all-gathers run on the caller's stream, or where the compiler puts them. Logged once."""
-        _means_nothing("set_post_optim_event")
-
-    def set_custom_all_gather(self, comm: Any) -> None:
-        """Does nothing: the compiler chooses how all-gathers are carried out. Logged once."""
-        _means_nothing("set_custom_all_gather")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Does nothing: the compiler chooses how reduce-scatters are carried out. Logged once."""
-        _means_nothing("set_custom_reduce_scatter")
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Does nothing: each parameter has a reduce-scatter of its own. Logged once."""
-        _ARGUMENTS.number("max_input_buffers", max_input_buffers, least=1, whole=True)
-        _means_nothing("set_reduce_scatter_max_input_buffers")
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Does nothing: the compiler chooses communicators. Logged once."""
-        _means_nothing("set_separate_reduce_scatter_group")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Does nothing: the compiler plans communication memory. Logged once."""
-        _means_nothing("set_allocate_memory_from_process_group_for_comm")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Does nothing: knobs.transports says whether symmetric memory is used. Logged once."""
-        _means_nothing("set_symm_mem_for_comm")
-
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        _means_nothing("_set_unshard_async_op")
+        say_once("_set_unshard_async_op", "the compiler decides when a collective runs")
 
     # ----
 
@@ -220,7 +186,7 @@ class FSDPModule:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Torch's way to let several roots share streams; there are none here to share."""
     _sharded(modules)
-    _means_nothing("share_comm_ctx")
+    say_once("share_comm_ctx", "the compiler decides when a collective runs")
 
 
 _classes: dict[type, type] = {}
@@ -252,16 +218,3 @@ def _sharded(modules: Any) -> list[ShardedState]:
     for at, module in enumerate(modules):
         _ARGUMENTS.kind(f"modules[{at}]", module, FSDPModule, "a sharded module", remedy)
     return [module._state() for module in modules]
-
-
-_said: set[str] = set()
-
-
-def _means_nothing(method: str) -> None:
-    """Say once that a method does nothing."""
-    if method not in _said:
-        _said.add(method)
-        _log.warning(
-            "%s does nothing in weft: the compiler decides when a collective runs and through which memory",
-            method,
-        )

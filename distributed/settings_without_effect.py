@@ -1,0 +1,61 @@
+"""Setters of torch's FSDPModule and ReplicateModule that tune collectives by hand, which the compiler decides here.
+
+They are accepted, so that code that calls them runs unchanged. Each says once in the log that it does nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from weft.argument_checks import ArgumentChecks
+
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+def say_once(method: str, why: str) -> None:
+    """Log that a method does nothing, once a process."""
+    if method not in _said:
+        _said.add(method)
+        _log.warning("%s does nothing in weft: %s", method, why)
+
+
+class SettingsWithoutEffect:
+    """The setters that do nothing on sharded and on replicated modules."""
+
+    _checks: ArgumentChecks  # of the class that inherits these
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Does nothing: gradients are reduced in every backward that synchronizes. Logged once."""
+        say_once("set_is_last_backward", "gradients are reduced in every backward that synchronizes")
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Does nothing: all-gathers run on the caller's stream, or where the compiler puts them. Logged once."""
+        say_once("set_post_optim_event", "the compiler decides when a collective runs")
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Does nothing: the compiler chooses how all-gathers are carried out. Logged once."""
+        say_once("set_custom_all_gather", "the compiler chooses how all-gathers are carried out")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Does nothing: the compiler chooses how reduce-scatters are carried out. Logged once."""
+        say_once("set_custom_reduce_scatter", "the compiler chooses how reduce-scatters are carried out")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Does nothing: each parameter has a reduction of its own. Logged once."""
+        self._checks.number("max_input_buffers", max_input_buffers, least=1, whole=True)
+        say_once("set_reduce_scatter_max_input_buffers", "each parameter has a reduction of its own")
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Does nothing: the compiler chooses communicators. Logged once."""
+        say_once("set_separate_reduce_scatter_group", "the compiler chooses communicators")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Does nothing: the compiler plans communication memory. Logged once."""
+        why = "the compiler plans communication memory"
+        say_once("set_allocate_memory_from_process_group_for_comm", why)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Does nothing: knobs.transports says whether symmetric memory is used. Logged once."""
+        say_once("set_symm_mem_for_comm", "knobs.transports says whether symmetric memory is used")
