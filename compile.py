@@ -209,7 +209,7 @@ class CompiledStep(Generic[P, R]):
         self._say_why(reasons)
         dynamic = self._dynamic_dims(args, kwargs)
         captured, guards, agreed = self._capture_agreed(args, kwargs, dynamic)
-        if captured.complete:
+        if captured.complete and not captured.outcomes:
             form: Form = ProgramForm(captured, guards, self.mode, self.memory_limit, agreed)
         else:
             form = BranchingForm(

@@ -3,7 +3,9 @@
 ``if not torch.isfinite(loss)`` asks for a number that a capture does not have. The capture is told how the questions
 of one path through the step were answered (its *outcomes*). It hands the outcomes to the step in the order of the
 questions, and records each question as a node, :func:`weft.capture.segments.branch`. At the first question without a
-known outcome it stops: what comes after depends on the answer, which the program of the nodes so far computes.
+known outcome it stops: what comes after depends on the answer, which the program of the nodes so far computes. A
+question that only checks a value is taken to have the outcome that raises no error
+(:mod:`weft.capture.record.assumed_outcomes`).
 
 A branch node holds everything that code after it may use, whichever branch is taken:
 
@@ -26,6 +28,7 @@ import torch.fx
 from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
+from weft.capture.record.assumed_outcomes import outcome_without_error
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
@@ -115,23 +118,28 @@ class Branches:
             return None
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
-        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr)))
+        assumed = None if expr.is_integer else outcome_without_error()
+        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed))
         return self._answers[expr]
 
-    def _decide(self, value: torch.fx.Node) -> Outcome:
+    def _decide(self, value: torch.fx.Node, assumed: bool | None) -> Outcome:
         """Record a question, which ``value`` answers at run time; returns the outcome on the captured path.
+
+        Args:
+            assumed: the outcome to capture where none is known.
 
         Raises:
             Undecided: it has no outcome yet.
         """
         known = self._outcomes[len(self.taken) :]
+        outcome = known[0] if known else assumed
         if not self.undecided:  # otherwise the step caught the exception that was to end it
-            self._cut(value, known[0] if known else None)
-        if not known:
+            self._cut(value, outcome)
+        if outcome is None or self.undecided:
             self.undecided = True
             raise Undecided
-        self.taken = (*self.taken, known[0])
-        return known[0]
+        self.taken = (*self.taken, outcome)
+        return outcome
 
     def _cut(self, value: torch.fx.Node, outcome: Outcome | None) -> None:
         recorder = self._recorder

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import itertools
-import linecache
 import logging
 import re
 import string
@@ -25,11 +23,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from weft.capture.source_tree import SourceTree
 from weft.capture.state.code_names import OPAQUE
 from weft.capture.user_code import is_user_file
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
-_Span = tuple[int, int, int, int]  # first and last line, first and last column
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>")
 _CONVERSIONS = ("str", "repr", "format")
 # They see all local variables of the function that calls them.
@@ -49,58 +46,10 @@ def goes_straight_out(frame: types.FrameType) -> bool:
     return flow is not None and made is not None and _makes_text(made) and flow.ends_well(made)
 
 
-class _Source:
-    """The syntax tree of a file.
-
-    Attributes:
-        lines: of the file.
-        parents: the node around each node.
-    """
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-        self.parents: dict[ast.AST, ast.AST] = {}
-        self._found: dict[_Span, ast.expr] = {}
-        for node in ast.walk(ast.parse("".join(lines))):
-            for child in ast.iter_child_nodes(node):
-                self.parents[child] = node
-            if isinstance(node, (ast.JoinedStr, ast.FormattedValue, ast.Call, ast.BinOp)):
-                # The outermost comes first. Parts of an f-string have the place of the whole in Python 3.11.
-                span = node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0
-                self._found.setdefault(span, node)
-
-    @classmethod
-    def of(cls, filename: str) -> _Source | None:
-        """The tree of a file; None where there is no source, or none that can be parsed."""
-        lines = linecache.getlines(filename)
-        known = _sources.get(filename)
-        if known is None or known.lines is not lines:
-            try:
-                known = cls(lines) if lines else None
-            except SyntaxError:  # the line magic of a notebook, a file that has changed
-                known = None
-            if known is not None:
-                _sources[filename] = known
-        return known
-
-    def at(self, span: _Span) -> ast.expr | None:
-        """The outermost expression at a place."""
-        return self._found.get(span)
-
-    def function(self, node: ast.AST) -> ast.AST:
-        """The innermost function around a node, or the module."""
-        while not isinstance(node, _Function):
-            node = self.parents[node]
-        return node
-
-
-_sources: dict[str, _Source] = {}
-
-
 class _Flow:
     """Follows texts through one running function."""
 
-    def __init__(self, source: _Source, frame: types.FrameType) -> None:
+    def __init__(self, source: SourceTree, frame: types.FrameType) -> None:
         self._source = source
         self._running = frame
         while frame.f_code.co_name in _COMPREHENSIONS and frame.f_back is not None:
@@ -111,14 +60,12 @@ class _Flow:
     @classmethod
     def of(cls, frame: types.FrameType) -> _Flow | None:
         """The flow of the function that runs in a frame; None where its source is not known."""
-        source = _Source.of(frame.f_code.co_filename)
+        source = SourceTree.of(frame.f_code.co_filename)
         return None if source is None else cls(source, frame)
 
-    def running(self) -> ast.expr | None:
-        """The expression that is being evaluated, if it is one that may make text or call a function."""
-        frame = self._running
-        at = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
-        return None if at is None or None in at else self._source.at(at)  # type: ignore[arg-type]
+    def running(self) -> ast.AST | None:
+        """The expression that is being evaluated."""
+        return self._source.running(self._running)
 
     def ends_well(self, node: ast.AST, *, is_text: bool = True) -> bool:
         """Whether all ends of the text that an expression gives are known, and none looks at it.
@@ -220,7 +167,7 @@ def _is_of_the_step(frame: types.FrameType) -> bool:
     return caller is not None
 
 
-def _makes_text(node: ast.expr) -> bool:
+def _makes_text(node: ast.AST) -> bool:
     """Whether an expression makes text of values and of texts in it, which it neither cuts nor pads."""
     match node:
         case ast.FormattedValue(format_spec=None):

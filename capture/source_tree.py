@@ -1,0 +1,68 @@
+"""The syntax tree of the code that runs: what the source says about the expression that is being evaluated."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import linecache
+import types
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+
+
+class SourceTree:
+    """The syntax tree of a file.
+
+    Attributes:
+        lines: of the file.
+        parents: the node around each node.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        self.lines = lines
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self._found: dict[tuple[int | None, ...], ast.expr] = {}
+        self._conditional: set[tuple[int | None, ...]] = set()
+        for node in ast.walk(ast.parse("".join(lines))):
+            for child in ast.iter_child_nodes(node):
+                self.parents[child] = node
+            if isinstance(node, (ast.If, ast.Assert)):
+                self._conditional.add(_place(node))
+            elif isinstance(node, ast.expr):
+                # The outermost comes first. Parts of an f-string have the place of the whole in Python 3.11.
+                self._found.setdefault(_place(node), node)
+
+    @classmethod
+    def of(cls, filename: str) -> SourceTree | None:
+        """The tree of a file; None where there is no source, or none that can be parsed."""
+        lines = linecache.getlines(filename)
+        known = _trees.get(filename)
+        if known is None or known.lines is not lines:
+            try:
+                known = cls(lines) if lines else None
+            except SyntaxError:  # the line magic of a notebook, a file that has changed
+                known = None
+            if known is not None:
+                _trees[filename] = known
+        return known
+
+    def running(self, frame: types.FrameType) -> ast.expr | None:
+        """The outermost expression of those at the place of the running instruction, in a frame of this file."""
+        places = list(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2 + 1))
+        if places and places[-1] in self._conditional:
+            # Python 3.11 asks for the truth of an expression at the place of the statement, right after the expression.
+            places = [place for place in places if place != places[-1]]
+        return self._found.get(places[-1]) if places else None
+
+    def function(self, node: ast.AST) -> ast.AST:
+        """The innermost function around a node, or the module."""
+        while not isinstance(node, _FUNCTIONS):
+            node = self.parents[node]
+        return node
+
+
+def _place(node: ast.expr | ast.stmt) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+_trees: dict[str, SourceTree] = {}
