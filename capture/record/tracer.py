@@ -409,7 +409,7 @@ class _StepCapture:
                     optimizer.state.pop(p, None)
             elif made:
                 self.initialized += [(optimizer, p) for p in missing]
-                self.state.extend_optimizer_state()
+                self.state.extend_optimizer_state(optimizer)
 
     def _is_of_the_capture(self, value: Any) -> bool:
         """Whether a value of an optimizer's state means nothing outside the capture."""

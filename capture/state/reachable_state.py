@@ -373,11 +373,12 @@ class ReachableState:
             else:
                 self._visit(entry, where, StatePlace(outer, key, where, Role.OPTIMIZER_STATE))
 
-    def extend_optimizer_state(self) -> None:
-        """Walk the state of the optimizers again: it was created since the walk."""
+    def extend_optimizer_state(self, created: torch.optim.Optimizer) -> None:
+        """Walk the state of an optimizer again: it was created since the walk. That of others may be the step's."""
         for optimizer, path in self.optimizers:
-            self.containers = [c for c in self.containers if c.obj is not optimizer.state]
-            self._optimizer_state(optimizer, path)
+            if optimizer is created:
+                self.containers = [c for c in self.containers if c.obj is not optimizer.state]
+                self._optimizer_state(optimizer, path)
 
     def _function(self, fn: Any, path: str) -> None:
         if hasattr(fn, OPAQUE):

@@ -190,24 +190,25 @@ def test_parameter_groups_have_their_own_settings() -> None:
     both_ways(training(_loss, optimizer=grouped), batches())
 
 
-def test_two_optimizers_in_one_step() -> None:
+@pytest.mark.parametrize("kind", [optim.AdamW, SignMomentum])
+def test_two_optimizers_in_one_step(kind: Callable[..., optim.Optimizer]) -> None:
     def make() -> tuple[Any, list[Any]]:
         first, second = mlp(), mlp()
-        adamw = optim.AdamW(first.parameters(), lr=0.1)
+        one = kind(first.parameters(), lr=0.1)
         sgd = optim.SGD(second.parameters(), lr=0.05, momentum=0.9)
 
         def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             loss = _loss(first, x)
             loss.backward()
-            adamw.step()
-            adamw.zero_grad()
+            one.step()
+            one.zero_grad()
             other = second(first(x).detach()).abs().mean()
             other.backward()
             sgd.step()
             sgd.zero_grad()
             return loss, other
 
-        return step, [first, second, adamw, sgd]
+        return step, [first, second, one, sgd]
 
     both_ways(make, batches(), captures=2)
 
