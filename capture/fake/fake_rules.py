@@ -82,6 +82,26 @@ def _log_sigmoid(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(out, memory_format=keep), buffer
 
 
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, sizes: Any, target_sizes: Any, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The losses, and the log probabilities of all prefixes of the longest target, with blanks between."""
+    steps, batch, _ = log_probs.shape
+    if isinstance(target_sizes, torch.Tensor):
+        width = cast(
+            Any, torch_adapter.fresh_number(torch_adapter.shape_env_of(cast(Any, log_probs).fake_mode), torch.int64)
+        )
+        torch._check(width >= 1)
+    else:
+        width = 2 * max(target_sizes) + 1
+    return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, width))
+
+
+def _ctc_loss_backward(grad: torch.Tensor, log_probs: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The gradient of the log probabilities."""
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
 def _pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, ...]:
     """As many rows as the lengths have together, and a batch size, on the CPU, for each step of the longest sequence.
     Torch's rule gives other sizes, and the dtype of the rows for the batch sizes."""
@@ -115,6 +135,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{op: _strides_of(op, 0, 1) for op in _BINARY},
     **{op: _contiguous(op) for op in _ALWAYS_CONTIGUOUS},
     aten._grouped_mm.default: _grouped_mm,
+    **{getattr(aten._ctc_loss, name): _ctc_loss for name in ("default", "Tensor")},
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten._pack_padded_sequence.default: _pack_padded_sequence,
     **{op: _loss_backward(op) for op in _LOSSES},
     **{op: _broadcasting(op) for op in _BROADCASTING},

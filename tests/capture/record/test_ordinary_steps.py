@@ -328,3 +328,14 @@ def test_sizes_that_only_the_data_decides() -> None:
 def test_a_module_compiled_by_torch_inside_the_step(backend: str) -> None:
     model = lambda: torch.compile(mlp(), backend=backend)
     both_ways(training(_square_mean, model), batches())
+
+
+def test_ctc_of_lengths_in_tensors() -> None:
+    def forward(model: nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        logits = model(x).view(8, 2, -1)[..., :4].log_softmax(-1)
+        targets = torch.tensor([[1, 2, 3], [2, 1, 3]])
+        losses = F.ctc_loss(logits, targets, torch.tensor([8, 7]), lengths, reduction="none", zero_infinity=True)
+        return losses.sum() + F.ctc_loss(logits, targets, torch.tensor([8, 8]), lengths)
+
+    lengths = [torch.tensor(each) for each in ([3, 2], [1, 1], [2, 3])]
+    both_ways(training(forward), [(x, each) for (x,), each in zip(batches(shape=(16, 8)), lengths, strict=True)])
