@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
 from weft.capture.record.held_references import ORIGINAL, StandIn, original_of
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import called_by_user
 
@@ -49,6 +50,8 @@ class EagerTypes:
             if value.fake_mode is not self._mode:
                 return None
             return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
+        if kind is HostArray:
+            return type(value.weft_sample)
         number = _NUMBERS.get(kind)
         own = number is not None and torch_adapter.shape_env_of_number(value) is self._mode.shape_env
         return number if own else None

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.garbage_collection import garbage_collection_paused, user_froze
 from weft.capture.record.collector_lists import CollectorList
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.live_values import references
 from weft.capture.record.templates import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
@@ -39,7 +40,7 @@ from weft.capture.state.containers import Container
 from weft.capture.user_code import format_frame
 from weft.errors import CaptureValueEscaped, EscapedTensor
 
-_KINDS = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_KINDS = (FakeTensor, HostArray, torch.SymInt, torch.SymFloat, torch.SymBool)
 # What holds values of a capture by right, or only while an exception travels. Holders of these are not followed.
 _RECORDS = (torch.fx.Node, torch.fx.Graph, types.FrameType, types.TracebackType, type, types.ModuleType)
 _OWN_MODULES = ("weft.", "torch._subclasses", "torch.fx", "torch.utils._sympy", "sympy")
@@ -151,7 +152,9 @@ class EscapeCheck:
         return [weakref.ref(each) for each in objects if self._is_value(each)]
 
     def _is_value(self, value: Any) -> bool:
-        """Whether a fake or a number is of this capture; other threads may be tracing too."""
+        """Whether a fake, a number or an array is of this capture; other threads may be tracing too."""
+        if type(value) is HostArray:
+            return any(value.weft_owner.is_of(mode) for mode in self.modes)
         if isinstance(value, FakeTensor):
             known = any(value.fake_mode is mode for mode in self.modes)
             return known and (not self.in_fake_world or was_tracked(value))

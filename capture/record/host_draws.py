@@ -5,8 +5,9 @@ does not draw: it records a node with an effect, whose result is a symbolic numb
 method of the same generator, in the order in which the step called it. So it gets the numbers that eager gets, and
 leaves the generator in the state in which eager leaves it.
 
-What has no place in a graph is refused with the user's line: arrays, a choice among Python objects, a shuffle of a
-list, reading or setting a generator's state. :mod:`weft.capture.record.generator_states` finds draws that none of the
+Arrays of numbers are drawn the same way (:mod:`weft.capture.record.array_sources`). What has no place in a graph is
+refused with the user's line: a choice among Python objects, a shuffle of a list, reading or setting a generator's
+state. :mod:`weft.capture.record.generator_states` finds draws that none of the
 functions here saw.
 """
 
@@ -23,7 +24,10 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.record.array_recorder import OUTSIDE, WITH_TORCH
+from weft.capture.record.array_sources import DRAWS_OF_ARRAYS, ArraySources
 from weft.capture.record.held_references import StandIn
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import nearest_package, user_line
 from weft.errors import UncapturableDraw
@@ -57,17 +61,13 @@ _NUMPY: dict[str, tuple[type, int]] = {
 _AMONG = ("choice", "choices", "sample")
 # All other methods that draw, or read or write the state.
 _PYTHON_OTHERS = ("shuffle", "randbytes", "getstate", "setstate")
-_NUMPY_OTHERS = ("get_state", "set_state", "choice", "shuffle", "permutation", "bytes", "dirichlet")
-_NUMPY_OTHERS += ("multinomial", "multivariate_normal", "random_integers", "tomaxint")
+_NUMPY_OTHERS = ("get_state", "set_state", "bytes", *DRAWS_OF_ARRAYS)
 # What a generator of numpy's tells without a draw.
 _FIXED = ("bit_generator", "__repr__", "__str__")
 # Longest sequence that a draw among numbers carries in the graph.
 _LONGEST = 4096
 # Packages that draw from generators of their own while a step is traced; these numbers are none of the step's.
 _MACHINERY = ("torch", "sympy", "weft", "numpy")
-
-_WITH_TORCH = "draw with torch, whose draws the graph records (torch.rand, torch.randint, torch.randperm)"
-_OUTSIDE = "draw before the step and pass the result as an argument"
 
 Draw = Callable[..., Any]
 
@@ -113,7 +113,7 @@ class GeneratorDraw:
 
 def _known(method: str, table: dict[str, Any]) -> str:
     """``method``, which must be one that draws: a graph may come from a file."""
-    if method not in table and method not in _AMONG:
+    if method not in table and method not in (*_AMONG, *DRAWS_OF_ARRAYS):
         raise ValueError(f"{method} draws no number")
     return method
 
@@ -127,16 +127,19 @@ class HostDraws:
     Args:
         recorder: of the capture.
         intercepts: whether what this thread does now is a part of the step.
+        arrays: whether arrays that numpy draws are followed.
 
     Attributes:
+        arrays: those of the capture.
         described: what drew each symbol, and on which line.
         used_elsewhere: ids of the generators that another thread drew from meanwhile.
     """
 
-    def __init__(self, recorder: OpRecorder, intercepts: Callable[[], bool]) -> None:
+    def __init__(self, recorder: OpRecorder, intercepts: Callable[[], bool], *, arrays: bool = False) -> None:
         self.intercepts = intercepts
         self.described: dict[Any, str] = {}
         self.used_elsewhere: set[int] = set()
+        self.arrays = ArraySources(recorder, intercepts, self.described, followed=arrays)
         self._recorder = recorder
         self._made: dict[int, Any] = {}  # generators that the step made: what they draw is the same at every call
         self._targets: dict[int, GeneratorDraw] = {}
@@ -147,7 +150,7 @@ class HostDraws:
         return id(generator) in self._made
 
     def draw(self, name: str, target: Draw, table: dict[str, Any], method: str, args: Any, kwargs: Any) -> Any:
-        """Record a draw and return its symbolic result.
+        """Record a draw and return its result, a symbolic number or an array.
 
         Args:
             name: the generator as the user would write it.
@@ -160,13 +163,18 @@ class HostDraws:
         text = f"{name}.{method}"
         if method in _AMONG and table is _PYTHON:
             return self._among(text, target, method, args, kwargs)
+        if table is _NUMPY and method in DRAWS_OF_ARRAYS:
+            return self.arrays.draw(text, target, method, args, kwargs)
         if method not in table:
             raise UncapturableDraw(text, user_line(), _why_not(method), _remedy(method))
         kind, parameters = table[method]
         numbers = [*args, *(value for key, value in kwargs.items() if key != "size")]
         shaped = table is _NUMPY and (len(args) > parameters or kwargs.get("size") is not None)
-        if shaped or not all(isinstance(each, _NUMBER) for each in numbers):
-            raise UncapturableDraw(text, user_line(), "it draws an array", f"{_WITH_TORCH}, or {_OUTSIDE}")
+        plain = all(isinstance(each, _NUMBER) and type(each) is not HostArray for each in numbers)
+        if table is _NUMPY and (shaped or not plain):
+            return self.arrays.draw(text, target, method, args, kwargs, parameters)
+        if not plain:
+            raise UncapturableDraw(text, user_line(), "it draws no number", f"{WITH_TORCH}, or {OUTSIDE}")
         low, high = _range(table, method, args, kwargs)
         result = self.fresh(kind, text, low, high)
         self.record(target, (method, *args), kwargs, result)
@@ -183,7 +191,7 @@ class HostDraws:
         kinds = {type(each) for each in numbers}
         count = kwargs.get("k", rest[0] if method == "sample" and rest else 1)
         if len(kinds) != 1 or not kinds <= {int, float} or not isinstance(count, int):
-            remedy = f"choose an index with random.randrange before the step and pass what it chooses, or {_WITH_TORCH}"
+            remedy = f"choose an index with random.randrange before the step and pass what it chooses, or {WITH_TORCH}"
             raise UncapturableDraw(text, user_line(), "it chooses among Python objects, and not among numbers", remedy)
         (kind,) = kinds
         fresh = [self.fresh(kind, text, min(numbers), max(numbers)) for _ in range(count)]
@@ -310,7 +318,7 @@ class HostDraws:
         def read(size: int) -> bytes:
             if self.intercepts() and _called_by_step(*sys.stdlib_module_names):
                 why = "random bytes of the operating system are others at every call"
-                raise UncapturableDraw("os.urandom", user_line(), why, f"read them before the step, or {_WITH_TORCH}")
+                raise UncapturableDraw("os.urandom", user_line(), why, f"read them before the step, or {WITH_TORCH}")
             return original(size)
 
         return read
@@ -411,7 +419,7 @@ def _why_not(method: str) -> str:
 def _remedy(method: str) -> str:
     if method in ("getstate", "setstate", "get_state", "set_state", "seed"):
         return "do so before the step"
-    return f"{_WITH_TORCH}, or {_OUTSIDE}"
+    return f"{WITH_TORCH}, or {OUTSIDE}"
 
 
 def _range(table: dict[str, Any], method: str, args: Any, kwargs: Any) -> tuple[Any, Any]:

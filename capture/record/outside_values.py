@@ -38,14 +38,18 @@ class OutsideValues:
         recorder: of the capture.
         state: what the step can reach.
         watched: whether to look for the line that moves a generator, which takes long.
+        arrays: whether arrays that numpy draws are followed.
     """
 
-    def __init__(self, recorder: OpRecorder, state: ReachableState, *, watched: bool = False) -> None:
+    def __init__(
+        self, recorder: OpRecorder, state: ReachableState, *, watched: bool = False, arrays: bool = False
+    ) -> None:
         self._recorder = recorder
         self._state = state
         self._watched = watched
         self._thread = threading.get_ident()
-        self.draws = HostDraws(recorder, self._intercepts)
+        self.draws = HostDraws(recorder, self._intercepts, arrays=arrays)
+        self.arrays = self.draws.arrays
         self.environment = EnvironmentReads(self._intercepts)
         self.calls = OutsideCalls(self._intercepts)
         self._objects = OutsideObjects(self.calls.counts)
@@ -76,6 +80,7 @@ class OutsideValues:
 
         Raises:
             UnrecordedDraw: a generator was used without a node.
+            ArrayDrawn: an array was drawn, and arrays are not followed.
         """
         states = GeneratorStates(self._state.objects)
         moved = lambda: states.moved(self.draws.used_elsewhere)
@@ -87,8 +92,10 @@ class OutsideValues:
                 stack.callback(self.calls.end)
                 stack.enter_context(_originals_in_new_modules(stand_ins))
                 stack.enter_context(self._types.as_class())
+                stack.enter_context(self.arrays.extensions_kept())
                 replacements = [
                     *self.draws.replacements(),
+                    *self.arrays.replacements(),
                     *clock_replacements(self.draws),
                     *self.environment.replacements(),
                     *self._torch.replacements(),
@@ -117,7 +124,9 @@ class OutsideValues:
                 yield
         except BaseException:
             states.restore(self.draws.used_elsewhere)
+            self.arrays.check()
             raise
+        self.arrays.check()
         names = moved()
         if names:
             states.restore(self.draws.used_elsewhere)

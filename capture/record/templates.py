@@ -16,7 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.held_references import original_of
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.tracked_storages import is_tracked
@@ -97,7 +99,7 @@ class Template:
 
     def fill(self, outputs: list[Any]) -> Any:
         """The value of one call, from the values of the graph's ``Create`` and ``Return`` outputs."""
-        slots = (_OutputSlot, _StateReference, LateTextSlot)
+        slots = (_OutputSlot, _StateReference, ArraySlot, LateTextSlot)
         leaves = [leaf.fill(outputs) if isinstance(leaf, slots) else leaf for leaf in self.leaves]
         return torch_adapter.unflatten(leaves, self.spec)
 
@@ -123,6 +125,8 @@ def _leaf_template(
         grad = leaf.grad if made else None
         kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
         return _OutputSlot(index, leaf if names else None, made, kept)
+    if type(leaf) is HostArray:
+        return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):
         return _OutputSlot(keep(recorder.value(leaf)))
     if is_late(leaf):

@@ -14,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weft import torch_adapter
+from weft.capture.record.array_sources import ArraySources
 from weft.capture.record.held_references import StandIn
 from weft.capture.record.memory_access import refuse_memory_access
 from weft.capture.record.printed import text_of_tensor
@@ -42,13 +43,14 @@ def to_list(tensor: torch.Tensor) -> list[Any]:
 class TorchFunctionInterceptor(TorchFunctionMode):
     """Function mode of a capture; it is active above the recorder."""
 
-    def __init__(self, recorder: OpRecorder) -> None:
+    def __init__(self, recorder: OpRecorder, arrays: ArraySources) -> None:
         super().__init__()
         self._recorder = recorder
+        self._arrays = arrays
         self._tags = 0
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, args, kwargs = self._arrays.torch_function(func, args, kwargs or {})
         if isinstance(generator := kwargs.get("generator"), StandIn):
             kwargs = {**kwargs, "generator": generator.weft_original}
         if func is torch.Tensor.tolist and args[0].dim() == 1:

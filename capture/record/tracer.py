@@ -13,7 +13,6 @@ The outputs of the graph are of three kinds. ``Create``: a tensor that the step 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import threading
 import time
@@ -32,6 +31,7 @@ from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.record.arguments import CallArguments
+from weft.capture.record.attempts import captured_in_attempts
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
 from weft.capture.record.branches import Branches, without_capture
@@ -41,7 +41,6 @@ from weft.capture.record.escapes import EscapeCheck
 from weft.capture.record.float_arithmetic import FloatArithmetic
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.group_names import canonical_groups
-from weft.capture.record.held_references import users_modules
 from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.memory_access import storages_keep_their_memory
@@ -60,7 +59,6 @@ from weft.capture.record.torchscript import script_functions_uncompiled
 from weft.capture.record.tracked_storages import was_tracked
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
-from weft.capture.state.code_names import opaque_code
 from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.reachable_state import ReachableState
@@ -72,7 +70,6 @@ from weft.errors import (
     AnomalyModeAround,
     FunctionModeAround,
     PythonStateChanged,
-    UnrecordedDraw,
     UsedDuringCapture,
     WeftError,
 )
@@ -183,9 +180,13 @@ def capture_step(
     """
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
     _refuse_tools_around(name)
+
+    def attempt(**how: bool) -> CapturedStep:
+        return _StepCapture(step, args, kwargs or {}, dynamic, escapes, outcomes, **how).run()
+
     with capturing(), escapes.watching():
         try:
-            captured = _captured_with_all_code(step, args, kwargs or {}, dynamic, escapes, outcomes)
+            captured = captured_in_attempts(attempt)
         except Exception as error:
             escapes.raise_for_escaped(name, (), error)
             raise
@@ -203,42 +204,6 @@ def _refuse_tools_around(step: str) -> None:
         raise FunctionModeAround(step, foreign[-1], user_line())
 
 
-def _captured_with_all_code(*call: Any) -> CapturedStep:
-    """Capture the step; again, where it defined opaque functions or imported modules of the user's.
-
-    What only opaque functions use must not be guarded, which the walk of the state knows now. Modules see the types of
-    eager (:mod:`weft.capture.record.eager_types`) where they were there before.
-    """
-    known = len(opaque_code), len(users_modules())
-    grew = lambda: known != (len(opaque_code), len(users_modules()))
-    try:
-        captured = _captured(*call)
-    except Exception:
-        if not grew():
-            raise
-    else:
-        if not grew():
-            return captured
-    return _captured(*call)
-
-
-def _captured(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic: frozenset[tuple[int, int]],
-    escapes: EscapeCheck,
-    outcomes: tuple[Outcome, ...],
-) -> CapturedStep:
-    """Capture the path of ``outcomes``."""
-    gc.collect()  # wrappers of modules look whether what autograd made of their tensors is alive
-    try:
-        return _StepCapture(step, args, kwargs, dynamic, escapes, outcomes).run()
-    except UnrecordedDraw:  # by the step, or by a module that was imported meanwhile
-        gc.collect()
-        return _StepCapture(step, args, kwargs, dynamic, escapes, outcomes, watched=True).run()
-
-
 class _StepCapture:
     def __init__(
         self,
@@ -250,6 +215,7 @@ class _StepCapture:
         outcomes: tuple[Outcome, ...],
         *,
         watched: bool = False,
+        arrays: bool = False,
     ) -> None:
         self.step = step
         world = current_fake_world()
@@ -271,7 +237,7 @@ class _StepCapture:
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.learning_rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, StatePlace]] = []
         self.initialized: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
-        self.outside = OutsideValues(self.recorder, self.state, watched=watched)
+        self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=arrays)
         self.path = ModulePath(self.state)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []
@@ -282,7 +248,7 @@ class _StepCapture:
         try:
             with self._prepared():
                 args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes, self.outside.argument)
-                functions = TorchFunctionInterceptor(self.recorder)
+                functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
                 reported = data_dependence_reported(self.step, symbols, drawn)
                 result, raised = None, None
@@ -305,6 +271,7 @@ class _StepCapture:
             raise
         finally:
             self.recorder.storages.forget_all()
+            self.outside.arrays.end()
         captured.seconds = time.perf_counter() - started
         return captured
 

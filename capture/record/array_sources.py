@@ -1,0 +1,275 @@
+"""Where the arrays of a step come from that exist only when it runs, and how they become tensors.
+
+A step that draws an array is captured once more (:class:`ArrayDrawn`), with the functions of numpy that make arrays
+replaced: a drawn value may be written to any of them. Other steps use numpy's own functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weft.capture.record.array_calls import map_leaves
+from weft.capture.record.array_recorder import OUTSIDE, ArrayRecorder, is_tensor_dtype
+from weft.capture.record.host_arrays import HostArray, names
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.user_code import called_for_user, nearest_package, user_line
+from weft.errors import UncapturableDraw
+
+# Functions of numpy that make arrays of what is none.
+_MAKING = names(
+    "arange array asanyarray asarray ascontiguousarray asfortranarray copy empty empty_like eye fromiter full "
+    "full_like geomspace identity indices linspace logspace ones ones_like tri zeros zeros_like"
+)
+_SIZES = frozenset({"empty", "eye", "full", "identity", "indices", "ones", "tri", "zeros", "arange", "linspace"})
+# Methods of generators that draw arrays, and the place of the argument that is a size. Others are in `host_draws`.
+_DRAWING: dict[str, int] = {
+    "choice": 1,
+    "permutation": 0,
+    "permuted": 3,
+    "dirichlet": 1,
+    "multinomial": 2,
+    "multivariate_hypergeometric": 2,
+    "multivariate_normal": 2,
+    "random_integers": 2,
+    "tomaxint": 0,
+}
+DRAWS_OF_ARRAYS = (*_DRAWING, "shuffle")
+_TENSORS_OF = (torch.tensor, torch.as_tensor, torch.asarray)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_EXTENSIONS = (".so", ".pyd")
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_CALLERS = ("random", "weft.capture.record.host_draws", __name__)
+
+
+class ArrayDrawn(BaseException):
+    """Ends the run of a step that draws an array, which is then captured with arrays followed.
+
+    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
+    """
+
+
+class ArrayDraw:
+    """Draws from a generator; what a node of numpy calls.
+
+    Args:
+        text: the method as the user would write it.
+        target: takes the name of a method and its arguments.
+        method: its name.
+    """
+
+    def __init__(self, text: str, target: Callable[..., Any], method: str) -> None:
+        self._target = target
+        self._method = method
+        self.__name__ = self.__qualname__ = text
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._target(self._method, *args, **kwargs)
+
+
+class ArraySources:
+    """The arrays of one capture.
+
+    Args:
+        recorder: of the capture.
+        intercepts: whether what this thread does now is a part of the step.
+        described: where the sources of symbolic numbers are noted, by symbol.
+        followed: whether arrays are followed; if not, the first draw of one raises :class:`ArrayDrawn`.
+
+    Attributes:
+        wanted: whether a draw raised, which the step may have caught.
+    """
+
+    def __init__(
+        self, recorder: OpRecorder, intercepts: Callable[[], bool], described: dict[Any, str], *, followed: bool
+    ) -> None:
+        self._intercepts = intercepts
+        self._followed = followed
+        self.arrays = ArrayRecorder(recorder, described)
+        self.wanted = False
+
+    def end(self) -> None:
+        """Forget the capture: nothing is recorded any more."""
+        self.arrays.active = False
+
+    def check(self) -> None:
+        """Raise :class:`ArrayDrawn` again where the step drew an array and caught it."""
+        if self.wanted:
+            raise ArrayDrawn
+
+    # ---- draws
+
+    def draw(
+        self,
+        text: str,
+        target: Callable[..., Any],
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        size_at: int | None = None,
+    ) -> Any:
+        """Record a draw of an array, or of a number of numpy's.
+
+        Args:
+            text: the function as the user would write it.
+            target: takes the name of a method and its arguments, and draws, from its ``generator`` if it has one.
+            size_at: place of the argument that is the size; None where ``method`` is one of ``DRAWS_OF_ARRAYS``.
+
+        Raises:
+            UncapturableDraw: the result has no place in a graph.
+        """
+        if not self._followed:
+            self.wanted = True
+            raise ArrayDrawn
+        if kwargs.get("out") is not None:
+            raise UncapturableDraw(text, user_line(), "it writes to an array (out=)", "assign its result instead")
+        arrays = self.arrays
+        draw = ArrayDraw(text, target, method)
+        scratch = getattr(_scratch(getattr(target, "generator", None)), method)
+        if method == "shuffle":
+            if not args or type(args[0]) is not HostArray:
+                why = "it shuffles a list, or an array that the step did not make itself"
+                remedy = f"draw a permutation with numpy.random.permutation, or {OUTSIDE}"
+                raise UncapturableDraw(text, user_line(), why, remedy)
+            return arrays.call(draw, args, kwargs, writes=args[0], scratch=scratch)
+        at = _DRAWING[method] if size_at is None else size_at
+        args = args[:at] + arrays.plain(args[at:])
+        kwargs = {key: arrays.plain(value) if key == "size" else value for key, value in kwargs.items()}
+        return arrays.call(draw, args, kwargs, scratch=scratch)
+
+    # ---- what stands in for functions while a step is captured
+
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
+        """(owner, name, replacement) of the functions that make arrays, and of ``torch.from_numpy``."""
+        numpy = sys.modules.get("numpy")
+        if self._followed and numpy is not None:
+            for name in _MAKING:
+                yield numpy, name, self._making(getattr(numpy, name), name)
+            yield torch, "from_numpy", self._from_numpy(torch.from_numpy)
+
+    def _making(self, original: Callable[..., Any], name: str) -> Any:
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if self.arrays.busy or not self._intercepts() or not _called_by_step():
+                return original(*args, **kwargs)
+            if name in _SIZES:
+                args, kwargs = self.arrays.plain((args, kwargs))
+            return self._made(original, args, kwargs)
+
+        return make
+
+    def _made(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numpy, found = sys.modules["numpy"], []
+        map_leaves((args, kwargs), found.append)
+        if any(type(each) is HostArray or isinstance(each, _NUMBERS) for each in found):
+            return self.arrays.call(original, args, kwargs)
+        result = original(*args, **kwargs)
+        given = any(isinstance(each, numpy.ndarray) and numpy.may_share_memory(each, result) for each in found)
+        if given or type(result) is not numpy.ndarray or not is_tensor_dtype(result.dtype):
+            return result
+        return self.arrays.made(original, result)
+
+    def _from_numpy(self, original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def from_numpy(array: Any) -> torch.Tensor:
+            return self.arrays.tensor(array) if type(array) is HostArray else original(array)
+
+        return from_numpy
+
+    @contextlib.contextmanager
+    def extensions_kept(self) -> Iterator[None]:
+        """Inside, modules in C that look up functions of numpy by name, as its generators do, find the originals."""
+        numpy = sys.modules.get("numpy")
+        if not self._followed or numpy is None:
+            yield
+            return
+        originals = types.ModuleType("numpy")
+        vars(originals).update(vars(numpy))
+        holders = [
+            (vars(module), name)
+            for module in list(sys.modules.values())
+            if str(getattr(module, "__file__", "")).endswith(_EXTENSIONS)
+            for name in ("np", "numpy")
+            if vars(module).get(name) is numpy
+        ]
+        for module, name in holders:
+            module[name] = originals
+        try:
+            yield
+        finally:
+            for module, name in holders:
+                module[name] = numpy
+
+    # ---- arrays among the arguments of functions of torch
+
+    def torch_function(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """The function to call in the place of a function of torch, with the arguments to give it."""
+        if not self._followed or not _holds_array((args, kwargs)):
+            return function, args, kwargs
+        if function in _TENSORS_OF and args and type(args[0]) is HostArray:
+            return functools.partial(self._tensor, function), args, kwargs
+        indexed = function in _INDEXED
+        plain = lambda leaf: self._operand(function, leaf, indexing=False)
+        index = lambda leaf: self._operand(function, leaf, indexing=True)
+        converted = [map_leaves(each, index if indexed and at == 1 else plain) for at, each in enumerate(args)]
+        return function, tuple(converted), map_leaves(kwargs, plain)
+
+    def _operand(self, function: Callable[..., Any], leaf: Any, indexing: bool) -> Any:
+        if type(leaf) is not HostArray:
+            return leaf
+        known = self.arrays.known(leaf)
+        if known is not None:
+            return known
+        if not isinstance(leaf, sys.modules["numpy"].ndarray):
+            return self.arrays.number(leaf)
+        if indexing:
+            return self.arrays.tensor(leaf.copy(), sharing=False)
+        name = getattr(function, "__name__", str(function))
+        why = "a function of torch is given a drawn array of numpy's"
+        raise UncapturableDraw(name, user_line(), why, "make a tensor of the array with torch.from_numpy")
+
+    def _tensor(self, function: Callable[..., Any], array: Any, *rest: Any, **options: Any) -> torch.Tensor:
+        """``torch.tensor(array)``, or ``torch.as_tensor(array)``, which shares its memory where it can."""
+        numpy = sys.modules["numpy"]
+        known, is_array = self.arrays.known(array), isinstance(array, numpy.ndarray)
+        sharing = function is not torch.tensor and is_array
+        if known is not None and not sharing:
+            return function(known, *rest, **options)
+        options |= zip(("dtype", "device"), rest, strict=False)
+        dtype, device = options.pop("dtype", None), options.pop("device", None)
+        grad, copy = options.pop("requires_grad", False), options.pop("copy", None)
+        if options:
+            why = f"a drawn array becomes no tensor with {', '.join(options)}"
+            raise self.arrays.refusal(f"torch.{function.__name__}", why, "make it with torch.from_numpy")
+        whole = array if is_array else self.arrays.call(numpy.array, (array,))
+        shared = self.arrays.tensor(whole, sharing=sharing)
+        device = torch.get_default_device() if device is None else device
+        made = shared.to(device=device, dtype=dtype or shared.dtype, copy=bool(copy) or not sharing)
+        return made.requires_grad_() if grad else made
+
+
+def _holds_array(tree: Any) -> bool:
+    if isinstance(tree, (list, tuple)):
+        return any(map(_holds_array, tree))
+    if isinstance(tree, dict):
+        return any(map(_holds_array, tree.values()))
+    if type(tree) is slice:
+        return any(map(_holds_array, (tree.start, tree.stop, tree.step)))
+    return type(tree) is HostArray
+
+
+def _scratch(generator: Any) -> Any:
+    """A generator of the same kind, of whose numbers only shape and dtype count."""
+    random = sys.modules["numpy.random"]
+    return random.Generator(random.PCG64(0)) if isinstance(generator, random.Generator) else random.RandomState(0)
+
+
+def _called_by_step() -> bool:
+    """Whether the step's code makes an array now, or a library for it, and not numpy or torch for ends of their own."""
+    return nearest_package(*_CALLERS) not in ("numpy", "torch", "weft", "sympy") and called_for_user(*_CALLERS)
