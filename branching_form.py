@@ -22,6 +22,7 @@ import torch
 from weft import knobs
 from weft.capture.agreement.agreement import agree
 from weft.capture.agreement.claims import claims_of
+from weft.capture.agreement.lockstep import RankEvent
 from weft.capture.agreement.signature import signature
 from weft.capture.agreement.text_difference import REMARK, without_remarks
 from weft.capture.guards.guards import Guards
@@ -168,6 +169,7 @@ class BranchingForm:
         self.captured = captured
         self.guards = guards
         self.busy = False
+        self.event: RankEvent | None = None  # of its calls, where their collectives link all ranks
         self._step = step
         self._dynamic = dynamic
         self._undoes = undoes

@@ -14,6 +14,7 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -21,8 +22,8 @@ import torch
 from weft import knobs, torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.branching_form import BranchingForm, PathEnded
-from weft.capture.agreement.agreement import agree
-from weft.capture.agreement.claims import Claims, claims_of
+from weft.capture.agreement.claims import NO_CLAIMS, Claims, claims_of
+from weft.capture.agreement.lockstep import RankEvent, agree_in_order, lockstep
 from weft.capture.agreement.signature import signature
 from weft.capture.agreement.text_difference import without_remarks
 from weft.capture.fake.fake_world import current_fake_world
@@ -43,6 +44,7 @@ from weft.errors import (
     CaptureValueEscaped,
     GraphMismatch,
     GroupMismatch,
+    RanksDiverged,
     ScheduleTimeout,
     StaleAutocastCopy,
     StoreLost,
@@ -51,6 +53,7 @@ from weft.errors import (
 )
 from weft.inductor.compiler import MODES
 from weft.inductor.graph.collectives import ranks_on_a_host
+from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
 from weft.verify import verify_first_call
@@ -58,7 +61,7 @@ from weft.verify import verify_first_call
 log = logging.getLogger(__name__)
 
 # Errors of some or all ranks because of others.
-_RANKS_DIFFER = (GraphMismatch, GroupMismatch, AgreementTimeout, StoreLost, ScheduleTimeout)
+_RANKS_DIFFER = (GraphMismatch, GroupMismatch, RanksDiverged, AgreementTimeout, StoreLost, ScheduleTimeout)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -187,6 +190,19 @@ class CompiledStep(Generic[P, R]):
         return result
 
     def _run(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        """Run a form, in step with the other ranks where it communicates."""
+        event = entry.event
+        ranks = lockstep() if event is not None else None
+        if ranks is None or event is None:
+            return self._run_form(entry, leaves, args, kwargs)
+        ranks.begin(event)
+        try:
+            return self._run_form(entry, leaves, args, kwargs)
+        except BaseException as error:
+            ranks.fail(error)
+            raise
+
+    def _run_form(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         try:
             if isinstance(entry, BranchingForm):
                 return entry.run(leaves, functools.partial(self._capture_path, args, kwargs))
@@ -208,13 +224,17 @@ class CompiledStep(Generic[P, R]):
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> Form:
         self._say_why(reasons)
         dynamic = self._dynamic_dims(args, kwargs)
-        captured, guards, agreed = self._capture_agreed(args, kwargs, dynamic)
+        captured, guards, event, agreed = self._capture_agreed(args, kwargs, dynamic)
         if captured.complete and not captured.outcomes:
             form: Form = ProgramForm(captured, guards, self.mode, self.memory_limit, agreed)
         else:
             form = BranchingForm(
                 self.__name__, captured, guards, dynamic, self.mode, self.memory_limit, self.fallback == "eager"
             )
+        if agreed.linked:
+            on_cpu = device_kind(captured.graph.graph.nodes) == "cpu"
+            text = f"{event.text}\ncollectives after the passes: {agreed.issued}"
+            form.event = replace(event, text=text, counted=on_cpu)
         nodes, seen = len(captured.graph), captured.recorded
         log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
         return self.entries.add(form)
@@ -247,7 +267,7 @@ class CompiledStep(Generic[P, R]):
 
     def _capture_agreed(
         self, args: Any, kwargs: Any, dynamic: frozenset[tuple[int, int]]
-    ) -> tuple[CapturedStep, Guards, AgreedCollectives]:
+    ) -> tuple[CapturedStep, Guards, RankEvent, AgreedCollectives]:
         """Capture the step, up to its first branch on a value, and agree with the other ranks on it."""
         try:
             with capturing():
@@ -256,8 +276,9 @@ class CompiledStep(Generic[P, R]):
         except Exception as error:
             self._tell_of_failure(error)
             raise
-        agreed = self._agree(f"{signature(captured.graph)}\n{self._options(captured.graph)}", captured.graph)
-        return captured, guards, agreed
+        text = f"{signature(captured.graph)}\n{self._options(captured.graph)}"
+        event = RankEvent(self.__qualname__, text, _claims(captured.graph))
+        return captured, guards, event, self._agree(event)
 
     def _options(self, graph: StepGraph) -> str:
         """Whatever else decides which collectives run, and when."""
@@ -270,20 +291,24 @@ class CompiledStep(Generic[P, R]):
             f"at most {knobs.form_limit} forms"
         )
 
-    def _agree(self, text: str, graph: StepGraph | None = None) -> AgreedCollectives:
+    def _agree(self, event: RankEvent) -> AgreedCollectives:
         """Show that all ranks captured the same collectives, once for each form of the step."""
-        shared = torch_adapter.world_size() > 1 and current_fake_world() is None
-        claims = claims_of(graph) if shared and graph is not None else Claims()
-        # A hash, since texts of ever new forms would be kept for ever.
-        digest = hashlib.sha256(f"{without_remarks(text)}\n{claims}".encode()).digest()
-        if shared and digest not in self._agreed:
-            agree(self.__qualname__, text, claims)
-        return self._agreed.setdefault(digest, AgreedCollectives())
+        agreed = self._agreed.get(event.key)
+        if agreed is None:
+            linked = _communicates() and agree_in_order(event)
+            form = hashlib.sha256(without_remarks(event.text).encode()).hexdigest()
+            again = RankEvent(event.name, f"compiles form {form} of {event.name} again")
+            agreed = AgreedCollectives(linked, functools.partial(agree_in_order, again))
+            self._agreed[event.key] = agreed
+        return agreed
 
     def _tell_of_failure(self, error: Exception) -> None:
         """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none."""
         try:
-            self._agree(f"{self.__qualname__} cannot be captured: {type(error).__name__}")
+            if _communicates():
+                agree_in_order(
+                    RankEvent(self.__qualname__, f"{self.__qualname__} cannot be captured: {type(error).__name__}")
+                )
         except WeftError:
             if self.fallback == "eager":
                 raise
@@ -327,6 +352,14 @@ def _report(error: Exception) -> str:
     """What a user is told of an error that is neither weft's own nor the step's."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"{type(error).__name__}: {error}. This is a fault in weft; please report it with\n{trace}"
+
+
+def _communicates() -> bool:
+    return torch_adapter.world_size() > 1 and current_fake_world() is None
+
+
+def _claims(graph: StepGraph) -> Claims:
+    return claims_of(graph) if _communicates() else NO_CLAIMS
 
 
 def _hosts(graph: StepGraph) -> str:

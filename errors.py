@@ -5,11 +5,9 @@ A message says what happened, where (rank, mesh axis, the user's file and line) 
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import re
-import reprlib
 from collections.abc import Sequence
+
+from weft.shown_values import choices, listed, shown
 
 HOW_TO_REDUCE = (
     "To see which few operations it takes, run again with WEFT_DUMP_DIR=<directory>, where the step's graph is then "
@@ -17,61 +15,9 @@ HOW_TO_REDUCE = (
 )
 
 
-_MAX_NAMES = 10
-
-
-def listed(names: Sequence[str]) -> str:
-    """At most ten names, and how many more there are."""
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-
-
-def _choices(value: object, known: Sequence[object]) -> str:
-    """At most ten of the values that an option takes, those first that look like the one given."""
-    near = difflib.get_close_matches(str(value), [one for one in known if isinstance(one, str)])
-    return listed([repr(one) for one in sorted(known, key=lambda one: one not in near)])
-
-
 def _gibibytes(size: int) -> str:
     """Bytes as GiB, with three digits."""
     return f"{size / 2**30:.3g} GiB"
-
-
-def shown(value: object) -> str:
-    """A user's value as a message shows it: short, on one line, without addresses in memory."""
-    return _shown.repr(value)
-
-
-class _ShownValues(reprlib.Repr):
-    """Texts, numbers and containers as Python writes them, other values by their type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = 100
-
-    def repr1(self, x: object, level: int) -> str:
-        if isinstance(x, type):
-            return f"the class {_without_scope(x.__qualname__)}"
-        if inspect.isroutine(x):
-            name = _without_scope(str(getattr(x, "__qualname__", type(x).__qualname__)))
-            return "a lambda" if name == "<lambda>" else f"the function {name}"
-        if hasattr(x, "shape") and hasattr(x, "dtype"):
-            kind = "tensor" if hasattr(x, "untyped_storage") else type(x).__qualname__
-            return f"a {x.dtype} {kind} of shape {tuple(x.shape)}"
-        return super().repr1(x, level)
-
-    def repr_instance(self, x: object, level: int) -> str:
-        text = "" if hasattr(x, "named_modules") else super().repr_instance(x, level)
-        plain = text and "\n" not in text and re.search(r" at 0x|<", text) is None
-        return text if plain else f"a {_without_scope(type(x).__qualname__)}"
-
-
-def _without_scope(qualname: str) -> str:
-    """The name of a function or class without that of the function it was defined in."""
-    return qualname.rpartition("<locals>.")[2]
-
-
-_shown = _ShownValues()
 
 
 class WeftError(RuntimeError):
@@ -604,8 +550,7 @@ class UnregisteredType(WeftError):
     def __init__(self, kind: type, where: str) -> None:
         super().__init__(
             f"{where} is a {kind.__module__}.{kind.__qualname__} with tensors inside; make it a dataclass or "
-            "register it with "
-            "torch.utils._pytree.register_pytree_node so that its tensors become inputs of the step"
+            "register it with torch.utils._pytree.register_pytree_node so that its tensors become inputs of the step"
         )
 
 
@@ -625,8 +570,7 @@ class MarkedDynamicSpecialised(WeftError):
         super().__init__(
             f"{size} was marked with weft.mark_dynamic, and the step fixes it to {value} at {line}. "
             "Do not compare that size with a number there or turn it into one (int, range, a list of that "
-            "length), or mark "
-            "it with weft.maybe_mark_dynamic: then each value that needs it gets a capture of its own"
+            "length), or mark it with weft.maybe_mark_dynamic: then each value that needs it gets a capture of its own"
         )
 
 
@@ -655,8 +599,7 @@ class HookDidNotFire(WeftError):
     def __init__(self, owner: str, kind: str, name: str, fired: int, expected: int) -> None:
         super().__init__(
             f"the {kind} hook {name} on {owner} fired {fired} times in the capture, expected {expected}: its "
-            "work would be lost. "
-            "Register it before the first call of the step, on the object the step really uses."
+            "work would be lost. Register it before the first call of the step, on the object the step really uses."
         )
 
 
@@ -668,8 +611,7 @@ class HookCountDiffers(WeftError):
             f"the {kind} hook {name} on {owner} fired {eager} times in the eager step and {captured} times in "
             "the capture. "
             "What the step does must not change from one call to the next by itself: look for branches on "
-            "Python's random "
-            "module, on time or on a counter around what the hook is registered on."
+            "Python's random module, on time or on a counter around what the hook is registered on."
         )
 
 
@@ -677,7 +619,7 @@ class UnknownOption(WeftError, ValueError):
     """An option has a value weft does not know."""
 
     def __init__(self, name: str, value: object, known: list[object]) -> None:
-        super().__init__(f"{name}={shown(value)} is not known; choose one of {_choices(value, known)}")
+        super().__init__(f"{name}={shown(value)} is not known; choose one of {choices(value, known)}")
 
 
 class VerifyFailed(WeftError):
@@ -715,8 +657,7 @@ class UncapturableStreamCall(WeftError):
     def __init__(self, name: str, line: str) -> None:
         super().__init__(
             f"cannot capture torch.cuda.{name} at {line}: the answer depends on when it is asked, and Python "
-            "would act on "
-            "it once, in the capture. Ask outside the step, or in a function marked @weft.opaque"
+            "would act on it once, in the capture. Ask outside the step, or in a function marked @weft.opaque"
         )
 
 
@@ -756,6 +697,17 @@ class StepFailed(WeftError):
             )
         super().__init__(
             f"{operation} failed in a compiled step: {type(error).__name__}: {error}\nIt came from{where}\n{verdict}"
+        )
+
+
+class CollectiveFailed(WeftError):
+    """A collective of a compiled step failed or cannot end. Where its library raised an error, that is the cause."""
+
+    def __init__(self, operation: str, stack: list[str], why: str) -> None:
+        where = "".join(f"\n  {line}" for line in stack) or "\n  (no line of yours: a collective that weft added)"
+        super().__init__(
+            f"{operation} failed in a compiled step: {why}\nIt came from{where}\nThe results of this step are lost. "
+            "This process makes no more calls of compiled steps that communicate: restart from a checkpoint."
         )
 
 
@@ -805,8 +757,7 @@ class HookBeforeSharding(WeftError):
     def __init__(self, path: str) -> None:
         super().__init__(
             f"a hook is registered on parameter {path}, which fully_shard exchanges for its shard: the hook "
-            "would never "
-            "run. Register it on the sharded parameter, after fully_shard"
+            "would never run. Register it on the sharded parameter, after fully_shard"
         )
 
 
@@ -854,20 +805,34 @@ class UnknownKnob(WeftError, ValueError):
     """knobs.override was given a name that is no knob."""
 
     def __init__(self, name: str, known: list[str]) -> None:
-        super().__init__(f"knobs.{name} does not exist; choose one of {_choices(name, known)}. docs/knobs.md lists all")
+        super().__init__(f"knobs.{name} does not exist; choose one of {choices(name, known)}. docs/knobs.md lists all")
 
 
 class GraphMismatch(WeftError):
     """Ranks captured different graphs. `ranks` differ from the others; `rank` is the one that raises."""
 
     def __init__(self, name: str, rank: int, ranks: list[int], summary: str, difference: str) -> None:
-        self.rank = rank
-        self.ranks = ranks
+        self.rank, self.ranks = rank, ranks
+        self.summary, self.difference = summary, difference
         super().__init__(
             f"{name}: ranks do not hold the same step. {summary}\n{difference}\n"
             f"This is rank {rank}. The step has not run: no collective was started and no state changed. All ranks "
             f"must issue the same collectives with the same options: look for branches on get_rank(), sizes of what "
             f"is communicated, modules, hooks, optimizer groups or options that differ between the ranks above."
+        )
+
+
+class RanksDiverged(WeftError):
+    """Ranks make different calls of compiled steps, and some had begun theirs. ``ranks`` differ from the others;
+    ``rank`` is the one that raises."""
+
+    def __init__(self, name: str, rank: int, ranks: list[int], summary: str, difference: str) -> None:
+        self.rank, self.ranks = rank, ranks
+        super().__init__(
+            f"{name}: ranks make different calls of compiled steps. {summary}\n{difference}\nThis is rank {rank}. What "
+            "the calls have written is lost: restart from a checkpoint. All ranks must call the same steps in the same "
+            "order with arguments that lead to the same collectives: look for sizes, flags and Python state that "
+            "changed on some ranks only."
         )
 
 
@@ -897,10 +862,9 @@ class AgreementTimeout(WeftError):
         else:
             what = f"rank {by} waited {seconds:.1f} s and did not hear from {listed}. This is rank {rank}"
         super().__init__(
-            f"{name}: the ranks could not compare capture {call} of this step: {what}. Look at the logs of those "
+            f"{name}: the ranks could not compare what they do next (number {call}): {what}. Look at the logs of those "
             f"that were missing: a rank may have died or raised, may have been busy capturing or loading data "
-            f"(WEFT_AGREEMENT_TIMEOUT_S waits longer), may not have called this step, or had no need to capture "
-            f"it again because its inputs did not change as they did on the others."
+            f"(WEFT_AGREEMENT_TIMEOUT_S waits longer), or may not have called this step."
         )
 
 
@@ -920,8 +884,7 @@ class CannotInitialize(WeftError):
     def __init__(self, paths: list[str], what: str) -> None:
         super().__init__(
             f"weft.materialize: {what}: {listed(paths)}. Give the module that owns them a reset_parameters() "
-            "that fills "
-            "its parameters and buffers, or build that module off the meta device"
+            "that fills its parameters and buffers, or build that module off the meta device"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 
 _ops = torch.ops._c10d_functional
 _library = torch.library.Library("_c10d_functional", "IMPL")
-_KNOWN = frozenset(
+KNOWN_DTYPES = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
         *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
@@ -47,7 +47,7 @@ def _for_gloo(tensor: torch.Tensor) -> torch.Tensor:
     """A view of a contiguous tensor in a dtype that gloo knows, with the same rows."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    if tensor.dtype in _KNOWN:
+    if tensor.dtype in KNOWN_DTYPES:
         return tensor
     return (tensor if tensor.dim() else tensor.reshape(1)).view(torch.uint8)
 

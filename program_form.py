@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from weft.capture.agreement.lockstep import RankEvent
 from weft.capture.graph import StepGraph
 from weft.capture.guards.guards import Guards
 from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
@@ -61,6 +62,7 @@ class ProgramForm:
         self.captured = captured
         self.guards = guards
         self.busy = False  # whether its program is running, with buffers that serve one call at a time
+        self.event: RankEvent | None = None  # of its calls, where their collectives link all ranks
         self._placed = PlacedProgram(captured.graph, captured.places, mode, memory_limit, agreed)
 
     @property

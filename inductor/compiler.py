@@ -219,6 +219,8 @@ def compile_graph(
     cluster = _cluster(memory_limit) if on_gpu and (communicates or memory_limit is not None) else None
     # A form that ranks have compiled before may be compiled again by one of them alone.
     together = cluster is not None or (agreed is not None and agreed.is_new)
+    if communicates and together and agreed is not None and not agreed.is_new:
+        agreed.announce()
     attempts = _Attempts(
         step,
         memory_limit,
@@ -378,7 +380,7 @@ def _agreed(
     if agreed is None or not step.collectives():
         return graph
     arrive()
-    if agreed.all_issue(graph, f"within {budget}", ordered=ordered):
+    if agreed.all_issue(graph, "" if budget is None else f"within {budget}", ordered=ordered):
         return graph
     graph = _unscheduled(step, generates, budget, runner, rewrites=False)
     return runner.run("schedule", graph, [in_captured_order])

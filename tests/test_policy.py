@@ -31,6 +31,7 @@ FLOORS = [
     "launch",
 ]
 BASEMENT = [
+    "shown_values",
     "errors",
     "argument_checks",
     "gloo",

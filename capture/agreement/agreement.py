@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft import errors, knobs, torch_adapter
-from weft.capture.agreement.claims import Claims, Disagreement, disagreement
+from weft.capture.agreement.claims import Claims, Disagreement, disagreement, linked
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.agreement.text_difference import difference, without_remarks
 from weft.capture.fake.fake_world import current_fake_world
@@ -49,12 +49,13 @@ def agree(
     text: str,
     claims: Claims | None = None,
     *,
+    place: tuple[str, int] | None = None,
     group: dist.ProcessGroup | None = None,
     timeout_s: float | None = None,
     store: dist.Store | None = None,
     rank: int | None = None,
     world: int | None = None,
-) -> None:
+) -> bool:
     """Return once every rank of `group` (default: all ranks) has called this with an equal `text`.
 
     In a fake world, and without a process group, it returns at once.
@@ -63,9 +64,13 @@ def agree(
         name: of the comparison. Calls are matched by name and by how often each rank has called with this name.
         text: of this rank. Remarks in it (text_difference.REMARK) are shown and not compared.
         claims: what members of one process group must hold alike beside the text.
+        place: what calls are matched by, in place of the name and the number of calls.
         group: the ranks that compare.
         timeout_s: seconds from this rank's call; default: the knob agreement_timeout_s.
         store, rank, world: used instead of those of the process group; all three or none.
+
+    Returns:
+        Whether the process groups that ranks claim link all of them to each other, directly or through other ranks.
 
     Raises:
         errors.GraphMismatch: on every rank: texts differ. The message names the ranks and shows the difference.
@@ -76,7 +81,7 @@ def agree(
     if store is None:
         if not dist.is_initialized() or current_fake_world() is not None:
             log.debug("%s: nobody to compare this graph with", name)
-            return
+            return False
         store, rank = torch_adapter.default_store(), dist.get_rank()
         ranks = dist.get_process_group_ranks(group)
     else:
@@ -84,14 +89,16 @@ def agree(
         assert world is not None
         ranks = list(range(world))
     if len(ranks) == 1:
-        return
+        return False
     start = time.monotonic()
     timeout_s = knobs.agreement_timeout_s if timeout_s is None else timeout_s
-    rendezvous = StoreRendezvous(f"agreement/{name}", ranks, rank, timeout_s, store=store)
-    _TextComparison(name, rendezvous, text, claims or Claims()).run()
+    where, number = place or (name, None)
+    rendezvous = StoreRendezvous(f"agreement/{where}", ranks, rank, timeout_s, store=store, number=number)
+    links = _TextComparison(name, rendezvous, text, claims or Claims()).run()
     log.debug(
         "%s: %d ranks agree on capture %d (%.3f s)", name, len(ranks), rendezvous.number, time.monotonic() - start
     )
+    return links
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,8 @@ class _TextComparison:
     text: str
     claims: Claims
 
-    def run(self) -> None:
-        """Return where all texts are equal; otherwise raise what :func:`agree` says."""
+    def run(self) -> bool:
+        """Return what :func:`agree` says where all texts are equal; otherwise raise what it says."""
         here = self.rendezvous
         here.post(f"hash/{here.rank}", json.dumps([_digest(self.text), self.claims.posted()]))
         is_last = here.count("arrived") == len(here.ranks)
@@ -123,6 +130,7 @@ class _TextComparison:
                 self.name, here.rank, found.ranks, listed(found.ranks), found.what, self._line_with(found.concerns)
             )
         here.leave([f"hash/{here.rank}"], ["arrived", "judges", "verdict"])
+        return verdict["linked"]
 
     def _verdict(self) -> dict[str, Any]:
         """Wait for the verdict. After the deadline this rank publishes it, unless another rank has begun to."""
@@ -143,8 +151,9 @@ class _TextComparison:
             groups = _groups([digest for digest, _ in posted], here.ranks)
             verdict = {"groups": [(group.digest, group.ranks) for group in groups]}
             if len(groups) == 1:
-                found = disagreement(dict(zip(here.ranks, (claims for _, claims in posted), strict=True)))
-                verdict |= {"disagreement": found} if found is not None else {}
+                claims = dict(zip(here.ranks, (claims for _, claims in posted), strict=True))
+                found = disagreement(claims)
+                verdict |= {"linked": linked(claims)} if found is None else {"disagreement": found}
         return json.loads(here.post_first("verdict", json.dumps(verdict)))
 
     def _line_with(self, words: str) -> str:

@@ -47,6 +47,9 @@ class Claims:
         return [self.groups, self.exchanges]
 
 
+NO_CLAIMS = Claims()
+
+
 def claims_of(step: StepGraph) -> Claims:
     """The claims of this rank about the groups and collectives of ``step``."""
     exchanges = {}
@@ -101,3 +104,18 @@ def disagreement(posted: Mapping[int, list[Any]]) -> Disagreement | None:
                     what += f"expects {'a size that its data decides' if expected is None else expected}"
                     return Disagreement(sorted({rank, int(partner)}), what, "all_to_all_single")
     return None
+
+
+def linked(posted: Mapping[int, list[Any]]) -> bool:
+    """Whether the groups that ranks have posted link all ranks to each other, directly or through other ranks."""
+    parts: list[tuple[set[int], set[str]]] = []  # ranks that are linked, and their groups
+    for rank, (groups, _) in posted.items():
+        ranks, names = {rank}, {identity for identity, _ in groups.values()}
+        apart = []
+        for part in parts:
+            if part[1].isdisjoint(names):
+                apart.append(part)
+            else:
+                ranks, names = ranks | part[0], names | part[1]
+        parts = [*apart, (ranks, names)]
+    return len(parts) == 1

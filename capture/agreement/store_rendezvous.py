@@ -29,9 +29,10 @@ class StoreRendezvous:
         timeout_s: seconds that this rank waits for what another one posts.
         late: makes the error to raise where something was not posted in time, from the keys of that.
         store: where texts are left (default: the store of the default process group).
+        number: which of the rendezvous at this place it is, where all ranks know; they are counted otherwise.
 
     Attributes:
-        number: how often this rank has come to this place, from 1.
+        number: as given, or how often this rank has come to this place, from 1.
         at: this rank's position in ``ranks``.
 
     All methods raise errors.StoreLost where the process that holds the store is gone.
@@ -45,6 +46,7 @@ class StoreRendezvous:
         timeout_s: float,
         late: Callable[[list[str]], Exception] | None = None,
         store: dist.Store | None = None,
+        number: int | None = None,
     ) -> None:
         self.place = place
         self.ranks = list(ranks)
@@ -55,7 +57,7 @@ class StoreRendezvous:
         who = hashlib.sha256(str(self.ranks).encode()).hexdigest()[:16]
         here = dist.PrefixStore(f"weft/{place}/{who}", store or torch_adapter.default_store())
         with self._reachable():
-            self.number = here.add(f"calls/{rank}", 1)
+            self.number = here.add(f"calls/{rank}", 1) if number is None else number
         self._store = dist.PrefixStore(str(self.number), here)
 
     @contextlib.contextmanager

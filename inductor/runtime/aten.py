@@ -21,12 +21,16 @@ import torch
 
 import weft.gloo  # noqa: F401 - registers CPU all-gathers that may be in flight together
 from weft import knobs, torch_adapter
+from weft.capture.agreement.rank_watch import CannotEnd
 from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import is_collective, is_wait
 from weft.capture.sizes_in_bytes import format_bytes
 from weft.capture.user_code import format_frame
-from weft.errors import RuntimeCheckFailed, StepFailed, WeftError
+from weft.errors import CollectiveFailed, RuntimeCheckFailed, StepFailed, WeftError
 from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.node_order import start_of
 from weft.inductor.runtime.bindings import callable_of
+from weft.inductor.runtime.gloo_collectives import interruptible
 from weft.inductor.runtime.memory_plan import plan_memory
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.verify import verify_program
@@ -56,8 +60,9 @@ class AtenProgram:
         source: as given.
 
     Raises:
-        StepFailed: an operation failed; names the user's line. Weft's own errors, and errors of user hooks, are passed
-            on unchanged.
+        CollectiveFailed: a collective failed or cannot end; names the user's line, and the ranks that are gone.
+        StepFailed: another operation failed; names the user's line. Weft's own errors, and errors of user hooks, are
+            passed on unchanged.
     """
 
     def __init__(self, source: str, names: dict[str, Any], lines: list[Node | None]) -> None:
@@ -73,11 +78,12 @@ class AtenProgram:
         )
         weakref.finalize(self, linecache.cache.pop, self._filename, None)
         # Only names that are called get the cheaper binding: an operation passed as an argument stays an OpOverload.
+        collectives = interruptible(lines)
         called = re.compile(r"\b(\w+)\(").findall(source)
         namespace = dict(names)
         for name in {*called} & {*names}:
             if isinstance(names[name], OpOverload):
-                namespace[name] = callable_of(names[name])
+                namespace[name] = collectives.get(names[name]) or callable_of(names[name])
         exec(compile(source, self._filename, "exec"), namespace)
         self._run: Callable[[list[Any]], list[Any]] = namespace["run"]
 
@@ -114,7 +120,11 @@ class AtenProgram:
             node = self._failing_node(error.__traceback__)
             if node is None:
                 raise
-            stack = [format_frame(frame) for frame in node.meta.get("frames", ())]
+            start = start_of(node) if is_wait(node) else node
+            stack = [format_frame(frame) for frame in start.meta.get("frames", ())]
+            if is_collective(start):
+                why = str(error) if isinstance(error, CannotEnd) else f"{type(error).__name__}: {error}"
+                raise CollectiveFailed(str(start.target), stack, why) from error
             if node.meta.get("effect"):
                 error.add_note(f"raised in a compiled step at {stack[0] if stack else node.name}")
                 raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,20 @@ Node = torch.fx.Node
 class AgreedCollectives:
     """The lists of collectives that ranks agreed on for one step with the same captured collectives and options.
 
+    Args:
+        linked: whether these collectives link all ranks to each other.
+        announce: called before ranks compile together, if it is not for the first time: it raises where other ranks do
+            not compile now.
+
     Attributes:
+        linked, announce: as given.
         issued: what names the list of the form that was compiled last.
         left_out: what ranks left out of that compilation because of faults.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, linked: bool = False, announce: Callable[[], object] = lambda: None) -> None:
+        self.linked = linked
+        self.announce = announce
         self.issued = ""
         self.left_out = LeftOut()
         self._lists: set[str] = set()
@@ -64,8 +73,10 @@ class AgreedCollectives:
         """
         lines = [_line(node) for node in step.collectives()]
         digest = hashlib.sha256("\n".join(lines if ordered else sorted(lines)).encode()).hexdigest()
-        own, captured = f"{stage} {digest}", f"{stage} as captured"
+        own, captured = f"{digest[:16]} {stage}", f"as captured {stage}"
         if own not in self._lists and captured not in self._lists:
+            if self._lists:
+                self.announce()
             self._lists.add(own if _all_have(digest) else captured)
         self.issued = own if own in self._lists else captured
         return self.issued == own

@@ -168,7 +168,7 @@ def test_an_extra_capture_on_one_rank_times_out() -> None:
     assert outcomes([GRAPH] * 3, shared)[0] == [None] * 3
     got, _ = outcomes([None, OTHER, None], shared, timeout_s=0.3)
     assert got[1].missing == [0, 2]
-    assert "capture 2 of this step" in str(got[1])
+    assert "what they do next (number 2)" in str(got[1])
     assert "did not hear from ranks 0, 2" in str(got[1])
 
 

@@ -68,7 +68,8 @@ def recapture_alone(rank: int, world: int) -> tuple[list[int], int, bool]:
     weights = [torch.full((2, 4), float(rank + at)) for at in (1, 2)]
     eager = two_gathers(weights, rank == 1, True)
     step = weft.compile(eager)
-    same = torch.equal(step(torch.ones(3, 4)), eager(torch.ones(3, 4)))
+    # After so many calls the next one is predicted, and its ranks need not compare it.
+    same = all(torch.equal(step(torch.ones(3, 4)), eager(torch.ones(3, 4))) for _ in range(8))
     asked = 0
 
     def count(*given: object, **named: object) -> NoReturn:
