@@ -34,7 +34,7 @@ from weft.capture.node_kinds import sizes_differ_by_rank
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.functional_ops import Effects, effects, executable_form, out_of_place
 from weft.capture.record.list_writes import check_independent
-from weft.capture.record.literals import LIFTS, Literals, is_literal
+from weft.capture.record.literals import LIFTS, is_literal
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, TrackedStorages, TrackedTensor, is_tracked
@@ -112,7 +112,6 @@ class OpRecorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph, self._stamp)
         self.storages = TrackedStorages(self.emit, self.value, self._input, self._define_sizes)
-        self.literals = Literals(self.emit_first)
         self.recorded = 0
         self.passed = 0
         self.module_path: Callable[[], str] = lambda: ""
@@ -253,10 +252,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _record_literal(self, literal: torch.Tensor) -> torch.Tensor:
         """``torch.tensor([1.0])``: the real tensor is an input, the step works with a tensor of its own."""
-        val, node = torch_adapter.fake_like(self.fake_mode, literal), self.value(literal)
-        self.storages.bind_fresh(val, node)
-        self.literals.add(node, val, frames=user_frames(4), module=self.module_path())
-        return val
+        return self.storages.bind_fresh(torch_adapter.fake_like(self.fake_mode, literal), self.value(literal)).val
 
     def _record_wait(self, out: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
         """A wait hands back the storage of its operand, which holds the result of the collective from here on."""
@@ -301,7 +297,7 @@ class OpRecorder(TorchDispatchMode):
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
-        vals = [*fresh, *map_operands(written, self._fake)] if wide is None else [wide]
+        vals = [*fresh, *map_operands(written, self.storages.val)] if wide is None else [wide]
         single = len(vals) == 1
         node = self.emit(writes.functional, *operands[0], val=vals[0] if single else tuple(vals), **operands[1])
         if wide is None:
@@ -315,11 +311,17 @@ class OpRecorder(TorchDispatchMode):
         return inplace_results(op, out, args, kwargs, positions)
 
     def _overwrites_whole(self, target: torch.Tensor, source: torch.Tensor | Number) -> bool:
-        """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed."""
-        if not isinstance(source, torch.Tensor):
+        """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.
+
+        Not so for the memory of the user. What it held is read before it is written, and views of it leave the step.
+        """
+        if not isinstance(source, torch.Tensor) or (target.dtype, target.device) != (source.dtype, source.device):
             return False
-        same = target.dtype == source.dtype and target.device == source.device
-        return same and self.storages.of(target).parent is None and same_layout(target, source)
+        to, of = self.storages.of(target), self.storages.of(source)
+        if to.parent is not None or to.storage.is_input or of.storage.is_input:
+            return False
+        dense = torch_adapter.surely(span(target) == target.numel())  # as a copy of the value would be
+        return dense and same_layout(target, source)
 
     def _widened(
         self, op: OpOverload, writes: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -366,7 +368,8 @@ class OpRecorder(TorchDispatchMode):
         if view is None or given or not is_tracked(target):
             raise UncapturableMutation(f"{op} at {user_line()}: a tensor of your own cannot change its shape in a step")
         before = self.storages.of(target)
-        viewed = self._record(view, args, kwargs)
+        sets = op is aten.set_.source_Tensor  # to the memory of another tensor, as ``t.data = ...``
+        now = self.storages.of(args[1] if sets else self._record(view, args, kwargs))
         with torch_adapter.only_mode(self.fake_mode):
             layout_before = target.detach()
         # The object is about to change its layout; nodes that it stands for keep the layout they were recorded with.
@@ -374,7 +377,8 @@ class OpRecorder(TorchDispatchMode):
             node.meta["val"] = map_operands(node.meta["val"], lambda val: layout_before if val is target else val)
         with torch.no_grad():
             op(*fake_args, **fake_kwargs)
-        self.storages.mark(target, self.storages.reshaped(self.storages.of(viewed), before, layout_before))
+        storages = self.storages
+        storages.mark(target, storages.copy_of(now) if sets else storages.reshaped(now, before, layout_before))
         return target
 
     # ---- values
@@ -460,7 +464,9 @@ class OpRecorder(TorchDispatchMode):
 
     def new_operand(self, val: torch.Tensor, name: str) -> TrackedTensor:
         """A placeholder for a fake tensor in memory of its own."""
-        return self.storages.bind_fresh(val, self._placeholder(name, val))
+        tracked = self.storages.bind_fresh(val, self._placeholder(name, val))
+        tracked.storage.is_input = True
+        return tracked
 
     def _placeholder(self, name: str, val: Any) -> torch.fx.Node:
         with self.graph.inserting_after(self._last_input):

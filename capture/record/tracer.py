@@ -401,6 +401,7 @@ class _StepCapture:
             return len(nodes) - 1
 
         with torch_adapter.only_mode(self.fake_mode):
+            recorder.storages.end()
             slots: dict[int, int] = {}
             effects: list[Effect] = []
             if complete := not self.branches.undecided:
@@ -419,7 +420,7 @@ class _StepCapture:
             if complete:
                 self._updates(outputs, nodes)
         self.streams.end()
-        recorder.graph.output(tuple(recorder.literals.copy_escaping(nodes)))
+        recorder.graph.output(tuple(nodes))
         detach_from_autograd(self.recorder.graph, self.fake_mode)
         drop_dead(recorder.graph)
         inputs, places = self._inputs(outputs)

@@ -49,13 +49,15 @@ class TrackedStorage:
         storage: of the fake tensors; held so that its address is not given to another one.
         version: how many writes to it were recorded.
         whole: the tensor that covers the storage, from which views start.
+        is_input: whether it is the memory of an input, which is the user's.
     """
 
-    __slots__ = ("node", "overlapped", "storage", "version", "whole")
+    __slots__ = ("is_input", "node", "overlapped", "storage", "version", "whole")
 
     def __init__(self, node: torch.fx.Node, storage: torch.UntypedStorage) -> None:
         self.node = node
         self.whole: TrackedTensor | None = None
+        self.is_input = False
         self.version = 0
         self.storage = storage
         self.overlapped = False
@@ -144,6 +146,10 @@ class TrackedStorages:
         found = tensor.__dict__.get(_TRACKED) if isinstance(tensor, FakeTensor) else None
         return found if found is not None else self._add_input(tensor)
 
+    def val(self, argument: Any) -> Any:
+        """The fake in whose memory a tensor is (another one where its ``.data`` was set); all else as it is."""
+        return self.of(argument).val if isinstance(argument, torch.Tensor) else argument
+
     # ---- reading and writing
 
     def read(self, tracked: TrackedTensor) -> torch.fx.Node:
@@ -168,7 +174,7 @@ class TrackedStorages:
         """
         val = new.meta.get("val")
         if isinstance(val, torch.Tensor) and val.dtype != tracked.val.dtype:
-            new = self._emit(aten._to_copy.default, new, val=tracked.val, dtype=tracked.val.dtype)
+            new = self._converted(tracked, new)
         if tracked.parent is None:
             tracked.storage.overwrite(new)
         else:
@@ -178,6 +184,14 @@ class TrackedStorages:
             self.write(parent, base)
         # The write counted the version up: without this the next read would take ``new`` for stale.
         tracked.node, tracked.version = new, tracked.storage.version
+
+    def _converted(self, tracked: TrackedTensor, new: torch.fx.Node) -> torch.fx.Node:
+        """A value in the dtype of the tensor that it is written to, in the memory of an input, as views of it are."""
+        if not tracked.storage.is_input:
+            return self._emit(aten._to_copy.default, new, val=tracked.val, dtype=tracked.val.dtype)
+        converted = self._emit(aten.copy.default, self.read(tracked), new, val=tracked.val)
+        converted.meta["inplace"] = aten.copy_.default
+        return converted
 
     def replace_contents(self, tracked: TrackedTensor, node: torch.fx.Node) -> None:
         """Make ``node`` the contents of the tensor's whole storage: a wait hands back the storage it was given."""
@@ -290,6 +304,20 @@ class TrackedStorages:
         """Let every view be taken anew from the whole of its storage when it is next read."""
         for storage in self.all():
             storage.version += 1
+
+    def end(self) -> None:
+        """Let what leaves the step share memory as it does in eager: to be called before it is read.
+
+        ``y.copy_(x)`` makes no node: that of ``x`` is the value of both from then on. Here ``y`` gets a copy, which is
+        dead code where ``y`` does not leave the step. What leaves it as a view is made a view of its base as it is at
+        the end, also where the value was computed before it was written to the base.
+        """
+        for storage in self.all():
+            value, whole = storage.node, storage.whole
+            assert whole is not None
+            if torch_adapter.storage_key(value.meta["val"]) != torch_adapter.storage_key(whole.val):
+                storage.node = self._emit(aten.clone.default, value, val=whole.val)
+        self.read_views_again()
 
     def forget_all(self) -> None:
         """Stop tracking everything: nothing here leads to fake tensors any more, nor they to the capture."""
