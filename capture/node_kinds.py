@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.fx
@@ -63,3 +64,10 @@ def group_of(node: torch.fx.Node) -> str:
             named = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
             return named if isinstance(named, str) else ""
     return ""
+
+
+def check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:
+    """Splits of an all-to-all that only the data decides: sizes, of which those sent must cover the tensor."""
+    for size in (*theirs, *ours):
+        torch._check(size >= 0, lambda size=size: f"{size} is no size to split by")
+    torch._check(sum(ours) == sent.shape[0], lambda: f"splits {ours} do not cover {sent.shape[0]} rows")

@@ -12,7 +12,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -168,6 +168,9 @@ class _ContainerGuard:
         self._empty = [each.obj for each in sized if not each.before]
         self._filled = [each.obj for each in sized if each.before]
         self._counts = [len(each.before) for each in sized if each.before]
+        # Code that goes through a dictionary sees the order of its keys.
+        self._ordered = [each.obj for each in sized if isinstance(each.obj, dict) and len(each.before) > 1]
+        self._order = [key for each in self._ordered for key in each]
 
     def listed(self) -> list[str]:
         """The conditions as text."""
@@ -181,6 +184,8 @@ class _ContainerGuard:
     def holds(self) -> bool:
         """Whether all entries match the expected ones. If they do, the present entries are expected from now on."""
         if any(self._empty) or list(map(len, self._filled)) != self._counts:
+            return False
+        if not self._in_order():
             return False
         try:
             now = self._entries.read()
@@ -199,7 +204,13 @@ class _ContainerGuard:
             return None
         expected = self._expected_of()
         failures = (_container_failure(each, expected[id(each)]) for each in self._filled_first)
-        return next(filter(None, failures), None)
+        reordered = None if self._in_order() else "the keys of a dictionary are in another order"
+        return next(filter(None, failures), reordered)
+
+    def _in_order(self) -> bool:
+        """Whether the keys of all dictionaries are in the order that they had. Their numbers are known to be equal."""
+        keys = chain.from_iterable(self._ordered)
+        return all(now is before or _same_key(now, before) for now, before in zip(keys, self._order, strict=False))
 
     def _expected_of(self) -> dict[int, dict[Any, Any]]:
         """The expected entries of each container, by its id."""
@@ -221,6 +232,10 @@ def _container_failure(container: Container, expected: dict[Any, Any]) -> str | 
             now_is = "missing" if value is MISSING else _shown(value, "another")
             return f"{container.label(key)} is {now_is}, was {_shown(before, 'a')}"
     return None
+
+
+def _same_key(one: Any, other: Any) -> bool:
+    return hash(one) == hash(other) and bool(one == other)
 
 
 def _is_sized(container: Container) -> bool:

@@ -30,8 +30,11 @@ _COMPARED: dict[str, str] = {
     "shutil": "which",
     "socket": "gethostname getfqdn",
     "sys": "getrecursionlimit gettrace getprofile",
-    "threading": "active_count",
+    "threading": "active_count current_thread",
+    "threading:Thread": "name",
     "torch": "get_num_threads get_num_interop_threads",
+    "torch.backends:ContextProp": "__get__",
+    "torch.backends.cuda": "flash_sdp_enabled math_sdp_enabled mem_efficient_sdp_enabled cudnn_sdp_enabled",
 }
 _REFUSED: dict[str, str] = {
     "builtins": "input",
@@ -67,7 +70,10 @@ _EFFECTS: dict[str, str] = {
     "subprocess:Popen": "__init__",
     "sys": "setrecursionlimit settrace setprofile",
     "threading:Thread": "start",
+    "time": "sleep",
     "torch": "set_num_threads set_num_interop_threads",
+    "torch.backends:ContextProp": "__set__",
+    "torch.backends.cuda": "enable_flash_sdp enable_math_sdp enable_mem_efficient_sdp enable_cudnn_sdp",
 }
 # Modules that stand between the step's code and the function that is replaced.
 _BETWEEN = ("weft.capture.record.outside_calls", "weft.capture.record.outside_objects")
@@ -114,8 +120,12 @@ class OutsideCalls:
                 owner = sys.modules.get(module)
                 owner = getattr(owner, kind, None) if kind else owner
                 for name in names.split() if owner is not None else ():
-                    if hasattr(owner, name):
-                        yield owner, name, make(getattr(owner, name), f"{kind or module}.{name}")
+                    if (original := getattr(owner, name, None)) is not None:
+                        text = f"{kind or module}.{name}"
+                        if isinstance(original, property) and original.fget is not None:
+                            yield owner, name, property(make(original.fget, text), original.fset, doc=original.__doc__)
+                        else:
+                            yield owner, name, make(original, text)
 
     def end(self) -> None:
         """Forget the capture: a module that was imported meanwhile may have kept a replacement."""
@@ -142,9 +152,9 @@ class OutsideCalls:
                 answer, result, error = _answer(call)
             finally:
                 self._busy = False
-            shown = ", ".join(map(repr, args))
-            if all((known.text, known.answer) != (f"{text}({shown})", answer) for known in self.reads):
-                self.reads.append(OutsideRead(f"{text}({shown})", call, answer))
+            asked = _flag_name(*args) if text == "ContextProp.__get__" else f"{text}({', '.join(map(repr, args))})"
+            if all((known.text, known.answer) != (asked, answer) for known in self.reads):
+                self.reads.append(OutsideRead(asked, call, answer))
             if error is not None:
                 raise error
             return result
@@ -164,7 +174,9 @@ class OutsideCalls:
         @functools.wraps(original)
         def effect(*args: Any, **kwargs: Any) -> Any:
             if self.counts():
-                raise OutsideEffect(f"calls {text.removesuffix('.__init__')}", user_line())
+                sets = text == "ContextProp.__set__"
+                what = f"sets {_flag_name(*args)}" if sets else f"calls {text.removesuffix('.__init__')}"
+                raise OutsideEffect(what, user_line())
             return original(*args, **kwargs)
 
         return effect
@@ -173,6 +185,12 @@ class OutsideCalls:
 def outside_failure(reads: list[OutsideRead]) -> str | None:
     """The first answer that is another than in the capture, as text; None where none is."""
     return next(filter(None, (read.failure() for read in reads)), None)
+
+
+def _flag_name(flag: Any, owner: Any, *kind: type) -> str:
+    """``torch.backends.cudnn.benchmark``, for what is behind it."""
+    names = [name for each in type(owner).__mro__ for name, value in vars(each).items() if value is flag]
+    return ".".join([getattr(owner, "__name__", "torch.backends"), *names[:1]])
 
 
 def _answer(call: Callable[[], Any]) -> tuple[Any, Any, Exception | None]:

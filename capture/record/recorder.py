@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_rule
-from weft.capture.node_kinds import sizes_differ_by_rank
+from weft.capture.node_kinds import check_splits, sizes_differ_by_rank
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.functional_ops import Effects, effects, executable_form, out_of_place
 from weft.capture.record.list_writes import check_independent
@@ -209,7 +209,7 @@ class OpRecorder(TorchDispatchMode):
         if writes is not None:
             return self._record_write(op, writes, args, kwargs, *fakes)
         if sizes_differ_by_rank(op):
-            _check_splits(*fakes[0][:3])
+            check_splits(*fakes[0][:3])
         try:
             out = self._results(op, *fakes)
         except Exception as error:
@@ -594,10 +594,3 @@ class OpRecorder(TorchDispatchMode):
 def _name(op: OpOverload) -> str:
     """``mm`` for ``aten.mm.default``."""
     return op._schema.name.split("::")[1]
-
-
-def _check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:
-    """Splits of an all-to-all that only the data decides: sizes, of which those sent must cover the tensor."""
-    for size in (*theirs, *ours):
-        torch._check(size >= 0, lambda size=size: f"{size} is no size to split by")
-    torch._check(sum(ours) == sent.shape[0], lambda: f"splits {ours} do not cover {sent.shape[0]} rows")

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weft.capture.state.containers import MISSING, Content
+from weft.capture.state.containers import MISSING, SIMPLE, Content
 
 # Larger arrays are no settings but data: to compare them before every call would take longer than many a step.
 LARGEST_BYTES = 1 << 20
@@ -116,6 +116,19 @@ def _write_array(values: Any, content: tuple[Any, ...]) -> None:
         values[...] = numpy.frombuffer(content[2], dtype=content[0]).reshape(values.shape)
 
 
+def _refill_weakly(elements: weakref.WeakSet[Any], content: tuple[weakref.ref[Any], ...]) -> None:
+    _refill(elements, tuple(element for each in content if (element := each()) is not None))  # type: ignore[arg-type]
+
+
+def _weak_keys(mapping: weakref.WeakKeyDictionary[Any, Any]) -> tuple[Any, ...]:
+    shown = lambda value: value if isinstance(value, SIMPLE) else id(value)
+    return tuple((weakref.ref(key), shown(value)) for key, value in mapping.items())
+
+
+def _weak_values(mapping: weakref.WeakValueDictionary[Any, Any]) -> tuple[Any, ...]:
+    return tuple((key, weakref.ref(value)) for key, value in mapping.items())
+
+
 def _kept_alive(reference: weakref.ref[Any]) -> bool:
     return reference() is not None
 
@@ -134,6 +147,9 @@ _KINDS: list[tuple[Any, Read, Write]] = [
     (contextvars.ContextVar, lambda variable: variable.get(MISSING), _write_variable),
     (threading.Event, _read_flag, _write_flag),
     (weakref.ref, _kept_alive, _nothing),
+    (weakref.WeakSet, lambda elements: tuple(map(weakref.ref, elements)), _refill_weakly),
+    (weakref.WeakKeyDictionary, _weak_keys, _nothing),
+    (weakref.WeakValueDictionary, _weak_values, _nothing),
 ]
 _ARRAY: Access = (_read_array, _write_array)
 # Types of modules that a program may not have imported.

@@ -14,6 +14,7 @@ import contextvars
 import dataclasses
 import functools
 import logging
+import sys
 import threading
 import types
 from collections import OrderedDict, deque
@@ -214,6 +215,8 @@ class ReachableState:
         elif isinstance(obj, (types.ModuleType, type)):
             if is_own(obj):
                 self._own(obj, path)
+            elif obj is sys:
+                self._container(Container(vars(sys), "sys", frozenset({"argv"}), _label("sys")))
         elif isinstance(wrapped := attributes_of(obj).get("__wrapped__"), (types.FunctionType, types.MethodType)):
             self._visit(wrapped, path, None)  # a compiled step that this step calls, or a cached function
         else:

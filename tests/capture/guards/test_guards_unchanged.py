@@ -154,19 +154,20 @@ def _removed_missed(probe: Probe, container: Container, key: Any, value: Any) ->
             f"without {container.label(key)}", lambda: container.remove(key), lambda: obj.insert(key, value)
         )
     if isinstance(obj, dict):
+        order = list(obj)
 
         def rename() -> None:
             container.remove(key)
             obj["another name"] = value
 
         def back() -> None:
-            del obj["another name"]
+            obj.pop("another name", None)
             obj[key] = value
+            for each in order:  # which is guarded too
+                obj[each] = obj.pop(each)
 
         return [
-            *probe.missed(
-                f"without {container.label(key)}", lambda: container.remove(key), lambda: container.set(key, value)
-            ),
+            *probe.missed(f"without {container.label(key)}", lambda: container.remove(key), back),
             *probe.missed(f"{container.label(key)} renamed", rename, back),
         ]
     return []

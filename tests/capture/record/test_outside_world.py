@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -300,6 +301,78 @@ def _database() -> sqlite3.Connection:
 
 DATABASE, QUEUE, SOCKETS = _database(), queue.Queue[Any](), socket.socketpair()
 LOCK = threading.Lock()
+
+
+class Key:
+    """Something to refer to weakly."""
+
+
+def _ordered() -> tuple[Step, Change]:
+    table = {"a": 1.0, "b": 2.0}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for value in table.values():
+            x = x * 2 + value
+        return x
+
+    return step, lambda at: table.update(a=table.pop("a"))
+
+
+def _weakly(kind: Callable[[list[Key]], Any], read: Callable[[Any], float]) -> Callable[[], tuple[Step, Change]]:
+    def make() -> tuple[Step, Change]:
+        keys = [Key(), Key(), Key()]
+        held = kind(keys)
+        return lambda x: x * read(held), lambda at: keys.pop() and None
+
+    return make
+
+
+def _named(at: int) -> None:
+    threading.current_thread().name = "x" * at
+
+
+# A step, and what the script changes before each call but the first.
+COMPARED: dict[str, Callable[[], tuple[Step, Change]]] = {
+    "order of a dictionary": _ordered,
+    "weak set": _weakly(weakref.WeakSet, len),
+    "weak keys": _weakly(lambda keys: weakref.WeakKeyDictionary(dict.fromkeys(keys, 2.0)), lambda d: sum(d.values())),
+    "weak values": _weakly(lambda keys: weakref.WeakValueDictionary(dict(enumerate(keys))), len),
+    "arguments of the script": lambda: (lambda x: x * len(sys.argv), lambda at: sys.argv.append("more")),
+    "name of the thread": lambda: (lambda x: x * len(threading.current_thread().name), _named),
+    "flag of a backend": lambda: (
+        lambda x: x * (2 if torch.backends.cudnn.benchmark else 3),
+        lambda at: setattr(torch.backends.cudnn, "benchmark", at == 1),
+    ),
+    "function of a backend": lambda: (
+        lambda x: x * (2 if torch.backends.cuda.flash_sdp_enabled() else 3),
+        lambda at: torch.backends.cuda.enable_flash_sdp(at == 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_the_script_changes_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def results(wrap: Callable[..., Any]) -> list[float]:
+        monkeypatch.setattr(sys, "argv", ["train.py"])
+        monkeypatch.setattr(threading.current_thread(), "name", "MainThread")
+        monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+        torch.backends.cuda.enable_flash_sdp(True)
+        step, change = COMPARED[name]()
+        compiled, found = wrap(step), []
+        for at in range(4):
+            if at:
+                change(at)
+            found.append(compiled(torch.ones(2)).sum().item())
+        return found
+
+    try:
+        expected = results(lambda step: step)
+        assert len(set(expected)) > 1
+        assert results(weft.compile) == expected
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], type[WeftError]]] = {
     "uuid1": (lambda x: x * (uuid.uuid1().int % 7), UncapturableDraw),
     "uuid4": (lambda x: x * (uuid.uuid4().int % 7), UncapturableDraw),
@@ -322,6 +395,8 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], type[WeftError]]] = {
     "chdir": (lambda x: os.chdir("/"), OutsideEffect),
     "thread": (lambda x: threading.Thread(target=_nothing).start(), OutsideEffect),
     "settings of torch": (lambda x: torch.set_num_threads(1), OutsideEffect),
+    "a flag of a backend": (lambda x: setattr(torch.backends.cudnn, "benchmark", False), OutsideEffect),
+    "sleep": (lambda x: time.sleep(0), OutsideEffect),
     "torch.save": (lambda x: torch.save(x, io.BytesIO()), MemoryOfTensor),
     "torch.save of what is outside": (lambda x: torch.save(OUTSIDE, io.BytesIO()), MemoryOfTensor),
     "torch.load": (lambda x: torch.load("never"), UncapturableDraw),
