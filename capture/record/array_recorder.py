@@ -226,7 +226,8 @@ class ArrayRecorder:
         contents = layout.memory(sample)
         if not contents.flags.c_contiguous:
             raise self.refusal(name_of(call.function), "its result has gaps in memory", "make a copy: numpy.array(x)")
-        source = f"{_full_name(name_of(call.function))} at {user_line()}"
+        drawn = [each.source for each in _leaves(call) if isinstance(each, ArrayMemory) and each.known is None]
+        source = drawn[0] if drawn else f"{_full_name(name_of(call.function))} at {user_line()}"
         if known:
             memory = ArrayMemory(contents if contents.flags.writeable else contents.copy(), source, known=True)
         else:

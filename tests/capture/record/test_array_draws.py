@@ -299,6 +299,7 @@ def test_what_has_no_place_in_a_graph_is_refused_with_its_line() -> None:
         (lambda x: (np.put(_TABLE, drawn(), 1), x), UncapturableDraw, "did not make itself"),
         (lambda x: (np.random.shuffle(order), x), UncapturableDraw, "shuffles a list"),
         (lambda x: x * float(np.random.rand(8)[0]), CannotCapture, "numpy.random.rand at"),
+        (lambda x: x * float(np.random.rand(8).sum()), CannotCapture, "numpy.random.rand at"),
         (lambda x: x * np.random.rand(8), UncapturableDraw, "torch.from_numpy"),
         (lambda x: np.random.rand(8) * x, UncapturableDraw, "torch.from_numpy"),
         (lambda x: (pickle.dumps(drawn()), x), UncapturableDraw, "pickled"),
