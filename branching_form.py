@@ -29,8 +29,9 @@ from weft.capture.guards.guards import Guards
 from weft.capture.node_kinds import is_collective, is_random
 from weft.capture.record.arguments import CallArguments
 from weft.capture.record.autocast_copies import check_copies
+from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.generator_states import GeneratorStates
-from weft.capture.record.tracer import CapturedStep
+from weft.capture.record.python_numbers import ChangingState
 from weft.capture.segments import Outcome, Segment, is_branch, segments_of
 from weft.capture.state.containers import Container, StatePlace
 from weft.capture.step_interface import Role
@@ -39,9 +40,11 @@ from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import PlacedProgram, ProgramForm
 
-# Captures the path of some outcomes, up to the first branch beyond them. Takes the dimensions to keep symbolic, the
-# outcomes, and the user's line of the last branch.
-CapturePath = Callable[[frozenset[tuple[int, int]], tuple[Outcome, ...], str], tuple[CapturedStep, Guards]]
+# Captures the path of some outcomes, up to the first branch beyond them. Takes the dimensions and the Python numbers to
+# keep symbolic, the outcomes, and the user's line of the last branch.
+CapturePath = Callable[
+    [frozenset[tuple[int, int]], ChangingState, tuple[Outcome, ...], str], tuple[CapturedStep, Guards]
+]
 
 
 class PathEnded(Exception):
@@ -172,6 +175,7 @@ class BranchingForm:
         self.event: RankEvent | None = None  # of its calls, where their collectives link all ranks
         self._step = step
         self._dynamic = dynamic
+        self._changing = captured.changing
         self._undoes = undoes
         self._mode = mode
         self._memory_limit = memory_limit
@@ -242,7 +246,7 @@ class BranchingForm:
         outcome, line = outcomes[-1], branch.segment.line
         if not self._serves(branch.next.get(outcome), leaves):
             try:
-                self._add(*capture(self._dynamic, outcomes, line))
+                self._capture(capture, outcomes, line)
             except Exception as error:
                 if undo.possible:
                     undo.restore()
@@ -256,6 +260,21 @@ class BranchingForm:
             agree(self._step, text, claims_of(following.segment.graph))
         return following
 
+    def _capture(self, capture: CapturePath, outcomes: tuple[Outcome, ...], line: str) -> None:
+        """Capture the path of these outcomes and put it into the tree.
+
+        Numbers that only this path changes become symbols of it, unless operations before the branch use them: those
+        have run, with constants.
+        """
+        try:
+            path, guards = capture(self._dynamic, self._changing, outcomes, line)
+            self._add(path, guards)
+            self._changing = path.changing
+        except PathsDiffer:
+            if self._changing.closed:
+                raise
+            self._add(*capture(self._dynamic, replace(self._changing, closed=True), outcomes, line))
+
     def _serves(self, following: _Branch | _PathEnd | None, leaves: list[Any]) -> bool:
         """Whether what was captured for an outcome serves this call. The guards of the path that the last call took
         were checked before the call; those of another path are checked at its end."""
@@ -266,8 +285,7 @@ class BranchingForm:
     def _add(self, path: CapturedStep, guards: Guards) -> None:
         """Put what a path adds into the tree."""
         segments, last = segments_of(path.graph)
-        self._paths += last is not None
-        if self._paths > knobs.path_limit:
+        if self._paths + (last is not None) > knobs.path_limit:
             raise TooManyPaths(self._step, segments[-1].line, knobs.path_limit)
         following, outcome = self._first, False
         available: frozenset[str] = frozenset()
@@ -284,6 +302,7 @@ class BranchingForm:
             end = replace(path, graph=last.graph, places=self._places(last, path, available))
             compiled_end = functools.partial(ProgramForm, end, guards, *self._options(last))
             following[outcome] = _PathEnd(last, compiled_end, path, guards)
+            self._paths += 1
         self._communicates |= bool(path.graph.collectives())
         self._draws |= any(
             is_random(node) or (bool(node.meta.get("effect")) and not is_branch(node))

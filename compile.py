@@ -31,10 +31,12 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.guards.compiled_forms import CompiledForms
 from weft.capture.guards.guards import Guards
+from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.dynamic_sizes import MARKS
 from weft.capture.record.generator_states import generators_kept
+from weft.capture.record.python_numbers import CONSTANTS, ChangingState, differing, differing_numbers
 from weft.capture.record.recorder import recording
-from weft.capture.record.tracer import CapturedStep, capture_step
+from weft.capture.record.tracer import capture_step
 from weft.capture.segments import Outcome
 from weft.capture.step_interface import Role
 from weft.capture.step_threads import PATIENCE_S, capturing, enter_step, in_step, inside_step, leave_step, out_of_step
@@ -44,6 +46,7 @@ from weft.errors import (
     CaptureValueEscaped,
     GraphMismatch,
     GroupMismatch,
+    PathsDiffer,
     RanksDiverged,
     ScheduleTimeout,
     StaleAutocastCopy,
@@ -99,6 +102,8 @@ class CompiledStep(Generic[P, R]):
         self.entries: CompiledForms[Form] = CompiledForms()
         self.captures: list[str] = []
         self._changed: dict[Any, set[tuple[int, int]]] = {}
+        self._numbers: set[str] = set()
+        self._plain_numbers = False
         self._agreed: dict[bytes, AgreedCollectives] = {}
         self._uncompiled = False
         self._lock = threading.RLock()
@@ -208,7 +213,7 @@ class CompiledStep(Generic[P, R]):
                 return entry.run(leaves, functools.partial(self._capture_path, args, kwargs))
             return entry.run(leaves)
         except PathEnded as ended:
-            return self._after_branch(ended, args, kwargs)
+            return self._after_branch(ended, entry, args, kwargs)
         except StaleAutocastCopy:  # raised before anything ran
             if self.fallback != "eager":
                 raise
@@ -239,9 +244,15 @@ class CompiledStep(Generic[P, R]):
         log.info("captured %s in %.2f s: %d nodes of %d operations", self.__name__, captured.seconds, nodes, seen)
         return self.entries.add(form)
 
-    def _after_branch(self, ended: PathEnded, args: Any, kwargs: Any) -> Any:
+    def _after_branch(self, ended: PathEnded, entry: Form, args: Any, kwargs: Any) -> Any:
         """What a call does that cannot go on compiled after a branch."""
         error = ended.error
+        if isinstance(error, PathsDiffer) and entry.captured.changing.numbers:
+            # After the branch Python needs plain numbers, and the operations before it have symbols.
+            self._plain_numbers = True
+            self.entries.drop(entry)
+            if ended.undone:
+                return self._first_call(args, kwargs, ["the path after a branch needs plain numbers"])
         falls_back = self.fallback == "eager" and not isinstance(error, (*_RANKS_DIFFER, CaptureValueEscaped))
         raises = not isinstance(error, WeftError) or (isinstance(error, TextOfValue) and error.in_raise)
         if not ended.undone or not (falls_back or raises):
@@ -257,12 +268,18 @@ class CompiledStep(Generic[P, R]):
     @generators_kept()
     @garbage_collection_paused()
     def _capture_path(
-        self, args: Any, kwargs: Any, dynamic: frozenset[tuple[int, int]], outcomes: tuple[Outcome, ...], line: str
+        self,
+        args: Any,
+        kwargs: Any,
+        dynamic: frozenset[tuple[int, int]],
+        changing: ChangingState,
+        outcomes: tuple[Outcome, ...],
+        line: str,
     ) -> tuple[CapturedStep, Guards]:
         """Capture the path of a call that branches on values, after the first branches went by ``outcomes``."""
         self._say_why([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
         with out_of_step(), capturing():
-            captured = capture_step(self.step, args, kwargs, dynamic=dynamic, outcomes=outcomes)
+            captured = capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes)
             return captured, Guards(captured)
 
     def _capture_agreed(
@@ -271,7 +288,8 @@ class CompiledStep(Generic[P, R]):
         """Capture the step, up to its first branch on a value, and agree with the other ranks on it."""
         try:
             with capturing():
-                captured = capture_step(self.step, args, kwargs, dynamic=dynamic)
+                changing = self._changing_numbers(args, kwargs)
+                captured = capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing)
                 guards = Guards(captured)
         except Exception as error:
             self._tell_of_failure(error)
@@ -346,6 +364,19 @@ class CompiledStep(Generic[P, R]):
             (at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"
         }
         return frozenset(dims - static)
+
+    def _changing_numbers(self, args: Any, kwargs: Any) -> ChangingState:
+        """The Python numbers that steps changed, or that differ from what a capture found."""
+        if self._plain_numbers:
+            return CONSTANTS
+        leaves, spec = torch_adapter.flatten((args, kwargs))
+        for captured in (entry.captured for entry in self.entries):
+            self._numbers.update(number.place.path for number in captured.numbers)
+            self._numbers.update(differing_numbers(captured.state.containers))
+            if spec == captured.arguments.spec:
+                for at, known in captured.arguments.numbers.items():
+                    self._numbers.update(differing(captured.arguments.paths[at], leaves[at], known))
+        return ChangingState(frozenset(self._numbers))
 
 
 def _report(error: Exception) -> str:

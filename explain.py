@@ -23,9 +23,9 @@ from weft.capture.graph import StepGraph
 from weft.capture.guards.guards import Guard
 from weft.capture.node_kinds import group_of
 from weft.capture.printer import operation
+from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.dynamic_sizes import Specialised
 from weft.capture.record.opaque import OpaqueCall
-from weft.capture.record.tracer import CapturedStep
 from weft.capture.sizes_in_bytes import collective_bytes, format_bytes, tensor_bytes
 from weft.capture.step_interface import Role
 from weft.compile import CompiledStep

@@ -13,7 +13,7 @@ from weft.capture.agreement.lockstep import RankEvent
 from weft.capture.graph import StepGraph
 from weft.capture.guards.guards import Guards
 from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
-from weft.capture.record.tracer import CapturedStep
+from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.state_reader import PlaceReader
 from weft.capture.step_interface import Role
@@ -91,8 +91,11 @@ class ProgramForm:
         for at in captured.aliases:
             outputs[at] = outputs[at].detach()
         # All values first: one effect may move what another one replaces.
+        appended = [append.template.fill(outputs) for append in captured.appends]
         values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
         result = captured.result.fill(outputs)
+        for append, value in zip(captured.appends, appended, strict=True):
+            append.container.get(append.key).append(value)
         for effect, value in zip(captured.effects, values, strict=True):
             if effect.template is None:
                 effect.container.remove(effect.key)

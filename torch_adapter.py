@@ -424,14 +424,15 @@ def new_runtime_asserts(shape_env: ShapeEnv, seen: set[Any]) -> Iterator[tuple[A
                 yield condition.expr, str(condition.msg)
 
 
-def float_symbol(shape_env: ShapeEnv, value: float, name: str) -> torch.SymFloat:
-    """A symbolic float whose present value is ``value``."""
+def number_symbol(shape_env: ShapeEnv, value: int | float, name: str) -> torch.SymInt | torch.SymFloat:
+    """A symbolic number whose present value is ``value``; nothing else is assumed of it."""
     from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
 
     source = ConstantSource(name)
     with _without_line(shape_env):
         symbol = shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    return cast(torch.SymFloat, shape_env.create_symfloatnode(symbol, hint=value, source=source))
+    make: Any = shape_env.create_symintnode if isinstance(value, int) else shape_env.create_symfloatnode
+    return make(symbol, hint=value, source=source)
 
 
 def size_symbol(shape_env: ShapeEnv, value: int, name: str) -> torch.SymInt:
@@ -1239,11 +1240,8 @@ def occupy_gpu(seconds: float) -> None:
 
 def fakes_unsupported_errors() -> tuple[type[Exception], ...]:
     """What operations on fakes raise whose result only the data decides, or that have no fake implementation."""
-    return (
-        *data_dependent_errors(),
-        fake_tensor.UnsupportedOperatorException,
-        fake_tensor.UnsupportedFakeTensorException,
-    )
+    unsupported = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
+    return (*data_dependent_errors(), *unsupported)
 
 
 @contextlib.contextmanager

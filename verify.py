@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.float64_shadow import Float64ShadowMode, draws
 from weft.capture.record.generator_states import GeneratorStates
 from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.opaque import silenced
-from weft.capture.record.tracer import CapturedStep
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.step_interface import Role

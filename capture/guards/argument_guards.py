@@ -13,17 +13,23 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.arguments import CallArguments
-from weft.capture.state.containers import SIMPLE, StatePlace, same_simple
+from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, items_of, same_simple
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.strided_overlap import apart
 
 
 class ArgumentGuard:
-    """Guards the structure, plain values, gradients, hooks and aliasing of the arguments."""
+    """Guards the structure, plain values, gradients, hooks and aliasing of the arguments.
 
-    def __init__(self, arguments: CallArguments) -> None:
+    Args:
+        arguments: of the captured call.
+        inputs: numbers of the leaves that are Python numbers and inputs of the graph.
+    """
+
+    def __init__(self, arguments: CallArguments, inputs: set[int]) -> None:
         self._arguments = arguments
-        self._plain = [(at, leaf) for at, leaf in enumerate(arguments.leaves) if at not in arguments.tensors]
+        values = set(range(len(arguments.leaves))) - arguments.tensors.keys() - inputs
+        self._plain = [(at, arguments.leaves[at]) for at in sorted(values)]
         self._gradients = [(container, container.obj.grad is None) for _, container in arguments.gradients]
         self._flags = [(at, _flags(arguments.leaves[at])) for at in arguments.tensors]
         self._aliases = _aliases([arguments.leaves[at] for at in arguments.tensors])
@@ -145,11 +151,11 @@ def _content(cell: Any) -> Any:
 def matches(value: Any, expected: Any) -> bool:
     """Whether a value in Python state can replace the one at capture.
 
-    It must be the same object, an equal simple value, a tensor of the same shape and dtype, or a tuple of values that
-    match. A leaf that requires grad must be the same object, because its gradient, hooks and optimizer state belong to
-    it.
+    It must be the same object, an equal simple value, a tensor of the same shape and dtype, a tuple of values that
+    match, or be as a :class:`Pattern` or :class:`Growing` says. A leaf that requires grad must be the same object,
+    because its gradient, hooks and optimizer state belong to it.
     """
-    if value is expected:
+    if value is expected or expected is ANY:
         return True
     if isinstance(expected, torch.Tensor):
         leaf = expected.requires_grad or isinstance(expected, torch.nn.Parameter)
@@ -159,6 +165,13 @@ def matches(value: Any, expected: Any) -> bool:
             and not value.requires_grad
             and (value.shape == expected.shape and value.dtype == expected.dtype)
         )
+    if isinstance(expected, Growing):
+        return type(value) is expected.kind and id(value) not in expected.others
+    if isinstance(expected, Pattern):
+        if type(value) is not expected.kind or len(value) != len(expected.items):
+            return False
+        known = expected.items
+        return all(key in known and matches(item, known[key]) for key, item in items_of(value))
     if isinstance(expected, tuple):  # nobody can change one, so that its items are guarded with it
         return (
             type(value) is type(expected)

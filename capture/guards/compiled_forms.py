@@ -19,7 +19,7 @@ import torch
 
 from weft import knobs
 from weft.capture.guards.guards import Guards
-from weft.capture.record.tracer import CapturedStep
+from weft.capture.record.captured_step import CapturedStep
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +70,14 @@ class CompiledForms(list[F]):
         """Put a new form in front. Beyond ``knobs.form_limit`` the one that was used longest ago goes."""
         self.insert(0, form)
         while len(self) > max(knobs.form_limit, 1):
-            gone = self.pop()
-            self._served = {key: kept for key, kept in self._served.items() if kept is not gone}
+            self.drop(self[-1])
             log.debug("a compiled form was dropped: there are more than %d", knobs.form_limit)
         return form
+
+    def drop(self, form: F) -> None:
+        """Forget a form."""
+        self[:] = [each for each in self if each is not form]
+        self._served = {key: kept for key, kept in self._served.items() if kept is not form}
 
     def _to_front(self, form: F, key: Hashable | None) -> F:
         if self[0] is not form:

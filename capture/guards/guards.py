@@ -2,8 +2,8 @@
 
 All Python state that the walk found is guarded: simple values by equality, other objects by identity, tensors by
 shape, strides, dtype and device. The arguments, hooks, sizes and torch's global settings are guarded too. Values of
-tensors and learning rates are inputs of the graph and are not guarded. A call for which a guard fails is captured
-anew.
+tensors and numbers that change from call to call are inputs of the graph. Of such numbers only the type is guarded, and
+what the step's Python assumed of them. A call for which a guard fails is captured anew.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from weft import torch_adapter
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
 from weft.capture.guards.size_guard import SizeGuard
+from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
-from weft.capture.record.tracer import CapturedStep
-from weft.capture.state.containers import MISSING, SIMPLE, Container
+from weft.capture.state.containers import ANY, MISSING, SIMPLE, Container
 from weft.capture.state.state_reader import EntryReader, PlaceReader
 
 
@@ -45,11 +45,16 @@ class Guards:
 
     def __init__(self, captured: CapturedStep) -> None:
         arguments = captured.arguments
-        self._arguments = ArgumentGuard(arguments)
+        numbers = {each.place.key for each in captured.numbers if each.place.container is arguments.container}
+        self._arguments = ArgumentGuard(arguments, numbers)
         self._world = _global_state()
         self._environment = captured.environment
         self._outside = captured.outside
-        self._containers = _ContainerGuard([each for each in captured.state.containers if not each.frozen])
+        counted = [each for each in captured.state.containers if not each.frozen]
+        self._containers = _ContainerGuard(counted)
+        self._values = [
+            (each, key, pattern) for each in counted for key, pattern in each.by_value.items() if pattern is not ANY
+        ]
         self._tensors = [TensorGuard(place, arguments.vals[at]) for at, place in arguments.tensors.items()]
         self._tensors += [
             TensorGuard(place, node.meta["val"])
@@ -90,6 +95,7 @@ class Guards:
         why = (
             self._arguments.failure(leaves, spec)
             or self._containers.failure()
+            or self._value_failure()
             or self._leaf_failure()
             or next(filter(None, (guard.failure() for guard in self._tensors)), None)
             or self._sizes.failure()
@@ -108,6 +114,7 @@ class Guards:
                 self._alike is not None
                 and self._arguments.failure(leaves, spec) is None
                 and self._containers.holds()
+                and self._value_failure() is None
                 and list(map(torch_adapter.leaf_flags, self._leaves)) == self._leaf_flags
                 and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
                 and not any(self._quiet)
@@ -141,6 +148,12 @@ class Guards:
             return f"a {site.kind} hook was registered on {site.owner}"
         return None
 
+    def _value_failure(self) -> str | None:
+        for container, key, pattern in self._values:
+            if not matches(container.get(key), pattern):
+                return f"{container.label(key)} holds something else"
+        return None
+
     def _world_failure(self) -> str | None:
         now = _global_state()
         return next((f"{k} is {now[k]}, was {v}" for k, v in self._world.items() if now[k] != v), None)
@@ -162,7 +175,7 @@ class _ContainerGuard:
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self._entries = EntryReader(containers)
-        self._expected = [value for each in self._entries.containers for value in each.before.values()]
+        self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
         self._filled_first = sorted(containers, key=lambda each: not each.before)
         sized = [each for each in containers if _is_sized(each)]
         self._empty = [each.obj for each in sized if not each.before]
@@ -215,17 +228,18 @@ class _ContainerGuard:
     def _expected_of(self) -> dict[int, dict[Any, Any]]:
         """The expected entries of each container, by its id."""
         containers = self._entries.containers
-        ends = accumulate(len(each.before) for each in containers)
+        guarded = [each.guarded() for each in containers]
+        ends = accumulate(map(len, guarded))
         return {
-            id(each): dict(zip(each.before, self._expected[end - len(each.before) : end], strict=True))
-            for each, end in zip(containers, ends, strict=True)
+            id(each): dict(zip(keys, self._expected[end - len(keys) : end], strict=True))
+            for each, keys, end in zip(containers, guarded, ends, strict=True)
         }
 
 
 def _container_failure(container: Container, expected: dict[Any, Any]) -> str | None:
     now = container.entries()
-    if _is_sized(container) and len(now) != len(expected):
-        return f"{container.path} holds {len(now)} entries, had {len(expected)}"
+    if _is_sized(container) and len(now) != len(container.before):
+        return f"{container.path} holds {len(now)} entries, had {len(container.before)}"
     for key, before in expected.items():
         value = now.get(key, MISSING)
         if not matches(value, before):

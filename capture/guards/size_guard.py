@@ -1,4 +1,4 @@
-"""The guard on symbolic numbers: what a capture assumed of them, as one Python expression.
+"""The guard on symbolic sizes and numbers: what a capture assumed of them, as one Python expression.
 
 Torch collects the assumptions as sympy expressions while the step runs. They are printed as Python and compiled into
 one function, so that a check costs microseconds.
@@ -15,15 +15,19 @@ import torch
 from torch.utils._sympy.printers import PythonPrinter
 
 from weft import torch_adapter
+from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.python_numbers import PythonNumber
 from weft.capture.record.symbols import Number
-from weft.capture.record.tracer import CapturedStep
+
+_NAMES = {"math": math, "torch": torch, "isfinite": math.isfinite, "copysign": math.copysign}
 
 
 class SizeGuard:
-    """Guards the symbolic sizes, strides and learning rates of a call.
+    """Guards the symbolic sizes, strides and Python numbers of a call.
 
-    There are three kinds of conditions: comparisons that the step made (``s0 == 10``), the range of each size (from 2,
-    because smaller sizes are never symbols), and strides that are products of symbolic sizes (``stride == s0*s1``).
+    There are four kinds of conditions: comparisons that the step made (``s0 == 10``), the range of each size (from 2,
+    because smaller sizes are never symbols), strides that are products of symbolic sizes (``stride == s0*s1``), and the
+    type of each number, of which a symbol can stand for no value that behaves unlike its neighbours (NaN).
 
     Attributes:
         conditions: Python expressions over the names of symbols.
@@ -37,8 +41,10 @@ class SizeGuard:
         for size in captured.sizes.sizes:
             place = places[size.leaf]
             self._values[str(size.symbol)] = str(size), lambda place=place, size=size: size.of(place.get())
-        for symbol, place in captured.learning_rates:
-            self._values[str(symbol)] = place.path, place.get
+        for number in captured.numbers:
+            self._values[str(number.symbol)] = number.place.path, number.place.get
+            self.conditions.append(_kind(number))
+        self._kinds = " and ".join(f"({c})" for c in self.conditions) or "True"
         self._computed = _computed(captured, self._values)
         known = {*self._values, *self._computed}
         for guard in torch_adapter.assumptions(captured.shape_env):
@@ -78,14 +84,15 @@ class SizeGuard:
 
     def _function(self, condition: str) -> Callable[..., bool]:
         """The condition as a function of the values; where an operation of it fails, it does not hold."""
-        functions: dict[str, Any] = {"math": math}
-        lines = []
-        for name, (function, operands) in self._computed.items():
-            functions[f"compute_{name}"] = function
-            lines.append(f"        {name} = compute_{name}({operands})\n")
+        functions: dict[str, Any] = dict(_NAMES)
+        lines: list[str] = []
+        for name, (function, operands) in reversed(self._computed.items()):
+            if name in condition or any(name in line for line in lines):
+                functions[f"compute_{name}"] = function
+                lines.insert(0, f"        {name} = compute_{name}({operands})\n")
         body = [*lines, f"        return {condition}\n"]
-        head = f"def holds({', '.join(self._values)}):\n    try:\n"
-        exec("".join([head, *body, "    except ArithmeticError:\n        return False\n"]), functions)
+        head = f"def holds({', '.join(self._values)}):\n    if not ({self._kinds}):\n        return False\n    try:\n"
+        exec("".join([head, *body, "    except (ArithmeticError, ValueError):\n        return False\n"]), functions)
         return functions["holds"]
 
 
@@ -96,6 +103,18 @@ def _computed(captured: CapturedStep, names: Collection[str]) -> dict[str, tuple
         exprs = [torch_adapter.expression(each) if isinstance(each, Number) else each for each in computed.operands]
         used = {str(each) for expr in exprs for each in getattr(expr, "free_symbols", ())}
         if used <= {*names, *found}:
-            texts = [PythonPrinter().doprint(e) if isinstance(e, sympy.Basic) else f"float('{e}')" for e in exprs]
-            found[str(symbol)] = computed.function, ", ".join(texts)
+            found[str(symbol)] = computed.function, ", ".join(map(_text, exprs))
     return found
+
+
+def _text(operand: Any) -> str:
+    if isinstance(operand, sympy.Basic):
+        return PythonPrinter().doprint(operand)
+    return repr(operand) if isinstance(operand, int) else f"float('{operand}')"
+
+
+def _kind(number: PythonNumber) -> str:
+    name = str(number.symbol)
+    if isinstance(number.value, int):
+        return f"type({name}) is int and {-(2**63)} <= {name} < {2**63}"
+    return f"type({name}) is float and isfinite({name}) and ({name} or copysign(1, {name}) > 0)"

@@ -33,6 +33,7 @@ class CallArguments:
         fakes: the place of each tensor that the step is given for one of them, by its id.
         places: the same places by the memory of the tensor.
         gradients: number of each leaf that requires grad, and the container of its ``.grad``.
+        numbers: the leaves of the captured call that are Python numbers, by their number.
 
     Raises:
         UnregisteredType: an argument is an object with tensors inside that is not registered as a pytree.
@@ -52,6 +53,7 @@ class CallArguments:
         self.fakes: dict[int, StatePlace] = {}
         self.places: dict[tuple[Any, ...], StatePlace] = {}
         self.gradients: list[tuple[int, Container]] = []
+        self.numbers = {at: leaf for at, leaf in enumerate(self.leaves) if type(leaf) in (int, float)}
         self._constants: list[tuple[int, Container]] = []  # leaves that do not require grad
         self._passed: dict[int, torch.Tensor] = {}  # held, so that no other object gets the id of one
         for at, leaf in enumerate(self.leaves):
@@ -119,14 +121,18 @@ class CallArguments:
         recorder: OpRecorder,
         dynamic: frozenset[tuple[int, int]],
         sizes: DynamicSizes,
-        stand_in: Callable[[Any], Any],
+        stand_in: Callable[[Any, StatePlace], Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments to capture with: fake tensors in place of real ones, symbols in place of dynamic sizes.
 
-        ``stand_in`` says what the step gets for an argument that is no tensor. A tensor that requires grad is passed
-        as itself: hooks on it and its ``.grad`` belong to that object.
+        ``stand_in`` says what the step gets for an argument that is no tensor, at this place. A tensor that requires
+        grad is passed as itself: hooks on it and its ``.grad`` belong to that object.
         """
-        leaves = [leaf if isinstance(leaf, torch.Tensor) else stand_in(leaf) for leaf in self.leaves]
+        places = [StatePlace(self.container, at, path, Role.SCALAR) for at, path in enumerate(self.paths)]
+        leaves = [
+            leaf if isinstance(leaf, torch.Tensor) else stand_in(leaf, place)
+            for leaf, place in zip(self.leaves, places, strict=True)
+        ]
         parts = self._parts()
         dynamic -= {(at, dim) for at, dim in dynamic if at in (*parts, *parts.values())}  # how they overlap is fixed
         for at in sorted(self.tensors, key=lambda at: at in parts):  # made after what they are a part of

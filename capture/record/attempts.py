@@ -2,39 +2,75 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from weft.capture.record.array_sources import ArrayDrawn
+from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import users_modules
+from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
 from weft.capture.state.code_names import opaque_code
-from weft.errors import UnrecordedDraw
+from weft.errors import UnrecordedDraw, UsedDuringCapture
+
+log = logging.getLogger(__name__)
 
 Captured = TypeVar("Captured")
 
 
-def captured_in_attempts(attempt: Callable[..., Captured]) -> Captured:
+def captured_in_attempts(attempt: Callable[..., Captured], changing: ChangingState) -> Captured:
     """Capture a path; again, where the step defined opaque functions or imported modules of the user's.
 
     What only opaque functions use must not be guarded, which the walk of the state knows now. Modules see the types of
     eager (:mod:`weft.capture.record.eager_types`) where they were there before.
 
     Args:
-        attempt: runs the step once. Its options: ``watched``, to look for the line that moves a generator; ``arrays``,
-            to follow the arrays that numpy draws.
+        attempt: runs the step once. It takes what changes, and the options ``watched``, to look for the line that moves
+            a generator, and ``arrays``, to follow the arrays that numpy draws.
+        changing: what is known to change from call to call.
     """
     known = len(opaque_code), len(users_modules())
     grew = lambda: known != (len(opaque_code), len(users_modules()))
     try:
-        captured = _with_what_it_draws(attempt, {})
+        captured = _with_what_changes(attempt, changing)
     except Exception:
         if not grew():
             raise
     else:
         if not grew():
             return captured
-    return _with_what_it_draws(attempt, {})
+    return _with_what_changes(attempt, changing)
+
+
+def _with_what_changes(attempt: Callable[..., Captured], changing: ChangingState) -> Captured:
+    """Capture with symbols for the Python numbers that change, and with stand-ins for lists that grow.
+
+    The first attempt finds those that the step changes; the next one starts with symbols and stand-ins for them. Where
+    that fails, because the step needs a plain number at a place that torch does not say, all of them are constants with
+    guards on their values.
+    """
+    while True:
+        try:
+            return _with_what_it_draws(functools.partial(attempt, changing), {})
+        except NumbersChanged as found:
+            changing = replace(changing, numbers=changing.numbers | found.paths)
+        except ListsRead as found:
+            changing = replace(changing, growing=changing.growing - found.paths, read=changing.read | found.paths)
+        except ListsGrew as found:
+            changing = replace(changing, growing=changing.growing | found.paths)
+        except UsedDuringCapture:
+            raise
+        except Exception as error:
+            if changing.growing:
+                changing = replace(changing, growing=frozenset(), read=changing.read | changing.growing)
+                continue
+            if not changing.numbers:
+                raise
+            log.info("captured with numbers as constants: %s", str(error).split("\n")[0])
+            changing = CONSTANTS
 
 
 def _with_what_it_draws(attempt: Callable[..., Captured], how: dict[str, bool]) -> Captured:

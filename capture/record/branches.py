@@ -152,14 +152,14 @@ class Branches:
             used = storages_in_use(recorder.storages, nodes, recorder.input_fakes())
         contents = [storage.node for storage in used]
         held = [node for node in dict.fromkeys([*contents, *numbers]) if node not in by_place]
-        digest = hashlib.sha256("\n".join(map(_line, nodes)).encode()).hexdigest()
+        # Without the inputs, of which one path may have more than another.
+        operations = [_line(node) for node in nodes if node.op == "call_function"]
+        digest = hashlib.sha256("\n".join(operations).encode()).hexdigest()
         recorder.emit_effect(branch, value, outcome, held=held, written=written).meta["digest"] = digest
         recorder.storages.read_views_again()
 
 
 def _line(node: torch.fx.Node) -> str:
-    """A node as text that is the same on all paths that lead through it."""
-    if node.op != "call_function":
-        return ""  # a path may meet further inputs later, which stand before all operations
+    """An operation as text that is the same on all paths that lead through it."""
     args, kwargs = ((), {}) if node.target is branch else (node.args, node.kwargs)
     return f"{node.name} {getattr(node.target, '__name__', node.target)} {args} {kwargs}"

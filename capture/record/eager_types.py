@@ -23,12 +23,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.held_references import ORIGINAL, StandIn, original_of
 from weft.capture.record.host_arrays import HostArray
+from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import called_by_user
-
-_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 class EagerTypes:
@@ -52,7 +52,9 @@ class EagerTypes:
             return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
         if kind is HostArray:
             return type(value.weft_sample)
-        number = _NUMBERS.get(kind)
+        if issubclass(kind, AppendedList):
+            return kind.kind
+        number = PYTHON_TYPES.get(kind)
         own = number is not None and torch_adapter.shape_env_of_number(value) is self._mode.shape_env
         return number if own else None
 
@@ -117,7 +119,7 @@ def _is_instance(value: Any, kind: type, kinds: Any) -> bool:
         return any(_is_instance(value, kind, each) for each in kinds)
     if isinstance(kinds, types.UnionType):
         return any(_is_instance(value, kind, each) for each in kinds.__args__)
-    if kind in _NUMBERS.values():
+    if kind in PYTHON_TYPES.values():
         return issubclass(kind, original_of(kinds))
     return kinds is not FakeTensor and isinstance(value, original_of(kinds))
 

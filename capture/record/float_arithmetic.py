@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import sympy
@@ -45,9 +45,43 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 _COMPARISONS: dict[str, Callable[..., Any]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
-# Questions of ``math`` that every float answers.
-_QUESTIONS = ("isnan", "isinf", "isfinite")
+# Functions of one or two numbers, or tensors of one, whose results are floats. Python would ask for their values.
+MATH = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh", "tan", "tanh"),
+    *("cbrt", "erf", "erfc", "exp", "exp2", "expm1", "fabs", "fmod", "gamma", "hypot", "lgamma", "log", "log10"),
+    *("log1p", "log2", "pow", "copysign", "degrees", "radians", "remainder", "sqrt"),
+)
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_finite(number: float) -> float:
+    """1.0 for a finite number, 0.0 otherwise."""
+    return float(math.isfinite(number))
+
+
+def is_infinite(number: float) -> float:
+    """1.0 for an infinity, 0.0 otherwise."""
+    return float(math.isinf(number))
+
+
+def is_nan(number: float) -> float:
+    """1.0 for NaN, 0.0 otherwise."""
+    return float(math.isnan(number))
+
+
+def is_close(a: float, b: float, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> float:
+    """1.0 where ``math.isclose`` holds, 0.0 otherwise."""
+    return float(math.isclose(a, b, rel_tol=rel_tol, abs_tol=abs_tol))
+
+
+# Questions about numbers, where Python would ask for their values, too.
+_QUESTIONS: dict[str, Callable[..., float]] = {
+    "isfinite": is_finite,
+    "isinf": is_infinite,
+    "isnan": is_nan,
+    "isclose": is_close,
+}
+_TOLERANCES = (("rel_tol", 1e-9), ("abs_tol", 0.0))
 
 
 class FloatArithmetic:
@@ -80,21 +114,43 @@ class FloatArithmetic:
                 (torch.SymInt, "__round__", self._round),
             ):
                 stack.enter_context(replaced(kind, name, _or_else(method, present(kind, name))))
-            for name in _QUESTIONS:
-                stack.enter_context(replaced(math, name, self._asked(present(math, name))))
+            for name in MATH:
+                stack.enter_context(replaced(math, name, self._of_math(present(math, name))))
+            for name, answer in _QUESTIONS.items():
+                stack.enter_context(replaced(math, name, self._asking(present(math, name), answer)))
             stack.enter_context(NumpyFunctions(self._symbols.shape_env, self._result).recorded())
             yield
 
-    def _asked(self, question: Callable[[Any], bool]) -> Callable[[Any], Any]:
-        """A question about a number; what only the data decides, a node answers."""
+    def _of_math(self, original: Callable[..., float]) -> Callable[..., Any]:
+        """A function of ``math``: of symbolic numbers, it gives a symbol that a node computes."""
 
-        @functools.wraps(question)
-        def ask(number: Any) -> Any:
-            mine = type(number) is torch.SymFloat and number.node.shape_env is self._symbols.shape_env
-            decided = not mine or number.node.has_hint()
-            return question(number) if decided else self._result(question, [number], torch.bool)
+        @functools.wraps(original)
+        def function(*numbers: Any) -> Any:
+            operands = [*map(_number, numbers)]
+            return self._result(original, operands, torch.float64) if self._knows(operands) else original(*numbers)
 
-        return ask
+        return function
+
+    def _asking(self, original: Callable[..., bool], answer: Callable[..., float]) -> Callable[..., Any]:
+        """A question of ``math`` about numbers: of symbolic ones, a condition."""
+
+        @functools.wraps(original)
+        def function(*numbers: Any, **tolerances: Any) -> Any:
+            named = (tolerances.get(name, default) for name, default in _TOLERANCES if tolerances)
+            operands = [*map(_number, (*numbers, *named))]
+            known = self._knows(operands) and tolerances.keys() <= dict(_TOLERANCES).keys()
+            return self._result(answer, operands, torch.float64) != 0 if known else original(*numbers, **tolerances)
+
+        return function
+
+    def _knows(self, numbers: Sequence[Any]) -> bool:
+        """Whether there is a symbolic number among these, and nothing but numbers of this capture."""
+        return any(type(number) in _SYMBOLIC for number in numbers) and all(map(self._is_known, numbers))
+
+    def _is_known(self, number: Any) -> bool:
+        if isinstance(number, _SYMBOLIC):
+            return torch_adapter.shape_env_of_number(number) is self._symbols.shape_env
+        return isinstance(number, (int, float))
 
     def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         original = present(SymNode, name)
@@ -146,7 +202,7 @@ class FloatArithmetic:
         shape_env = self._symbols.shape_env
         hints = [_hint(each) for each in operands]
         if dtype is torch.float64 and None not in hints:
-            return torch_adapter.float_symbol(shape_env, function(*hints), f"computed{len(self._results)}")
+            return torch_adapter.number_symbol(shape_env, function(*hints), f"computed{len(self._results)}")
         value = cast(Any, torch_adapter.fresh_number(shape_env, dtype))
         if known is not None and not any(map(_unbounded, operands)):
             torch_adapter.constrain(value, *_bounds(known))
@@ -163,6 +219,10 @@ def _or_else(method: Callable[..., Any], original: Callable[..., Any]) -> Callab
         return original(a, *b) if result is None else result
 
     return either
+
+
+def _number(operand: Any) -> Any:
+    return operand.item() if isinstance(operand, torch.Tensor) else operand
 
 
 def _key(operand: Any) -> Any:

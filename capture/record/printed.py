@@ -3,8 +3,9 @@
 While a step is captured its numbers are symbols, and its Python runs once. So calls of ``print`` and of loggers, made
 by code of the user's or of libraries, are recorded as :func:`weft.opaque` records a function: they run at this point of
 every step, with the numbers of that step. A message that is already text by then (an f-string) has marks in the place
-of numbers (:mod:`weft.capture.record.late_text`). Making text of a tensor or of a symbolic number that is not only
-printed, logged or returned is refused. Files are not opened in a captured step.
+of numbers (:mod:`weft.capture.record.late_text`). Where text is not only printed, logged or returned, that of a number
+whose value is known is the text of the value, which is then a guard; of a tensor, or of a number that only the data
+decides, it is refused. Files are not opened in a captured step.
 
 What runs once in eager too is left alone: the code of a module that the step imports, and loggers that a function with
 ``functools.lru_cache`` calls (``logger.warning_once``).
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.record.late_text import is_late, late_text
 from weft.capture.record.opaque import opaque
+from weft.capture.record.plain_numbers import plain_number
 from weft.capture.record.recorder import recording
 from weft.capture.user_code import called_for_user, in_raise_statement, is_remembered, is_user_file, user_line
 from weft.errors import OutsideEffect, TextOfValue
@@ -66,9 +68,12 @@ def _text_of(frame: types.FrameType, value: Any, method: str, arguments: tuple[A
         return getattr(value, method)(*arguments)
     recorder = recording()
     text = None if recorder is None else late_text(recorder, frame, value, method, arguments)
-    if text is None:
+    if text is not None:
+        return text
+    plain = plain_number(value) if isinstance(value, _NUMBERS) else None
+    if plain is None:
         raise TextOfValue(user_line(), in_raise=in_raise_statement())
-    return text
+    return getattr(plain, method)(*arguments)
 
 
 @contextlib.contextmanager

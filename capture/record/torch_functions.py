@@ -64,8 +64,10 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             raise NumpyOnTensor(user_line())
         if func == _SET_DATA:
             return self._set_data(*args)
-        if func in _FUSED and isinstance(kwargs.get("lr"), torch.SymFloat):
-            kwargs = {**kwargs, "lr": self._tag(kwargs["lr"])}
+        if func in _FUSED:
+            kwargs = {
+                name: self._tag(value) if isinstance(value, torch.SymFloat) else value for name, value in kwargs.items()
+            }
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
@@ -110,16 +112,16 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             )
         self._recorder.set_data(target, value)
 
-    def _tag(self, rate: torch.SymFloat) -> float:
-        """A float that stands for a symbolic learning rate where an argument must be a C double.
+    def _tag(self, number: torch.SymFloat) -> float:
+        """A float that stands for a symbolic number where an argument must be a C double.
 
-        The fused optimizers take lr as a double, and the conversion would fix the symbol to its present value. The
-        smallest denormal numbers serve as tags, because no program uses them as learning rates. The recorder puts the
-        symbol back in their place (``OpRecorder.float_tags``).
+        The fused optimizers take lr and their other settings as doubles, and the conversion would fix the symbol to its
+        present value. The smallest denormal numbers serve as tags, because no program uses them as settings. The
+        recorder puts the symbol back in their place (``OpRecorder.float_tags``).
         """
         self._tags += 1
         tag = self._tags * 5e-324
-        self._recorder.float_tags[tag] = rate
+        self._recorder.float_tags[tag] = number
         return tag
 
 

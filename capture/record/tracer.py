@@ -17,10 +17,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -35,24 +33,27 @@ from weft.capture.record.attempts import captured_in_attempts
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
 from weft.capture.record.branches import Branches, without_capture
+from weft.capture.record.builtin_types import builtin_types_know_symbols
+from weft.capture.record.captured_step import Append, CapturedStep, Effect
 from weft.capture.record.data_dependence import data_dependence_reported
-from weft.capture.record.dynamic_sizes import DynamicSizes, Specialised
+from weft.capture.record.dynamic_sizes import DynamicSizes
 from weft.capture.record.escapes import EscapeCheck
 from weft.capture.record.float_arithmetic import FloatArithmetic
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.group_names import canonical_groups
+from weft.capture.record.growing_lists import GrowingLists
 from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.module_path import ModulePath
-from weft.capture.record.outside_calls import OutsideRead
 from weft.capture.record.outside_values import OutsideValues
+from weft.capture.record.plain_numbers import symbols_answer_as_numbers
 from weft.capture.record.printed import output_repeated
+from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
-from weft.capture.record.symbols import Computed
 from weft.capture.record.templates import Template
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
@@ -76,83 +77,6 @@ from weft.errors import (
 
 log = logging.getLogger(__name__)
 
-_STEP_OUTSIDE = "step the learning-rate scheduler outside the step, after the call"
-
-
-@dataclass
-class Effect:
-    """A change of Python state that each call repeats: ``container[key]`` becomes ``template`` (None: is removed)."""
-
-    container: Container
-    key: Any
-    template: Template | None
-
-
-@dataclass
-class CapturedStep:
-    """A step as captured: the graph, and how calls of the user's function reach and leave it.
-
-    Attributes:
-        graph: the StepGraph.
-        places: the place in Python state of each input's value at a call, aligned with ``graph.inputs``.
-        effects: changes of Python state that each call repeats.
-        result: the step's return value, over the graph's ``Return`` outputs.
-        arguments: of the captured call.
-        state: the Python state that the step can reach, for guards.
-        recorded: number of operations in the step.
-        passed: number of operations that ran once, during the capture, and are no part of the step (they created
-            optimizer state).
-        hooks: how often each registered hook fired.
-        shape_env: the symbols of the graph and what the step assumed of them.
-        sizes: the sizes of arguments that the capture began with as symbols.
-        learning_rates: the symbol of each learning rate and the place of its value.
-        computed: how the symbols that are results of float arithmetic are computed from others.
-        specialised: the sizes that were to be symbolic and are numbers in the graph.
-        environment: the environment variables that the step read; None for one that is not set.
-        outside: what else the step asked outside, with the answers.
-        autocast_copies: copies of weights that autocast keeps in the region around the call.
-        outcomes: of the branches on values that the captured path takes.
-        complete: whether the path goes to the end of the step, and not to a branch whose outcome is not known.
-        raises: the exception with which the step ends on this path, after its branches.
-        aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
-            of their own, and a program may return as an input or as another result (``p.detach()``).
-        seconds: duration of the capture.
-    """
-
-    graph: StepGraph
-    places: list[StatePlace]
-    effects: list[Effect]
-    result: Template
-    arguments: CallArguments
-    state: ReachableState
-    recorded: int
-    passed: int
-    hooks: HookCounts
-    shape_env: ShapeEnv
-    sizes: DynamicSizes
-    learning_rates: list[tuple[sympy.Symbol, StatePlace]]
-    computed: dict[sympy.Symbol, Computed]
-    specialised: list[Specialised]
-    environment: dict[str, str | None]
-    outside: list[OutsideRead]
-    autocast_copies: list[AutocastCopy]
-    aliases: list[int]
-    outcomes: tuple[Outcome, ...] = ()
-    complete: bool = True
-    raises: Exception | SystemExit | None = None
-    seconds: float = 0.0
-
-    def fakes(self) -> Iterator[Any]:
-        """The fake tensors and symbolic numbers that the captured step holds, once for each reference."""
-        pending: list[Any] = [*self.arguments.vals.values(), *(node.meta.get("val") for node in self.graph.graph.nodes)]
-        pending += (operand for each in self.computed.values() for operand in each.operands)
-        while pending:
-            value = pending.pop()
-            if isinstance(value, (list, tuple)):
-                pending += value
-            else:
-                yield value
-
 
 @generators_kept()
 @garbage_collection_paused()
@@ -163,6 +87,7 @@ def capture_step(
     *,
     dynamic: frozenset[tuple[int, int]] = frozenset(),
     outcomes: tuple[Outcome, ...] = (),
+    changing: ChangingState = FOUND_ALONE,
 ) -> CapturedStep:
     """Capture one call ``step(*args, **kwargs)`` without computing anything.
 
@@ -174,6 +99,7 @@ def capture_step(
         args, kwargs: its arguments: real tensors, or fake ones of a fake world, in any nesting that pytrees know.
         dynamic: (tensor leaf, dimension) pairs to keep symbolic, besides those marked on the tensors themselves.
         outcomes: of the first branches on values.
+        changing: Python numbers to keep symbolic.
 
     Raises:
         CannotCapture: the step does something that a graph cannot hold; names the user's line and the remedy.
@@ -181,12 +107,12 @@ def capture_step(
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
     _refuse_tools_around(name)
 
-    def attempt(**how: bool) -> CapturedStep:
-        return _StepCapture(step, args, kwargs or {}, dynamic, escapes, outcomes, **how).run()
+    def attempt(changing: ChangingState, **how: bool) -> CapturedStep:
+        return _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, outcomes, **how).run()
 
     with capturing(), escapes.watching():
         try:
-            captured = captured_in_attempts(attempt)
+            captured = captured_in_attempts(attempt, changing)
         except Exception as error:
             escapes.raise_for_escaped(name, (), error)
             raise
@@ -211,6 +137,7 @@ class _StepCapture:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         dynamic: frozenset[tuple[int, int]],
+        changing: ChangingState,
         escapes: EscapeCheck,
         outcomes: tuple[Outcome, ...],
         *,
@@ -223,7 +150,11 @@ class _StepCapture:
         self.modes = (self.fake_mode,) if world else ()
         self.recorder = OpRecorder(self.fake_mode)
         self.branches = Branches(self.recorder, outcomes)
-        self.state = state = ReachableState(step)
+        self.changing = changing
+        self.state = state = ReachableState(step, replaced=changing.numbers, growing=changing.growing)
+        if shared := state.shared:
+            numbers, growing = changing.numbers - shared, changing.growing - shared
+            self.state = state = ReachableState(step, replaced=numbers, growing=growing)
         escapes.containers = lambda: state.containers
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
@@ -235,7 +166,8 @@ class _StepCapture:
         self.recorder.input_name = self._input_name
         self.streams = Streams(self.recorder)
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
-        self.learning_rates: list[tuple[dict[str, Any], torch.SymFloat, torch.fx.Node, StatePlace]] = []
+        self.numbers = PythonNumbers(self.recorder, changing, shared)
+        self.lists = GrowingLists(changing, shared)
         self.initialized: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
         self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=arrays)
         self.path = ModulePath(self.state)
@@ -247,7 +179,7 @@ class _StepCapture:
         started = time.perf_counter()
         try:
             with self._prepared():
-                args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes, self.outside.argument)
+                args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes, self._plain_argument)
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
                 reported = data_dependence_reported(self.step, symbols, drawn)
@@ -317,11 +249,18 @@ class _StepCapture:
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
             stack.enter_context(output_repeated())
+            stack.enter_context(symbols_answer_as_numbers())
+            stack.enter_context(builtin_types_know_symbols(self.state.functions))
             stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
             self.recorder.module_path = self.path.current
-            for optimizer, path in self.state.optimizers:
-                self._make_learning_rates_symbolic(optimizer, path)
+            self.numbers.put_into(self.state.containers)
+            self.lists.put_into(self.state.containers)
             yield
+
+    def _plain_argument(self, value: Any, place: StatePlace) -> Any:
+        """What the step gets for an argument that is no tensor."""
+        number = self.numbers.argument(value, place)
+        return self.outside.argument(value) if number is value else number
 
     @contextlib.contextmanager
     def _autocast_around(self, name: str) -> Iterator[None]:
@@ -341,28 +280,14 @@ class _StepCapture:
                     self.autocast_copies.append(AutocastCopy(name, places[id(leaf)], copy.dtype, after_write))
 
     def _restore_state(self) -> None:
-        for group, _, _, place in self.learning_rates:
-            group["lr"] = place.container.before["lr"]
         self.state.restore()
         self.arguments.restore()
-
-    def _make_learning_rates_symbolic(self, optimizer: torch.optim.Optimizer, path: str) -> None:
-        for at, group in enumerate(optimizer.param_groups):
-            if type(group.get("lr")) is not float:
-                continue
-            where = f"{path}.param_groups[{at}]['lr']"
-            place = StatePlace(Container(group, where, frozenset({"lr"})), "lr", where, Role.SCALAR)
-            name = f"lr{len(self.learning_rates)}"
-            symbol = torch_adapter.float_symbol(self.recorder.symbols.shape_env, group["lr"], name)
-            node = self.recorder.scalar_input(symbol, readable_name(where))
-            self.learning_rates.append((group, symbol, node, place))
-            group["lr"] = symbol
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizing = True
         if all(known is not optimizer for known, _ in self.state.optimizers):
             self.state.add(optimizer, "optimizer")
-            self._make_learning_rates_symbolic(optimizer, "optimizer")
+            self.numbers.put_into(self.state.containers)
         missing = [
             p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p not in optimizer.state
         ]
@@ -404,18 +329,22 @@ class _StepCapture:
             recorder.storages.end()
             slots: dict[int, int] = {}
             effects: list[Effect] = []
+            appends: list[Append] = []
             if complete := not self.branches.undecided:
                 if raised is None:
                     self.hooks.check()
                 self._refuse_new_leaves()
                 self.state.notice_new_hooks()
-                effects = self._effects(keep, slots)
+                effects, appends = self._effects(keep, slots), self._appends(keep, slots)
+            else:
+                self.numbers.check_changed([*self.state.changes(), *self.arguments.changes()])
             kept = lambda value: keep(Return, value)
             known = {**self.state.places_by_id, **self.arguments.fakes}
             where = "the step's return value"
             returned = Template.of(result, recorder, kept, where, places_by_id=known, slots=slots)
             self.arguments.forget_fakes()
             self._restore_state()
+            self.lists.settle(self.state.containers)
             aliases = _aliases([node for node, _ in recorder.placeholders], nodes)
             if complete:
                 self._updates(outputs, nodes)
@@ -430,6 +359,7 @@ class _StepCapture:
             graph,
             places,
             effects,
+            appends,
             returned,
             self.arguments,
             self.state,
@@ -438,13 +368,14 @@ class _StepCapture:
             self.hooks,
             recorder.symbols.shape_env,
             self.sizes,
-            [(torch_adapter.symbol_of(symbol), place) for _, symbol, _, place in self.learning_rates],
+            self.numbers.settle(self.state.containers),
             recorder.symbols.computed,
             self.specialised,
             self.outside.environment.found,
             self.outside.calls.reads,
             self.autocast_copies,
             aliases,
+            self.changing,
             self.branches.taken,
             complete,
             raised,
@@ -460,30 +391,40 @@ class _StepCapture:
             raise PythonStateChanged(path, "False -> True", "call requires_grad_() before the step")
 
     def _effects(self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int]) -> list[Effect]:
-        effects = []
-        for group, symbol, _, place in self.learning_rates:
-            if group["lr"] is not symbol:
-                raise PythonStateChanged(place.path, "a number", _STEP_OUTSIDE)
-            group["lr"] = place.container.before["lr"]
-        for container, key, old, new in [*self.state.changes(), *self.arguments.changes()]:
+        effects: list[Effect] = []
+        known = {**self.state.places_by_id, **self.arguments.fakes}
+        removals: list[Effect] = []
+        changes = [*self.state.changes(), *self.arguments.changes()]
+        self.numbers.check_changed(changes)
+        self.lists.check_changed(changes)
+        for container, key, _, new in changes:
+            container.frozen = False  # what a learning-rate scheduler holds counts where the step steps it
             path = container.label(key)
-            if container.counts_steps and isinstance(old, (int, float)):
-                raise PythonStateChanged(path, f"{old!r} -> {new!r}", _STEP_OUTSIDE)
+            if container.outer is not None:
+                remedy = "change a copy, and put that in its place"
+                raise PythonStateChanged(path, "and replaced what holds it", remedy)
             if new is MISSING:
-                effects.append(Effect(container, key, None))
+                removals.append(Effect(container, key, None))
                 continue
-            if isinstance(new, (int, float)) and not isinstance(new, bool):
-                remedy = "keep it in a tensor, count outside the step, or in a function marked @weft.opaque"
-                raise PythonStateChanged(path, f"{old!r} -> {new!r}", remedy)
-            if container.grew():
+            # One that was empty may be cleared by the next call before it is filled again.
+            if container.grew() and container.before:
                 remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
                 change = f"{len(container.before)} -> {len(container.obj)} entries"
                 raise PythonStateChanged(container.path, change, remedy)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            known = {**self.state.places_by_id, **self.arguments.fakes}
             template = Template.of(new, self.recorder, kept, path, places_by_id=known, slots=slots)
             effects.append(Effect(container, key, template))
-        return effects
+        return [*effects, *removals[::-1]]  # from the end of a list, so that positions keep their meaning
+
+    def _appends(self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int]) -> list[Append]:
+        appends: list[Append] = []
+        known = {**self.state.places_by_id, **self.arguments.fakes}
+        for container, key, value in self.lists.appended():
+            path = container.label(key)
+            kept = lambda value, path=path: keep(lambda _: Create(path), value)
+            template = Template.of(value, self.recorder, kept, path, places_by_id=known, slots=slots)
+            appends.append(Append(container, key, template))
+        return appends
 
     def _updates(self, outputs: list[Output], nodes: list[Any]) -> None:
         for node, tensor in self.recorder.placeholders:
@@ -495,14 +436,14 @@ class _StepCapture:
     def _inputs(self, outputs: list[Output]) -> tuple[list[Input], list[StatePlace]]:
         """The entry and the place of each placeholder that is used; the other placeholders are erased."""
         known = dict(self.recorder.placeholders)
-        rate_places = {node: place for _, _, node, place in self.learning_rates}
+        number_places = {each.node: each.place for each in self.numbers.found}
         updated = {out.input for out in outputs if isinstance(out, Update)}
         inputs, places = [], []
         for node in [n for n in self.recorder.graph.nodes if n.op == "placeholder"]:
             if not node.users and node.name not in updated:
                 self.recorder.graph.erase_node(node)
                 continue
-            place = rate_places.get(node) or self._place(known[node])
+            place = number_places.get(node) or self._place(known[node])
             inputs.append(Input(node.name, place.role, place.path, _sharding(place)))
             places.append(place)
         return inputs, places

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,42 @@ SIMPLE = (
 )
 # Stands for an entry that a container does not have.
 MISSING = object()
+# Stands for any number in a pattern of a value.
+ANY = object()
+
+
+class BuiltinLike(type):
+    """Of classes that stand for one of Python's own in the globals of modules while a step is captured."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a tuple, list or dictionary must be made of.
+
+    Attributes:
+        kind: its type.
+        items: a pattern or a value for each position or key.
+    """
+
+    kind: type
+    items: dict[Any, Any]
+
+
+# Types of lists to which a step may append without reading them.
+GROWING_KINDS = (list, deque)
+
+
+@dataclass(frozen=True)
+class Growing:
+    """Any list of a type, but for those that the step knows otherwise.
+
+    Attributes:
+        kind: the type.
+        others: ids of the objects that guards compare.
+    """
+
+    kind: type
+    others: frozenset[int]
 
 
 class AllBut:
@@ -60,7 +96,12 @@ class Container:
         before: the entries as they were found; MISSING for an absent key.
         frozen: whether no guard is needed: nobody assigns to it (attributes of weft's own frozen dataclasses), or
             another container guards what the step reads of it.
-        counts_steps: whether it belongs to a learning-rate scheduler.
+        holds_rates: whether its numbers are learning rates, which are inputs of every graph.
+        stand_ins: what the capture put in the place of entries, by key: no change that the step made.
+        by_value: what an entry must be made of, by key, where a call need not find the same object: :data:`ANY` for a
+            number that is an input of the graph, a :class:`Pattern` for a tuple, list or dictionary,
+            :class:`Growing` for a list to which the step appends.
+        outer: its own place, where the step leaves another object there: what is in it is found through that place.
     """
 
     def __init__(
@@ -76,7 +117,10 @@ class Container:
         self.keys = keys
         self.absent = absent
         self.frozen = False
-        self.counts_steps = False
+        self.holds_rates = False
+        self.stand_ins: dict[Any, Any] = {}
+        self.by_value: dict[Any, Any] = {}
+        self.outer: StatePlace | None = None
         self.label = label or (lambda key: f"{path}[{key!r}]")
         self.before: dict[Any, Any] = {}
         self.refresh()
@@ -101,6 +145,18 @@ class Container:
         self.before = self.entries()
         self._requires_grad = isinstance(self.obj, torch.Tensor) and self.obj.requires_grad
 
+    def guarded(self) -> dict[Any, Any]:
+        """The entries that a call must find as they were found, but for those that count by value."""
+        return {k: v for k, v in self.before.items() if k not in self.by_value} if self.by_value else self.before
+
+    def get(self, key: Any) -> Any:
+        """One entry as it is now, MISSING where there is none."""
+        if isinstance(self.obj, dict):
+            return self.obj.get(key, MISSING)
+        if isinstance(self.obj, (list, deque)):
+            return self.obj[key] if key < len(self.obj) else MISSING
+        return self.entries().get(key, MISSING)
+
     def set(self, key: Any, value: Any) -> None:
         """Assign an entry; a key one past the end of a list appends."""
         obj = self.obj
@@ -119,6 +175,17 @@ class Container:
             else:
                 obj[key] = value
 
+    def place_of(self, key: Any, role: Role) -> StatePlace:
+        """The place of an entry."""
+        if self.outer is None:
+            return StatePlace(self, key, self.label(key), role)
+        return self.outer.inside(key, role)
+
+    def stand_in(self, key: Any, value: Any) -> None:
+        """Put ``value`` in the place of an entry for the time of the capture."""
+        self.stand_ins[key] = value
+        self.set(key, value)
+
     def remove(self, key: Any) -> None:
         """Delete an entry of a dictionary, list or deque."""
         if isinstance(self.obj, dict):
@@ -128,6 +195,7 @@ class Container:
 
     def restore(self) -> None:
         """Put the entries back as they were found, in their order."""
+        self.stand_ins.clear()
         for key, old, _ in reversed(list(self.changes())):
             if old is MISSING:
                 self.remove(key)
@@ -139,13 +207,16 @@ class Container:
                 self.obj[key] = self.obj.pop(key)
 
     def grew(self) -> bool:
-        """Whether a list kept its entries and got more of them, as it then would at every call.
-
-        A list that was empty does not count: the next call may clear it before it fills it again.
-        """
+        """Whether a list kept its entries and got more of them, as it then would at every call."""
         now = self.entries()
-        longer = isinstance(self.obj, (list, deque)) and len(now) > len(self.before) > 0
+        longer = isinstance(self.obj, GROWING_KINDS) and len(now) > len(self.before)
         return longer and all(now[key] is old for key, old in self.before.items())
+
+    def may_be_appended_to(self) -> bool:
+        """Whether it is a list that got longer, or a deque whose entries moved on."""
+        if type(self.obj) is deque:
+            return self.obj.maxlen is not None or self.grew()
+        return type(self.obj) is list and self.grew()
 
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """(key, before, after) of each entry that is not as it was found; MISSING for an absent entry.
@@ -155,7 +226,8 @@ class Container:
         now = self.entries()
         for key in {**self.before, **now}:
             old, new = self.before.get(key, MISSING), now.get(key, MISSING)
-            if old is not new and not same_simple(old, new):
+            stands_in = key in self.stand_ins and new is self.stand_ins[key]
+            if old is not new and not stands_in and not same_simple(old, new):
                 yield key, old, new
         tensor = self.obj
         if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad is not self._requires_grad:
@@ -247,7 +319,7 @@ class StatePlace:
         path: how the user would write it.
         role: of the value in training.
         inner: attributes that lead from a tensor subclass (DTensor) at the place to the plain tensor inside.
-        items: positions that lead from the entry, a tuple, to the value: ``(1, 0)`` for ``entry[1][0]``.
+        items: positions and keys that lead from the entry to the value: ``(1, 0)`` for ``entry[1][0]``.
     """
 
     container: Container
@@ -255,19 +327,17 @@ class StatePlace:
     path: str
     role: Role
     inner: tuple[str, ...] = ()
-    items: tuple[int, ...] = ()
+    items: tuple[Any, ...] = ()
+
+    def inside(self, key: Any, role: Role | None = None) -> StatePlace:
+        """The place of an item of the tuple, list or dictionary at this place."""
+        return replace(self, path=f"{self.path}[{key!r}]", items=(*self.items, key), role=role or self.role)
 
     def outer(self) -> Any:
         """The object at this place now, MISSING where there is none."""
-        obj = self.container.obj
-        if isinstance(obj, dict):
-            value = obj.get(self.key, MISSING)
-        elif isinstance(obj, torch.Tensor) and type(self.container) is Container:
-            value = obj.grad
-        else:
-            value = self.container.entries().get(self.key, MISSING)
+        value = self.container.get(self.key)
         for at in self.items:
-            value = value[at] if isinstance(value, tuple) and at < len(value) else MISSING
+            value = _item(value, at)
         return value
 
     def get(self) -> Any:
@@ -276,6 +346,17 @@ class StatePlace:
         for name in self.inner:
             value = getattr(value, name, MISSING)
         return value
+
+
+def _item(value: Any, at: Any) -> Any:
+    if isinstance(value, dict):
+        return value.get(at, MISSING)
+    return value[at] if isinstance(value, (tuple, list)) and at < len(value) else MISSING
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """(position or key, item) of a tuple, list or dictionary."""
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
 
 
 def same_simple(value: Any, expected: Any) -> bool:

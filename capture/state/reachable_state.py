@@ -34,7 +34,17 @@ from weft.capture.state.code_names import (
     modules_of,
     variables_of,
 )
-from weft.capture.state.containers import MISSING, SIMPLE, AllBut, Attributes, Container, StatePlace
+from weft.capture.state.containers import (
+    GROWING_KINDS,
+    MISSING,
+    SIMPLE,
+    AllBut,
+    Attributes,
+    BuiltinLike,
+    Container,
+    StatePlace,
+    items_of,
+)
 from weft.capture.state.contents import attributes_of, content_of, referent_of, value_of
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.origin import is_foreign, is_own
@@ -85,6 +95,9 @@ class ReachableState:
     Args:
         step: the function whose closure, globals and ``self`` are walked.
         with_hooks: whether hooks on leaf tensors are walked too.
+        replaced: paths of lists and dictionaries that the step replaces by new ones. What is in them has its place
+            under the entry that holds them, unless there are two such entries.
+        growing: paths of lists to which the step appends. What is in them is not walked.
 
     Attributes:
         places: the place where each tensor was found first, by its ``memory_key``.
@@ -94,10 +107,22 @@ class ReachableState:
         modules, optimizers, leaves: those found, with their paths.
         constants: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
+        shared: those of ``replaced`` and ``growing`` that were met at another place, too.
     """
 
-    def __init__(self, step: Any, *, with_hooks: bool = True) -> None:
+    def __init__(
+        self,
+        step: Any,
+        *,
+        with_hooks: bool = True,
+        replaced: frozenset[str] = frozenset(),
+        growing: frozenset[str] = frozenset(),
+    ) -> None:
         self.step = step
+        self._growing = growing
+        self._replaced = replaced
+        self._replaced_at: dict[int, str] = {}
+        self.shared: set[str] = set()
         self._with_hooks = with_hooks
         self.places: dict[tuple[Any, ...], StatePlace] = {}
         self.places_by_id: dict[int, StatePlace] = {}
@@ -148,6 +173,11 @@ class ReachableState:
     def objects(self) -> list[Any]:
         """All objects that the walk met, but for plain values."""
         return list(self._seen.values())
+
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """The functions that the step can call, but for those of torch and the like."""
+        return list(self._functions.values())
 
     def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
         """Walk a dictionary of hooks and what they close over."""
@@ -200,6 +230,8 @@ class ReachableState:
             self._tensor(obj, path, place)
             return
         if isinstance(obj, SIMPLE) or id(obj) in self._seen:
+            if id(obj) in self._replaced_at:
+                self.shared.add(self._replaced_at[id(obj)])
             return
         self._seen[id(obj)] = obj
         if type(obj) in _PLAIN_HOLDERS:
@@ -245,12 +277,17 @@ class ReachableState:
 
     def _elements(self, obj: Any, path: str, place: StatePlace | None) -> None:
         """What an object of Python's own types holds."""
-        if isinstance(obj, (dict, list, deque)):
+        if isinstance(obj, tuple) or (place is not None and path in self._replaced and type(obj) in (dict, list)):
+            if place is not None and not isinstance(obj, tuple):
+                self._replaced_at[id(obj)] = path
+                self.containers.append(Container(obj, path))
+                self.containers[-1].outer, self.containers[-1].frozen = place, True
+            for at, item in items_of(obj):
+                self._visit(item, f"{path}[{at!r}]", place and place.inside(at))
+        elif place is not None and path in self._growing and type(obj) in GROWING_KINDS:
+            self._replaced_at[id(obj)] = path
+        elif isinstance(obj, (dict, list, deque)):
             self._items(obj, path)
-        elif isinstance(obj, tuple):
-            for at, item in enumerate(obj):
-                inside = place and dataclasses.replace(place, items=(*place.items, at))
-                self._visit(item, f"{path}[{at}]", inside)
         elif isinstance(obj, (set, frozenset)):
             elements = Container(obj, path)
             for at, item in enumerate(obj):
@@ -332,9 +369,9 @@ class ReachableState:
             settings = AllBut("params", "lr")
             where = f"{path}.param_groups[{at}]"
             self._container(Container(group, where, settings, lambda key, where=where: f"{where}[{key!r}]"))
-            if isinstance(group["lr"], torch.Tensor):
-                rate = Container(group, where, frozenset({"lr"}), lambda key, where=where: f"{where}['lr']")
-                self._container(rate, Role.SCALAR)
+            rate = Container(group, where, frozenset({"lr"}), lambda key, where=where: f"{where}['lr']")
+            rate.holds_rates = True
+            self._container(rate, Role.SCALAR)
         for kind, hooks in torch_adapter.optimizer_hooks(optimizer):
             self.add_hooks(hooks, f"the {kind} hooks of {path}")
         self._optimizer_state(optimizer, path)
@@ -347,10 +384,11 @@ class ReachableState:
         self._schedulers[id(scheduler)] = scheduler, path, set()
         attributes = vars(scheduler)
         container = Container(attributes, path, label=lambda key: f"{path}.{key}")
-        container.frozen = container.counts_steps = True
+        container.frozen = True
         self.containers.append(container)
         for name, value in list(attributes.items()):
-            self._visit(value, f"{path}.{name}", None)
+            where = f"{path}.{name}"
+            self._visit(value, where, StatePlace(container, name, where, _role_of(value)))
 
     def _scheduler_reads(self, scheduler: Any, path: str, read: set[str]) -> None:
         """The attributes of a scheduler that the user's code names."""
@@ -424,7 +462,8 @@ class ReachableState:
         variables = fn.__globals__
         unset = variables_of(fn.__code__) - variables.keys() - vars(builtins).keys() if is_own(fn) else ()
         absent = frozenset(unset)
-        used = frozenset(code_names(fn.__code__) & variables.keys()) | absent
+        named = code_names(fn.__code__) & variables.keys()
+        used = frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent
         if used:
             self._container(Container(variables, "", used, str, absent))
         for module in modules_of(fn):

@@ -60,15 +60,15 @@ class EntryReader:
         classes = [each for each in attributes if isinstance(each.obj, type)]
         contents = [each for each in containers if isinstance(each, Content)]
         self.containers = [*dicts, *sequences, *objects, *classes, *contents]
-        self._dicts = _objects(dicts), [key for each in dicts for key in each.before]
-        self._sequences = _objects(sequences), [key for each in sequences for key in each.before]
-        self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.before]
-        own = [vars(each.obj) for each in classes for _ in each.before]
-        self._classes = own, [key for each in classes for key in each.before]
+        self._dicts = _objects(dicts), [key for each in dicts for key in each.guarded()]
+        self._sequences = _objects(sequences), [key for each in sequences for key in each.guarded()]
+        self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.guarded()]
+        own = [vars(each.obj) for each in classes for _ in each.guarded()]
+        self._classes = own, [key for each in classes for key in each.guarded()]
         self._contents = [(each.read, each.obj) for each in contents]
 
     def read(self) -> list[Any]:
-        """The values of all entries that the walk found, now; MISSING where there is no such key or attribute.
+        """The values of all entries that are guarded, now; MISSING where there is no such key or attribute.
 
         Raises:
             IndexError: a list is shorter than it was.
@@ -85,7 +85,7 @@ class EntryReader:
 
 def _objects(containers: Sequence[Container]) -> list[Any]:
     """The object of each entry."""
-    return [each.obj for each in containers for _ in each.before]
+    return [each.obj for each in containers for _ in each.guarded()]
 
 
 def _attribute(container: Container, key: Any) -> str:

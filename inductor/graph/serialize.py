@@ -29,7 +29,7 @@ from torch.utils._sympy import functions as torch_sympy
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_meta import meta_fault
-from weft.capture.record import clocks, host_draws, randomness, recorder, streams, torch_functions
+from weft.capture.record import clocks, float_arithmetic, host_draws, randomness, recorder, streams, torch_functions
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
 from weft.capture.user_code import Frame
 from weft.inductor.graph.serializable import construct, fields_of, serializable
@@ -56,11 +56,8 @@ _MODULES: dict[Any, Iterable[str]] = {
         *("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift"),
         *("and_", "or_", "xor", "not_", "invert", "eq", "ne", "lt", "le", "gt", "ge"),
     ),
-    math: (
-        *("ceil", "floor", "trunc", "sqrt", "exp", "log", "log2", "pow", "fabs", "fmod"),
-        *("sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan"),
-        *("isnan", "isinf", "isfinite"),
-    ),
+    math: ("ceil", "floor", "trunc", *float_arithmetic.MATH),
+    float_arithmetic: ("is_close", "is_finite", "is_infinite", "is_nan"),
     builtins: ("abs", "max", "min", "pow", "round"),
     torch: [name for name in dir(torch) if name.startswith("sym_")],
     recorder: ("check",),

@@ -337,12 +337,12 @@ def test_aliasing_of_arguments_is_guarded() -> None:
 
 
 def test_many_captures_are_a_warning_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    compiled = weft.compile(lambda x, scale: x * scale)
+    compiled = weft.compile(lambda x, name: x * len(name))
     with knobs.override(recapture_limit=3), caplog.at_level(logging.WARNING, logger="weft"):
-        for scale in range(6):
-            compiled(X, scale)
+        for count in range(6):
+            compiled(X, "a" * count)
     (message,) = [m for m in caplog.messages if "captured" in m]
-    assert "args[1] is 3, was" in message
+    assert "args[1] is 'aaa', was" in message
     assert "mark_dynamic" in message
 
 

@@ -125,6 +125,8 @@ def _containers_missed(probe: Probe) -> list[str]:
             if key not in container.before:
                 continue
             for other in [(), (1,)] if key == "__defaults__" else _others(value):
+                if key in container.by_value and type(other) is type(value):
+                    continue  # another value of an input
                 if isinstance(container.obj, torch.Tensor) and not _may_be_gradient(container.obj, other):
                     continue
                 what = f"{type(other).__name__} for {type(value).__name__} at {container.label(key)}"

@@ -67,7 +67,7 @@ def of_count(x: torch.Tensor) -> Any:
 
 
 def of_int(x: torch.Tensor) -> Any:
-    return [x] * int((x > 0).sum().remainder(3))
+    return [x] * int((x > 0).sum().remainder(3) + 0.5)
 
 
 def of_truncated(x: torch.Tensor) -> Any:
@@ -168,7 +168,7 @@ def test_a_function_that_branches_equals_eager(function: Callable[..., Any]) -> 
         assert_equal(detached(ours(x.clone())), detached(function(x.clone())))
         taken = len(ours.captures)
     assert len(ours.entries) == 1
-    assert taken > 1
+    assert (taken > 1) == (function is not of_truncated)  # int() keeps a number that the data decides
     for x in BATCHES:  # all branches are known by now
         assert_equal(detached(ours(x)), detached(function(x)))
     assert len(ours.captures) == taken
@@ -536,7 +536,7 @@ def test_a_branch_that_cannot_be_captured_falls_back_from_where_the_call_began()
             loss.backward()
             opt.step()
             if x.sum() > 5:
-                opt.param_groups[0]["lr"] = float(loss)
+                opt.param_groups[0]["lr"] = math.fsum([float(loss)])
             opt.zero_grad()
             return loss
 
@@ -545,7 +545,7 @@ def test_a_branch_that_cannot_be_captured_falls_back_from_where_the_call_began()
     ours = both_ways(make, [(x,) for x in BATCHES], captures=None, fallback="eager")
     assert ours._uncompiled
     step, _ = make()
-    with pytest.raises(CannotCapture, match=r"opt\.param_groups"):
+    with pytest.raises(CannotCapture, match=r"math\.fsum"):
         weft.compile(step)(BATCHES[0].abs())
 
 
@@ -614,7 +614,7 @@ def test_ever_new_outcomes_end_with_an_error_that_names_the_line() -> None:
 
 def test_a_float_that_python_needs_is_refused() -> None:
     def step(x: torch.Tensor) -> Any:
-        return x * 2 if x.sum() > 0 and float(x.mean()) > 0.1 else x
+        return x * 2 if x.sum() > 0 and math.fsum([x.mean()]) > 0.1 else x
 
     ours = weft.compile(step)
     with pytest.raises(CannotCapture, match=r"x\.mean"):

@@ -20,7 +20,6 @@ from weft.errors import (
     EscapedTensor,
     GraphOutsideStep,
     NumpyOnTensor,
-    PythonStateChanged,
     UncapturableLayout,
     UncapturableMutation,
     UnregisteredType,
@@ -63,26 +62,26 @@ class Setting:
         return [*state, torch.get_rng_state(), len(self.optimizer.state), dict(vars(self.model[0]))]
 
 
-# Each refused step, and the line of it that the message must show.
+# Each refused step, and the line of it that the message must show. `math.fsum` needs the floats themselves.
 
 
 def branch(s: Setting, loss: torch.Tensor) -> Any:
-    if float(loss) > 0.1:  # HERE
+    if math.fsum([float(loss)]) > 0.1:  # HERE
         return loss * 2
     return loss
 
 
 def item(s: Setting, loss: torch.Tensor) -> Any:
     scale = loss.item()
-    return loss * float(scale)  # HERE
+    return loss * math.fsum([scale])  # HERE
 
 
 def float_of(s: Setting, loss: torch.Tensor) -> Any:
-    return [0] * int(loss)  # HERE
+    return [0] * int(math.fsum([loss]))  # HERE
 
 
 def list_of_parameter(s: Setting, loss: torch.Tensor) -> Any:
-    if math.copysign(1.0, s.model[0][0].bias.tolist()[0]) > 0:  # HERE
+    if math.fsum(s.model[0][0].bias.tolist()) > 0:  # HERE
         return loss * 2
     return loss
 
@@ -96,14 +95,14 @@ def numpy_of_parameter(s: Setting, loss: torch.Tensor) -> Any:
 
 
 def loop_over_data(s: Setting, loss: torch.Tensor) -> Any:
-    while float(loss) > 0.1:  # HERE
+    while math.fsum([float(loss)]) > 0.1:  # HERE
         loss = loss / 2
     return loss
 
 
 def in_a_helper(s: Setting, loss: torch.Tensor) -> Any:
     def helper(value: torch.Tensor) -> bool:
-        return float(value) > 0.1  # HERE
+        return math.fsum([float(value)]) > 0.1  # HERE
 
     return loss * 2 if helper(loss) else loss
 
@@ -201,16 +200,6 @@ def test_sparse_gradients_are_refused() -> None:
 # ---- Python state
 
 
-def counted(s: Setting, loss: torch.Tensor) -> Any:
-    s.numbers["count"] += 1
-    return loss
-
-
-def scheduled(s: Setting, loss: torch.Tensor) -> Any:
-    s.optimizer.param_groups[0]["lr"] = s.optimizer.param_groups[0]["lr"] * 0.5
-    return loss
-
-
 def kept_in_an_object(s: Setting, loss: torch.Tensor) -> Any:
     s.numbers["last"] = Held(loss)  # type: ignore[assignment]
     return loss
@@ -223,8 +212,6 @@ def raises_by_itself(s: Setting, loss: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("refused", "error", "message"),
     [
-        (counted, PythonStateChanged, r"numbers\['count'\] \(0 -> 1\).*keep it in a tensor"),
-        (scheduled, PythonStateChanged, r"\['lr'\].*scheduler outside the step"),
         (kept_in_an_object, EscapedTensor, r"numbers\['last'\] holds a Held.*register"),
     ],
 )
@@ -253,7 +240,7 @@ def test_an_argument_with_a_graph_outside_the_step_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "refused",
-    [branch, numpy_of_parameter, reshaped, counted, scheduled, kept_in_an_object, raises_by_itself],
+    [branch, numpy_of_parameter, reshaped, kept_in_an_object, raises_by_itself],
     ids=lambda value: value.__name__,
 )
 def test_a_failed_capture_changes_nothing(refused: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import types
 from typing import Any
@@ -87,7 +88,7 @@ class Setting:
 
     def failing(self, x: torch.Tensor) -> torch.Tensor:
         loss = self.step(x)
-        return loss if float(loss) > 0 else -loss
+        return loss if math.fsum([float(loss)]) > 0 else -loss
 
     def interrupted(self, x: torch.Tensor) -> torch.Tensor:
         self.model(x).sum().backward()

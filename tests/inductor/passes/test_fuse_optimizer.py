@@ -15,7 +15,8 @@ from both_ways import assert_equal
 from multi_tensor_kernels import assert_close, interpret
 from step_builder import StepBuilder
 from weft.capture.graph import StepGraph
-from weft.capture.record.tracer import CapturedStep, capture_step
+from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.tracer import capture_step
 from weft.inductor.compiler import make_kernels
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.foreach import Foreach

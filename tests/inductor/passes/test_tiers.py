@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pass_runs import BIT_KEEPING
-from weft.capture.record.tracer import CapturedStep, capture_step
+from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.tracer import capture_step
 from weft.inductor.graph.pass_runner import Pass
 from weft.inductor.passes.chunk_loss import ChunkLoss
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes

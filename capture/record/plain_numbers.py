@@ -1,0 +1,58 @@
+"""What Python asks of a symbolic number that only a plain number can answer.
+
+The sizes and numbers of a step that change from call to call are symbols while it is captured. Where torch computes
+with them they stay symbols. Elsewhere Python must not notice: ``epoch.__class__`` is ``int``, and the hash and the text
+of a number are those of its value in the captured call, which is then a guard. Numbers that only the data decides
+have no value yet; torch and :mod:`weft.capture.record.printed` refuse what needs one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weft.capture.record.recorder import recording
+from weft.capture.user_code import is_user_file
+from weft.thread_patches import replaced, stand_in
+
+PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_ABSTRACT = ("abc.py", "<frozen abc>")  # `isinstance(n, numbers.Number)` asks from there
+
+
+def plain_number(number: Any) -> int | float | bool | None:
+    """The value of a symbolic number in the captured call, which becomes a guard; None where only the data decides."""
+    return PYTHON_TYPES[type(number)](number) if number.node.has_hint() else None
+
+
+@contextlib.contextmanager
+def symbols_answer_as_numbers() -> Iterator[None]:
+    """Inside, the user's code takes symbolic numbers for ``int``, ``float`` and ``bool``, and they have the hash of
+    their value."""
+    with contextlib.ExitStack() as stack:
+        for kind in PYTHON_TYPES:
+            stack.enter_context(stand_in(kind, "__getattribute__", _attribute))
+            stack.enter_context(replaced(kind, "__hash__", _hash_of(kind.__hash__)))
+        yield
+
+
+def _attribute(number: Any, name: str) -> Any:
+    """``isinstance`` asks for the attribute ``__class__`` of what is no instance by its type."""
+    if name == "__class__" and recording() is not None:
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename.endswith(_ABSTRACT) and frame.f_back is not None:
+            frame = frame.f_back
+        if is_user_file(frame.f_code.co_filename):
+            return PYTHON_TYPES[type(number)]
+    return object.__getattribute__(number, name)
+
+
+def _hash_of(original: Any) -> Any:
+    def value_hash(number: Any) -> int:
+        value = plain_number(number) if recording() is not None else None
+        return original(number) if value is None else hash(value)
+
+    return value_hash

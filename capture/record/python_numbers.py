@@ -1,0 +1,223 @@
+"""Python numbers that a capture keeps symbolic: learning rates, counters, schedules, arguments that change.
+
+A number of Python state or of the arguments is a guard by its value, until it is seen to change: by the step itself,
+which is then captured once more, or between two captures. From then on it is a symbol, and an input of the graph. The
+symbol stands at the place of the number while the step is captured. Lists and dictionaries that the step replaces by
+new ones are guarded like tuples, by what they hold. A symbol is *backed*: its value in the captured call is
+known, so a comparison in the step's Python has an outcome, and that outcome is the guard
+(:mod:`weft.capture.guards.size_guard`). What the step leaves at the place is an effect, as a tensor would be.
+
+Numbers that behave unlike their neighbours stay guards by value: infinities, NaN and -0.0, integers that need more than
+64 bits, and subclasses of ``int`` and ``float`` (bools, enumerations, scalars of numpy).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch.fx
+
+from weft import torch_adapter
+from weft.capture.record.readable_names import readable_name
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.state.containers import ANY, Container, Content, Pattern, StatePlace, items_of
+from weft.capture.step_interface import Role
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat)
+_MADE_OF_NUMBERS = (int, float, tuple, list, dict)
+
+
+@dataclass(frozen=True)
+class PythonNumber:
+    """A number that is a symbol of one capture.
+
+    Attributes:
+        symbol: of the number.
+        node: its placeholder.
+        place: where a call finds it.
+        value: in the captured call.
+    """
+
+    symbol: sympy.Symbol
+    node: torch.fx.Node
+    place: StatePlace
+    value: int | float
+
+
+@dataclass(frozen=True)
+class ChangingState:
+    """What of the Python state a capture takes for changing at every call, besides learning rates.
+
+    Attributes:
+        numbers: paths of numbers, and of the lists and dictionaries that the step replaces by others.
+        growing: paths of lists to which the step appends, without reading them.
+        read: paths of lists that the step reads.
+        closed: whether what the step is found to change, and is not among these, is taken for constant.
+    """
+
+    numbers: frozenset[str] = frozenset()
+    growing: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()
+    closed: bool = False
+
+
+FOUND_ALONE = ChangingState()
+CONSTANTS = ChangingState(closed=True)
+
+
+class NumbersChanged(Exception):
+    """The step changes numbers that this attempt at its capture took for constants.
+
+    Attributes:
+        paths: how the user would write them.
+    """
+
+    def __init__(self, paths: set[str]) -> None:
+        super().__init__(paths)
+        self.paths = paths
+
+
+class PythonNumbers:
+    """The symbolic Python numbers of one attempt at a capture.
+
+    Args:
+        recorder: of the capture.
+        changing: says which numbers are to be symbols.
+        kept: paths of those that must not become symbols all the same.
+
+    Attributes:
+        found: those that are.
+    """
+
+    def __init__(self, recorder: OpRecorder, changing: ChangingState, kept: Iterable[str] = ()) -> None:
+        self.found: list[PythonNumber] = []
+        self._recorder = recorder
+        self._kept = frozenset(kept)
+        self._changing = changing.numbers - self._kept
+        self._closed = changing.closed
+        self._by_entry: dict[tuple[int, Any], Any] = {}
+
+    def put_into(self, containers: Iterable[Container]) -> None:
+        """Put symbols into the entries of containers; those that have theirs keep them."""
+        for container in containers:
+            if (self._changing or container.holds_rates) and not isinstance(container, Content):
+                for key, value in container.before.items():
+                    if type(value) in (int, float, tuple) and key not in container.stand_ins:
+                        self._put(container, key, value)
+
+    def argument(self, value: Any, place: StatePlace) -> Any:
+        """What the step gets for an argument that is no tensor: a symbol, or the value itself."""
+        return self._symbolic(value, place, rate=False) if type(value) in (int, float) else value
+
+    def _put(self, container: Container, key: Any, value: Any) -> None:
+        entry = id(container.obj), key
+        if entry not in self._by_entry:
+            place = container.place_of(key, Role.SCALAR)
+            self._by_entry[entry] = self._symbolic(value, place, rate=container.holds_rates)
+        if (new := self._by_entry[entry]) is not value:
+            container.stand_in(key, new)
+
+    def _symbolic(self, value: Any, place: StatePlace, *, rate: bool) -> Any:
+        if type(value) is not tuple:
+            wanted = (rate and type(value) is float) or place.path in self._changing
+            return self._symbol(value, place) if wanted and may_be_symbolic(value) else value
+        items = [self._symbolic(item, place.inside(at), rate=False) for at, item in enumerate(value)]
+        return value if all(map(operator.is_, items, value)) else tuple(items)
+
+    def _symbol(self, value: int | float, place: StatePlace) -> Any:
+        name = f"number{len(self.found)}"
+        number = torch_adapter.number_symbol(self._recorder.symbols.shape_env, value, name)
+        node = self._recorder.scalar_input(number, readable_name(place.path))
+        self.found.append(PythonNumber(torch_adapter.symbol_of(number), node, place, value))
+        return number
+
+    def check_changed(self, changes: Iterable[tuple[Container, Any, Any, Any]]) -> None:
+        """Raise where the step changed numbers that could have been symbols.
+
+        Raises:
+            NumbersChanged: names them.
+        """
+        if self._closed:
+            return
+        changes = [each for each in changes if not isinstance(each[0], Content)]
+        places = ((c.place_of(key, Role.SCALAR), old, new) for c, key, old, new in changes)
+        paths = {path for place, old, new in places for path in _changed(place, old, new)}
+        if not paths <= self._changing | self._kept:
+            raise NumbersChanged(paths)
+
+    def settle(self, containers: Iterable[Container]) -> list[PythonNumber]:
+        """Tell the containers, after the step, which of their entries are inputs of the graph or replaced by each call.
+
+        Returns:
+            The numbers that are symbols to the end. Those that the step's Python needed as numbers are guards.
+        """
+        shape_env = self._recorder.symbols.shape_env
+        numbers = [each for each in self.found if not torch_adapter.replaced(shape_env, each.symbol).is_number]
+        inputs, changing = {_identity(each.place) for each in numbers}, self._changing
+        entries = {identity[:2] for identity in inputs}
+        for container in containers:
+            for key, value in container.before.items():
+                if type(value) not in _MADE_OF_NUMBERS or isinstance(container, Content):
+                    continue
+                place = container.place_of(key, Role.SCALAR)
+                replaced = type(value) in (list, dict) and place.path in changing
+                if replaced or (container.outer is None and (id(container.obj), key) in entries):
+                    container.by_value[key] = _pattern(value, place, changing, inputs)
+        return numbers
+
+
+def may_be_symbolic(value: Any) -> bool:
+    """Whether a symbol can stand for a value: for an ``int`` of 64 bits, or a finite ``float`` that is not -0.0."""
+    if type(value) is float:
+        return math.isfinite(value) and (value != 0 or math.copysign(1, value) > 0)
+    return type(value) is int and -(2**63) <= value < 2**63
+
+
+def differing_numbers(containers: Iterable[Container]) -> Iterator[str]:
+    """The paths of the numbers in containers, also in tuples, that are others now than they were found."""
+    for container in containers:
+        if not isinstance(container, Content):
+            for key, known in container.before.items():
+                if type(known) in (int, float, tuple):
+                    yield from differing(container.label(key), container.get(key), known)
+
+
+def differing(path: str, value: Any, expected: Any) -> Iterator[str]:
+    """The paths at which a number, or a number in a tuple, is another one than expected and of the same type."""
+    if type(value) is type(expected) is tuple:
+        for at, (item, known) in enumerate(zip(value, expected, strict=False)):
+            yield from differing(f"{path}[{at}]", item, known)
+    elif type(value) is type(expected) and may_be_symbolic(value) and value != expected:
+        yield path
+
+
+def _changed(place: StatePlace, old: Any, new: Any) -> Iterator[str]:
+    """The paths at ``place`` of numbers that a step replaced by others, and of lists and dictionaries."""
+    if type(old) is type(new) and type(old) in (tuple, list, dict) and old is not new:
+        if type(old) is not tuple:
+            yield place.path
+        items = dict(items_of(new))
+        for key, known in items_of(old):
+            if key in items:
+                yield from _changed(place.inside(key), known, items[key])
+    elif may_be_symbolic(old) and (isinstance(new, _SYMBOLIC) or (type(new) in (int, float) and new != old)):
+        yield place.path
+
+
+def _identity(place: StatePlace) -> tuple[int, Any, tuple[Any, ...]]:
+    return id(place.container.obj), place.key, place.items
+
+
+def _pattern(value: Any, place: StatePlace, changing: Any, inputs: set[Any]) -> Any:
+    """What a value must look like: ANY at the places of inputs."""
+    if _identity(place) in inputs:
+        return ANY
+    if type(value) is tuple or (type(value) in (list, dict) and place.path in changing):
+        items = {key: _pattern(item, place.inside(key), changing, inputs) for key, item in items_of(value)}
+        return Pattern(type(value), items)
+    return value

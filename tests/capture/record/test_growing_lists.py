@@ -1,0 +1,175 @@
+"""Lists and deques to which a step appends: what it does not read is one capture, what it reads is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from both_ways import assert_equal, batches
+from weft.errors import PythonStateChanged
+
+
+class Logs:
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+        self.same = self.losses
+        self.recent: deque[Any] = deque(maxlen=3)
+        self.history: dict[str, list[Any]] = {"loss": [], "step": [0]}
+        self.step = 0
+        self.kept: Any = None
+        self.seen: list[int] = []
+
+
+def appends(logs: Logs, x: torch.Tensor) -> Any:
+    loss = (x * 2).mean()
+    logs.losses.append(loss.item())
+    logs.recent.append(loss)
+    logs.history["loss"] += [loss.item(), {"step": logs.step, "loss": loss}]
+    logs.history["step"].extend(at + logs.step for at in range(2))
+    logs.losses.append((isinstance(logs.losses, list), type(logs.recent) is deque))
+    logs.step += 1
+    return loss
+
+
+def appends_in_a_branch(logs: Logs, x: torch.Tensor) -> Any:
+    if x.sum() > 0:
+        logs.losses.append(x.sum().item())
+        return x
+    logs.recent.append(logs.step)
+    return -x
+
+
+def fills_a_new_one(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses = []
+    for _ in range(2):
+        logs.losses.append(x.sum().item())
+    return x * 2
+
+
+def reads_its_length(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(x.sum().item())
+    return x / len(logs.losses)
+
+
+def reads_its_items(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(x.sum())
+    return torch.stack(logs.losses).mean()
+
+
+def returns_it(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(x.sum().item())
+    return logs.losses
+
+
+def keeps_it(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(1)
+    logs.kept = {"losses": logs.losses}
+    return x * 2
+
+
+def joins_it(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(1)
+    return x * 2, [1, *([0] + logs.losses)]
+
+
+def pushes_on_it(logs: Logs, x: torch.Tensor) -> Any:
+    heapq.heappush(logs.losses, logs.step)
+    return x * 2
+
+
+def takes_from_it(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(1)
+    logs.losses.append(2)
+    return x * logs.losses.pop(0)
+
+
+def shows_it_outside(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(1)
+    weft.opaque(lambda: logs.seen.append(len(logs.losses)))()
+    return x * 2
+
+
+def has_it_twice(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(1)
+    return x * len(logs.same)
+
+
+def _run(
+    step: Callable[..., Any], wrap: Callable[..., Any], calls: int = 8, seen: list[Any] | None = None
+) -> tuple[list[Any], Any]:
+    logs, seen = Logs(), [] if seen is None else seen
+    wrapped = wrap(lambda x: step(logs, x))
+    for at, (x,) in enumerate(batches(calls)):
+        if at == 5:  # as at the end of an epoch
+            logs.losses = []
+            logs.history["loss"].clear()
+        seen.append([_copy(wrapped(x)), _copy(vars(logs))])
+    return seen, wrapped
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [type(value).__name__, *map(_copy, value)]
+    return value if isinstance(value, torch.Tensor) else repr(value)
+
+
+@pytest.mark.parametrize(("step", "captures"), [(appends, 1), (appends_in_a_branch, 4), (fills_a_new_one, 2)])
+def test_what_a_step_appends_is_there_after_each_call(step: Callable[..., Any], captures: int) -> None:
+    compiled, wrapped = _run(step, weft.compile)
+    assert_equal(compiled, _run(step, lambda step: step)[0])
+    assert len(wrapped.captures) <= captures, wrapped.captures
+
+
+READING = [reads_its_length, reads_its_items, returns_it, keeps_it, joins_it, pushes_on_it, takes_from_it, has_it_twice]
+READING.append(shows_it_outside)
+
+
+@pytest.mark.parametrize("step", READING)
+def test_a_step_that_reads_what_it_appended_equals_eager_until_it_is_refused(step: Callable[..., Any]) -> None:
+    eager, _ = _run(step, lambda step: step, calls=4)
+    compiled: list[Any] = []
+    with contextlib.suppress(PythonStateChanged):
+        _run(step, weft.compile, calls=4, seen=compiled)
+    assert compiled
+    assert_equal(compiled, eager[: len(compiled)])
+
+
+def test_the_list_of_a_hook_gets_the_tensors_of_its_call() -> None:
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model, outputs = nn.Linear(8, 8), []
+        model.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
+        step = wrap(lambda x: model(x).sum())
+        return [[step(x) for (x,) in batches(4)], outputs]
+
+    assert_equal(run(weft.compile), run(lambda step: step))
+
+
+def test_a_list_that_the_step_reads_elsewhere_is_not_taken_for_the_one_it_appends_to() -> None:
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        logs, read, seen = Logs(), [1.0, 2.0], []
+
+        def step(x: torch.Tensor) -> Any:
+            logs.losses.append(3.0)
+            return x * sum(read) * len(read)
+
+        step = wrap(step)
+        for at, (x,) in enumerate(batches(4)):
+            if at == 3:
+                logs.losses = read
+            seen.append(step(x))
+        return seen
+
+    eager = run(lambda step: step)
+    with pytest.raises(PythonStateChanged, match=r"losses|read"):
+        assert_equal(run(weft.compile), eager)
