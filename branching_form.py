@@ -196,20 +196,20 @@ class BranchingForm:
         assert isinstance(first, _Branch)
         return first.placed.program
 
-    def run(self, leaves: list[Any], capture: CapturePath) -> Any:
-        """Run the programs of a call with these argument leaves. Must not be busy.
+    def run(self, leaves: list[Any], call: tuple[Any, Any], capture: CapturePath) -> Any:
+        """Run the programs of a call with these arguments (positional, keyword) and their leaves. Must not be busy.
 
         Raises:
             PathEnded: a branch cannot be captured, or the step raises there and the uncompiled step can do it instead.
         """
         self.busy = True
         try:
-            return self._run(leaves, capture)
+            return self._run(leaves, call, capture)
         finally:
             self._values.clear()
             self.busy = False
 
-    def _run(self, leaves: list[Any], capture: CapturePath) -> Any:
+    def _run(self, leaves: list[Any], call: tuple[Any, Any], capture: CapturePath) -> Any:
         if self.captured.autocast_copies:
             check_copies(self.captured.autocast_copies)
         undo = _Undo(self.captured.state.objects if self._draws else None, self._undoes)
@@ -230,7 +230,7 @@ class BranchingForm:
             undo.restore()
             raise PathEnded(here.path.raises, True)
         try:
-            result = here.form.run(leaves)
+            result = here.form.run(leaves, call)
         except StaleAutocastCopy as error:  # raised before the last program ran
             if undo.possible:
                 undo.restore()

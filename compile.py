@@ -210,8 +210,8 @@ class CompiledStep(Generic[P, R]):
     def _run_form(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         try:
             if isinstance(entry, BranchingForm):
-                return entry.run(leaves, functools.partial(self._capture_path, args, kwargs))
-            return entry.run(leaves)
+                return entry.run(leaves, (args, kwargs), functools.partial(self._capture_path, args, kwargs))
+            return entry.run(leaves, (args, kwargs))
         except PathEnded as ended:
             return self._after_branch(ended, entry, args, kwargs)
         except StaleAutocastCopy:  # raised before anything ran

@@ -74,15 +74,18 @@ class ProgramForm:
     def program(self, program: Any) -> None:
         self._placed.program = program
 
-    def run(self, leaves: list[Any]) -> Any:
-        """Run the program for a call with these argument leaves. Must not be busy."""
+    def run(self, leaves: list[Any], call: tuple[Any, Any]) -> Any:
+        """Run the program for a call with these positional and keyword arguments, which have these leaves.
+
+        Must not be busy.
+        """
         self.busy = True
         try:
-            return self._run(leaves)
+            return self._run(leaves, call)
         finally:
             self.busy = False
 
-    def _run(self, leaves: list[Any]) -> Any:
+    def _run(self, leaves: list[Any], call: tuple[Any, Any]) -> Any:
         captured = self.captured
         captured.arguments.bind(leaves)
         if captured.autocast_copies:
@@ -94,12 +97,13 @@ class ProgramForm:
         appended = [append.template.fill(outputs) for append in captured.appends]
         values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
         result = captured.result.fill(outputs)
-        for append, value in zip(captured.appends, appended, strict=True):
-            append.container.get(append.key).append(value)
-        for effect, value in zip(captured.effects, values, strict=True):
-            if effect.template is None:
-                effect.container.remove(effect.key)
-            else:
-                effect.container.set(effect.key, value)
+        with captured.arguments.containers_of(call):
+            for append, value in zip(captured.appends, appended, strict=True):
+                append.container.get(append.key).append(value)
+            for effect, value in zip(captured.effects, values, strict=True):
+                if effect.template is None:
+                    effect.container.remove(effect.key)
+                else:
+                    effect.container.set(effect.key, value)
         self._placed.tell_autocast()
         return result

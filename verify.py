@@ -115,7 +115,9 @@ def verify_first_call(
     before = _Snapshot.now(step, draws, captured.state.objects)
     captured.state.refresh()
     exact_run = Float64ShadowMode() if generated else None
-    hooks, eager_result = _counting_hooks(step, captured, args, kwargs, exact_run)
+    # Copies, since the eager step may change lists and dictionaries.
+    copied, named = torch_adapter.unflatten(captured.arguments.leaves, torch_adapter.exact_spec((args, kwargs)))
+    hooks, eager_result = _counting_hooks(step, captured, copied, named, exact_run)
     eager = _results_of(step, captured, eager_result, _copy)
     exact = _results_of(step, captured, eager_result, exact_run.value) if exact_run is not None else {}
     captured.state.notice_new_hooks()

@@ -75,7 +75,7 @@ def verified(training: Training, change: Callable[[Program], Program] = lambda p
     assert program.operations["generated"] > 10
     entry.program = change(program)
     leaves, _ = torch_adapter.flatten(((training.ids,), {}))
-    run = functools.partial(entry.run, leaves)
+    run = functools.partial(entry.run, leaves, (leaves, {}))
     return verify_first_call(training.step, entry.captured, (training.ids,), {}, run, generated=True)
 
 
@@ -101,7 +101,7 @@ def test_the_same_step_is_not_eager_to_the_bit() -> None:
     compiled = weft.compile(training.step)
     entry = compiled.entry_for((training.ids,), {})
     entry.program = compile_aten(use_kernels(make_kernels(run_passes(entry.captured.graph, KERNEL_PASSES))))
-    run = functools.partial(entry.run, [training.ids])
+    run = functools.partial(entry.run, [training.ids], ((training.ids,), {}))
     with pytest.raises(VerifyFailed, match="largest difference"):
         verify_first_call(training.step, entry.captured, (training.ids,), {}, run)
 

@@ -7,12 +7,14 @@ because hooks and ``.grad`` belong to that object.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from weft import torch_adapter
+from weft.capture.record.argument_containers import ArgumentContainers
 from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import SIMPLE, Container, StatePlace
@@ -46,6 +48,8 @@ class CallArguments:
         keyed, self.spec = torch_adapter.flatten_with_paths((args, kwargs))
         self.paths = [_readable(path) for path, _ in keyed]
         self._capture_spec = torch_adapter.exact_spec((args, kwargs))
+        self._call = args, kwargs
+        self._containers = ArgumentContainers(self._call, self._call)
         self.container = Container([leaf for _, leaf in keyed], "args", label=lambda at: self.paths[at])
         self.shapes: list[torch.Size | None] = []
         self.tensors: dict[int, StatePlace] = {}
@@ -137,7 +141,9 @@ class CallArguments:
         dynamic -= {(at, dim) for at, dim in dynamic if at in (*parts, *parts.values())}  # how they overlap is fixed
         for at in sorted(self.tensors, key=lambda at: at in parts):  # made after what they are a part of
             leaves[at] = self._fake(self.leaves[at], at, recorder, {d for a, d in dynamic if a == at}, sizes)
-        return torch_adapter.unflatten(leaves, self._capture_spec)
+        given = torch_adapter.unflatten(leaves, self._capture_spec)
+        self._containers = ArgumentContainers(given, self._call)
+        return given
 
     def _parts(self) -> dict[int, int]:
         """For each tensor argument inside the memory of another one, the numbers of both. None has sizes that its user
@@ -192,6 +198,8 @@ class CallArguments:
         """Let go of what the step was given: only while it is captured are they tensors of the user's."""
         self.fakes.clear()
         self._passed.clear()
+        self._containers.forget()
+        self._call = (), {}
 
     def bind(self, leaves: list[Any]) -> None:
         """Bind the leaves of another call: places and gradients refer to them from now on."""
@@ -200,7 +208,8 @@ class CallArguments:
             container.obj = leaves[at]
 
     def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
-        """(container, key, before, after) of each ``.grad`` and ``.requires_grad`` that the step changed."""
+        """(container, key, before, after) of each ``.grad`` and ``.requires_grad`` that the step changed, and of each
+        entry of a list, a dictionary or a data object."""
         for _, container in self.gradients:
             for key, old, new in container.changes():
                 yield container, key, old, new
@@ -210,9 +219,19 @@ class CallArguments:
                 yield container, "requires_grad", False, True
                 if passed.grad is not None:
                     yield container, "grad", None, passed.grad
+        yield from self._containers.changes()
+
+    @contextlib.contextmanager
+    def containers_of(self, call: tuple[Any, Any]) -> Iterator[None]:
+        """Inside, what the step changes of lists, dictionaries and data objects is changed in those of this call:
+        (positional, keyword arguments)."""
+        self._containers.bind(call)
+        yield
+        self._containers.order_entries()
+        self._containers.forget()
 
     def restore(self) -> None:
-        """Undo those changes."""
+        """Undo changes of tensors; what the step got in place of a list or dictionary is the capture's own."""
         for _, container in self.gradients:
             container.restore()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,12 +23,8 @@ model = nn.Linear(3, 3)
 lbfgs = torch.optim.LBFGS(model.parameters())
 
 
-def whole(x: torch.Tensor) -> Any:
-    return [x] * int(x.max())  # `int(x.max())`
-
-
-def float_of(x: torch.Tensor) -> Any:
-    return float(x.mean()) + 1.0  # `float(x.mean())`
+def number(x: torch.Tensor) -> Any:
+    return x * math.fsum([x.sum().item()])  # `x.sum().item()`
 
 
 def closure(x: torch.Tensor) -> Any:
@@ -42,7 +39,7 @@ def sparse(x: torch.Tensor) -> Any:
     return x.to_sparse()  # .to_dense()
 
 
-CANNOT = [whole, float_of, closure, numpy, sparse]
+CANNOT = [number, closure, numpy, sparse]
 
 
 def said_line(function: Callable[..., Any]) -> tuple[str, int]:

@@ -165,7 +165,7 @@ def test_arrays_reach_generated_kernels() -> None:
     assert program.operations["generated"] > 3
     entry.program = program
     found = []
-    for run in (lambda: step(x), lambda: entry.run([x])):
+    for run in (lambda: step(x), lambda: entry.run([x], ((x,), {}))):
         np.random.seed(4)
         found.append([_comparable([run() for _ in range(6)]), str(np.random.get_state())])
     assert_equal(found[1], found[0])

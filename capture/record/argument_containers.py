@@ -1,0 +1,105 @@
+"""Lists, dictionaries and data objects among the arguments that the step changes.
+
+A captured step gets copies of them, with fakes inside: ``batch.pop("labels")`` or ``metrics["loss"] = loss`` changes a
+copy. What changed is an effect of the step, which each call repeats on the objects that its caller passed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weft.capture.state.containers import Container
+from weft.errors import PythonStateChanged
+
+
+class ArgumentContainer(Container):
+    """One of them. In the capture ``obj`` is what the step was given; at a call, what the caller passed."""
+
+    def grew(self) -> bool:
+        """No: guards hold the number of entries that each call brings."""
+        return False
+
+    def may_be_appended_to(self) -> bool:
+        """No, for the same reason."""
+        return False
+
+
+class ArgumentContainers:
+    """All of them in the arguments of a captured call.
+
+    Args:
+        given: the positional and the keyword arguments that the step gets in the capture.
+        passed: those that the caller passed.
+    """
+
+    def __init__(self, given: tuple[Any, Any], passed: tuple[Any, Any]) -> None:
+        self._found: list[tuple[tuple[Any, ...], ArgumentContainer]] = []
+        self._times: Counter[int] = Counter()
+        self._identity: list[int] = []  # of what the caller passed, for each that was found
+        self._orders: list[tuple[ArgumentContainer, list[Any]]] = []  # of dictionaries whose entries moved
+        for at, (mine, theirs) in enumerate(zip(given[0], passed[0], strict=True)):
+            self._walk(mine, theirs, (0, at), f"args[{at}]")
+        for name, mine in given[1].items():
+            self._walk(mine, passed[1][name], (1, name), name)
+
+    def _walk(self, given: Any, passed: Any, steps: tuple[Any, ...], path: str) -> None:
+        if given is passed or type(given) is not type(passed) or isinstance(given, torch.Tensor):
+            return  # a leaf
+        if not isinstance(given, (list, tuple, dict, deque)):
+            if not hasattr(given, "__dict__"):
+                return
+            given, passed, steps = vars(given), vars(passed), (*steps, vars)
+            label = lambda key: f"{path}.{key}"
+        else:
+            label = lambda key: f"{path}[{key!r}]"
+        if not isinstance(given, tuple):
+            self._found.append((steps, ArgumentContainer(given, path, label=label)))
+            self._times[id(passed)] += 1
+            self._identity.append(id(passed))
+        keys = given if isinstance(given, dict) else range(len(given))
+        for key in keys:
+            self._walk(given[key], passed[key], (*steps, key), label(key))
+
+    def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
+        """(container, key, before, after) of each entry that the step changed.
+
+        Raises:
+            PythonStateChanged: the caller passed an object twice, and the step changed one of the copies that it got.
+        """
+        for (_, container), identity in zip(self._found, self._identity, strict=True):
+            for key, old, new in container.changes():
+                if self._times[identity] > 1:
+                    remedy = "pass it once, or pass a copy"
+                    raise PythonStateChanged(container.label(key), "of an object that is passed twice", remedy)
+                yield container, key, old, new
+            now = container.entries()
+            kept = [key for key in container.before if key in now]
+            if isinstance(container.obj, dict) and list(now)[: len(kept)] != kept:
+                self._orders.append((container, list(now)))
+
+    def order_entries(self) -> None:
+        """After the changes: bring entries that the step took out and put back to where they are in eager."""
+        for container, keys in self._orders:
+            for key in keys:
+                container.obj[key] = container.obj.pop(key)
+
+    def forget(self) -> None:
+        """Let go of what the step was given."""
+        for _, container in self._found:
+            container.obj, container.before = {}, {}
+
+    def bind(self, call: tuple[Any, Any]) -> None:
+        """Refer to the objects in the arguments of another call: (positional, keyword)."""
+        for steps, container in self._found:
+            container.obj = _at(call, steps)
+
+
+def _at(call: tuple[Any, Any], steps: tuple[Any, ...]) -> Any:
+    found: Any = call
+    for step in steps:
+        found = vars(found) if step is vars else found[step]
+    return found
