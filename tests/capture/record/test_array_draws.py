@@ -326,14 +326,13 @@ def test_code_that_wants_a_buffer_gets_none() -> None:
             weft.compile(lambda x, look=look: (look(np.random.rand(8)), x))(torch.arange(8.0))
 
 
-def test_no_array_of_a_capture_is_left_with_the_user() -> None:
+def test_no_array_of_a_capture_is_left_with_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = types.ModuleType("lost")  # what is reached through a function of a library only
     lost.items = []  # type: ignore[attr-defined]
-    sys.modules["lost"] = lost
+    monkeypatch.setitem(sys.modules, "lost", lost)
     for make in (lambda: np.random.rand(2), lambda: (np.random.rand(2), np.zeros(2))[1]):
         with pytest.raises(CaptureValueEscaped, match="HostArray"):
             weft.compile(lambda x, make=make: (importlib.import_module("lost").items.append(make()), x))(torch.ones(2))
         assert lost.items == []
-    del sys.modules["lost"]
     assert np.zeros(2).tolist() == [0, 0]
     assert type(np.zeros(2)) is np.ndarray
