@@ -72,4 +72,6 @@ def _places(tensor: torch.Tensor) -> set[int]:
 
 def span(tensor: torch.Tensor) -> int:
     """Number of elements of the storage from the first to the last element of ``tensor``."""
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    if torch_adapter.surely(tensor.numel() == 0):
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,13 +1,14 @@
 """Common subexpressions are computed once.
 
 An operation qualifies if it always gives the same bits for the same operands: no random numbers, no collectives, no
-calls with effects, no sizes that depend on data. Three kinds of duplicates stay separate:
+calls with effects, no sizes that depend on data. Four kinds of duplicates stay separate:
 
 - Values that are written in place, or that the user holds after the step. Merging them would force a copy elsewhere.
 - Values of different stages, unless they are views, numbers or scalars. A user who recomputes in backward what forward
   had (activation checkpointing) does so to save memory. A shard that is gathered in both stages is merged all the same:
   a schedule can gather a parameter once only if both gathers read one node, and a shard is small.
 - Values of different streams, which no event orders.
+- A value of which a copy is recorded in the memory of the earlier one (a tensor that the step overwrote with it).
 
 Keeps the bits of every result. What is merged does not depend on sizes, which may differ between ranks.
 """
@@ -25,7 +26,7 @@ from weft.inductor.graph.aliasing import SCATTERS, looks_into
 from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.pass_runner import keeps_bits
 from weft.inductor.passes.gather_inputs import gather_inputs
-from weft.torch_adapter import OpOverload
+from weft.torch_adapter import OpOverload, storage_key
 
 Node = torch.fx.Node
 
@@ -47,10 +48,21 @@ def common_subexpressions(step: StepGraph) -> StepGraph:
         if node in escapes or not _repeatable(node):
             continue
         first = known.setdefault(_key(node, "" if node in merged_across_stages else node.meta.get("stage", "")), node)
-        if first is not node:
+        if first is not node and not _copied_to(node, first):
             node.replace_all_uses_with(first)
             step.graph.erase_node(node)
     return step
+
+
+def _copied_to(node: Node, first: Node) -> bool:
+    """Whether a user of ``node`` that is no view has the memory of ``first``."""
+    memory = _memory(first)
+    return memory is not None and any(_memory(user) == memory and not looks_into(user) for user in node.users)
+
+
+def _memory(node: Node) -> Hashable:
+    val = node.meta.get("val")
+    return storage_key(val) if isinstance(val, torch.Tensor) else None
 
 
 def _repeatable(node: Node) -> bool:
