@@ -440,12 +440,8 @@ class OpRecorder(TorchDispatchMode):
             offset = offset_within(tensor, real)
             if offset is None:
                 continue
-            layout = list(tensor.shape), list(tensor.stride()), offset
             with torch_adapter.only_mode(self.fake_mode):
-                val = torch.as_strided(known.val, *layout)
-            op = aten.as_strided.default
-            node = self.emit(op, self.storages.read(known), *layout, val=val)
-            return self.storages.mark(val, TrackedTensor(known.storage, node, val, known, (op, layout)))
+                return self.storages.part(known, span(real), tensor, offset)
         return None
 
     def new_input(self, tensor: torch.Tensor, val: torch.Tensor | None = None) -> TrackedTensor:

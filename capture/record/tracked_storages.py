@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.record.functional_ops import as_strided_like, single_view, write_back
 from weft.capture.record.operands import map_operands, tensors_in
+from weft.capture.strided_overlap import span
 from weft.capture.user_code import Frame, user_line
 from weft.errors import UncapturableMutation
 from weft.torch_adapter import OpOverload
@@ -227,16 +228,36 @@ class TrackedStorages:
         if is_tracked(val):
             return
         bases = [base for t in tensors_in((args, kwargs)) if (base := self.of(t)).storage is storage]
-        simple = bases and not kwargs and op is not aten.as_strided.default and bases[0] is self.of(args[0])
+        # Without an offset, as_strided begins where its operand does; else it counts from the start of the storage.
+        absolute = op is aten.as_strided.default and len(args) > 3 and args[3] is not None
+        simple = bases and not kwargs and not absolute and bases[0] is self.of(args[0])
         if simple and index is not None:
             op, args = single_view(op, args[1:], index, val)
         elif simple:
             args = args[1:]
         else:
             op, args = as_strided_like(val)
-        # as_strided counts from the start of the storage, not of the view it is called on.
-        parent = storage.whole if op is aten.as_strided.default else bases[0]
+        parent = bases[0] if simple else storage.whole
         self.mark(val, TrackedTensor(storage, node, val, parent, (op, tuple(map_operands(args, self._value)))))
+
+    def part(self, whole: TrackedTensor, length: int, like: torch.Tensor, offset: int) -> TrackedTensor:
+        """The part of an input that has the layout of ``like`` and begins ``offset`` elements after the input does.
+
+        Only the operands' own offsets count: where the input's memory begins in its storage may differ between calls.
+
+        Args:
+            length: number of elements of the storage from the first to the last element of the input.
+        """
+        steps: list[tuple[OpOverload, tuple[Any, ...]]] = [
+            (aten.as_strided.default, ([length], [1])),
+            (aten.slice.Tensor, (0, offset, offset + span(like))),
+            (aten.as_strided.default, (list(like.shape), list(like.stride()))),
+        ]
+        for op, args in steps:
+            val = op(whole.val, *args)
+            node = self._emit(op, self.read(whole), *args, val=val)
+            whole = self.mark(val, TrackedTensor(whole.storage, node, val, whole, (op, args)))
+        return whole
 
     def share(self, out: torch.Tensor, source: TrackedTensor) -> torch.Tensor:
         """Let ``out`` be another tensor object for exactly what ``source`` is (``detach``)."""

@@ -145,3 +145,41 @@ def test_results_share_memory_as_in_eager(name: str) -> None:
     found, found_shared = _ran(STEPS[name], lambda step: weft.compile(step, mode="bitwise"))
     assert_equal(found, expected)
     assert found_shared == shared
+
+
+def _late_views(x: torch.Tensor) -> Any:
+    views = x.as_strided((2, 2), (1, 2)), x[2:].as_strided((2, 2), (1, 3)), x.view(2, 5).unfold(1, 2, 1)
+    x.mul_(2)  # they are taken again from what x is then
+    return [view + 1 for view in views]
+
+
+# Steps over parts of one memory that begins somewhere inside its storage, and the slices that they are given.
+INSIDE: list[tuple[Callable[..., Any], list[slice]]] = [
+    (lambda x: x.as_strided((2, 2), (1, 2)) * 1, [slice(5, 15)]),
+    (lambda x: x.as_strided((2, 2), (1, 2)), [slice(5, 15)]),
+    (lambda x: x.as_strided((2, 2), (1, 2), 7).add_(100), [slice(5, 15)]),
+    (lambda x: x[2:].as_strided((2, 2), (1, 3)).add_(100), [slice(5, 15)]),
+    (_late_views, [slice(5, 15)]),
+    (lambda x, part: x.sum() + part * 2, [slice(5, 15), slice(8, 10)]),
+    (lambda x, part: (x.add_(1), part * 2)[1], [slice(5, 15), slice(8, 10)]),
+    (lambda x, part: (part.add_(1), x * 2)[1], [slice(5, 15), slice(8, 14, 2)]),
+]
+
+
+@pytest.mark.parametrize("closed_over", [False, True])
+@pytest.mark.parametrize(("step", "slices"), INSIDE)
+def test_memory_may_begin_inside_its_storage(step: Callable[..., Any], slices: list[slice], closed_over: bool) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        found = []
+        called = wrap(step)
+        for call in range(3):
+            base = torch.arange(40.0) * (call + 1)
+            start = 0 if closed_over else call  # another call's slices may begin elsewhere
+            parts = [base[part.start + start : part.stop + start : part.step] for part in slices]
+            if closed_over:
+                called = wrap(lambda x, parts=parts: (step(*parts), x)[0])
+                parts = [torch.ones(1)]
+            found.append((called(*parts), base))
+        return found
+
+    assert_equal(run(weft.compile), run(lambda step: step))
