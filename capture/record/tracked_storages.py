@@ -268,8 +268,11 @@ class TrackedStorages:
     def reshaped(self, viewed: TrackedTensor, before: TrackedTensor, val: torch.Tensor) -> TrackedTensor:
         """A tensor object that ``t_()`` and the like turned into the view ``viewed`` of what it was before.
 
-        ``val`` is a fake of the object's layout before; the object itself has the new layout by now.
+        ``val`` is a fake of the object's layout before; the object itself has the new layout by now. What ``resize_()``
+        made is no view.
         """
+        if viewed.view is None:
+            return viewed
         base = TrackedTensor(before.storage, before.node, val, before.parent, before.view)
         base.version = before.version
         return TrackedTensor(viewed.storage, viewed.node, viewed.val, base, viewed.view)
