@@ -355,6 +355,8 @@ def test_what_the_script_changes_is_seen(name: str, monkeypatch: pytest.MonkeyPa
     def results(wrap: Callable[..., Any]) -> list[float]:
         monkeypatch.setattr(sys, "argv", ["train.py"])
         monkeypatch.setattr(threading.current_thread(), "name", "MainThread")
+        # torch's own test tools, which another test may have imported, forbid to set flags.
+        monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
         torch.backends.cuda.enable_flash_sdp(True)
         step, change = COMPARED[name]()
