@@ -349,6 +349,8 @@ class _StepCapture:
             if complete:
                 self._updates(outputs, nodes)
         self.streams.end()
+        if complete and not self.branches.taken:  # what a branch holds may share memory too
+            nodes = recorder.storages.without_copies(nodes)
         recorder.graph.output(tuple(nodes))
         detach_from_autograd(self.recorder.graph, self.fake_mode)
         drop_dead(recorder.graph)

@@ -141,6 +141,7 @@ class TrackedStorages:
         self._on_new_storage = on_new_storage
         self._storages: dict[int, TrackedStorage] = {}
         self._marked: list[torch.Tensor] = []
+        self._copies: set[torch.fx.Node] = set()  # that the end of the step made
 
     def of(self, tensor: torch.Tensor) -> TrackedTensor:
         """What is known of a tensor. A real tensor, or a fake one made before the capture, becomes an input."""
@@ -341,7 +342,24 @@ class TrackedStorages:
             assert whole is not None
             if torch_adapter.storage_key(value.meta["val"]) != torch_adapter.storage_key(whole.val):
                 storage.node = self._emit(aten.clone.default, value, val=whole.val)
+                self._copies.add(storage.node)
         self.read_views_again()
+
+    def without_copies(self, leaving: list[Any]) -> list[Any]:
+        """What leaves the step, with the value itself in place of a copy that :meth:`end` made of it where nothing else
+        that leaves the step, and no input, has the value's memory."""
+        key = lambda node: torch_adapter.storage_key(node.meta["val"])
+        tensors = [node for node in leaving if isinstance(node, torch.fx.Node) and is_tensor(node)]
+        taken = {key(node) for node in tensors} | {
+            torch_adapter.storage_key(storage.whole.val) for storage in self.all() if storage.is_input and storage.whole
+        }
+        values = {}
+        for copy in dict.fromkeys(tensors):
+            value = copy.args[0] if copy in self._copies and not copy.users else None
+            if value is not None and key(value) not in taken and _bytes(value) == _bytes(copy):
+                taken.add(key(value))
+                values[copy] = value
+        return [values.get(node, node) if isinstance(node, torch.fx.Node) else node for node in leaving]
 
     def forget_all(self) -> None:
         """Stop tracking everything: nothing here leads to fake tensors any more, nor they to the capture."""
@@ -351,6 +369,16 @@ class TrackedStorages:
             setattr(val, _CAPTURED, frames)
         self._marked.clear()
         self._storages.clear()
+
+
+def is_tensor(node: torch.fx.Node) -> bool:
+    """Whether a node is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _bytes(node: torch.fx.Node) -> str:
+    """The size of the memory that a node's value keeps alive."""
+    return str(node.meta["val"].untyped_storage().nbytes())
 
 
 def is_tracked(tensor: Any) -> bool:
