@@ -247,6 +247,8 @@ class BranchingForm:
         if not self._serves(branch.next.get(outcome), leaves):
             try:
                 self._capture(capture, outcomes, line)
+                if outcome not in branch.next:
+                    raise PathsDiffer(self._step, line, "captured again, the step does not branch there")
             except Exception as error:
                 if undo.possible:
                     undo.restore()
