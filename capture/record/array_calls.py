@@ -35,30 +35,27 @@ class ArrayOperand:
     index: int
 
 
+def _rebuilt(tree: Any, leaf: Callable[[Any], Any], call: Callable[[Any, Any, Any], Any]) -> Any:
+    """``tree`` with ``leaf`` applied to its leaves, and ``call`` to each call's function, arguments and keywords."""
+    if isinstance(tree, ArrayCall):
+        return call(tree.function, _rebuilt(tree.args, leaf, call), _rebuilt(tree.kwargs, leaf, call))
+    if type(tree) in (list, tuple):
+        return type(tree)(_rebuilt(each, leaf, call) for each in tree)
+    if type(tree) is dict:
+        return {key: _rebuilt(each, leaf, call) for key, each in tree.items()}
+    if type(tree) is slice:
+        return slice(*(_rebuilt(each, leaf, call) for each in (tree.start, tree.stop, tree.step)))
+    return leaf(tree)
+
+
 def map_leaves(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """``tree`` with ``leaf`` applied to all that is no call, list, tuple, dict or slice."""
-    if isinstance(tree, ArrayCall):
-        return ArrayCall(tree.function, map_leaves(tree.args, leaf), map_leaves(tree.kwargs, leaf))
-    if type(tree) in (list, tuple):
-        return type(tree)(map_leaves(each, leaf) for each in tree)
-    if type(tree) is dict:
-        return {key: map_leaves(each, leaf) for key, each in tree.items()}
-    if type(tree) is slice:
-        return slice(*(map_leaves(each, leaf) for each in (tree.start, tree.stop, tree.step)))
-    return leaf(tree)
+    return _rebuilt(tree, leaf, ArrayCall)
 
 
 def evaluate(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     """The value of a call, or of a tree of calls, with ``leaf`` in the place of each leaf."""
-    if isinstance(tree, ArrayCall):
-        return tree.function(*evaluate(tree.args, leaf), **evaluate(tree.kwargs, leaf))
-    if type(tree) in (list, tuple):
-        return type(tree)(evaluate(each, leaf) for each in tree)
-    if type(tree) is dict:
-        return {key: evaluate(each, leaf) for key, each in tree.items()}
-    if type(tree) is slice:
-        return slice(*(evaluate(each, leaf) for each in (tree.start, tree.stop, tree.step)))
-    return leaf(tree)
+    return _rebuilt(tree, leaf, lambda function, args, kwargs: function(*args, **kwargs))
 
 
 def text_of(tree: Any) -> str:
