@@ -357,7 +357,7 @@ class TrackedStorages:
         values = {}
         for copy in dict.fromkeys(tensors):
             value = copy.args[0] if copy in self._copies and not copy.users else None
-            if value is not None and key(value) not in taken and _bytes(value) == _bytes(copy):
+            if isinstance(value, torch.fx.Node) and key(value) not in taken and _bytes(value) == _bytes(copy):
                 taken.add(key(value))
                 values[copy] = value
         return [values.get(node, node) if isinstance(node, torch.fx.Node) else node for node in leaving]
