@@ -1,0 +1,24 @@
+"""Tensor and sequence parallelism: modules whose weights are sharded over the ranks of one mesh dimension."""
+
+from torch.distributed.tensor.parallel import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    loss_parallel,
+)
+
+from weft.distributed.dtensor.parallelize import parallelize, parallelize_module
+from weft.distributed.dtensor.styles import ColwiseParallel, NoParallel, RowwiseParallel, SequenceParallel
+
+__all__ = [
+    "ColwiseParallel",
+    "NoParallel",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "loss_parallel",
+    "parallelize",
+    "parallelize_module",
+]

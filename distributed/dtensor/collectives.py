@@ -1,0 +1,105 @@
+"""The collectives of tensor parallelism on local tensors, each with the collective that its gradient needs.
+
+With ``n`` ranks, a tensor is *replicated* (equal on all ranks), *sharded* along a dimension (each rank holds one of
+``n`` equal parts), or *partial* (the sum over the ranks is the value). A replicated tensor has a replicated gradient
+unless a function here says that it is partial. The pairs are those of Megatron-LM (Shoeybi et al. 2019, Korthikanti et
+al. 2022).
+
+| function | forward | backward |
+|---|---|---|
+| ``sum_gradient`` | nothing | all-reduce: partial to replicated |
+| ``all_reduce`` | all-reduce: partial to replicated | nothing |
+| ``all_gather`` | all-gather: sharded to replicated | reduce-scatter: partial to sharded |
+| ``reduce_scatter`` | reduce-scatter: partial to sharded | all-gather: sharded to replicated |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+_c10d = torch.ops._c10d_functional
+
+
+def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``x`` itself, a view of it. Its gradient, partial, is summed over the ranks of the 1-D ``mesh``."""
+    return _SumGradient.apply(x, mesh)  # type: ignore[no-any-return]
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of ``x`` over the ranks, in the dtype of ``x``."""
+    return _AllReduce.apply(x, mesh)  # type: ignore[no-any-return]
+
+
+def all_gather(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """The parts of all ranks side by side along ``dim``, in rank order: ``x.shape[dim]`` grows by the mesh's size."""
+    return _AllGather.apply(x, dim % x.dim(), mesh)  # type: ignore[no-any-return]
+
+
+def reduce_scatter(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    """This rank's part along ``dim`` of the sum over the ranks. The size of ``dim`` is a multiple of the mesh's."""
+    return _ReduceScatter.apply(x, dim % x.dim(), mesh)  # type: ignore[no-any-return]
+
+
+def _name(mesh: DeviceMesh) -> str:
+    return mesh.get_group().group_name
+
+
+def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", _name(mesh)))
+
+
+def _gathered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), mesh.size(), _name(mesh)))
+    return torch.cat(rows.chunk(mesh.size()), dim) if dim else rows
+
+
+def _scattered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+    rows = torch.cat(x.chunk(mesh.size(), dim)) if dim else x.contiguous()
+    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", mesh.size(), _name(mesh)))
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _summed(gradient, ctx.mesh), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _summed(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+        ctx.dim, ctx.mesh = dim, mesh
+        return _gathered(x, dim, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _scattered(gradient, ctx.dim, ctx.mesh), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
+        ctx.dim, ctx.mesh = dim, mesh
+        return _scattered(x, dim, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _gathered(gradient, ctx.dim, ctx.mesh), None, None

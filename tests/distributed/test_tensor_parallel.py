@@ -1,0 +1,338 @@
+"""Models that ``weft.parallelize`` or torch's ``parallelize_module`` shards: compiled training equals eager training to
+the bit, and training of the whole model within bounds."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.distributed.tensor.parallel import PrepareModuleInput, loss_parallel
+from torch.nn import functional as F
+
+import weft
+import weft.errors
+from harness import run_ranks
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 32, 32, 8, 16
+STEPS = 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (
+            layer(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.before_attention(x))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, layers: int = 1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def parallelize(model: Decoder, mesh: Any, styles: Any, sequence: bool, sharded_loss: bool) -> Decoder:
+    """Shard a decoder as torch's tutorial does, with or without sequence and loss parallelism, by weft or torch."""
+    logits = Shard(-1) if sharded_loss else Replicate()
+    along = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "embedding": styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
+        "head": styles.ColwiseParallel(input_layouts=along, output_layouts=logits, use_local_output=not sharded_loss),
+    }
+    if sequence:
+        plan["norm"] = styles.SequenceParallel()
+    for at in range(len(model.layers)):
+        of_layer: dict[str, Any] = {
+            "attention.out": styles.RowwiseParallel(output_layouts=along),
+            "mlp.up": styles.ColwiseParallel(input_layouts=along),
+            "mlp.down": styles.RowwiseParallel(output_layouts=along),
+        } | {f"attention.{name}": styles.ColwiseParallel() for name in ("query", "key", "value")}
+        if sequence:
+            of_layer |= {
+                "before_attention": styles.SequenceParallel(),
+                "before_mlp": styles.SequenceParallel(),
+                "attention": PrepareModuleInput(input_layouts=along, desired_input_layouts=Replicate()),
+            }
+        plan |= {f"layers.{at}.{name}": style for name, style in of_layer.items()}
+    return styles.parallelize_module(model, mesh, plan)
+
+
+def train(model: nn.Module, compiled: bool, steps: int, sharded_loss: bool = False) -> list[Tensor]:
+    """Train on the same batches each time. Returns the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        logits = model(ids)
+        if sharded_loss:
+            with loss_parallel():
+                loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                loss.backward()
+        else:
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            loss.backward()
+        optimizer.step()
+        return loss.full_tensor().detach() if isinstance(loss, DTensor) else loss.detach()
+
+    run = weft.compile(step, mode="bitwise") if compiled else step
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(0, VOCABULARY, (2, 2, LENGTH), generator=generator) for _ in range(steps)]
+    return [run(*batch) for batch in batches]
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+class Case(NamedTuple):
+    styles: Any  # the module whose styles are used
+    sequence: bool
+    sharded_loss: bool
+
+
+CASES = {
+    1: [
+        Case(weft, False, False),
+        Case(weft, True, False),
+        Case(weft, True, True),
+        Case(torch_parallel, True, True),
+    ],
+    2: [Case(weft, True, False), Case(torch_parallel, True, True)],
+}
+
+
+def trained(mesh: Any, compiled: bool, case: Case) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = parallelize(Decoder(), mesh["tp"], *case)
+    if mesh["dp"].size() > 1:
+        for layer in model.layers:
+            weft.fully_shard(layer, mesh=mesh["dp"])
+        weft.fully_shard(model, mesh=mesh["dp"])
+    losses = train(model, compiled, STEPS, case.sharded_loss)
+    return [*losses, *(whole(parameter) for parameter in model.parameters())]
+
+
+def differences(rank: int, world: int, dp: int) -> list[str]:
+    mesh = dist.init_device_mesh("cpu", (dp, world // dp), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    unsharded = Decoder()
+    expected = [*train(unsharded, False, STEPS), *unsharded.parameters()]
+    wrong = []
+    for case in CASES[dp]:
+        eager, compiled = (trained(mesh, way, case) for way in (False, True))
+        if not all(map(torch.equal, eager, compiled)):
+            wrong.append(f"{case}: not eager's bits")
+        for at, (one, other) in enumerate(zip(compiled, expected, strict=True)):
+            if not torch.allclose(one, other, rtol=1e-4, atol=2e-5):
+                wrong.append(f"{case}: value {at} is not the whole model's, {(one - other).abs().max()}")
+    return wrong
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("world", "dp"), [(2, 1), (4, 2)])
+def test_compiled_training_equals_eager_and_the_whole_model(world: int, dp: int) -> None:
+    assert run_ranks(differences, world, dp, timeout=170) == [[]] * world
+
+
+# ---- styles on single modules, against the module that is not sharded
+
+Build = Callable[[], nn.Module]
+IDS = torch.tensor([[0, 3, 8, 1], [6, 2, 2, 10]])
+X = torch.linspace(-1, 1, 2 * 4 * 6).view(2, 4, 6)
+
+SINGLE: dict[str, tuple[Build, Callable[[], Any], Tensor]] = {
+    "columns, odd": (lambda: nn.Linear(6, 7), lambda: weft.ColwiseParallel(output_layouts=Replicate()), X),
+    "rows, odd": (lambda: nn.Linear(6, 5), lambda: weft.RowwiseParallel(input_layouts=Replicate()), X),
+    "rows of the sequence": (
+        lambda: nn.Sequential(nn.Linear(6, 8)),
+        lambda: {"0": weft.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)},
+        X,
+    ),
+    "rows to columns": (
+        lambda: nn.Linear(6, 8),
+        lambda: weft.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(2), use_local_output=False),
+        X,
+    ),
+    "rows of a table": (
+        lambda: nn.Embedding(11, 6, padding_idx=2),
+        lambda: weft.RowwiseParallel(input_layouts=Replicate()),
+        IDS,
+    ),
+    "more ranks than rows": (
+        lambda: nn.Embedding(3, 6),
+        lambda: weft.RowwiseParallel(input_layouts=Replicate()),
+        IDS % 3,
+    ),
+    "columns of a table": (
+        lambda: nn.Embedding(11, 6, padding_idx=2),
+        lambda: weft.ColwiseParallel(output_layouts=Replicate()),
+        IDS,
+    ),
+    "a norm of the sequence": (
+        lambda: nn.LayerNorm(6),
+        lambda: weft.SequenceParallel(sequence_dim=1),
+        DTensor,  # type: ignore[dict-item] # the input is sharded by the test
+    ),
+    "whole": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)), lambda: weft.NoParallel(), X),
+    "nothing named but one": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4)),
+        lambda: {"2": weft.ColwiseParallel(output_layouts=Replicate())},
+        X,
+    ),
+}
+
+
+def outcome(module: nn.Module, x: Any) -> list[Tensor]:
+    """The output, and the gradients of the parameters and of the input."""
+    x = x.detach().requires_grad_() if x.is_floating_point() else x
+    y = module(x)
+    weights = torch.arange(y.shape[-1], dtype=torch.float32).add(1)
+    if isinstance(y, DTensor):
+        weights = distribute_tensor(weights, y.device_mesh, [Replicate()])
+    (y * weights).sum().backward()
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return [whole(value) for value in (y, *gradients, *([x.grad] if x.is_floating_point() else []))]
+
+
+def single_differences(rank: int, world: int) -> list[str]:
+    mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    wrong = []
+    for name, (build, style, x) in SINGLE.items():
+        torch.manual_seed(0)
+        module = build()
+        sharded = weft.parallelize(copy.deepcopy(module), mesh, style())
+        given = distribute_tensor(X, mesh, [Shard(1)]) if x is DTensor else x
+        expected = outcome(module, X if x is DTensor else x)
+        for kind, each in (("", sharded), ("a deep copy of ", copy.deepcopy(sharded))):
+            if not all(isinstance(parameter, DTensor) for parameter in each.parameters()):
+                wrong.append(f"{kind}{name}: plain parameters are left")
+            for at, (one, other) in enumerate(zip(outcome(each, given), expected, strict=True)):
+                if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
+                    wrong.append(f"{kind}{name}: value {at} is {one}, not {other}")
+        if set(vars(sharded)) != set(vars(module)):
+            wrong.append(f"{name}: {set(vars(sharded)) ^ set(vars(module))} stay after forward")
+    return wrong
+
+
+@pytest.mark.gloo
+def test_each_style_equals_the_whole_module_on_four_ranks() -> None:
+    assert run_ranks(single_differences, 4, timeout=120) == [[]] * 4
+
+
+# ---- plans that are refused
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_a_weight_that_two_modules_share_stays_shared() -> None:
+    with weft.fake_world(2):
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        rows, columns = weft.RowwiseParallel(input_layouts=Replicate()), weft.ColwiseParallel()
+        model = weft.parallelize(Tied(), mesh, {"embedding": rows, "head": columns})
+        assert model.head.weight is model.embedding.weight
+        with pytest.raises(weft.errors.InvalidArgument, match=r"that embedding.weight and head.weight share"):
+            weft.parallelize(Tied(), mesh, {"embedding": weft.ColwiseParallel(), "head": weft.ColwiseParallel()})
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "no such module": (
+        lambda: {"layers.0.attn.query": weft.ColwiseParallel()},
+        "Did you mean layers.0.attention.query",
+    ),
+    "a class": (lambda: {"head": weft.ColwiseParallel}, "an instance"),
+    "a norm by columns": (lambda: {"norm": weft.ColwiseParallel()}, "Linear or torch.nn.Embedding"),
+    "two styles": (
+        lambda: {"layers.*.mlp.up": weft.ColwiseParallel(), "layers.0.mlp.up": weft.RowwiseParallel()},
+        r"both name 'layers.0.mlp.up'",
+    ),
+    "norms of a sharded sequence are not named": (
+        lambda: {"embedding": weft.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))},
+        r"layers.0.before_attention.weight.* SequenceParallel\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_plan_that_does_not_fit_is_refused(name: str) -> None:
+    plan, message = REFUSED[name]
+    with weft.fake_world(2), pytest.raises(weft.errors.InvalidArgument, match=message):
+        weft.parallelize(Decoder(), dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan())
+
+
+def test_a_mesh_of_two_dimensions_is_refused() -> None:
+    with weft.fake_world(4):
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(weft.errors.InvalidArgument, match=r'such as mesh\["tp"\]'):
+            weft.parallelize(Decoder(), mesh, {"head": weft.ColwiseParallel()})
+
+
+# ---- the graph
+
+
+@pytest.mark.fake
+def test_the_number_of_collectives_and_copies_does_not_depend_on_the_world() -> None:
+    counts = []
+    for world in (2, 4, 8):
+        with weft.fake_world(world):
+            mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+            model = parallelize(Decoder(), mesh, weft, sequence=True, sharded_loss=False)
+
+            def step(ids: Tensor, model: nn.Module = model) -> Tensor:
+                loss = model(ids).logsumexp(-1).mean()
+                loss.backward()
+                return loss.detach()
+
+            graph = run_passes(weft.capture(step, torch.zeros(2, LENGTH, dtype=torch.long)), KERNEL_PASSES)
+            names = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+            moved = ("aten.clone.default", "aten.cat.default", "aten.split.Tensor")
+            counts.append({name: n for name, n in names.items() if name.startswith("_c10d") or name in moved})
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0].get("aten.split.Tensor", 0) == 0
