@@ -13,22 +13,71 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
 from weft import torch_adapter
-from weft.errors import NotMainThread
+from weft.errors import NotMainThread, StoreLost
+from weft.rank_watch import STORE_S
 
 _log = logging.getLogger(__name__)
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR2", "SIGINT") if hasattr(signal, name))
 
+# Signals within so many seconds of the first one are copies of it. A cluster may send one to each process of a job, and
+# the launcher or torchrun may pass on its own; Ctrl-C reaches all processes of a terminal.
+_COPIES_S = 1.0
+
 # Decisions of so many calls ago are removed from the store: no rank is that far behind.
 _KEPT = 1000
+
+
+class StoreRequests:
+    """Requests to a store that do not wait for ever. One has no timeout of its own: where the process that holds the
+    store is stopped, it would wait for as long as that is.
+
+    Args:
+        silent_s: seconds without an answer after which the store counts as lost.
+    """
+
+    def __init__(self, silent_s: float = STORE_S) -> None:
+        self._silent_s = silent_s
+        self._lost = False
+        self._requests: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="weft stopping", daemon=True).start()
+
+    def __call__(self, request: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``request(*arguments)`` returns. Raises StoreLost, and what it raises."""
+        if self._lost:
+            raise self._error()
+        self._requests.put((request, arguments))
+        try:
+            answer, error = self._answers.get(timeout=self._silent_s)
+        except queue.Empty:
+            self._lost = True  # for good: a late answer is not that of a later request
+            raise self._error() from None
+        if error is not None:
+            raise error
+        return answer
+
+    def _error(self) -> StoreLost:
+        return StoreLost("weft.stopping", dist.get_rank() if dist.is_initialized() else 0)
+
+    def _run(self) -> None:
+        while True:
+            request, arguments = self._requests.get()
+            try:
+                self._answers.put((request(*arguments), None))
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
+                self._answers.put((None, error))
 
 
 class _StopSignals:
@@ -36,9 +85,11 @@ class _StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._since = 0.0
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._store: dist.Store | None = None
+        self._ask: StoreRequests | None = None
         self._group: Any = None
         self._calls = 0
         self._stopped = False
@@ -50,11 +101,14 @@ class _StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             return  # a data-loader worker: it inherited the handler, and ends with its parent
+        now = time.monotonic()
         if self.received is not None:  # the second signal ends the process at once
+            if now - self._since < _COPIES_S:
+                return
             signal.signal(number, signal.SIG_DFL)
             os.kill(self._process, number)
             return
-        self.received = number
+        self.received, self._since = number, now
         # Logging takes locks, which the interrupted code may hold; a write does not.
         text = f"weft: {signal.Signals(number).name} received, stopping after this step; again to end at once\n"
         os.write(2, text.encode())
@@ -70,14 +124,16 @@ class _StopSignals:
         if group is not self._group:  # the first call, or a process group that was made anew
             self._group, self._calls = group, 0
             self._store = dist.PrefixStore("weft/stopping", torch_adapter.default_store())
-        store, self._calls = self._store, self._calls + 1
+            self._ask = StoreRequests()
+        store, ask, self._calls = self._store, self._ask, self._calls + 1
         assert store is not None
-        decided = store.compare_set(f"call/{self._calls}", "", "go" if self.received is None else "stop")
+        assert ask is not None
+        decided = ask(store.compare_set, f"call/{self._calls}", "", "go" if self.received is None else "stop")
         if self.received is not None and decided != b"stop":
-            self._claim(store)
+            ask(self._claim, store)
         if self._calls % _KEPT == 0 and dist.get_rank() == 0:
             for old in range(self._calls - 2 * _KEPT + 1, self._calls - _KEPT + 1):
-                store.delete_key(f"call/{old}")
+                ask(store.delete_key, f"call/{old}")
         self._stopped = decided == b"stop"
         return self._stopped
 
@@ -101,12 +157,14 @@ def stopping() -> bool:
                 break
 
     The first call installs handlers for SIGTERM, SIGUSR2 and SIGINT. Once any rank has received one of them, this
-    returns True at the same call on all ranks, and from then on. A second signal ends its process at once. Processes
-    forked from this one ignore the first signal.
+    returns True at the same call on all ranks, and from then on. A second signal, a second or more after the first,
+    ends its process at once: signals that come sooner are copies of the first one. Processes forked from this one
+    ignore the first signal.
 
     A call costs one request to the store of the process group, tens of microseconds, and no collective.
 
     Raises:
+        StoreLost: the process that holds the store does not answer for 30 s, or is gone.
         NotMainThread: the first call is not made in the main thread, where Python handles signals.
     """
     global _signals
@@ -116,3 +174,8 @@ def stopping() -> bool:
         _signals = _StopSignals()
         _signals.install()
     return _signals.agreed()
+
+
+def stopped() -> bool:
+    """Whether :func:`stopping` has returned True in this process."""
+    return _signals is not None and _signals._stopped

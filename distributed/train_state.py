@@ -7,13 +7,11 @@ import logging
 import os
 import random
 import sys
-import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -21,11 +19,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from weft import graph_hashes
+from weft.distributed.checkpoint import writer
 from weft.distributed.checkpoint.exchange import Ranks
 from weft.distributed.checkpoint.folder import CheckpointFolder
 from weft.distributed.checkpoint.read import load_into, newest_valid
-from weft.distributed.checkpoint.write import write_checkpoint
-from weft.errors import CannotCheckpoint, CheckpointMismatch
+from weft.distributed.checkpoint.staging import SharedMemory, stage
+from weft.distributed.checkpoint.write import SaveRequest
+from weft.errors import CannotCheckpoint, CheckpointMismatch, CheckpointNotLoaded, CheckpointNotSaved
+from weft.rank_watch import CannotEnd
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ class TrainState:
     Modules and optimizers are stored as torch's distributed checkpoints (DCP) store them, under the names given here:
     other programs read them with ``torch.distributed.checkpoint``, and another world size can load them. Everything
     else is stored for each rank: what ``state_dict()`` of the other objects returns, and the states of the random
-    number generators of torch (CPU and current GPU), Python and numpy.
+    number generators of torch (CPU and all GPUs), Python and numpy.
 
         state = weft.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=loader)
         first = state.load("checkpoints") or 0
@@ -75,16 +77,16 @@ class TrainState:
                 )
         self._module_of = {name: self._owner(name, optimizer) for name, optimizer in self.optimizers.items()}
         self._ranks: Ranks | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._save: writer.Save | None = None
 
     # ---- saving
 
     def save(self, folder: str | os.PathLike[str], step: int, *, wait: bool = False) -> None:
         """Save the state after ``step`` steps. Collective.
 
-        The state is copied to the CPU; then a thread writes the copy while training goes on. A save that is still under
-        way is waited for first, so two are never written at once. The process does not end before its last save has.
+        The state is copied to memory that another process, which the first save starts, writes from while training goes
+        on. A save that is still under way is waited for first, so two are never written at once. This process does not
+        end before its last save has. The memory, as much as this rank's part of the state, is kept for the next save.
 
         Args:
             folder: of the run; each checkpoint gets a subfolder.
@@ -99,14 +101,18 @@ class TrainState:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CannotCheckpoint("step", f"{step!r} is no number of training steps")
         self.wait()
-        ranks = self._all_ranks()
-        state = self._sharded_state()
-        staged = BlockingAsyncStager().stage(state)
-        staged[_OWN.format(ranks.rank)] = _to_bytes(self._own_state())
-        self._thread = threading.Thread(
-            target=self._write, args=(CheckpointFolder(folder), step, staged, ranks), name=f"weft-checkpoint-{step}"
-        )
-        self._thread.start()
+        ranks = self._all_ranks(folder)
+        if ranks.lost is not None:
+            raise CheckpointNotSaved(step, folder, str(ranks.lost))
+        version, graphs, where = _weft_version(), graph_hashes.recorded(), os.path.abspath(folder)
+
+        def prepare(memory: SharedMemory) -> SaveRequest:
+            state = self._sharded_state()
+            state[_OWN.format(ranks.rank)] = _to_bytes(self._own_state())
+            staged = stage(state, ranks.rank, memory)
+            return SaveRequest(where, step, staged, ranks.rank, ranks.world_size, self.keep_last, version, graphs)
+
+        self._save = writer.begin(ranks, step, where, prepare)
         if wait:
             self.wait()
 
@@ -114,25 +120,16 @@ class TrainState:
         """Wait for the save that is under way, if any.
 
         Raises:
-            CheckpointNotSaved: it failed.
+            CheckpointNotSaved: it failed, or it waits for a rank whose process is dead or stopped.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        save, self._save = self._save, None
+        if save is not None:
+            save.wait()
 
-    def _write(self, folder: CheckpointFolder, step: int, state: dict[str, Any], ranks: Ranks) -> None:
-        started = time.perf_counter()
-        try:
-            write_checkpoint(folder, step, state, ranks, self.keep_last, _weft_version())
-        except BaseException as error:  # noqa: BLE001 - the next save or wait raises it
-            self._failure = error
-            _log.error("%s", error)
-            return
-        if ranks.rank == 0:
-            _log.info("checkpoint %s complete in %.1f s", folder.final(step), time.perf_counter() - started)
+    @property
+    def saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._save is not None and self._save.under_way
 
     # ---- loading
 
@@ -152,10 +149,11 @@ class TrainState:
         Raises:
             CheckpointDamaged: all checkpoints are damaged, or the newest is and ``strict`` is set.
             CheckpointMismatch: it is the checkpoint of another model or optimizer.
+            CheckpointNotLoaded: a rank whose process is dead or stopped does not take part.
         """
         self.wait()
-        ranks = self._all_ranks()
-        newest = newest_valid(CheckpointFolder(folder), ranks, strict)
+        ranks = self._all_ranks(folder)
+        newest = self._with_others(folder, lambda: newest_valid(CheckpointFolder(folder), ranks, strict))
         if newest is None:
             return None
         path, manifest = newest
@@ -164,7 +162,7 @@ class TrainState:
         if own not in manifest.tensors:
             raise CheckpointMismatch(path, [own], [])
         state[own] = torch.empty(manifest.tensors[own][1], dtype=torch.uint8)
-        load_into(path, manifest, state, ranks)
+        self._with_others(folder, lambda: load_into(path, manifest, state, ranks))
         for name, module in self.modules.items():
             set_model_state_dict(module, state[name])
         for name, optimizer in self.optimizers.items():
@@ -193,7 +191,7 @@ class TrainState:
     def _own_state(self) -> dict[str, Any]:
         generators: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
         if torch.cuda.is_initialized():
-            generators["cuda"] = torch.cuda.get_rng_state()
+            generators["cuda"] = torch.cuda.get_rng_state_all()
         if (numpy := sys.modules.get("numpy")) is not None:
             kind, keys, *rest = numpy.random.get_state()
             generators["numpy"] = [str(kind), keys.tolist(), *rest]
@@ -213,7 +211,8 @@ class TrainState:
         torch.set_rng_state(generators["torch"])
         random.setstate(_tuples(generators["python"]))
         if "cuda" in generators and torch.cuda.is_available():
-            torch.cuda.set_rng_state(generators["cuda"])
+            for device, generator in enumerate(generators["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(generator, device)
         if "numpy" in generators:
             import numpy
 
@@ -229,10 +228,21 @@ class TrainState:
             name, "no single module given here has all of its parameters. Give TrainState the module that has them"
         )
 
-    def _all_ranks(self) -> Ranks:
+    def _all_ranks(self, folder: str | os.PathLike[str]) -> Ranks:
         if self._ranks is None:
-            self._ranks = Ranks()
+            try:
+                self._ranks = Ranks()
+            except CannotEnd as error:
+                raise CheckpointNotLoaded(folder, str(error)) from None
         return self._ranks
+
+    def _with_others(self, folder: str | os.PathLike[str], action: Callable[[], Any]) -> Any:
+        """What a collective part of a load returns."""
+        assert self._ranks is not None
+        try:
+            return self._ranks.call(action)
+        except CannotEnd as error:
+            raise CheckpointNotLoaded(folder, str(error)) from None
 
 
 def _plain(name: str, state: Any) -> Any:

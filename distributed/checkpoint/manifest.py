@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Manifest:
         versions: of torch and weft that wrote it.
         files: by name.
         tensors: dtype and shape of each whole tensor, by its name.
+        graphs: SHA-256 of the graph of each compiled step, by its name.
     """
 
     step: int
@@ -67,6 +68,7 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, StoredFile]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
+    graphs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,4 +204,5 @@ def _decoded(body: dict[str, Any]) -> Manifest:
     if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
         raise ValueError("a file outside of the checkpoint")
     tensors = {name: (str(dtype), tuple(shape)) for name, (dtype, shape) in body["tensors"].items()}
-    return Manifest(int(body["step"]), int(body["world_size"]), dict(body["versions"]), files, tensors)
+    versions, graphs = dict(body["versions"]), dict(body.get("graphs", {}))
+    return Manifest(int(body["step"]), int(body["world_size"]), versions, files, tensors, graphs)
