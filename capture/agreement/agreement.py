@@ -32,6 +32,7 @@ from weft.capture.agreement.claims import Claims, Disagreement, disagreement, li
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.agreement.text_difference import difference, without_remarks
 from weft.capture.fake.fake_world import current_fake_world
+from weft.rank_watch import listed
 
 log = logging.getLogger(__name__)
 
@@ -220,19 +221,6 @@ def _summary(majority: _RankGroup, others: list[_RankGroup]) -> str:
     (other,) = others
     tie = " As many hold the one as the other." if len(other.ranks) == len(majority.ranks) else ""
     return f"What {listed(other.ranks)} captured differs from what {listed(majority.ranks)} captured.{tie}"
-
-
-def listed(ranks: Sequence[int], at_most: int = 20) -> str:
-    """Ascending ranks as text: `rank 3`, `ranks 0-6, 9`, at most `at_most` ranges."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    words = ["-".join(map(str, run)) for run in runs[:at_most]]
-    more = f" and more ({len(ranks)} in all)" if len(runs) > at_most else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}{more}"
 
 
 def _digest(text: str) -> str:

@@ -11,7 +11,7 @@ Calls are compared only where their collectives link all ranks to each other, di
 an ensemble, parts of the world go on at a pace of their own.
 
 No wait is without an end, and none holds a lock. A wait for a collective or a comparison ends with it, or with what
-:mod:`weft.capture.agreement.rank_watch` finds: a rank that has raised, a process that is dead or stopped. A comparison
+:mod:`weft.rank_watch` finds: a rank that has raised, a process that is dead or stopped. A comparison
 ends after its timeout, a collective after that of its process group.
 
 Only waits for collectives on CPUs can be interrupted. A rank that waits for a GPU learns what the others know at its
@@ -34,13 +34,13 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from weft import errors, knobs, torch_adapter
-from weft.capture.agreement import rank_watch
-from weft.capture.agreement.agreement import agree, listed
+from weft import errors, knobs, rank_watch, torch_adapter
+from weft.capture.agreement import collective_ring
+from weft.capture.agreement.agreement import agree
 from weft.capture.agreement.claims import NO_CLAIMS, Claims
-from weft.capture.agreement.rank_watch import CannotEnd, Point, RankFailure, RankWatch
 from weft.capture.agreement.text_difference import without_remarks
 from weft.capture.fake.fake_world import current_fake_world
+from weft.rank_watch import CannotEnd, Point, RankFailure, RankWatch, listed
 
 # Events that a prediction looks back, and such contexts that are remembered.
 _CONTEXT = 4
@@ -90,12 +90,6 @@ class Lockstep:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.group = weakref.ref(group)
-        # Connections of their own: over one, a request waits for the one before. They are made here because making one
-        # can take seconds.
-        base: Any = torch_adapter.default_store()
-        generation = dist.PrefixStore("weft/lockstep", base).add(f"started/{self.rank}", 1)
-        self._place = f"lockstep {generation}"
-        self._store = base.clone()  # of comparisons: there is one at a time
         # Guards what is below, which the thread of the watch uses too. Nothing waits while it is held.
         self._lock = threading.Lock()
         self._number = 0  # of the last event
@@ -108,9 +102,18 @@ class Lockstep:
         self._after: dict[tuple[bytes, ...], bytes] = {}
         self._broken: errors.WeftError | None = None
         self._abandoned = False
+        rank_watch.answered("the first compiled call", self.rank, self._connect)
+        atexit.register(self.stop)
+
+    def _connect(self) -> None:
+        """Make connections of their own: over one, a request waits for the one before. They are made at the beginning
+        because making one can take seconds."""
+        base: Any = torch_adapter.default_store()
+        generation = dist.PrefixStore("weft/lockstep", base).add(f"started/{self.rank}", 1)
+        self._place = f"lockstep {generation}"
+        self._store = base.clone()  # of comparisons: there is one at a time
         store = dist.PrefixStore(f"weft/{self._place}", base.clone())
         self.watch = RankWatch(self.rank, self.world, store, lambda: dist.group.WORLD is self.group(), self._answer)
-        atexit.register(self.stop)
 
     def stop(self) -> None:
         """End the thread."""
@@ -148,7 +151,11 @@ class Lockstep:
                 self._after.clear()
             self._after[recent] = event.key
             self._recent = (*recent[1:], event.key)
-        return compares and self._compare(number, event, call)
+        try:
+            return compares and self._compare(number, event, call)
+        except errors.WeftError as error:
+            collective_ring.write(self.rank, f"{type(error).__name__}: {error}")
+            raise
 
     def issue(self) -> Point:
         """Count a collective that has been issued. Returns its place in the order of all ranks."""
@@ -173,6 +180,8 @@ class Lockstep:
             self._before = None
             failure = RankFailure(self._number, self._issued, self._broken is not None, why)
         self.watch.tell(failure)
+        if failure.final or isinstance(error, (errors.PeerLost, errors.PeerTimeout)):
+            collective_ring.write(self.rank, why)
 
     def _go_on(self) -> None:
         """Raise where this rank must not go on: its collectives would be paired with others than eager's."""

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from harness import RanksFailed, run_ranks
 from weft import errors, knobs
-from weft.capture.agreement.agreement import _TextComparison, agree, listed
+from weft.capture.agreement.agreement import _TextComparison, agree
 from weft.capture.fake.fake_world import fake_world
+from weft.rank_watch import listed
 
 GRAPH = "\n".join(f"%mul_{i} = aten.mul(%x_{i}, {i})" for i in range(200))
 OTHER = GRAPH.replace("%mul_100 = aten.mul(%x_100, 100)", "%add_100 = aten.add(%x_100, 100)")

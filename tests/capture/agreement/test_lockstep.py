@@ -17,8 +17,8 @@ import torch.distributed as dist
 import harness
 import weft
 from harness import RanksFailed, run_ranks
-from weft import torch_adapter
-from weft.capture.agreement import lockstep, rank_watch
+from weft import rank_watch, torch_adapter
+from weft.capture.agreement import lockstep
 from weft.errors import CollectiveFailed, WeftError
 
 pytestmark = pytest.mark.gloo

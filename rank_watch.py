@@ -15,15 +15,16 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from weft.capture.agreement.agreement import listed
+from weft.errors import StoreLost
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,40 @@ EXPLAIN_S = 6.0
 _READS_PER_S = 200_000
 # Seconds between two looks that count as passed, at most: in the others this process was stopped itself.
 _STRIDE_S = 1.0
+
+
+# Seconds without an answer of the store after which it counts as lost where nothing else is known.
+STORE_S = 30.0
+
+Answer = TypeVar("Answer")
+
+
+def answered(name: str, rank: int, requests: Callable[[], Answer]) -> Answer:
+    """What ``requests()`` returns or raises, which asks the store. A request has no timeout of its own: where the
+    process that holds the store is stopped, it would wait for as long as that is.
+
+    Args:
+        name: whoever asks, for the error.
+
+    Raises:
+        StoreLost: there is no answer.
+    """
+    answers: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(requests())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            answers.put(error)
+
+    threading.Thread(target=ask, name="weft store requests", daemon=True).start()
+    try:
+        answer = answers.get(timeout=STORE_S)
+    except queue.Empty:
+        raise StoreLost(name, rank) from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 class Point(NamedTuple):
@@ -252,6 +287,19 @@ class RankWatch:
                 f"{listed(wait.silent)} did not answer for {wait.silent_s:g} s: the process is dead or stopped. Look "
                 f"at its log first{''.join(raised.get(rank, '') for rank in wait.silent)}"
             )
+
+
+def listed(ranks: Sequence[int], at_most: int = 20) -> str:
+    """Ascending ranks as text: `rank 3`, `ranks 0-6, 9`, at most `at_most` ranges."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    words = ["-".join(map(str, run)) for run in runs[:at_most]]
+    more = f" and more ({len(ranks)} in all)" if len(runs) > at_most else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}{more}"
 
 
 def _state(rank: int) -> str:

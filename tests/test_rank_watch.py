@@ -1,0 +1,66 @@
+"""Whoever waits for the store of a process that is stopped hears so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from weft import rank_watch, torch_adapter
+from weft.capture.agreement.lockstep import Lockstep
+from weft.distributed.checkpoint import exchange
+from weft.errors import StoreLost
+
+SERVER = """
+import time, torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(100)
+"""
+
+
+class Group:
+    """As much of a process group of two ranks as a Lockstep asks for."""
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The default store is one of a process that is stopped."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        store = dist.TCPStore("localhost", int(server.stdout.readline()), is_master=False)
+        monkeypatch.setattr(torch_adapter, "default_store", lambda: store)
+        monkeypatch.setattr(torch_adapter, "world_size", lambda: 2)
+        monkeypatch.setattr(dist, "get_rank", lambda *_: 1)
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+        monkeypatch.setattr(rank_watch, "STORE_S", 0.5)
+        os.kill(server.pid, signal.SIGSTOP)
+        yield
+    finally:
+        server.kill()
+        server.communicate()
+
+
+@pytest.mark.parametrize(
+    ("waits", "name"),
+    [
+        (lambda: Lockstep(Group()), "the first compiled call"),  # type: ignore[arg-type]
+        (exchange.Ranks, r"weft\.TrainState"),
+    ],
+)
+def test_a_store_whose_process_is_stopped_is_an_error(waits: Callable[[], Any], name: str, stopped: None) -> None:
+    with pytest.raises(StoreLost, match=f"{name}: rank 1 lost the store"):
+        waits()
+
+
+def test_what_is_asked_is_answered_or_raised() -> None:
+    assert rank_watch.answered("a test", 0, lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        rank_watch.answered("a test", 0, lambda: 1 // 0)
