@@ -22,7 +22,7 @@ import torch.fx
 from weft.capture.node_kinds import group_of, is_collective
 from weft.capture.sizes_in_bytes import collective_bytes, format_bytes, tensor_bytes
 from weft.capture.step_interface import Input, Return, Update
-from weft.capture.user_code import Frame
+from weft.capture.user_code import Frame, shown_file
 
 if TYPE_CHECKING:
     from weft.capture.graph import StepGraph
@@ -106,7 +106,7 @@ def operation(target: Any) -> str:
 def place(frame: Frame) -> str:
     """``train.py:12 in step``, relative to the working directory where the file lies below it."""
     path = os.path.relpath(frame.filename) if os.path.isabs(frame.filename) else frame.filename
-    return f"{frame.filename if path.startswith('..') else path}:{frame.lineno} in {frame.name}"
+    return f"{shown_file(frame.filename) if path.startswith('..') else path}:{frame.lineno} in {frame.name}"
 
 
 def _header(step: StepGraph) -> Iterator[str]:

@@ -194,4 +194,5 @@ def _after_fork() -> None:
         _all.closed, _all.capturing = 1, threading.current_thread().name
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_after_fork)

@@ -28,6 +28,10 @@ CAPABILITY = (9, 0)
 MEMORY = 80 * 2**30
 
 
+# Methods whose positional arguments, or whose meaning, may be another device.
+_MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory})
+
+
 def is_cuda(device: Any) -> bool:
     """Whether a device argument (torch.device, string, or an accelerator's index) means a GPU."""
     if isinstance(device, torch.device):
@@ -50,7 +54,12 @@ class RedirectCudaToCpu(TorchFunctionMode):
     """Function mode that redirects requests for cuda devices to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = redirect_to_cpu(kwargs or {})
+        if kwargs:
+            kwargs = redirect_to_cpu(kwargs)
+        elif func not in _MOVES:  # most calls read an attribute of a tensor
+            return func(*args)
+        else:
+            kwargs = {}
         if func is torch.Tensor.to:
             args = (args[0], *(CPU if is_cuda(arg) else arg for arg in args[1:]))
         elif func is torch.Tensor.cuda:

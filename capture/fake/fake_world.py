@@ -48,7 +48,8 @@ class FakeWorld:
     """One rank of a simulated world.
 
     Attributes:
-        world_size, rank: as in torch.distributed.
+        world_size: as in torch.distributed.
+        rank: as in torch.distributed.
         local_world_size: number of ranks, and of GPUs, of one host.
         device: of the fake tensors.
         target_device: the device that the script asks for.
@@ -110,7 +111,8 @@ def fake_world(
     second thread waits to enter a world until the first has left its own.
 
     Args:
-        world_size, rank: as in torch.distributed.
+        world_size: as in torch.distributed.
+        rank: as in torch.distributed.
         device: of the fake tensors. Only "cpu" works, because fake cuda tensors abort a process without CUDA.
         target_device: the kind of device that the script finds: "cuda" (`torch.cuda.is_available()` is true) or "cpu".
         local_world_size: number of ranks and GPUs of a host; 8, or `world_size` where that is less, if not given.

@@ -14,7 +14,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.arguments import CallArguments
 from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, items_of, same_simple
-from weft.capture.state.tensor_memory import inner_tensor
+from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.strided_overlap import apart
 
 
@@ -32,6 +32,7 @@ class ArgumentGuard:
         self._plain = [(at, arguments.leaves[at]) for at in sorted(values)]
         self._gradients = [(container, container.obj.grad is None) for _, container in arguments.gradients]
         self._flags = [(at, _flags(arguments.leaves[at])) for at in arguments.tensors]
+        self._attributes = {at: own_attributes(arguments.leaves[at]) for at in arguments.tensors}
         self._aliases = _aliases([arguments.leaves[at] for at in arguments.tensors])
 
     def listed(self) -> list[str]:
@@ -59,6 +60,9 @@ class ArgumentGuard:
         for at, flags in self._flags:
             if _flags(leaves[at]) != flags:
                 return f"type, requires_grad, hooks or placements of {arguments.paths[at]} changed"
+            before = self._attributes[at]
+            if (vars(leaves[at]) or before) and not _alike(own_attributes(leaves[at]), before):
+                return f"attributes that the program put on {arguments.paths[at]} changed"
         if _aliases([leaves[at] for at, _ in self._flags]) != self._aliases:
             return "other arguments than before share memory"
         arguments.bind(leaves)
@@ -66,6 +70,12 @@ class ArgumentGuard:
             if (container.obj.grad is None) is not empty:
                 return f"{container.label('grad')} {'exists now' if empty else 'is gone'}"
         return None
+
+
+def _alike(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return now.keys() == before.keys() and all(
+        value is before[k] or matches(value, before[k]) for k, value in now.items()
+    )
 
 
 class TensorGuard:
@@ -169,6 +179,8 @@ def matches(value: Any, expected: Any) -> bool:
         return type(value) is expected.kind and id(value) not in expected.others
     if isinstance(expected, Pattern):
         if type(value) is not expected.kind or len(value) != len(expected.items):
+            return False
+        if getattr(value, "default_factory", None) is not expected.factory:
             return False
         known = expected.items
         return all(key in known and matches(item, known[key]) for key, item in items_of(value))

@@ -23,8 +23,10 @@ from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
-from weft.capture.state.containers import ANY, MISSING, SIMPLE, Container
+from weft.capture.state.containers import ANY, MISSING, SIMPLE, Container, without_overrides
 from weft.capture.state.state_reader import EntryReader, PlaceReader
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Guards:
         self._values = [
             (each, key, pattern) for each in counted for key, pattern in each.by_value.items() if pattern is not ANY
         ]
+        # A list or dictionary that each call replaces is at the same places in each call, and is none that is guarded.
+        replaced = captured.state.replaced_places
+        self._replaced = [place for place, _ in replaced]
+        self._kept = frozenset(id(each.obj) for each in captured.state.containers if each.outer is None)
+        self._sharing = self._numbered([obj for _, obj in replaced])
         self._tensors = [TensorGuard(place, arguments.vals[at]) for at, place in arguments.tensors.items()]
         self._tensors += [
             TensorGuard(place, node.meta["val"])
@@ -69,7 +76,8 @@ class Guards:
         self._leaves = [leaf for leaf, _ in captured.state.leaves]
         self._static = PlaceReader([guard.place for guard in self._tensors if guard.static])
         self._symbolic = [guard for guard in self._tensors if not guard.static]
-        self._leaf_flags: list[tuple[Any, ...]] = []
+        self._requires_grad: list[bool] = []
+        self._unhooked: list[torch.Tensor] = []
         self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
         self._alike: Callable[..., bool] | None = None
 
@@ -115,7 +123,8 @@ class Guards:
                 and self._arguments.failure(leaves, spec) is None
                 and self._containers.holds()
                 and self._value_failure() is None
-                and list(map(torch_adapter.leaf_flags, self._leaves)) == self._leaf_flags
+                and list(map(_requires_grad, self._leaves)) == self._requires_grad
+                and not any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks)
                 and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
                 and not any(self._quiet)
                 and self._alike(*self._static.read())
@@ -128,13 +137,9 @@ class Guards:
 
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
-        self._leaf_flags = list(map(torch_adapter.leaf_flags, self._leaves))
-        # A dictionary of hooks equals itself even after its hooks changed, so the hooks are compared separately.
-        self._hooked = [
-            (leaf, hooks)
-            for (leaf, _, _, hooks), (_, *dicts) in zip(self._flags, self._leaf_flags, strict=True)
-            if any(each is not None for each in dicts)
-        ]
+        self._requires_grad = list(map(_requires_grad, self._leaves))
+        self._unhooked = [leaf for leaf, _, _, hooks in self._flags if not hooks]
+        self._hooked = [(leaf, hooks) for leaf, _, _, hooks in self._flags if hooks]
         self._alike = torch_adapter.like(self._static.read())
 
     def _leaf_failure(self) -> str | None:
@@ -152,7 +157,17 @@ class Guards:
         for container, key, pattern in self._values:
             if not matches(container.get(key), pattern):
                 return f"{container.label(key)} holds something else"
+        if self._replaced:
+            now = self._numbered([place.outer() for place in self._replaced])
+            for place, at, before in zip(self._replaced, now, self._sharing, strict=True):
+                if at != before:
+                    return f"the object of {place.path} is at {'other' if at < before else 'fewer'} places"
         return None
+
+    def _numbered(self, objects: list[Any]) -> list[int]:
+        """For each object the number of the first one that is the same; -1 for those that are guarded."""
+        first: dict[int, int] = {}
+        return [-1 if id(obj) in self._kept else first.setdefault(id(obj), at) for at, obj in enumerate(objects)]
 
     def _world_failure(self) -> str | None:
         now = _global_state()
@@ -178,11 +193,12 @@ class _ContainerGuard:
         self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
         self._filled_first = sorted(containers, key=lambda each: not each.before)
         sized = [each for each in containers if _is_sized(each)]
-        self._empty = [each.obj for each in sized if not each.before]
-        self._filled = [each.obj for each in sized if each.before]
+        self._empty = [without_overrides(each.obj) for each in sized if not each.before]
+        self._filled = [without_overrides(each.obj) for each in sized if each.before]
         self._counts = [len(each.before) for each in sized if each.before]
-        # Code that goes through a dictionary sees the order of its keys.
-        self._ordered = [each.obj for each in sized if isinstance(each.obj, dict) and len(each.before) > 1]
+        # Code that goes through a dictionary sees the order of its keys. The reader of entries relies on them too.
+        ordered = [each.obj for each in sized if isinstance(each.obj, dict) and each.before]
+        self._ordered = [*map(without_overrides, ordered)]
         self._order = [key for each in self._ordered for key in each]
 
     def listed(self) -> list[str]:
@@ -201,6 +217,8 @@ class _ContainerGuard:
         if not self._in_order():
             return False
         try:
+            if self._entries.all_are(self._expected):
+                return True
             now = self._entries.read()
         except ValueError:
             return False
@@ -222,6 +240,8 @@ class _ContainerGuard:
 
     def _in_order(self) -> bool:
         """Whether the keys of all dictionaries are in the order that they had. Their numbers are known to be equal."""
+        if all(map(operator.is_, chain.from_iterable(self._ordered), self._order)):
+            return True
         keys = chain.from_iterable(self._ordered)
         return all(now is before or _same_key(now, before) for now, before in zip(keys, self._order, strict=False))
 

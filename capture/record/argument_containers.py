@@ -7,12 +7,13 @@ copy. What changed is an effect of the step, which each call repeats on the obje
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from weft.capture.state.containers import Container
+from weft.capture.state.containers import Container, item_of, items_of
+from weft.capture.state.tensor_memory import own_attributes
 from weft.errors import PythonStateChanged
 
 
@@ -28,6 +29,22 @@ class ArgumentContainer(Container):
         return False
 
 
+class TensorAttributes(ArgumentContainer):
+    """What a program put on a tensor among the arguments, as attributes."""
+
+    def entries(self) -> dict[Any, Any]:
+        """The attributes, but for those of torch's own."""
+        return own_attributes(self.obj) if isinstance(self.obj, torch.Tensor) else {}
+
+    def set(self, key: Any, value: Any) -> None:
+        """Assign an attribute."""
+        setattr(self.obj, key, value)
+
+    def remove(self, key: Any) -> None:
+        """Delete an attribute."""
+        vars(self.obj).pop(key, None)
+
+
 class ArgumentContainers:
     """All of them in the arguments of a captured call.
 
@@ -40,6 +57,7 @@ class ArgumentContainers:
         self._found: list[tuple[tuple[Any, ...], ArgumentContainer]] = []
         self._times: Counter[int] = Counter()
         self._identity: list[int] = []  # of what the caller passed, for each that was found
+        self._tensors: list[tuple[tuple[Any, ...], TensorAttributes]] = []
         self._orders: list[tuple[ArgumentContainer, list[Any]]] = []  # of dictionaries whose entries moved
         for at, (mine, theirs) in enumerate(zip(given[0], passed[0], strict=True)):
             self._walk(mine, theirs, (0, at), f"args[{at}]")
@@ -47,22 +65,30 @@ class ArgumentContainers:
             self._walk(mine, passed[1][name], (1, name), name)
 
     def _walk(self, given: Any, passed: Any, steps: tuple[Any, ...], path: str) -> None:
-        if given is passed or type(given) is not type(passed) or isinstance(given, torch.Tensor):
-            return  # a leaf
-        if not isinstance(given, (list, tuple, dict, deque)):
-            if not hasattr(given, "__dict__"):
-                return
-            given, passed, steps = vars(given), vars(passed), (*steps, vars)
-            label = lambda key: f"{path}.{key}"
-        else:
-            label = lambda key: f"{path}[{key!r}]"
+        if isinstance(given, torch.Tensor):
+            self._tensors.append((steps, TensorAttributes(given, path, label=lambda key: f"{path}.{key}")))
+            return
+        if given is passed or type(given) is not type(passed):
+            return  # another leaf
+        if isinstance(given, (list, tuple, dict, deque)):
+            self._items(given, passed, steps, path, lambda key: f"{path}[{key!r}]")
+        if hasattr(given, "__dict__"):
+            self._items(vars(given), vars(passed), (*steps, vars), path, lambda key: f"{path}.{key}")
+
+    def _items(self, given: Any, passed: Any, steps: tuple[Any, ...], path: str, label: Callable[[Any], str]) -> None:
+        container = ArgumentContainer(given, path, label=label)
         if not isinstance(given, tuple):
-            self._found.append((steps, ArgumentContainer(given, path, label=label)))
+            self._found.append((steps, container))
             self._times[id(passed)] += 1
             self._identity.append(id(passed))
-        keys = given if isinstance(given, dict) else range(len(given))
-        for key in keys:
-            self._walk(given[key], passed[key], (*steps, key), label(key))
+        theirs = dict(items_of(passed))
+        for key, item in container.before.items():
+            self._walk(item, theirs[key], (*steps, key), label(key))
+
+    @property
+    def found(self) -> list[Container]:
+        """The containers."""
+        return [container for _, container in self._found]
 
     def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
         """(container, key, before, after) of each entry that the step changed.
@@ -70,6 +96,10 @@ class ArgumentContainers:
         Raises:
             PythonStateChanged: the caller passed an object twice, and the step changed one of the copies that it got.
         """
+        for steps, attributes in self._tensors:
+            if any(True for _ in attributes.changes()):
+                self._found.append((steps, attributes))
+                self._identity.append(id(attributes))
         for (_, container), identity in zip(self._found, self._identity, strict=True):
             for key, old, new in container.changes():
                 if self._times[identity] > 1:
@@ -81,14 +111,23 @@ class ArgumentContainers:
             if isinstance(container.obj, dict) and list(now)[: len(kept)] != kept:
                 self._orders.append((container, list(now)))
 
+    def restore(self) -> None:
+        """Undo what the step put on the tensors that it got as they are."""
+        for _, attributes in self._tensors:
+            attributes.restore()
+        self._tensors.clear()
+
     def order_entries(self) -> None:
         """After the changes: bring entries that the step took out and put back to where they are in eager."""
         for container, keys in self._orders:
             for key in keys:
-                container.obj[key] = container.obj.pop(key)
+                value = container.get(key)
+                container.remove(key)
+                container.set(key, value)
 
     def forget(self) -> None:
         """Let go of what the step was given."""
+        self.restore()
         for _, container in self._found:
             container.obj, container.before = {}, {}
 
@@ -101,5 +140,5 @@ class ArgumentContainers:
 def _at(call: tuple[Any, Any], steps: tuple[Any, ...]) -> Any:
     found: Any = call
     for step in steps:
-        found = vars(found) if step is vars else found[step]
+        found = vars(found) if step is vars else item_of(found, step)
     return found

@@ -17,8 +17,8 @@ from weft import torch_adapter
 from weft.capture.record.argument_containers import ArgumentContainers
 from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.state.containers import SIMPLE, Container, StatePlace
-from weft.capture.state.tensor_memory import inner_tensor, memory_key
+from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePlace
+from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
 from weft.capture.step_interface import Role
 from weft.capture.strided_overlap import offset_within, span
 from weft.errors import GraphOutsideStep, UnregisteredType, UnstridedArgument
@@ -58,6 +58,7 @@ class CallArguments:
         self.places: dict[tuple[Any, ...], StatePlace] = {}
         self.gradients: list[tuple[int, Container]] = []
         self.numbers = {at: leaf for at, leaf in enumerate(self.leaves) if type(leaf) in (int, float)}
+        self._holders: list[tuple[int, Container]] = []  # of attributes of leaves
         self._constants: list[tuple[int, Container]] = []  # leaves that do not require grad
         self._passed: dict[int, torch.Tensor] = {}  # held, so that no other object gets the id of one
         for at, leaf in enumerate(self.leaves):
@@ -99,6 +100,12 @@ class CallArguments:
             raise UnstridedArgument(path, inner.layout, is_nested=False)
         self.tensors[at] = StatePlace(self.container, at, path, Role.BATCH, names)
         self.places.setdefault(memory_key(inner), self.tensors[at])
+        for name, value in own_attributes(leaf).items():
+            if type(value) is torch.Tensor:
+                holder = Attributes(leaf, path, frozenset({name}), lambda key: f"{path}.{key}")
+                self._holders.append((at, holder))
+                place = StatePlace(holder, name, f"{path}.{name}", Role.BATCH)
+                self.places.setdefault(memory_key(value), place)
         if not leaf.requires_grad:
             self._constants.append((at, Container(leaf, path, label=lambda key: f"{path}.{key}")))
         else:
@@ -191,6 +198,8 @@ class CallArguments:
         fake = known
         passed = torch_adapter.rewrap(leaf, fake) if names else fake
         self._passed[at] = passed
+        for name, value in own_attributes(leaf).items():
+            setattr(passed, name, value)
         self.fakes.setdefault(id(passed), self.tensors[at])
         return passed
 
@@ -204,7 +213,7 @@ class CallArguments:
     def bind(self, leaves: list[Any]) -> None:
         """Bind the leaves of another call: places and gradients refer to them from now on."""
         self.container.obj = leaves
-        for at, container in (*self.gradients, *self._constants):
+        for at, container in (*self.gradients, *self._constants, *self._holders):
             container.obj = leaves[at]
 
     def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
@@ -221,6 +230,11 @@ class CallArguments:
                     yield container, "grad", None, passed.grad
         yield from self._containers.changes()
 
+    @property
+    def containers(self) -> list[Container]:
+        """Those of the lists, dictionaries and data objects in the arguments."""
+        return self._containers.found
+
     @contextlib.contextmanager
     def containers_of(self, call: tuple[Any, Any]) -> Iterator[None]:
         """Inside, what the step changes of lists, dictionaries and data objects is changed in those of this call:
@@ -234,6 +248,7 @@ class CallArguments:
         """Undo changes of tensors; what the step got in place of a list or dictionary is the capture's own."""
         for _, container in self.gradients:
             container.restore()
+        self._containers.restore()
 
 
 def _is_batch_object(obj: Any) -> bool:

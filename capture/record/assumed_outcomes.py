@@ -1,16 +1,25 @@
-"""Questions about values that only check them: ``assert torch.isfinite(loss)``, ``if bad.any(): raise ValueError``.
+"""Questions about values whose outcome is the same at nearly every call: that one is captured without asking.
 
-One outcome of such a question goes on, and the other ends the step with an error. The first is the one to capture, at
-once and whatever the value is. The other has a path only where it comes. torch's distributions ask a question for each
-of their parameters, and each would end a capture otherwise.
+``assert torch.isfinite(loss)``, ``if bad.any(): raise ValueError``: one outcome of such a question goes on, and the
+other ends the step with an error. The first is the one to capture, at once and whatever the value is. The other has a
+path only where it comes. torch's distributions ask a question for each of their parameters, and each would end a
+capture otherwise.
+
+torch itself asks about sizes that the data decides: whether one is 1, which would be broadcast, whether there are
+elements at all, and whether two sizes are the same. The usual outcomes are that none is 0 or 1, and that those which
+must be the same for an operation are.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import sys
 import types
 from collections.abc import Sequence
+from typing import Any
+
+import sympy
 
 from weft.capture.source_tree import SourceTree
 
@@ -21,11 +30,41 @@ _EXITS = ("exit", "quit")
 
 
 def outcome_without_error() -> bool | None:
-    """The outcome with which the code that asks a question now goes on, where the other one raises; else None."""
+    """The outcome with which the code that asks a question now goes on, where the other one raises; else None.
+
+    A function that returns the answer, as ``return bool(valid.all())``, asks for the one that calls it.
+    """
     frame = _asking(sys._getframe(1))
-    source = None if frame is None else SourceTree.of(frame.f_code.co_filename)
-    node = None if source is None or frame is None else source.running(frame)
-    return None if source is None or node is None else _outcome(source, node)
+    alike, returned = True, False
+    while frame is not None:
+        source = SourceTree.of(frame.f_code.co_filename)
+        node = None if source is None else source.running(frame)
+        if source is None or node is None or (returned and not isinstance(node, ast.Call)):
+            return None
+        outcome, alike, returned = _outcome(source, node, alike)
+        if not returned:
+            return outcome
+        frame = frame.f_back
+    return None
+
+
+def asked_by_a_call() -> bool:
+    """Whether a function that the user's code calls asks the question, or an index, and not that code itself."""
+    frame = _asking(sys._getframe(1))
+    if frame is None:
+        return False
+    operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+    return operation.startswith("CALL") or operation.endswith("_SUBSCR") or operation.endswith("_SLICE")
+
+
+def usual_outcome(question: Any) -> bool | None:
+    """The outcome of a question about sizes that nearly all calls have; None for a question of another kind."""
+    if isinstance(question, (sympy.Gt, sympy.Ge, sympy.Lt, sympy.Le)) and question.rhs in (0, 1):
+        return isinstance(question, (sympy.Gt, sympy.Ge))
+    if not isinstance(question, (sympy.Eq, sympy.Ne)):
+        return None
+    compares_two = all(side.free_symbols for side in question.args)
+    return compares_two is isinstance(question, sympy.Eq)
 
 
 def _asking(frame: types.FrameType | None) -> types.FrameType | None:
@@ -37,9 +76,16 @@ def _asking(frame: types.FrameType | None) -> types.FrameType | None:
     return None
 
 
-def _outcome(source: SourceTree, node: ast.AST) -> bool | None:
-    """The truth value of an expression with which the statement around it raises nothing."""
-    alike = True  # whether the condition of the statement is true rather where the expression is
+def _outcome(source: SourceTree, node: ast.AST, alike: bool) -> tuple[bool | None, bool, bool]:
+    """The truth value of an expression with which the statement around it raises nothing.
+
+    Args:
+        alike: whether what is asked is true rather where the expression is.
+
+    Returns:
+        The truth value of what is asked, None where it is not known; ``alike`` of the whole expression; and whether the
+        statement returns that expression.
+    """
     while True:
         parent = source.parents[node]
         match parent:
@@ -50,11 +96,13 @@ def _outcome(source: SourceTree, node: ast.AST) -> bool | None:
             case ast.Call(func=ast.Name(id=name)) if name in _BUILTINS:
                 pass
             case ast.Assert() if node is parent.test:
-                return alike
+                return alike, alike, False
             case ast.If() if node is parent.test and _raises(parent.body) != _raises(parent.orelse):
-                return alike != _raises(parent.body)
+                return alike != _raises(parent.body), alike, False
+            case ast.Return():
+                return None, alike, True
             case _:
-                return None
+                return None, alike, False
         node = parent
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,9 @@ log = logging.getLogger(__name__)
 Captured = TypeVar("Captured")
 
 
-def captured_in_attempts(attempt: Callable[..., Captured], changing: ChangingState) -> Captured:
+def captured_in_attempts(
+    attempt: Callable[..., Captured], changing: ChangingState, collect: Callable[[], object]
+) -> Captured:
     """Capture a path; again, where the step defined opaque functions or imported modules of the user's.
 
     What only opaque functions use must not be guarded, which the walk of the state knows now. Modules see the types of
@@ -31,21 +32,24 @@ def captured_in_attempts(attempt: Callable[..., Captured], changing: ChangingSta
         attempt: runs the step once. It takes what changes, and the options ``watched``, to look for the line that moves
             a generator, and ``arrays``, to follow the arrays that numpy draws.
         changing: what is known to change from call to call.
+        collect: collects garbage; called before each attempt.
     """
     known = len(opaque_code), len(users_modules())
     grew = lambda: known != (len(opaque_code), len(users_modules()))
     try:
-        captured = _with_what_changes(attempt, changing)
+        captured = _with_what_changes(attempt, changing, collect)
     except Exception:
         if not grew():
             raise
     else:
         if not grew():
             return captured
-    return _with_what_changes(attempt, changing)
+    return _with_what_changes(attempt, changing, collect)
 
 
-def _with_what_changes(attempt: Callable[..., Captured], changing: ChangingState) -> Captured:
+def _with_what_changes(
+    attempt: Callable[..., Captured], changing: ChangingState, collect: Callable[[], object]
+) -> Captured:
     """Capture with symbols for the Python numbers that change, and with stand-ins for lists that grow.
 
     The first attempt finds those that the step changes; the next one starts with symbols and stand-ins for them. Where
@@ -54,7 +58,7 @@ def _with_what_changes(attempt: Callable[..., Captured], changing: ChangingState
     """
     while True:
         try:
-            return _with_what_it_draws(functools.partial(attempt, changing), {})
+            return _with_what_it_draws(functools.partial(attempt, changing), {}, collect)
         except NumbersChanged as found:
             changing = replace(changing, numbers=changing.numbers | found.paths)
         except ListsRead as found:
@@ -73,8 +77,10 @@ def _with_what_changes(attempt: Callable[..., Captured], changing: ChangingState
             changing = CONSTANTS
 
 
-def _with_what_it_draws(attempt: Callable[..., Captured], how: dict[str, bool]) -> Captured:
-    gc.collect()  # wrappers of modules look whether what autograd made of their tensors is alive
+def _with_what_it_draws(
+    attempt: Callable[..., Captured], how: dict[str, bool], collect: Callable[[], object]
+) -> Captured:
+    collect()  # wrappers of modules look whether what autograd made of their tensors is alive
     try:
         return attempt(**how)
     except ArrayDrawn:
@@ -83,4 +89,4 @@ def _with_what_it_draws(attempt: Callable[..., Captured], how: dict[str, bool]) 
         needed = "watched"
         if needed in how:
             raise
-    return _with_what_it_draws(attempt, {**how, needed: True})
+    return _with_what_it_draws(attempt, {**how, needed: True}, collect)

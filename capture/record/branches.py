@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -28,7 +28,7 @@ import torch.fx
 from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
-from weft.capture.record.assumed_outcomes import outcome_without_error
+from weft.capture.record.assumed_outcomes import asked_by_a_call, outcome_without_error, usual_outcome
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
@@ -61,16 +61,19 @@ class Branches:
     Args:
         recorder: of the capture.
         outcomes: the answers to the first questions, in order.
+        expected: answers to capture where none is known: those of another form of the step.
 
     Attributes:
         taken: the answers that were given.
         undecided: whether a question without an outcome was asked, which ends the capture.
     """
 
-    def __init__(self, recorder: OpRecorder, outcomes: Sequence[Outcome]) -> None:
+    def __init__(self, recorder: OpRecorder, outcomes: Sequence[Outcome], expected: Sequence[Outcome] = ()) -> None:
         self._recorder = recorder
         self._outcomes = outcomes
+        self._expected = expected
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
+        self._asked_inside: Any = None  # the last question asked for a fake result
         self.taken: tuple[Outcome, ...] = ()
         self.undecided = False
 
@@ -96,6 +99,7 @@ class Branches:
                 return bool(shape_env.evaluate_expr(sympy.Ne(node.expr, 0)))
             return guard_bool(node, file, line)
 
+        self._recorder.computed = self._computed
         shape_env.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
         SymNode.guard_bool = is_true  # type: ignore[method-assign]
         try:
@@ -114,13 +118,36 @@ class Branches:
         known = expr.xreplace(self._answers)
         if known.is_number or known in (sympy.true, sympy.false):
             return known
-        if self._recorder.runs_operation or not all(map(symbols.knows, expr.free_symbols)):
+        if not all(map(symbols.knows, expr.free_symbols)):
+            return None
+        if self._recorder.runs_operation:
+            self._asked_inside = expr
             return None
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
         assumed = None if expr.is_integer else outcome_without_error()
+        if assumed is None and asked_by_a_call():
+            assumed = usual_outcome(expr)
         self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed))
         return self._answers[expr]
+
+    def _computed(self, fake_result: Callable[[], Any]) -> Any:
+        """A fake result. What torch asks about numbers of the data to compute it is a branch before the operation."""
+        while True:
+            try:
+                return fake_result()
+            except torch_adapter.data_dependent_errors():
+                if not self._decide_before_operation():
+                    raise
+
+    def _decide_before_operation(self) -> bool:
+        """Answer the last question that torch asked to compute a fake result; whether it could be answered."""
+        expr, self._asked_inside = self._asked_inside, None
+        if expr is None or expr in self._answers or not (expr.is_Boolean or expr.is_Relational):
+            return False
+        value = self._recorder.symbols.expression(expr)
+        self._answers[expr] = sympy.sympify(self._decide(value, usual_outcome(expr)))
+        return True
 
     def _decide(self, value: torch.fx.Node, assumed: bool | None) -> Outcome:
         """Record a question, which ``value`` answers at run time; returns the outcome on the captured path.
@@ -133,6 +160,8 @@ class Branches:
         """
         known = self._outcomes[len(self.taken) :]
         outcome = known[0] if known else assumed
+        if outcome is None:
+            outcome = next(iter(self._expected[len(self.taken) :]), None)
         if not self.undecided:  # otherwise the step caught the exception that was to end it
             self._cut(value, outcome)
         if outcome is None or self.undecided:

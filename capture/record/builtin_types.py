@@ -1,9 +1,13 @@
-"""``int(n)`` and ``float(n)`` of symbolic numbers, in the user's code.
+"""``int(n)``, ``float(n)``, ``max(n, m)`` and ``min(n, m)`` of symbolic numbers, in the user's code.
 
-Python's conversions must give plain numbers, and would fix a symbol to its value in the captured call. So while a step
-is captured, the modules whose functions it can call see these two names with stand-ins that know symbols. Where they
-are also used as values, torch and Python ask for the very types (``dtype=float``, ``type(n) is int``): a module that
-does so keeps them.
+Python's conversions must give plain numbers, and would fix a symbol to its value in the captured call. Which of two
+numbers is larger is a question about them. So while a step is captured, the modules whose functions it can call see
+these names with stand-ins that know symbols. Where they are also used as values, torch and Python ask for the very
+types (``dtype=float``, ``type(n) is int``): a module that does so keeps them.
+
+From Python 3.12 on, ``sum`` adds floats with the rounding errors kept apart. Of symbolic numbers it would be one
+addition after the other, so the function itself is replaced there (:func:`sum_replacements`), under every name by which
+the user's code holds it. Nobody asks for it as a type.
 """
 
 from __future__ import annotations
@@ -14,17 +18,23 @@ import dis
 import functools
 import inspect
 import math
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from weft.capture.record.float_arithmetic import added, choice
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
 from weft.capture.state.containers import BuiltinLike
 
-_CONVERSIONS = frozenset({"int", "float"})
+# Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
+_OF_TORCH = ("torch.optim.lr_scheduler",)
+_TYPE_CHECKS = ("isinstance", "issubclass")
+_NAMES = frozenset({"int", "float", "max", "min"})
+_SUM = builtins.sum
 
 
 @contextlib.contextmanager
@@ -39,10 +49,12 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
     for each in functions:
         names = scopes.setdefault(id(each.__globals__), each.__globals__)
         codes.setdefault(id(names), set(_codes(names))).add(each.__code__)
+    for module in filter(None, map(sys.modules.get, _OF_TORCH)):
+        scopes[id(vars(module))], codes[id(vars(module))] = vars(module), set()
     changed: list[tuple[dict[str, Any], str]] = []
     try:
         for at, names in scopes.items():
-            for name in _CONVERSIONS.difference(*map(_used_as_values, codes[at])):
+            for name in _NAMES.difference(*map(_used_as_values, codes[at])):
                 if name not in names:
                     changed.append((names, name))
                     names[name] = STAND_INS[name]
@@ -65,15 +77,32 @@ def _codes(names: dict[str, Any]) -> Iterator[types.CodeType]:
 
 @functools.cache
 def _used_as_values(code: types.CodeType) -> frozenset[str]:
-    """The conversions that a function, or one inside it, uses otherwise than to call them."""
+    """The names that a function, or one inside it, uses otherwise than to call what they name."""
     found: set[str] = set()
-    if not _CONVERSIONS.isdisjoint(code.co_names):
-        for step in dis.get_instructions(code):
-            called = step.opname == "LOAD_GLOBAL" and bool((step.arg or 0) & 1)  # made ready for a call
-            if step.argval in _CONVERSIONS and not called:
+    if not _NAMES.isdisjoint(code.co_names):
+        steps = list(dis.get_instructions(code))
+        checks = _checks_of_types(steps)
+        for step in steps:
+            # ``x.float()`` names an attribute. The last bit of the argument says that what is loaded is called next.
+            loaded = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in _NAMES
+            called = step.opname == "LOAD_GLOBAL" and (step.arg or 0) & 1
+            if loaded and not called and not any(begin <= _place(step) <= end for begin, end in checks):
                 found.add(step.argval)
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return frozenset(found).union(*map(_used_as_values, inner))
+
+
+def _checks_of_types(steps: list[dis.Instruction]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where calls of ``isinstance`` begin and end in the source. The stand-ins answer those as the types do."""
+    begins = {_place(step) for step in steps if step.opname == "LOAD_GLOBAL" and step.argval in _TYPE_CHECKS}
+    calls = [step for step in steps if step.opname == "CALL" and _place(step) in begins]
+    return [(_place(each), (each.positions.end_lineno or 0, each.positions.end_col_offset or 0)) for each in calls]  # type: ignore[union-attr]
+
+
+def _place(step: dis.Instruction) -> tuple[int, int]:
+    """Line and column of the source where the expression of an instruction begins."""
+    positions = step.positions
+    return (-1, -1) if positions is None else (positions.lineno or 0, positions.col_offset or 0)
 
 
 def _like(kind: type, convert: Callable[[Any], Any]) -> type:
@@ -131,4 +160,34 @@ def _float(value: Any) -> Any:
     return torch.sym_float(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else float(value)
 
 
-STAND_INS = {"int": _like(builtins.int, _int), "float": _like(builtins.float, _float)}
+def _choosing(function: Callable[..., Any]) -> type:
+    """What stands for ``max`` or ``min``."""
+
+    class Like(BuiltinLike):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            chosen = choice(function, args) if len(args) > 1 and not kwargs and recording() is not None else None
+            return function(*args, **kwargs) if chosen is None else chosen
+
+    return Like(function.__name__, (), {})
+
+
+def sum_as_python(values: Iterable[Any], /, start: Any = 0) -> Any:
+    """``sum``; one number where there are symbolic floats among numbers, which Python then adds at every call."""
+    if recording() is None:
+        return _SUM(values, start)
+    items = list(values)
+    found = added(start, items)
+    return _SUM(items, start) if found is None else found
+
+
+def sum_replacements() -> list[tuple[Any, str, Any]]:
+    """(owner, name, replacement), where Python's ``sum`` is more than one addition after the other."""
+    return [(builtins, "sum", sum_as_python)] if sys.version_info >= (3, 12) else []
+
+
+STAND_INS = {
+    "int": _like(builtins.int, _int),
+    "float": _like(builtins.float, _float),
+    "max": _choosing(max),
+    "min": _choosing(min),
+}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,8 @@ def clock_replacements(draws: HostDraws) -> Iterator[tuple[Any, str, Any]]:
         yield time, name, _conversion(getattr(time, name), name, arguments, draws)
     yield datetime, "datetime", _dated(datetime.datetime, ("now", "utcnow", "today"), draws)
     yield datetime, "date", _dated(datetime.date, ("today",), draws)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy, "datetime64", _moments(numpy.datetime64, draws)
 
 
 def _clock(original: Callable[..., Any], text: str, target: Callable[..., Any], draws: HostDraws) -> Any:
@@ -78,6 +81,25 @@ def _conversion(original: Callable[..., Any], name: str, arguments: int, draws: 
         return original(*args)
 
     return convert
+
+
+def _moments(kind: Any, draws: HostDraws) -> Any:
+    """A class that is ``numpy.datetime64`` in every respect but that it refuses the present for the user's code."""
+
+    class Like(type):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, kind)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, kind)
+
+        def __call__(cls, *args: Any) -> Any:
+            if args and args[0] in ("now", "today") and draws.intercepts() and called_by_user():
+                what = f"numpy.datetime64({args[0]!r})"
+                raise UncapturableDraw(what, user_line(), "it reads the clock once, in the capture", _REMEDY)
+            return kind(*args)
+
+    return Like(kind.__name__, (kind,), {})  # numpy takes it for the dtype that ``kind`` stands for
 
 
 def _dated(kind: Any, readers: tuple[str, ...], draws: HostDraws) -> Any:

@@ -33,6 +33,8 @@ _INDEX_REMEDY = "Index with a tensor: x[y.argmax()] without .item(), or x.index_
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 _OF_TRACERS = "`{}` takes functions as arguments, for tracers that see no Python"
 _IN_PYTHON = "Write it in Python, with if, for or while: a compiled step branches on values"
+# What kernels written in C++ say of a fake tensor whose numbers or sizes they want.
+_NEEDS_NUMBERS = ("its data is not allocated yet", "on tensor with symbolic sizes/strides")
 _SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
 
 
@@ -64,8 +66,7 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
             _line(frames_of(error.__traceback__), step), _OF_TRACERS.format(found[1]), _IN_PYTHON
         ) from error
     except RuntimeError as error:
-        # A kernel written in C++ looked for the numbers in a fake tensor.
-        if "its data is not allocated yet" not in str(error):
+        if not any(text in str(error) for text in _NEEDS_NUMBERS):
             raise
         reason = "torch read the numbers in a tensor"
         raise CannotCapture(_line(frames_of(error.__traceback__), step), reason, _remedy(error)) from error

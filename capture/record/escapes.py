@@ -104,6 +104,14 @@ class EscapeCheck:
                 elif self._thawed:
                     gc.freeze()  # more than the user froze, after an error
 
+    def collect(self) -> None:
+        """Collect garbage, inside :meth:`watching`, so that what is new can still be told from what is older.
+
+        Where that is known by the collector's generations, only the youngest is collected: a full collection would move
+        what an earlier attempt left with the user to the oldest.
+        """
+        gc.collect(2 if self._frozen else 0)
+
     def raise_for_escaped(self, step: str, legitimate: Iterable[Any], failure: BaseException | None = None) -> None:
         """Raise if anybody but the capture holds one of its values; called inside :meth:`watching`.
 
@@ -117,7 +125,7 @@ class EscapeCheck:
         """
         values = self._values(self._new_objects().of_types(_KINDS))
         if failure is None:
-            gc.collect(2 if self._frozen else 0)  # cycles of the step's own are nobody's; older objects are not walked
+            self.collect()  # cycles of the step's own are nobody's; older objects are not walked
             held = Counter(map(id, legitimate))
             suspects = _held_by_others(values, held)
         else:

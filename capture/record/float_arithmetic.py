@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -74,6 +75,11 @@ def is_close(a: float, b: float, rel_tol: float = 1e-9, abs_tol: float = 0.0) ->
     return float(math.isclose(a, b, rel_tol=rel_tol, abs_tol=abs_tol))
 
 
+def sum_of(start: float, *numbers: float) -> float:
+    """``sum(numbers, start)`` of plain numbers, as the running Python adds floats."""
+    return sum(numbers, start)
+
+
 # Questions about numbers, where Python would ask for their values, too.
 _QUESTIONS: dict[str, Callable[..., float]] = {
     "isfinite": is_finite,
@@ -119,7 +125,27 @@ class FloatArithmetic:
             for name, answer in _QUESTIONS.items():
                 stack.enter_context(replaced(math, name, self._asking(present(math, name), answer)))
             stack.enter_context(NumpyFunctions(self._symbols.shape_env, self._result).recorded())
-            yield
+            outer, _mine.arithmetic = _mine.arithmetic, self
+            try:
+                yield
+            finally:
+                _mine.arithmetic = outer
+
+    def choice(self, function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
+        """See :func:`choice`."""
+        kinds = {_kind(number) for number in numbers}
+        if len(kinds) > 1 or None in kinds or not self._knows(numbers):
+            return None
+        if float in kinds:
+            return self._result(function, list(numbers), torch.float64)
+        return functools.reduce(torch.sym_max if function is max else torch.sym_min, numbers)
+
+    def added(self, numbers: Sequence[Any]) -> Any:
+        """See :func:`added`."""
+        whole = (bool, torch.SymBool)  # Python's sum takes truth values for integers
+        kinds = {int if type(number) in whole else _kind(number) for number in numbers}
+        floats = float in kinds and None not in kinds and self._knows(numbers)
+        return self._result(sum_of, list(numbers), torch.float64) if floats else None
 
     def _of_math(self, original: Callable[..., float]) -> Callable[..., Any]:
         """A function of ``math``: of symbolic numbers, it gives a symbol that a node computes."""
@@ -211,6 +237,33 @@ class FloatArithmetic:
     def _node(self, value: Any, function: Callable[..., Any], operands: list[Any]) -> torch.fx.Node:
         nodes = [self._symbols.node(each) if isinstance(each, _SYMBOLIC) else each for each in operands]
         return self._emit(function, *nodes, val=value)
+
+
+class _ArithmeticOfThread(threading.local):
+    """That of the capture that is going on in the running thread."""
+
+    arithmetic: FloatArithmetic | None = None
+
+
+_mine = _ArithmeticOfThread()
+
+
+def choice(function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
+    """``max(*numbers)`` or ``min(*numbers)`` without a question; None where the result may be of several types, and
+    where no number is symbolic."""
+    return None if _mine.arithmetic is None else _mine.arithmetic.choice(function, numbers)
+
+
+def added(start: Any, numbers: Sequence[Any]) -> Any:
+    """``sum(numbers, start)`` as one operation of Python's; None where there are no floats among plain numbers, and
+    where no number is symbolic."""
+    return None if _mine.arithmetic is None else _mine.arithmetic.added([start, *numbers])
+
+
+def _kind(number: Any) -> type | None:
+    if isinstance(number, (float, torch.SymFloat)):
+        return float
+    return int if type(number) in (int, torch.SymInt) else None
 
 
 def _or_else(method: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

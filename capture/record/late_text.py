@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.shown_gradients import gradient_shown, with_gradient_shown
 from weft.capture.record.text_flow import goes_straight_out
 from weft.capture.user_code import is_user_file
 
@@ -33,15 +34,17 @@ class LateText:
         value: a symbolic number, or a tensor of the capture.
         method: "__format__", "__repr__" or "__str__".
         arguments: of the method.
+        gradient: what the text says of autograd (:func:`gradient_shown`).
     """
 
     value: Any
     method: str
     arguments: tuple[Any, ...]
+    gradient: str | None = None
 
     def of(self, value: Any) -> str:
         """The text for a value of one call."""
-        return getattr(value, self.method)(*self.arguments)
+        return getattr(with_gradient_shown(value, self.gradient), self.method)(*self.arguments)
 
 
 def late_text(
@@ -55,11 +58,10 @@ def late_text(
     """
     if is_late(arguments) or not is_user_file(frame.f_code.co_filename) or not goes_straight_out(frame):
         return None
+    gradient = gradient_shown(value)
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            return None  # its text names the operation that autograd will go back through
-        value = value.clone()  # the text is that of the value as it is now
-    recorder.late_texts.append(LateText(value, method, arguments))
+        value = value.detach().clone()  # the text is that of the value as it is now
+    recorder.late_texts.append(LateText(value, method, arguments, gradient))
     return f"{_BEGIN}{len(recorder.late_texts) - 1}{_END}"
 
 

@@ -58,6 +58,7 @@ class NumpyFunctions:
         with contextlib.ExitStack() as stack:
             for kind in _SYMBOLIC:
                 stack.enter_context(stand_in(kind, "__array_ufunc__", _call))
+                stack.enter_context(stand_in(kind, "__array_function__", _call_function))
             outer, _mine.functions = _mine.functions, self
             try:
                 yield
@@ -101,6 +102,15 @@ def _call(number: Any, ufunc: Any, method: str, *operands: Any, **options: Any) 
     array = sys.modules["numpy"].asarray
     objects = [array(each, dtype=object) if isinstance(each, _SYMBOLIC) else each for each in operands]
     return getattr(ufunc, method)(*objects, **options)
+
+
+def _call_function(number: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """``__array_function__`` of symbolic numbers: ``np.clip`` is a ufunc of its arguments."""
+    if function is sys.modules["numpy"].clip and len(args) == 3 and not kwargs and None not in args:
+        found = _call(number, sys.modules["numpy"]._core.umath.clip, "__call__", *args)
+        if found is not NotImplemented:
+            return found
+    return function._implementation(*args, **kwargs)
 
 
 def _sample(operand: Any) -> Any:

@@ -14,17 +14,20 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 
 from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
+from weft.capture.record.opaque_changes import OpaqueChanges, made_and_held, names_in, names_read_later
 from weft.capture.record.recorder import recording
 from weft.capture.record.state_snapshot import StateSnapshot
 from weft.capture.record.templates import Template
 from weft.capture.state.code_names import OPAQUE, opaque_code
 from weft.capture.state.containers import SIMPLE
+
+P = ParamSpec("P")
 
 
 class _SilenceOfThread(threading.local):
@@ -44,15 +47,22 @@ class OpaqueCall:
         arguments: its arguments, over the first ``argument_count`` of the node's operands.
         argument_count: how many operands are arguments.
         snapshot: the other state that it can reach at this point of the step, over all operands.
+        changes: checks what the function changes.
     """
 
     def __init__(
-        self, function: Callable[..., Any], arguments: Template, argument_count: int, snapshot: StateSnapshot
+        self,
+        function: Callable[..., Any],
+        arguments: Template,
+        argument_count: int,
+        snapshot: StateSnapshot,
+        changes: OpaqueChanges,
     ) -> None:
         self.function = function
         self.arguments = arguments
         self.argument_count = argument_count
         self.snapshot = snapshot
+        self.changes = changes
         self._grad_enabled = torch.is_grad_enabled()
         self.__name__ = self.__qualname__ = f"opaque_{getattr(function, '__name__', type(function).__name__)}"
         self.__module__ = __name__
@@ -61,7 +71,11 @@ class OpaqueCall:
         passed = operands[: self.argument_count]
         passed = [value.detach() if isinstance(value, torch.Tensor) else value for value in passed]
         args, kwargs = self.arguments.fill(passed)
-        with self.snapshot.restored(list(operands)), torch.set_grad_enabled(self._grad_enabled):
+        with (
+            self.snapshot.restored(list(operands)),
+            torch.set_grad_enabled(self._grad_enabled),
+            self.changes.checked(args, kwargs),
+        ):
             self.function(*args, **kwargs)
         del args, kwargs
         _copy_kept_tensors(passed)
@@ -82,7 +96,7 @@ def _references(items: list[Any], at: int) -> int:
 _UNSHARED = _references([object()], 0)
 
 
-def opaque(function: Callable[..., Any]) -> Callable[..., None]:
+def opaque(function: Callable[P, object]) -> Callable[P, None]:
     """Mark a function as one that runs every step with real tensors and is not captured.
 
     The graph has a node that calls it, at the point where the step called it. The function sees the tensors of the
@@ -105,7 +119,7 @@ def opaque(function: Callable[..., Any]) -> Callable[..., None]:
         opaque_code.add(code)
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> None:
+    def called(*args: P.args, **kwargs: P.kwargs) -> None:
         recorder = recording()
         if recorder is None:
             if not _mine.silent:
@@ -118,12 +132,21 @@ def opaque(function: Callable[..., Any]) -> Callable[..., None]:
             return len(operands) - 1
 
         snapshots = recorder.snapshots
-        where = f"an argument of {getattr(function, '__qualname__', function)}"
-        template = Template.of((args, kwargs), recorder, add_operand, where, places_by_id=snapshots.places_by_id)
+        name = getattr(function, "__qualname__", str(function))
+        shared = snapshots.shared()
+        own = shared.own((args, kwargs))
+        kept = made_and_held(args, kwargs, own)
+        known = snapshots.places_by_id
+        where = f"an argument of {name}"
+        template = Template.of((args, kwargs), recorder, add_operand, where, places_by_id=known, shared=shared)
         argument_count = len(operands)
         roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
-        snapshot = snapshots.take([function, *roots], add_operand)
-        recorder.emit_effect(OpaqueCall(function, template, argument_count, snapshot), *operands)
+        snapshot, reached = snapshots.take([function, *own, *roots], add_operand)
+        names = names_in(function)
+        if reached and names:
+            names &= names_read_later(sys._getframe(1), snapshots.functions)
+        changes = OpaqueChanges(name, reached, names, kept)
+        recorder.emit_effect(OpaqueCall(function, template, argument_count, snapshot, changes), *operands)
 
     setattr(called, OPAQUE, True)
     return called

@@ -76,7 +76,7 @@ _EFFECTS: dict[str, str] = {
     "torch.backends.cuda": "enable_flash_sdp enable_math_sdp enable_mem_efficient_sdp enable_cudnn_sdp",
 }
 # Modules that stand between the step's code and the function that is replaced.
-_BETWEEN = ("weft.capture.record.outside_calls", "weft.capture.record.outside_objects")
+_BETWEEN = tuple(f"weft.capture.record.{name}" for name in ("outside_calls", "outside_objects", "repeated_warnings"))
 _WHY = "the compiled step would have the answer of its first call for ever"
 _REMEDY = "call it before the step and pass the result as an argument, or call it in a function marked @weft.opaque"
 

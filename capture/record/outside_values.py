@@ -16,6 +16,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
@@ -26,6 +27,7 @@ from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
 from weft.capture.record.recorder import OpRecorder, recording
+from weft.capture.record.repeated_warnings import warning_replacements
 from weft.capture.record.torch_generators import TorchGenerators
 from weft.capture.state.reachable_state import ReachableState
 from weft.errors import UnrecordedDraw
@@ -100,6 +102,8 @@ class OutsideValues:
                     *self.environment.replacements(),
                     *self._torch.replacements(),
                     *self.calls.replacements(),
+                    *warning_replacements(self.calls),
+                    *sum_replacements(),
                     *self._objects.replacements(),
                     *self._generators.replacements(),
                     *self._types.replacements(),

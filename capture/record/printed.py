@@ -30,6 +30,7 @@ from weft.capture.record.late_text import is_late, late_text
 from weft.capture.record.opaque import opaque
 from weft.capture.record.plain_numbers import plain_number
 from weft.capture.record.recorder import recording
+from weft.capture.record.shown_gradients import Showing
 from weft.capture.user_code import called_for_user, in_raise_statement, is_remembered, is_user_file, user_line
 from weft.errors import OutsideEffect, TextOfValue
 
@@ -102,15 +103,18 @@ def _by_user() -> bool:
 
 
 def _print_through(original: Callable[..., None]) -> Callable[..., None]:
-    repeated = opaque(original)
-
     def print(*args: Any, **kwargs: Any) -> None:
-        (repeated if _by_user() else original)(*args, **kwargs)
+        (_repeated(original, args, kwargs) if _by_user() else original)(*args, **kwargs)
 
     return print
 
 
-@opaque
+def _repeated(function: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., None]:
+    recorder = recording()
+    own = {} if recorder is None else recorder.snapshots.places_by_id
+    return opaque(Showing(function, (args, kwargs), own))
+
+
 def _log(logger: logging.Logger, where: tuple[Any, ...], message: Any, args: Any) -> None:
     level, filename, line, function = where
     record = logger.makeRecord(logger.name, level, filename, line, message, args, None, function)
@@ -125,7 +129,8 @@ def _handle_through(original: Callable[..., None]) -> Callable[..., None]:
             return original(self, record)
         where = record.levelno, record.pathname, record.lineno, record.funcName
         args = record.args if isinstance(record.args, tuple) else (record.args,)
-        return _log(self, where, record.msg, args)
+        arguments = self, where, record.msg, args
+        return _repeated(_log, arguments, {})(*arguments)
 
     return handle
 

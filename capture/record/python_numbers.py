@@ -25,11 +25,20 @@ import torch.fx
 from weft import torch_adapter
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.state.containers import ANY, Container, Content, Pattern, StatePlace, items_of
+from weft.capture.state.containers import (
+    ANY,
+    REPLACED_KINDS,
+    Container,
+    Content,
+    Pattern,
+    StatePlace,
+    items_of,
+)
+from weft.capture.state.reachable_state import ReachableState
 from weft.capture.step_interface import Role
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
-_MADE_OF_NUMBERS = (int, float, tuple, list, dict)
+_MADE_OF_NUMBERS = (int, float, tuple, *REPLACED_KINDS)
 
 
 @dataclass(frozen=True)
@@ -150,7 +159,7 @@ class PythonNumbers:
         if not paths <= self._changing | self._kept:
             raise NumbersChanged(paths)
 
-    def settle(self, containers: Iterable[Container]) -> list[PythonNumber]:
+    def settle(self, state: ReachableState) -> list[PythonNumber]:
         """Tell the containers, after the step, which of their entries are inputs of the graph or replaced by each call.
 
         Returns:
@@ -160,12 +169,16 @@ class PythonNumbers:
         numbers = [each for each in self.found if not torch_adapter.replaced(shape_env, each.symbol).is_number]
         inputs, changing = {_identity(each.place) for each in numbers}, self._changing
         entries = {identity[:2] for identity in inputs}
-        for container in containers:
+        # What is in a list or dictionary at several places is compared at the first of them.
+        first: dict[int, StatePlace] = {}
+        others = [place for place, obj in state.replaced_places if first.setdefault(id(obj), place) is not place]
+        inputs |= set(map(_identity, others))
+        for container in state.containers:
             for key, value in container.before.items():
                 if type(value) not in _MADE_OF_NUMBERS or isinstance(container, Content):
                     continue
                 place = container.place_of(key, Role.SCALAR)
-                replaced = type(value) in (list, dict) and place.path in changing
+                replaced = type(value) in REPLACED_KINDS and place.path in changing
                 if replaced or (container.outer is None and (id(container.obj), key) in entries):
                     container.by_value[key] = _pattern(value, place, changing, inputs)
         return numbers
@@ -198,7 +211,7 @@ def differing(path: str, value: Any, expected: Any) -> Iterator[str]:
 
 def _changed(place: StatePlace, old: Any, new: Any) -> Iterator[str]:
     """The paths at ``place`` of numbers that a step replaced by others, and of lists and dictionaries."""
-    if type(old) is type(new) and type(old) in (tuple, list, dict) and old is not new:
+    if type(old) is type(new) and type(old) in (tuple, *REPLACED_KINDS) and old is not new:
         if type(old) is not tuple:
             yield place.path
         items = dict(items_of(new))
@@ -217,7 +230,7 @@ def _pattern(value: Any, place: StatePlace, changing: Any, inputs: set[Any]) -> 
     """What a value must look like: ANY at the places of inputs."""
     if _identity(place) in inputs:
         return ANY
-    if type(value) is tuple or (type(value) in (list, dict) and place.path in changing):
+    if type(value) is tuple or (type(value) in REPLACED_KINDS and place.path in changing):
         items = {key: _pattern(item, place.inside(key), changing, inputs) for key, item in items_of(value)}
-        return Pattern(type(value), items)
+        return Pattern(type(value), items, getattr(value, "default_factory", None))
     return value

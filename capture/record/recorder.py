@@ -37,7 +37,7 @@ from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.symbols import Number, Symbols
-from weft.capture.record.tracked_storages import MEMO_NODE, TrackedStorages, TrackedTensor, is_tracked
+from weft.capture.record.tracked_storages import MEMO_NODE, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, same_layout, span
 from weft.capture.user_code import Frame, user_frames, user_line
@@ -100,10 +100,12 @@ class OpRecorder(TorchDispatchMode):
         stream: asked for the number of the current CUDA stream; None where all work is on one stream.
         input_name: asked for the name of a new placeholder.
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
+        data_set: the user's tensors whose ``.data`` was assigned, by id.
         float_tags: floats that stand for symbolic numbers (see ``TorchFunctionInterceptor``).
         late_texts: what marks in texts stand for (:mod:`weft.capture.record.late_text`).
         snapshots: makes the snapshots of Python state that opaque calls need.
         runs_operation: whether a fake result is being computed: what is asked meanwhile, the step did not ask.
+        computed: calls what computes a fake result, and answers what torch asks about numbers of the data meanwhile.
     """
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
@@ -119,10 +121,12 @@ class OpRecorder(TorchDispatchMode):
         self.stream: Callable[[], int] | None = None
         self.input_name: Callable[[torch.Tensor], str] = lambda tensor: "input"
         self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
+        self.data_set: dict[int, DataSet] = {}
         self.float_tags: dict[float, torch.SymFloat] = {}
         self.late_texts: list[Any] = []
         self.snapshots: Any = None
         self.runs_operation = False
+        self.computed: Callable[[Callable[[], Any]], Any] = lambda fake_result: fake_result()
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
         self._results = FakeResultCache(fake_mode)
         self._same_dtype: dict[Any, bool] = {}
@@ -211,7 +215,7 @@ class OpRecorder(TorchDispatchMode):
         if sizes_differ_by_rank(op):
             check_splits(*fakes[0][:3])
         try:
-            out = self._results(op, *fakes)
+            out = self.computed(lambda: self._results(op, *fakes))
         except Exception as error:
             error.add_note(f"while capturing {op} at {user_line()}")
             raise
@@ -293,7 +297,7 @@ class OpRecorder(TorchDispatchMode):
             if isinstance(targets := argument_of(args, kwargs, position, name), (list, tuple)):
                 check_independent(op, targets, [*args, *kwargs.values()], self.storages, self._fake)
         wide = self._widened(op, writes, fake_args, fake_kwargs)
-        out = fake_rule(op)(*fake_args, **fake_kwargs)
+        out = self.computed(lambda: fake_rule(op)(*fake_args, **fake_kwargs))
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
@@ -410,8 +414,8 @@ class OpRecorder(TorchDispatchMode):
         tracked = self.storages.copy_of(self.storages.of(source))
         if isinstance(target, FakeTensor):
             self.storages.mark(target, tracked)
-        else:
-            self.storages.of(target)  # an input, whose new value is that of source at the end of the step
+        else:  # an input, whose new value is that of source at the end of the step
+            self.data_set[id(target)] = self.storages.data_set(target, source, self.data_set.get(id(target)))
             self._inputs[memory_key(target)] = tracked
 
     # ---- inputs

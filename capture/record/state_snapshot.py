@@ -11,6 +11,7 @@ them back.
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.shared_objects import SharedObjects
 from weft.capture.record.templates import Template
 from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.reachable_state import ReachableState
@@ -97,8 +100,17 @@ class StateSnapshots:
         """The place of each of the user's own tensor objects, by id."""
         return {**self._state.places_by_id, **self._arguments}
 
-    def take(self, roots: Iterable[Any], add_operand: AddOperand) -> StateSnapshot:
-        """The snapshot of what ``roots`` lead to, now.
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """The functions that the step can call."""
+        return self._state.functions
+
+    def shared(self) -> SharedObjects:
+        """The user's own objects, for templates of arguments."""
+        return SharedObjects(self._state.containers)
+
+    def take(self, roots: Iterable[Any], add_operand: AddOperand) -> tuple[StateSnapshot, list[Container]]:
+        """The snapshot of what ``roots`` lead to, now, and those containers there that the step's code names.
 
         Args:
             roots: the function and those of its arguments that are no plain values.
@@ -109,6 +121,7 @@ class StateSnapshots:
         for container in [*self._state.containers, *self._gradients]:
             known.setdefault(id(container.obj), []).append(container)
         entries: list[_ChangedEntry] = []
+        met: list[Container] = []
         places: dict[tuple[Any, ...], StatePlace] = {}
         for root in roots:
             if isinstance(root, torch.Tensor) and self._is_captured(root):
@@ -116,15 +129,18 @@ class StateSnapshots:
             with torch_adapter.only_mode():
                 reached = ReachableState(root, with_hooks=False)
             for container in reached.containers:
+                if isinstance(container.obj, AppendedList):
+                    container.obj.read()
                 if id(container.obj) in known:
                     for mine in known.pop(id(container.obj)):
+                        met.append(mine)
                         entries += self._changed(mine, places_by_id, add_operand)
                 else:
                     entries += self._new_in_step(container, places_by_id, add_operand)
             places.update(reached.places)
             if isinstance(root, torch.Tensor) and id(root) in places_by_id:
                 places[memory_key(inner_tensor(root)[0])] = places_by_id[id(root)]
-        return StateSnapshot(entries, [*self._written(places, add_operand)])
+        return StateSnapshot(entries, [*self._written(places, add_operand)]), met
 
     def _changed(
         self, container: Container, places_by_id: Mapping[int, StatePlace], add_operand: AddOperand

@@ -21,9 +21,10 @@ from weft.capture.record.held_references import original_of
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
 from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import StatePlace
-from weft.capture.state.tensor_memory import inner_tensor
+from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.errors import EscapedTensor
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -32,12 +33,13 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 @dataclass(frozen=True)
 class _OutputSlot:
     """Takes output number ``index``, wrapped like ``like`` where that is a tensor subclass; ``grad`` is the slot of its
-    ``.grad``."""
+    ``.grad``, ``attributes`` the templates of what the step put on it."""
 
     index: int
     like: torch.Tensor | None = None
     requires_grad: bool = False
     grad: Any = None
+    attributes: tuple[tuple[str, Any], ...] = ()
 
     def fill(self, outputs: list[Any]) -> Any:
         value = outputs[self.index]
@@ -46,6 +48,8 @@ class _OutputSlot:
             value.requires_grad_()
         if self.grad is not None:
             value.grad = self.grad.fill(outputs)
+        for name, template in self.attributes:
+            setattr(value, name, template.fill(outputs))
         return value
 
 
@@ -77,6 +81,7 @@ class Template:
         *,
         places_by_id: Mapping[int, StatePlace] | None = None,
         slots: dict[int, int] | None = None,
+        shared: SharedObjects | None = None,
     ) -> Template:
         """Make a template of ``value``, which the capture left at ``where``.
 
@@ -86,22 +91,38 @@ class Template:
                 later call may find another tensor there.
             slots: the number of the output that each tensor object of the capture takes, by id; filled here. Templates
                 that are given the same one put one object in all places where the step put one.
+            shared: the lists and dictionaries that must not be copied.
 
         Raises:
             EscapedTensor: a tensor of the capture sits inside an object that cannot be rebuilt.
         """
-        torch_adapter.register_dataclasses(value)
-        leaves, _ = torch_adapter.flatten(value)
         places = places_by_id or {}
         slots = {} if slots is None else slots
+        if shared is not None:
+
+            def of_shared(value: Any) -> Template:
+                inside = shared.inside(value, of_shared)
+                return cls.of(inside, recorder, keep, where, places_by_id=places, slots=slots)
+
+            value = shared.marked(value, of_shared)
+        torch_adapter.register_dataclasses(value)
+        leaves, _ = torch_adapter.flatten(value)
         made = tuple(_leaf_template(leaf, recorder, keep, where, places, slots) for leaf in leaves)
         return cls(made, torch_adapter.exact_spec(value), where)
 
-    def fill(self, outputs: list[Any]) -> Any:
-        """The value of one call, from the values of the graph's ``Create`` and ``Return`` outputs."""
-        slots = (_OutputSlot, _StateReference, ArraySlot, LateTextSlot)
-        leaves = [leaf.fill(outputs) if isinstance(leaf, slots) else leaf for leaf in self.leaves]
+    def fill(self, outputs: list[Any], made: dict[int, Any] | None = None) -> Any:
+        """The value of one call, from the values of the graph's ``Create`` and ``Return`` outputs.
+
+        Args:
+            made: the shared objects that other templates of the same call made; filled here.
+        """
+        made = {} if made is None else made
+        leaves = [leaf.fill(outputs) if isinstance(leaf, _SLOTS) else leaf for leaf in self.leaves]
+        leaves = [leaf.of_call(outputs, made) if isinstance(leaf, SharedSlot) else leaf for leaf in leaves]
         return torch_adapter.unflatten(leaves, self.spec)
+
+
+_SLOTS = (_OutputSlot, _StateReference, ArraySlot, LateTextSlot, OwnObject)
 
 
 def _leaf_template(
@@ -124,11 +145,17 @@ def _leaf_template(
         index = slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
         grad = leaf.grad if made else None
         kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
-        return _OutputSlot(index, leaf if names else None, made, kept)
+        attributes = tuple(
+            (name, Template.of(value, recorder, keep, f"{where}.{name}", places_by_id=places_by_id, slots=slots))
+            for name, value in own_attributes(leaf).items()
+        )
+        return _OutputSlot(index, leaf if names else None, made, kept, attributes)
     if type(leaf) is HostArray:
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):
         return _OutputSlot(keep(recorder.value(leaf)))
+    if isinstance(leaf, (OwnObject, SharedSlot)):
+        return leaf
     if is_late(leaf):
         return LateTextSlot.of(leaf, recorder, keep)
     if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):

@@ -24,6 +24,9 @@ from weft.errors import NumpyOnTensor, UncapturableMutation
 
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 _EQUAL = (torch.equal, torch.Tensor.equal)
+_MAKE_TENSORS = (torch.tensor, torch.as_tensor)
+# The dtypes that they give to numbers; None is the default dtype.
+_DTYPES = {torch.SymFloat: None, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
 _FUSED = tuple(
     getattr(torch, name)
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
@@ -55,6 +58,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             kwargs = {**kwargs, "generator": generator.weft_original}
         if func is torch.Tensor.tolist and args[0].dim() == 1:
             return self._to_list(args[0])
+        if func in _MAKE_TENSORS and len(args) == 1 and (numbers := _symbolic_numbers(args[0])):
+            return _tensor_of(args[0], numbers, kwargs)
         if func in _EQUAL and not kwargs:
             return bool(self._equal(*args))
         refuse_memory_access(func)
@@ -123,6 +128,39 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         tag = self._tags * 5e-324
         self._recorder.float_tags[tag] = number
         return tag
+
+
+def _symbolic_numbers(data: Any) -> list[Any]:
+    """The numbers in nested lists, where at least one of them is symbolic and all are numbers; else none."""
+    if type(data) in _DTYPES:
+        return [data]
+    if type(data) not in (list, tuple):
+        return []
+    pending, found = list(data[::-1]), []
+    while pending:
+        value = pending.pop()
+        if type(value) in (list, tuple):
+            pending += value[::-1]
+        else:
+            found.append(value)
+    known = all(type(each) in _DTYPES or type(each) in (bool, int, float) for each in found)
+    return found if known and any(type(each) in _DTYPES for each in found) else []
+
+
+def _tensor_of(data: Any, numbers: list[Any], options: dict[str, Any]) -> torch.Tensor:
+    """``torch.tensor(data, **options)`` of these numbers, with functions that take symbolic ones."""
+    options = dict(options)
+    kinds = {_DTYPES.get(type(each), {bool: torch.bool, int: torch.int64}.get(type(each))) for each in numbers}
+    if options.get("dtype") is None:
+        options["dtype"] = None if None in kinds else torch.int64 if torch.int64 in kinds else torch.bool
+    requires_grad = options.pop("requires_grad", False)
+    made = [torch.scalar_tensor(number, **options) for number in numbers]
+    sizes = []
+    while type(data) in (list, tuple):
+        sizes.append(len(data))
+        data = data[0]
+    made = torch.stack(made).reshape(sizes) if sizes else made[0]
+    return made.requires_grad_() if requires_grad else made
 
 
 def _is_size(value: Any) -> bool:

@@ -43,8 +43,10 @@ from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.group_names import canonical_groups
 from weft.capture.record.growing_lists import GrowingLists
 from weft.capture.record.hook_counts import HookCounts
+from weft.capture.record.idle_optimizers import warn_of_idle
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.memory_access import storages_keep_their_memory
+from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
@@ -52,15 +54,16 @@ from weft.capture.record.printed import output_repeated
 from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.shared_objects import SharedObjects
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
 from weft.capture.record.templates import Template
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
-from weft.capture.record.tracked_storages import was_tracked
+from weft.capture.record.tracked_storages import is_tensor, was_tracked
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
-from weft.capture.state.containers import MISSING, Container, StatePlace
+from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
@@ -71,6 +74,7 @@ from weft.errors import (
     AnomalyModeAround,
     FunctionModeAround,
     PythonStateChanged,
+    UncapturableMutation,
     UsedDuringCapture,
     WeftError,
 )
@@ -88,6 +92,7 @@ def capture_step(
     dynamic: frozenset[tuple[int, int]] = frozenset(),
     outcomes: tuple[Outcome, ...] = (),
     changing: ChangingState = FOUND_ALONE,
+    expected: tuple[Outcome, ...] = (),
 ) -> CapturedStep:
     """Capture one call ``step(*args, **kwargs)`` without computing anything.
 
@@ -100,6 +105,7 @@ def capture_step(
         dynamic: (tensor leaf, dimension) pairs to keep symbolic, besides those marked on the tensors themselves.
         outcomes: of the first branches on values.
         changing: Python numbers to keep symbolic.
+        expected: of branches beyond ``outcomes``: the path that is captured where nothing else is known.
 
     Raises:
         CannotCapture: the step does something that a graph cannot hold; names the user's line and the remedy.
@@ -108,11 +114,11 @@ def capture_step(
     _refuse_tools_around(name)
 
     def attempt(changing: ChangingState, **how: bool) -> CapturedStep:
-        return _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, outcomes, **how).run()
+        return _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, (outcomes, expected), **how).run()
 
     with capturing(), escapes.watching():
         try:
-            captured = captured_in_attempts(attempt, changing)
+            captured = captured_in_attempts(attempt, changing, escapes.collect)
         except Exception as error:
             escapes.raise_for_escaped(name, (), error)
             raise
@@ -139,7 +145,7 @@ class _StepCapture:
         dynamic: frozenset[tuple[int, int]],
         changing: ChangingState,
         escapes: EscapeCheck,
-        outcomes: tuple[Outcome, ...],
+        outcomes: tuple[tuple[Outcome, ...], tuple[Outcome, ...]],
         *,
         watched: bool = False,
         arrays: bool = False,
@@ -149,10 +155,12 @@ class _StepCapture:
         self.fake_mode = world.fake_mode if world else FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self.modes = (self.fake_mode,) if world else ()
         self.recorder = OpRecorder(self.fake_mode)
-        self.branches = Branches(self.recorder, outcomes)
+        self.branches = Branches(self.recorder, *outcomes)
         self.changing = changing
         self.state = state = ReachableState(step, replaced=changing.numbers, growing=changing.growing)
-        if shared := state.shared:
+        shared: set[str] = set()
+        while state.shared:
+            shared |= state.shared
             numbers, growing = changing.numbers - shared, changing.growing - shared
             self.state = state = ReachableState(step, replaced=numbers, growing=growing)
         escapes.containers = lambda: state.containers
@@ -249,6 +257,7 @@ class _StepCapture:
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
             stack.enter_context(output_repeated())
+            stack.enter_context(missing_attributes_noted(self.state.note_missing_attribute))
             stack.enter_context(symbols_answer_as_numbers())
             stack.enter_context(builtin_types_know_symbols(self.state.functions))
             stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
@@ -280,11 +289,13 @@ class _StepCapture:
                     self.autocast_copies.append(AutocastCopy(name, places[id(leaf)], copy.dtype, after_write))
 
     def _restore_state(self) -> None:
+        self.state.notice_new_attributes()
         self.state.restore()
         self.arguments.restore()
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizing = True
+        warn_of_idle(optimizer)
         if all(known is not optimizer for known, _ in self.state.optimizers):
             self.state.add(optimizer, "optimizer")
             self.numbers.put_into(self.state.containers)
@@ -335,19 +346,24 @@ class _StepCapture:
                     self.hooks.check()
                 self._refuse_new_leaves()
                 self.state.notice_new_hooks()
-                effects, appends = self._effects(keep, slots), self._appends(keep, slots)
-            else:
-                self.numbers.check_changed([*self.state.changes(), *self.arguments.changes()])
+            self.state.notice_new_attributes()
+            changes = [*self.state.changes(), *self.arguments.changes()]
+            self.numbers.check_changed(changes)
+            own = (*self.state.containers, *self.arguments.containers)
+            shared = SharedObjects(own, [result, *(new for *_, new in changes)])
+            if complete:
+                effects, appends = self._effects(changes, keep, slots, shared), self._appends(keep, slots, shared)
             kept = lambda value: keep(Return, value)
             known = {**self.state.places_by_id, **self.arguments.fakes}
             where = "the step's return value"
-            returned = Template.of(result, recorder, kept, where, places_by_id=known, slots=slots)
+            returned = Template.of(result, recorder, kept, where, places_by_id=known, slots=slots, shared=shared)
+            replaced = self._memory_replaced(effects, keep, nodes, slots) if complete else set()
             self.arguments.forget_fakes()
             self._restore_state()
             self.lists.settle(self.state.containers)
             aliases = _aliases([node for node, _ in recorder.placeholders], nodes)
             if complete:
-                self._updates(outputs, nodes)
+                self._updates(outputs, nodes, replaced)
         self.streams.end()
         if complete and not self.branches.taken:  # what a branch holds may share memory too
             nodes = recorder.storages.without_copies(nodes)
@@ -370,7 +386,7 @@ class _StepCapture:
             self.hooks,
             recorder.symbols.shape_env,
             self.sizes,
-            self.numbers.settle(self.state.containers),
+            self.numbers.settle(self.state),
             recorder.symbols.computed,
             self.specialised,
             self.outside.environment.found,
@@ -392,46 +408,86 @@ class _StepCapture:
             path = f"{changed[0][1]}.requires_grad"
             raise PythonStateChanged(path, "False -> True", "call requires_grad_() before the step")
 
-    def _effects(self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int]) -> list[Effect]:
+    def _effects(
+        self,
+        changes: list[tuple[Container, Any, Any, Any]],
+        keep: Callable[[Callable[[int], Output], Any], int],
+        slots: dict[int, int],
+        shared: SharedObjects,
+    ) -> list[Effect]:
         effects: list[Effect] = []
         known = {**self.state.places_by_id, **self.arguments.fakes}
         removals: list[Effect] = []
-        changes = [*self.state.changes(), *self.arguments.changes()]
-        self.numbers.check_changed(changes)
         self.lists.check_changed(changes)
         for container, key, _, new in changes:
-            container.frozen = False  # what a learning-rate scheduler holds counts where the step steps it
+            if container.outer is None:
+                container.frozen = False  # what a learning-rate scheduler holds counts where the step steps it
             path = container.label(key)
-            if container.outer is not None:
-                remedy = "change a copy, and put that in its place"
-                raise PythonStateChanged(path, "and replaced what holds it", remedy)
             if new is MISSING:
                 removals.append(Effect(container, key, None))
                 continue
             # One that was empty may be cleared by the next call before it is filled again.
-            if container.grew() and container.before:
+            bounded = container.outer is not None or getattr(container.obj, "maxlen", None) is not None
+            if container.grew() and container.before and not bounded:
                 remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
                 change = f"{len(container.before)} -> {len(container.obj)} entries"
                 raise PythonStateChanged(container.path, change, remedy)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            template = Template.of(new, self.recorder, kept, path, places_by_id=known, slots=slots)
+            template = Template.of(new, self.recorder, kept, path, places_by_id=known, slots=slots, shared=shared)
             effects.append(Effect(container, key, template))
         return [*effects, *removals[::-1]]  # from the end of a list, so that positions keep their meaning
 
-    def _appends(self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int]) -> list[Append]:
+    def _appends(
+        self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int], shared: SharedObjects
+    ) -> list[Append]:
         appends: list[Append] = []
         known = {**self.state.places_by_id, **self.arguments.fakes}
         for container, key, value in self.lists.appended():
             path = container.label(key)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            template = Template.of(value, self.recorder, kept, path, places_by_id=known, slots=slots)
+            template = Template.of(value, self.recorder, kept, path, places_by_id=known, slots=slots, shared=shared)
             appends.append(Append(container, key, template))
         return appends
 
-    def _updates(self, outputs: list[Output], nodes: list[Any]) -> None:
+    def _memory_replaced(
+        self,
+        effects: list[Effect],
+        keep: Callable[[Callable[[int], Output], Any], int],
+        nodes: list[Any],
+        slots: dict[int, int],
+    ) -> set[tuple[Any, ...]]:
+        """Add an effect for each tensor that gets other memory by ``tensor.data = ...``; their memory keys.
+
+        Where nothing else has the memory that it had, nor that of its new value, an update in place shows the same.
+
+        Raises:
+            UncapturableMutation: the tensor is an argument.
+        """
+        leaving = {
+            torch_adapter.storage_key(node.meta["val"])
+            for node in nodes
+            if isinstance(node, torch.fx.Node) and is_tensor(node)
+        }
+        replaced = set()
+        for target, source, own in self.recorder.data_set.values():
+            tracked = self.recorder.storages.of(target)
+            alone = torch_adapter.storage_users(target) <= _ALONE
+            if tracked.storage is own or (alone and torch_adapter.storage_key(tracked.val) not in leaving):
+                continue
+            if id(target) not in self.state.places_by_id:
+                what = "`tensor.data = ...` of an argument whose memory other tensors share"
+                raise UncapturableMutation(f"{what}; assign to a clone of the argument")
+            path = self.state.places_by_id[id(target)].path
+            kept = lambda value, path=path: keep(lambda _: Create(path), value)
+            template = Template.of(source, self.recorder, kept, f"{path}.data", slots=slots)
+            effects.append(Effect(TensorData(target, path), "data", template))
+            replaced.add(memory_key(target))
+        return replaced
+
+    def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[tuple[Any, ...]]) -> None:
         for node, tensor in self.recorder.placeholders:
             value = self.recorder.current_value(tensor)
-            if value is not node:
+            if value is not node and memory_key(tensor) not in replaced:
                 outputs.append(Update(node.name))
                 nodes.append(value)
 
@@ -466,6 +522,10 @@ class _StepCapture:
         return found
 
 
+# What counts as users of memory that one tensor has: the tensor, and the look at it.
+_ALONE = 2
+
+
 def _aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
     """Numbers of the values in the memory of an input, or at the place of a value before them.
 
@@ -492,5 +552,10 @@ def _geometry(node: torch.fx.Node) -> Any:
 
 
 def _sharding(place: StatePlace) -> str:
-    outer = place.outer()
-    return torch_adapter.describe_dtensor(outer) if place.inner else ""
+    """Global shape, dtype, mesh and placements of a DTensor, the same text on every rank; "" for another tensor."""
+    if not place.inner:
+        return ""
+    tensor = place.outer()
+    mesh = tensor.device_mesh
+    axes = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
+    return f"{list(tensor.shape)} {tensor.dtype} over {axes} as {list(tensor.placements)}"

@@ -20,7 +20,7 @@ Take ``p.grad.add_(g)`` where ``p.grad`` is the view ``flat[0:4]`` of a flat gra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -118,6 +118,14 @@ class TrackedTensor:
         self.version = storage.version
 
 
+class DataSet(NamedTuple):
+    """``target.data = source``, with the memory that the target, a tensor of the user's, had when the step began."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    own: TrackedStorage
+
+
 class TrackedStorages:
     """All storages that a capture has met.
 
@@ -125,7 +133,7 @@ class TrackedStorages:
         emit: appends a call to the graph; its fake result is the keyword ``val``.
         value: the node of a tensor or symbolic number; any other argument as it is.
         add_input: called with a tensor of the user that the capture meets for the first time.
-        on_new_storage: called with the fake tensor and the node of each new storage.
+        define_sizes: called with the fake tensor and the node of each new storage and each view of one.
     """
 
     def __init__(
@@ -133,12 +141,12 @@ class TrackedStorages:
         emit: Callable[..., torch.fx.Node],
         value: Callable[[Any], Any],
         add_input: Callable[[torch.Tensor], TrackedTensor],
-        on_new_storage: Callable[[torch.Tensor, torch.fx.Node], None],
+        define_sizes: Callable[[torch.Tensor, torch.fx.Node], None],
     ) -> None:
         self._emit = emit
         self._value = value
         self._add_input = add_input
-        self._on_new_storage = on_new_storage
+        self._define_sizes = define_sizes
         self._storages: dict[int, TrackedStorage] = {}
         self._marked: list[torch.Tensor] = []
         self._copies: set[torch.fx.Node] = set()  # that the end of the step made
@@ -205,7 +213,7 @@ class TrackedStorages:
     def bind_fresh(self, val: torch.Tensor, node: torch.fx.Node) -> TrackedTensor:
         """Start to track ``val``, a fake tensor in new memory whose contents ``node`` computes."""
         storage = self._storages[torch_adapter.storage_key(val)] = TrackedStorage(node, val.untyped_storage())
-        self._on_new_storage(val, node)
+        self._define_sizes(val, node)
         storage.whole = self.mark(val, TrackedTensor(storage, node, val))
         return storage.whole
 
@@ -228,6 +236,7 @@ class TrackedStorages:
             return
         if is_tracked(val):
             return
+        self._define_sizes(val, node)  # a slice that ends at a number of the data has a size of its own
         bases = [base for t in tensors_in((args, kwargs)) if (base := self.of(t)).storage is storage]
         # Without an offset, as_strided begins where its operand does; else it counts from the start of the storage.
         absolute = op is aten.as_strided.default and len(args) > 3 and args[3] is not None
@@ -237,9 +246,15 @@ class TrackedStorages:
             simple = op is not aten.as_strided.default  # which counts from the start of the storage here
         elif simple:
             args = args[1:]
-        else:
-            op, args = as_strided_like(val)
         parent = bases[0] if simple else storage.whole
+        if not simple:
+            assert parent is not None
+            inside = val.storage_offset() - parent.val.storage_offset()
+            if absolute or not isinstance(inside, int) or inside < 0:
+                op, args = as_strided_like(val)
+            else:
+                parent = self._from(parent, inside + span(val), val, inside)
+                op, args = aten.as_strided.default, (list(val.shape), list(val.stride()))
         self.mark(val, TrackedTensor(storage, node, val, parent, (op, tuple(map_operands(args, self._value)))))
 
     def part(self, whole: TrackedTensor, length: int, like: torch.Tensor, offset: int) -> TrackedTensor:
@@ -250,16 +265,18 @@ class TrackedStorages:
         Args:
             length: number of elements of the storage from the first to the last element of the input.
         """
-        steps: list[tuple[OpOverload, tuple[Any, ...]]] = [
-            (aten.as_strided.default, ([length], [1])),
-            (aten.slice.Tensor, (0, offset, offset + span(like))),
-            (aten.as_strided.default, (list(like.shape), list(like.stride()))),
-        ]
-        for op, args in steps:
-            val = op(whole.val, *args)
-            node = self._emit(op, self.read(whole), *args, val=val)
-            whole = self.mark(val, TrackedTensor(whole.storage, node, val, whole, (op, args)))
-        return whole
+        flat = self._from(whole, length, like, offset)
+        return self._view(flat, aten.as_strided.default, (list(like.shape), list(like.stride())))
+
+    def _from(self, whole: TrackedTensor, length: int, like: torch.Tensor, offset: int) -> TrackedTensor:
+        """The elements in memory from the first to the last one of such a part."""
+        flat = self._view(whole, aten.as_strided.default, ([length], [1]))
+        return self._view(flat, aten.slice.Tensor, (0, offset, offset + span(like)))
+
+    def _view(self, base: TrackedTensor, op: OpOverload, args: tuple[Any, ...]) -> TrackedTensor:
+        val = op(base.val, *args)
+        node = self._emit(op, self.read(base), *args, val=val)
+        return self.mark(val, TrackedTensor(base.storage, node, val, base, (op, args)))
 
     def share(self, out: torch.Tensor, source: TrackedTensor) -> torch.Tensor:
         """Let ``out`` be another tensor object for exactly what ``source`` is (``detach``)."""
@@ -284,6 +301,19 @@ class TrackedStorages:
         copy = TrackedTensor(source.storage, self.read(source), source.val, source.parent, source.view)
         copy.version = source.storage.version
         return copy
+
+    def data_set(self, target: torch.Tensor, source: torch.Tensor, earlier: DataSet | None) -> DataSet:
+        """``target.data = source`` for a tensor of the user's; ``earlier``: the same before in this step.
+
+        Raises:
+            UncapturableMutation: both would share memory that is another tensor's of the user.
+        """
+        own = self.of(target).storage if earlier is None else earlier.own
+        storage = self.of(source).storage
+        if storage.is_input and storage is not own:
+            what = f"`tensor.data = ...` with the memory of another tensor of yours, at {user_line()}"
+            raise UncapturableMutation(f"{what}; copy its values with tensor.data.copy_(...), or assign a clone of it")
+        return DataSet(target, source, own)
 
     def mark(self, val: torch.Tensor, tracked: TrackedTensor) -> TrackedTensor:
         """Let a fake tensor object stand for ``tracked``."""

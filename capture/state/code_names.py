@@ -42,17 +42,22 @@ class _Names(NamedTuple):
         all: global and attribute names, and texts that may be such.
         read: those whose value the code reads or writes, other than to call it as a method: ``x.step()`` reads no
             number ``step``.
-        variables: those of global variables.
+        variables: those of global variables that it reads.
+        globals: those of global variables that it reads or writes, and texts that may be such. An attribute of the
+            same name is none of them: ``optimizer.step()`` reads no global ``step``.
         texts: texts that may be names of attributes or variables.
         modules: the modules that it imports, with the level of a relative import.
+        asked: texts that may be keys of ``sys.modules``.
         inner: code of the functions that it defines.
     """
 
     all: frozenset[str]
     read: frozenset[str]
     variables: frozenset[str]
+    globals: frozenset[str]
     texts: frozenset[str]
     modules: tuple[tuple[str, int], ...]
+    asked: frozenset[str]
     inner: tuple[types.CodeType, ...]
 
 
@@ -68,6 +73,7 @@ def _names(code: types.CodeType) -> _Names:
 
 def _analysed(code: types.CodeType) -> _Names:
     read, variables, modules, before = set(), set(), [], [None, None]
+    of_module = set()
     for step in dis.get_instructions(code):
         method = step.opname == "LOAD_METHOD" or (
             step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and (step.arg or 0) & 1
@@ -76,17 +82,23 @@ def _analysed(code: types.CodeType) -> _Names:
             read.add(step.argval)
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             variables.add(step.argval)
+        if step.opname.endswith(("_NAME", "_GLOBAL", "_OR_GLOBALS")) and step.opname != "IMPORT_NAME":
+            of_module.add(step.argval)
         if step.opname == "IMPORT_NAME":
             modules.append((step.argval, before[0] if isinstance(before[0], int) else 0))
         before = [before[1], step.argval]
-    texts = _texts(code.co_consts) if _BY_TEXT & set(code.co_names) else frozenset()
+    texts = (
+        frozenset(filter(str.isidentifier, _texts(code.co_consts))) if _BY_TEXT & set(code.co_names) else frozenset()
+    )
+    asked = _texts(code.co_consts) if {"sys", "modules"} <= set(code.co_names) else frozenset()
     inner = tuple(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     everything = texts.union(code.co_names)
-    return _Names(everything, texts.union(read), frozenset(variables), texts, tuple(modules), inner)
+    names = everything, texts.union(read), frozenset(variables), texts.union(of_module)
+    return _Names(*names, texts, tuple(modules), asked, inner)
 
 
 def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
-    found = [each for each in constants if isinstance(each, str) and each.isidentifier()]
+    found = [each for each in constants if isinstance(each, str)]
     return frozenset(found).union(*(_texts(each) for each in constants if isinstance(each, tuple)))
 
 
@@ -107,6 +119,11 @@ def code_names(code: types.CodeType) -> set[str]:
 def variables_of(code: types.CodeType) -> set[str]:
     """The global variables that the code reads, functions that it defines included."""
     return set().union(*(names.variables for names in _with_inner(code)))
+
+
+def globals_of(code: types.CodeType) -> set[str]:
+    """The global variables that the code reads or writes, or may by text, functions that it defines included."""
+    return set().union(*(names.globals for names in _with_inner(code)))
 
 
 def modules_of(function: types.FunctionType) -> list[types.ModuleType]:
@@ -138,6 +155,7 @@ class AttributeNames(set[str]):
     Attributes:
         read: those that are used for more than to call a method.
         looked_for: those that the code gives as text, to ``getattr`` with a default for one: there may be none yet.
+        modules: names of modules for which it looks whether they are loaded.
 
     Args:
         step: a function, a method, or an object with ``__call__``.
@@ -147,6 +165,7 @@ class AttributeNames(set[str]):
         super().__init__()
         self.read: set[str] = set()
         self.looked_for: set[str] = set()
+        self.modules: set[str] = set()
         self._methods: dict[type, dict[str, list[types.FunctionType]]] = {}
         self._used: dict[type, tuple[int, list[types.FunctionType]]] = {}
         function = getattr(step, "__func__", step)
@@ -170,6 +189,7 @@ class AttributeNames(set[str]):
             self.update(names.all)
             self.read.update(names.read)
             self.looked_for.update(names.texts)
+            self.modules.update(names.asked)
 
     def of(self, attributes: Mapping[str, Any]) -> set[str]:
         """The names that count for an object with these attributes. A plain value is never called, only read."""

@@ -8,8 +8,9 @@ one entry of a container; it finds the present value of an input of the graph wh
 
 from __future__ import annotations
 
+import sys
 import types
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +39,10 @@ MISSING = object()
 ANY = object()
 
 
+# Types of lists and dictionaries that a step may replace by others.
+REPLACED_KINDS = (dict, list, defaultdict, OrderedDict)
+
+
 class BuiltinLike(type):
     """Of classes that stand for one of Python's own in the globals of modules while a step is captured."""
 
@@ -49,14 +54,48 @@ class Pattern:
     Attributes:
         kind: its type.
         items: a pattern or a value for each position or key.
+        factory: what makes the missing values of a ``defaultdict``; None of another type.
     """
 
     kind: type
     items: dict[Any, Any]
+    factory: Any = None
 
 
 # Types of lists to which a step may append without reading them.
 GROWING_KINDS = (list, deque)
+# Python's own types that hold others, those that derive from another one first.
+_HOLDERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, tuple, frozenset, set)
+
+
+def holder_of(kind: type) -> Any:
+    """Python's own type among the bases of a type that holds others, None where there is none.
+
+    Its methods read and write objects of the type without running code of the user's, who may have overridden them.
+    """
+    return kind if kind in _HOLDERS else next((each for each in _HOLDERS if issubclass(kind, each)), None)
+
+
+class _WithoutOverrides:
+    """An object that holds others, as the methods of Python's own type show it."""
+
+    def __init__(self, obj: Any) -> None:
+        self._obj, self._holder = obj, holder_of(type(obj))
+
+    def __len__(self) -> int:
+        return self._holder.__len__(self._obj)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._holder.__iter__(self._obj)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._holder.__getitem__(self._obj, key)
+
+
+def without_overrides(obj: Any) -> Any:
+    """A dictionary, list, deque or tuple for ``len``, iteration and look-ups that run no code of the user's: itself,
+    which is fastest, where its type is Python's own."""
+    return obj if type(obj) in _HOLDERS else _WithoutOverrides(obj)
 
 
 @dataclass(frozen=True)
@@ -125,6 +164,10 @@ class Container:
         self.before: dict[Any, Any] = {}
         self.refresh()
 
+    @property
+    def _holder(self) -> Any:
+        return holder_of(type(self.obj))
+
     def entries(self) -> dict[Any, Any]:
         """The entries that count, as they are now; an empty cell has none."""
         obj = self.obj
@@ -134,11 +177,11 @@ class Container:
             except ValueError:
                 return {}
         if isinstance(obj, dict):
-            found = {k: v for k, v in obj.items() if self.keys is None or k in self.keys}
-            return found | {k: MISSING for k in self.absent if k not in obj} if self.absent else found
+            found = {k: v for k, v in self._holder.items(obj) if self.keys is None or k in self.keys}
+            return found | {k: MISSING for k in self.absent if not dict.__contains__(obj, k)} if self.absent else found
         if isinstance(obj, torch.Tensor):
             return {"grad": obj.grad}
-        return dict(enumerate(obj))
+        return dict(enumerate(self._holder.__iter__(obj)))
 
     def refresh(self) -> None:
         """Compare with what is there now from here on."""
@@ -152,9 +195,9 @@ class Container:
     def get(self, key: Any) -> Any:
         """One entry as it is now, MISSING where there is none."""
         if isinstance(self.obj, dict):
-            return self.obj.get(key, MISSING)
+            return dict.get(self.obj, key, MISSING)
         if isinstance(self.obj, (list, deque)):
-            return self.obj[key] if key < len(self.obj) else MISSING
+            return self._holder.__getitem__(self.obj, key) if key < len(without_overrides(self.obj)) else MISSING
         return self.entries().get(key, MISSING)
 
     def set(self, key: Any, value: Any) -> None:
@@ -167,13 +210,10 @@ class Container:
                 obj.grad = value
             elif obj.is_leaf:  # of no other tensor can it be changed
                 obj.requires_grad = value
-        elif isinstance(obj, dict):
-            obj[key] = value
-        elif isinstance(obj, (list, deque)):
-            if key == len(obj):
-                obj.append(value)
-            else:
-                obj[key] = value
+        elif isinstance(obj, (list, deque)) and key == len(without_overrides(obj)):
+            self._holder.append(obj, value)
+        elif isinstance(obj, (dict, list, deque)):
+            self._holder.__setitem__(obj, key, value)
 
     def place_of(self, key: Any, role: Role) -> StatePlace:
         """The place of an entry."""
@@ -189,9 +229,9 @@ class Container:
     def remove(self, key: Any) -> None:
         """Delete an entry of a dictionary, list or deque."""
         if isinstance(self.obj, dict):
-            self.obj.pop(key, None)
+            self._holder.pop(self.obj, key, None)
         elif isinstance(self.obj, (list, deque)):
-            del self.obj[key]
+            self._holder.__delitem__(self.obj, key)
 
     def restore(self) -> None:
         """Put the entries back as they were found, in their order."""
@@ -202,9 +242,9 @@ class Container:
         for key, old, _ in list(self.changes()):
             if old is not MISSING:
                 self.set(key, old)
-        if isinstance(self.obj, dict) and self.keys is None and list(self.obj) != list(self.before):
+        if isinstance(self.obj, dict) and self.keys is None and list(self.entries()) != list(self.before):
             for key in self.before:  # hooks run in the order of their dictionary
-                self.obj[key] = self.obj.pop(key)
+                self._holder.__setitem__(self.obj, key, self._holder.pop(self.obj, key))
 
     def grew(self) -> bool:
         """Whether a list kept its entries and got more of them, as it then would at every call."""
@@ -273,6 +313,29 @@ class Attributes(Container):
             delattr(self.obj, key)
 
 
+class LoadedModules(Container):
+    """Those entries of ``sys.modules`` that code asks for by name. What a step imports stays imported.
+
+    Args:
+        names: of the modules.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(sys.modules, "sys.modules", names, absent=names)
+
+    def changes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """None: an import is no change that each call repeats."""
+        return iter(())
+
+
+class TensorData(Container):
+    """The memory of a tensor, which ``tensor.data = ...`` replaces."""
+
+    def set(self, key: Any, value: Any) -> None:
+        """Give the tensor the memory of another one."""
+        self.obj.data = value
+
+
 class Content(Container):
     """What an object holds that is no container of Python objects to look into, as one value: the bytes of an array,
     the elements of a set, the value of a context variable.
@@ -337,7 +400,7 @@ class StatePlace:
         """The object at this place now, MISSING where there is none."""
         value = self.container.get(self.key)
         for at in self.items:
-            value = _item(value, at)
+            value = item_of(value, at)
         return value
 
     def get(self) -> Any:
@@ -348,15 +411,19 @@ class StatePlace:
         return value
 
 
-def _item(value: Any, at: Any) -> Any:
+def item_of(value: Any, at: Any) -> Any:
+    """The item of a tuple, list, deque or dictionary at a position or key, MISSING where there is none."""
     if isinstance(value, dict):
-        return value.get(at, MISSING)
-    return value[at] if isinstance(value, (tuple, list)) and at < len(value) else MISSING
+        return dict.get(value, at, MISSING)
+    if not isinstance(value, (tuple, list, deque)):
+        return MISSING
+    return holder_of(type(value)).__getitem__(value, at) if at < len(without_overrides(value)) else MISSING
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
     """(position or key, item) of a tuple, list or dictionary."""
-    return list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    holder = holder_of(type(value))
+    return list(holder.items(value)) if isinstance(value, dict) else list(enumerate(holder.__iter__(value)))
 
 
 def same_simple(value: Any, expected: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from weft.capture.state.containers import MISSING, SIMPLE, Content
 
 # Larger arrays are no settings but data: to compare them before every call would take longer than many a step.
-LARGEST_BYTES = 1 << 20
+LARGEST_BYTES = 16 << 20
 
 Read = Callable[[Any], Any]
 Write = Callable[[Any, Any], None]
@@ -102,6 +102,24 @@ def _write_flag(event: Any, value: bool) -> None:
     event.set() if value else event.clear()
 
 
+def _holds_of(lock: Any) -> int:
+    """How often this thread has acquired a re-entrant lock."""
+    return int(repr(lock).rpartition(" count=")[2].split()[0]) if lock._is_owned() else 0
+
+
+def _hold(lock: Any, times: int) -> None:
+    for _ in range(times - _holds_of(lock)):
+        lock.acquire()
+    for _ in range(_holds_of(lock) - times):
+        lock.release()
+
+
+def _set_value(semaphore: Any, value: int) -> None:
+    with semaphore._cond:
+        semaphore._value = value
+        semaphore._cond.notify_all()
+
+
 def _read_array(values: Any) -> tuple[Any, ...]:
     if values.dtype.hasobject:
         return values.dtype.str, str(values.shape), *values.ravel().tolist()
@@ -137,6 +155,7 @@ def _nothing(obj: Any, value: Any) -> None:
     """The step cannot change this."""
 
 
+LOCKS: tuple[Any, ...] = (type(threading.Lock()), type(threading.RLock()), threading.Semaphore)
 _KEYS_OR_VALUES = (type({}.keys()), type({}.values()), type({}.items()))
 _KINDS: list[tuple[Any, Read, Write]] = [
     (set, tuple, _refill),
@@ -146,6 +165,9 @@ _KINDS: list[tuple[Any, Read, Write]] = [
     ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), bytes, _fill),
     (contextvars.ContextVar, lambda variable: variable.get(MISSING), _write_variable),
     (threading.Event, _read_flag, _write_flag),
+    (LOCKS[0], lambda lock: lock.locked(), lambda lock, held: lock.acquire() if held else lock.release()),
+    (LOCKS[1], _holds_of, _hold),
+    (LOCKS[2], lambda semaphore: semaphore._value, _set_value),
     (weakref.ref, _kept_alive, _nothing),
     (weakref.WeakSet, lambda elements: tuple(map(weakref.ref, elements)), _refill_weakly),
     (weakref.WeakKeyDictionary, _weak_keys, _nothing),

@@ -29,26 +29,28 @@ from weft.capture.state.code_names import (
     OPAQUE,
     AttributeNames,
     closed_over,
-    code_names,
     functions_in,
+    globals_of,
     modules_of,
     variables_of,
 )
 from weft.capture.state.containers import (
     GROWING_KINDS,
     MISSING,
+    REPLACED_KINDS,
     SIMPLE,
     AllBut,
     Attributes,
     BuiltinLike,
     Container,
+    LoadedModules,
     StatePlace,
     items_of,
 )
-from weft.capture.state.contents import attributes_of, content_of, referent_of, value_of
+from weft.capture.state.contents import LOCKS, attributes_of, content_of, referent_of, value_of
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.origin import is_foreign, is_own
-from weft.capture.state.tensor_memory import inner_tensor, memory_key
+from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
 from weft.capture.state.type_facts import FactsOfTypes, TypeFacts
 from weft.capture.state.wrappers_of_torch import refuse_wrapper_of_torch
 from weft.capture.step_interface import Role
@@ -96,7 +98,7 @@ class ReachableState:
         step: the function whose closure, globals and ``self`` are walked.
         with_hooks: whether hooks on leaf tensors are walked too.
         replaced: paths of lists and dictionaries that the step replaces by new ones. What is in them has its place
-            under the entry that holds them, unless there are two such entries.
+            under the entry that holds them, unless an entry that the step keeps holds them too.
         growing: paths of lists to which the step appends. What is in them is not walked.
 
     Attributes:
@@ -107,7 +109,9 @@ class ReachableState:
         modules, optimizers, leaves: those found, with their paths.
         constants: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
-        shared: those of ``replaced`` and ``growing`` that were met at another place, too.
+        shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
+        replaced_places: where lists and dictionaries of ``replaced`` are, with the object there. One object may be at
+            several of them; what is in it has its place under the first.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class ReachableState:
         self._replaced = replaced
         self._replaced_at: dict[int, str] = {}
         self.shared: set[str] = set()
+        self.replaced_places: list[tuple[StatePlace, Any]] = []
         self._with_hooks = with_hooks
         self.places: dict[tuple[Any, ...], StatePlace] = {}
         self.places_by_id: dict[int, StatePlace] = {}
@@ -137,6 +142,9 @@ class ReachableState:
         self._attributes: list[tuple[torch.nn.Module, str]] = []
         self._later: list[tuple[torch.optim.Optimizer, str]] = []
         self._keys: list[tuple[Any, str]] = []
+        self._locks: list[Container] = []
+        self._tensors: dict[int, tuple[torch.Tensor, str, dict[str, Any]]] = {}  # by id, with their attributes
+        self._modules_asked: frozenset[str] = frozenset()
         self._objects: dict[int, tuple[Any, str, set[str]]] = {}
         self._kinds = FactsOfTypes()
         self._classes: set[type] = set()
@@ -168,6 +176,11 @@ class ReachableState:
             else:
                 key, where = self._keys.pop(0)
                 self._visit(key, where, None)
+        if names := frozenset(self._names.modules) - self._modules_asked:
+            self._modules_asked |= names
+            self.containers.append(LoadedModules(names))
+        for lock in self._locks:  # another thread may hold one that a `with` of the step would wait for
+            lock.frozen = self._names.isdisjoint(_ASK_LOCKS)
 
     @property
     def objects(self) -> list[Any]:
@@ -205,6 +218,28 @@ class ReachableState:
                 container.before = {}
                 self.containers.append(container)
 
+    def notice_new_attributes(self) -> None:
+        """Treat attributes that the step put on tensors as changes of Python state, also where no code names them."""
+        for tensor, path, before in list(self._tensors.values()):
+            known = self._objects[id(tensor)][2] if id(tensor) in self._objects else set()
+            now = own_attributes(tensor)
+            new = {name for name, value in now.items() if name not in known and value is not before.get(name, MISSING)}
+            if new:
+                container = Container(vars(tensor), path, frozenset(new), _label(path))
+                container.before = {name: before[name] for name in new & before.keys()}
+                self.containers.append(container)
+                self._tensors[id(tensor)] = tensor, path, before | now
+
+    def note_missing_attribute(self, tensor: torch.Tensor, name: str) -> None:
+        """Let it count that a tensor lacks an attribute, which the step looked for."""
+        known, path, _ = self._tensors.get(id(tensor), (None, "", None))
+        if known is tensor:
+            followed = self._objects.setdefault(id(tensor), (tensor, path, set()))[2]
+            if name not in followed:
+                followed.add(name)
+                names = frozenset({name})
+                self.containers.append(Container(vars(tensor), path, names, _label(path), names))
+
     # ---- what changed
 
     def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
@@ -230,15 +265,14 @@ class ReachableState:
             self._tensor(obj, path, place)
             return
         if isinstance(obj, SIMPLE) or id(obj) in self._seen:
-            if id(obj) in self._replaced_at:
-                self.shared.add(self._replaced_at[id(obj)])
+            self._met_again(obj, path, place)
             return
         self._seen[id(obj)] = obj
         if type(obj) in _PLAIN_HOLDERS:
             self._elements(obj, path, place)
         elif isinstance(obj, torch.nn.Module):
             self._module(obj, path)
-        elif isinstance(obj, torch.optim.Optimizer):
+        elif isinstance(obj, torch.optim.Optimizer) and "param_groups" in vars(obj):  # no wrapper of a library's
             self._later.append((obj, path))
         elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
             self._scheduler(obj, path)
@@ -248,11 +282,20 @@ class ReachableState:
             if is_own(obj):
                 self._own(obj, path)
             elif obj is sys:
-                self._container(Container(vars(sys), "sys", frozenset({"argv"}), _label("sys")))
+                self._container(Container(vars(sys), "sys", _OF_SYS, _label("sys")))
         elif isinstance(wrapped := attributes_of(obj).get("__wrapped__"), (types.FunctionType, types.MethodType)):
             self._visit(wrapped, path, None)  # a compiled step that this step calls, or a cached function
         else:
             self._other(obj, path, place)
+
+    def _met_again(self, obj: Any, path: str, place: StatePlace | None) -> None:
+        """Another place of an object: of a list that each call replaces at all of its places, or only at some."""
+        replaced = place is not None and path in self._replaced and type(obj) in REPLACED_KINDS
+        first = self._replaced_at.get(id(obj))
+        if replaced and first in self._replaced:
+            self.replaced_places.append((place, obj))
+        elif replaced or first is not None:
+            self.shared |= {each for each in (path if replaced else None, first) if each is not None}
 
     def _other(self, obj: Any, path: str, place: StatePlace | None) -> None:
         """An object of a class of the user's, of a library's or of another one of Python's own."""
@@ -262,6 +305,8 @@ class ReachableState:
         access = None if self._inside_walked else kind.access
         if access is not None and (content := content_of(obj, access, path)) is not None:
             self.containers.append(content)
+            if isinstance(obj, LOCKS):
+                self._locks.append(content)
             if isinstance(obj, contextvars.ContextVar):
                 is_set = content.before[content.KEY] is not MISSING
                 found = StatePlace(content, content.KEY, path, Role.BUFFER) if is_set else None
@@ -277,9 +322,10 @@ class ReachableState:
 
     def _elements(self, obj: Any, path: str, place: StatePlace | None) -> None:
         """What an object of Python's own types holds."""
-        if isinstance(obj, tuple) or (place is not None and path in self._replaced and type(obj) in (dict, list)):
+        if isinstance(obj, tuple) or (place is not None and path in self._replaced and type(obj) in REPLACED_KINDS):
             if place is not None and not isinstance(obj, tuple):
                 self._replaced_at[id(obj)] = path
+                self.replaced_places.append((place, obj))
                 self.containers.append(Container(obj, path))
                 self.containers[-1].outer, self.containers[-1].frozen = place, True
             for at, item in items_of(obj):
@@ -314,6 +360,7 @@ class ReachableState:
             self.places_by_id[id(tensor)] = found
             self.places.setdefault(memory_key(inner), found)
             self.in_memory.setdefault(memory_key(inner)[0], []).append(inner)
+        self._tensors[id(tensor)] = tensor, path, dict(vars(tensor))
         if vars(tensor):
             self._objects.setdefault(id(tensor), (tensor, path, set()))
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
@@ -462,7 +509,7 @@ class ReachableState:
         variables = fn.__globals__
         unset = variables_of(fn.__code__) - variables.keys() - vars(builtins).keys() if is_own(fn) else ()
         absent = frozenset(unset)
-        named = code_names(fn.__code__) & variables.keys()
+        named = globals_of(fn.__code__) & variables.keys()
         used = frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent
         if used:
             self._container(Container(variables, "", used, str, absent))
@@ -533,8 +580,11 @@ class ReachableState:
 
 # Types that hold objects and have no attributes: most objects are of one of these.
 _PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})
-# What counts of a function of the user's, and of a logger.
+# What counts of a function of the user's, of Python itself, and of a logger.
+_OF_SYS = frozenset({"argv", "path"})
 _OF_FUNCTIONS = frozenset({"__code__", "__defaults__"})
+# What tells whether a lock is held.
+_ASK_LOCKS = frozenset({"acquire", "locked"})
 _OF_LOGGERS = frozenset({"level", "disabled", "parent"})
 
 

@@ -6,16 +6,16 @@ may be idle. Here each entry costs one look-up in C (``map`` over ``dict.get``),
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from itertools import repeat
-from operator import getitem
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
+from operator import getitem, is_, methodcaller
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from weft.capture.state.containers import MISSING, Attributes, Container, Content, StatePlace
+from weft.capture.state.containers import MISSING, Attributes, Container, Content, StatePlace, without_overrides
 
 
 class PlaceReader:
@@ -44,14 +44,15 @@ class PlaceReader:
 
 
 class EntryReader:
-    """Reads all entries of many containers at once. The object of each container must stay the same.
+    """Reads all entries of many containers at once. The object of each container must stay the same, and dictionaries
+    must have the keys that they had, in their order.
 
     Attributes:
         containers: the containers in the order in which their entries are read.
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
-        plain = [each for each in containers if type(each) is Container]
+        plain = [each for each in containers if not isinstance(each, (Attributes, Content))]
         dicts = [each for each in plain if isinstance(each.obj, dict)]
         sequences = [each for each in plain if isinstance(each.obj, (list, deque))]
         others = [each for each in plain if not isinstance(each.obj, (dict, list, deque))]
@@ -59,9 +60,14 @@ class EntryReader:
         objects = [*others, *(each for each in attributes if not isinstance(each.obj, type))]
         classes = [each for each in attributes if isinstance(each.obj, type)]
         contents = [each for each in containers if isinstance(each, Content)]
-        self.containers = [*dicts, *sequences, *objects, *classes, *contents]
+        # A dictionary of which all entries count, in their order, needs no look-ups: its owner compares the keys.
+        whole = [each for each in dicts if _is_whole(each)]
+        dicts = [each for each in dicts if not _is_whole(each)]
+        self._whole = [each.obj for each in whole if each.before]
+        self.containers = [*whole, *dicts, *sequences, *objects, *classes, *contents]
         self._dicts = _objects(dicts), [key for each in dicts for key in each.guarded()]
-        self._sequences = _objects(sequences), [key for each in sequences for key in each.guarded()]
+        items = [*map(without_overrides, _objects(sequences))]
+        self._sequences = items, [key for each in sequences for key in each.guarded()]
         self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.guarded()]
         own = [vars(each.obj) for each in classes for _ in each.guarded()]
         self._classes = own, [key for each in classes for key in each.guarded()]
@@ -74,13 +80,29 @@ class EntryReader:
             IndexError: a list is shorter than it was.
             ValueError: a variable that a function closes over has no value any more.
         """
-        return [
-            *map(dict.get, *self._dicts, repeat(MISSING)),
-            *map(getitem, *self._sequences),
-            *map(getattr, *self._attributes, repeat(MISSING)),
-            *map(MappingProxyType.get, *self._classes, repeat(MISSING)),
-            *[read(obj) for read, obj in self._contents],
-        ]
+        return list(self._values())
+
+    def all_are(self, expected: Sequence[Any]) -> bool:
+        """Whether :meth:`read` would give these very objects; as many as there are entries."""
+        return all(map(is_, self._values(), expected))
+
+    def _values(self) -> Iterator[Any]:
+        return chain(
+            chain.from_iterable(map(_values_of, self._whole)),
+            map(dict.get, *self._dicts, repeat(MISSING)),
+            map(getitem, *self._sequences),
+            map(getattr, *self._attributes, repeat(MISSING)),
+            map(MappingProxyType.get, *self._classes, repeat(MISSING)),
+            (read(obj) for read, obj in self._contents),
+        )
+
+
+_values_of = methodcaller("values")
+
+
+def _is_whole(container: Container) -> bool:
+    plain = type(container.obj) in (dict, OrderedDict, defaultdict)
+    return plain and container.keys is None and not container.absent and not container.by_value
 
 
 def _objects(containers: Sequence[Container]) -> list[Any]:

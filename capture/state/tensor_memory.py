@@ -31,3 +31,12 @@ def inner_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
         names += (inner[0],)
         tensor = getattr(tensor, inner[0])
     return tensor, names
+
+
+# What torch keeps in the attributes of a fake tensor, besides names that begin with an underscore.
+_OF_FAKES = frozenset({"fake_mode", "fake_device", "constant", "pytype", "dispatch_keys", "real_tensor"})
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a program put on a tensor object, or on the fake one that stands for it."""
+    return {name: value for name, value in vars(tensor).items() if name[0] != "_" and name not in _OF_FAKES}

@@ -53,13 +53,14 @@ class FactsOfTypes(dict[type, TypeFacts]):
             if isinstance(value, types.MemberDescriptorType)
         )
         values = {name for base in own for name, value in vars(base).items() if not hasattr(type(value), "__get__")}
+        has_attributes = bool(slots) or any("__dict__" in vars(base) for base in kind.__mro__)
         is_user, holder, local = is_user_class(kind), held_by(kind), issubclass(kind, threading.local)
         walked = is_walked(kind)
         found = self[kind] = TypeFacts(
             is_user,
             walked,
             walked and _is_frozen(kind),
-            holder is not None or local or (is_user and (bool(slots) or any("__dict__" in vars(b) for b in user))),
+            holder is not None or local or (is_user and has_attributes),
             slots,
             holder or (),
             own,

@@ -3,10 +3,22 @@ from __future__ import annotations
 import json
 import sys
 import timeit
+import types
+from pathlib import Path
 
+import pytest
 import torch
 
-from weft.capture.user_code import Frame, format_frame, user_frames, user_line
+import weft
+from weft.capture.user_code import (
+    Frame,
+    format_frame,
+    is_own_file,
+    is_user_file,
+    is_weft_file,
+    user_frames,
+    user_line,
+)
 
 
 def test_innermost_frame_is_the_calling_line() -> None:
@@ -63,3 +75,31 @@ def test_the_walk_is_cheap() -> None:
 
     # 10 microseconds on an idle machine; the test only guards against a walk that reads files or source.
     assert deep(20) < 50e-6
+
+
+@pytest.mark.parametrize("name", ["<string>", "<stdin>", "<python-input-3>", "<ipython-input-2-ab12>", "<console>"])
+def test_code_that_was_typed_in_is_the_users(name: str) -> None:
+    scope = {"user_line": user_line}
+    text = "\n\ndef step():\n    return user_line()\n\nwhere = [step(), (lambda: user_line())()]"
+    exec(compile(text, name, "exec"), scope)
+    assert scope["where"] == [f"{name}:4 in step", f"{name}:6 in <lambda>"]
+
+
+def test_a_cell_of_a_notebook_has_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = {"/tmp/ipykernel_7/1234.py": ("Cell", "In[3]")}
+    shell = types.SimpleNamespace(compile=types.SimpleNamespace(format_code_name=cells.get))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    scope = {"user_line": user_line}
+    exec(compile("\nwhere = user_line()", "/tmp/ipykernel_7/1234.py", "exec"), scope)
+    assert scope["where"] == "Cell In[3]:2 in <module>"
+    assert format_frame(Frame("train.py", 3, "step")) == "train.py:3 in step"
+
+
+def test_packages_in_a_virtual_environment_inside_the_checkout_are_not_weft() -> None:
+    root = Path(weft.__file__).parent
+    package = root / ".venv/lib/python3.12/site-packages/transformers/modeling_utils.py"
+    assert is_weft_file(str(root / "compile.py"))
+    assert not is_weft_file(str(package))
+    assert is_user_file(str(package))
+    assert not is_own_file(str(package))
+    assert not is_weft_file(str(root / "tests/harness.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -386,3 +387,29 @@ def test_unchanged_state_is_accepted_without_the_full_check() -> None:
     assert guards.unchanged(*call)
     s.model[0][0].register_forward_hook(lambda *_: None)
     assert "holds 1 entries, had 0" in str(guards.failure(*call))
+
+
+def test_a_loop_variable_with_the_name_of_a_method_is_no_state_of_the_step() -> None:
+    """``optimizer.step()`` in the step, ``for step in range(3)`` around it, at the top level of a script."""
+    program = inspect.cleandoc("""
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        factor = 1.0
+
+        @weft.compile
+        def train_step(x):
+            loss = model(x).sum() * factor
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        for step in range(3):
+            train_step(torch.ones(1, 2))
+        before = list(train_step.captures)
+        factor = 0.0
+        assert train_step(torch.ones(1, 2)) == 0.0  # what is read is guarded all the same
+        """)
+    variables = {"torch": torch, "weft": weft}
+    exec(compile(program, "<script>", "exec"), variables)
+    assert variables["before"] == ["first call"]

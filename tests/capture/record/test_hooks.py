@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import re
-import threading
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hook_cases import cases, compare, table
+from hook_cases import COMMUNICATING, LOCAL, cases, compare, table
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,8 +41,10 @@ def scale_accumulated(factor: float) -> Callable[[Tensor], None]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", dict.fromkeys(case.kind for case in cases()))
 def test_each_kind_of_hook_on_each_target_fires_as_in_eager(kind: str) -> None:
-    ranks = run_ranks(compare, 2, kind, timeout=170)
+    """Hooks that communicate run on two ranks, the others in one process."""
+    ranks = run_ranks(compare, 2, kind, COMMUNICATING, timeout=170)
     rows = [(case, first + second) for (case, first), (_, second) in zip(*ranks, strict=True)]
+    rows += compare(0, 1, kind, LOCAL)
     print(table(rows))
     assert not [row for row in rows if row[1]]
 
@@ -527,11 +529,11 @@ def test_hooks_on_parameters_that_copies_stand_in_for() -> None:
 def test_verify_compares_how_often_hooks_fired() -> None:
     model = mlp()
     model[2].register_forward_hook(lambda module, args, output: output * 2)
-    once = threading.Lock()  # the capture acquires it; the eager run then cannot, and takes the other path
 
     def step(x: Tensor) -> Tensor:
         x = model[0](x)
-        return model[2](x) if not once.acquire(blocking=False) else x
+        # A question that nothing can guard: the capture and the eager run have other callers.
+        return model[2](x) if sys._getframe(1).f_globals["__name__"] == "weft.verify" else x
 
     with pytest.raises(
         HookCountDiffers,

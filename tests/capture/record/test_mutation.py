@@ -434,3 +434,24 @@ def test_two_optimizer_steps_in_one_step_use_two_step_counts(kind: Any) -> None:
         return step, [model, optimizer]
 
     both_ways(make, batches())
+
+
+def test_views_made_with_keywords_are_those_of_a_tensor_that_begins_inside_its_memory() -> None:
+    def make() -> tuple[Any, torch.Tensor]:
+        base = torch.arange(12.0)
+        inside = base[3:9]
+
+        def step(x: torch.Tensor) -> Any:
+            part = torch.ops.aten.slice.Tensor(self=inside, dim=0, start=1, end=3)
+            one = torch.ops.aten.select.int(self=inside, dim=0, index=2)
+            inside.add_(x)
+            part.mul_(2)
+            return part * 1, one * 1, inside * 1
+
+        return step, base
+
+    (step, base), (eager, own) = make(), make()
+    compiled = weft.compile(step)
+    for _ in range(3):
+        assert_equal(compiled(torch.ones(())), eager(torch.ones(())))
+        assert_equal(base, own)

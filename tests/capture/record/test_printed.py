@@ -168,10 +168,6 @@ def looked_up(x: torch.Tensor) -> None:
     print(len(locals()["line"]))
 
 
-def with_operation(x: torch.Tensor) -> None:
-    print(f"{x.requires_grad_() * 2}")
-
-
 READ = [
     *(
         compared,
@@ -185,7 +181,7 @@ READ = [
         escaped,
         represented,
     ),
-    *(cut, sorted_by_text, grown, looked_up, specified, with_operation),
+    *(cut, sorted_by_text, grown, looked_up, specified),
 ]
 
 

@@ -253,6 +253,60 @@ def test_containers_that_the_step_replaces_keep_what_others_see_of_them() -> Non
     assert_equal(run(weft.compile), run(lambda step: step))
 
 
+def test_a_list_that_the_step_stores_at_two_places_is_one_object() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.rates, self.shown, self.before = [1.0, 2.0], [0.0], [0.0]
+
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        held = Holder()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            held.before = held.rates
+            held.rates = [rate * 0.5 for rate in held.rates]
+            held.shown = held.rates
+            return x * held.rates[0]
+
+        step, seen = wrap(step), []
+        for at, (x,) in enumerate(batches(CALLS)):
+            rates = held.rates
+            seen += [step(x), held.shown is held.rates, held.before is rates, _exact(vars(held))]
+            held.rates[0] += 0.25
+            seen.append(_exact(vars(held)))
+            if at == 5:
+                held.shown = list(held.rates)  # apart until the step stores it again
+        return seen
+
+    compiled: list[Any] = []
+    ours = run(lambda step: compiled.append(weft.compile(step)) or compiled[0])
+    assert_equal(ours, run(lambda step: step))
+    assert len(compiled[0].captures) <= 3, compiled[0].captures
+
+
+def test_a_list_at_one_place_only_is_not_taken_for_one_at_two() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.a = self.b = [1.0]
+
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        held = Holder()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            held.a[0] += 1
+            result = x * held.b[0]
+            held.a, held.b = list(held.a), list(held.b)
+            return result
+
+        step, seen = wrap(step), []
+        for at, (x,) in enumerate(batches(CALLS)):
+            if at == 4:
+                held.a = held.b
+            seen += [step(x), _exact(vars(held))]
+        return seen
+
+    assert_equal(run(weft.compile), run(lambda step: step))
+
+
 # ---- what changes outside
 
 

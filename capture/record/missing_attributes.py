@@ -1,0 +1,35 @@
+"""Attributes that a step looks for on the user's tensors and does not find: ``hasattr(p, "main_grad")``.
+
+Python asks a class for ``__getattr__`` when an attribute is missing. While a step is captured, tensors have one that
+notes who was asked for what. That the attribute is missing is a guard then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from weft.capture.user_code import is_user_file
+
+
+@contextlib.contextmanager
+def missing_attributes_noted(note: Callable[[torch.Tensor, str], None]) -> Iterator[None]:
+    """Inside, ``note`` is called with tensors and the names of attributes that the user's code, that of libraries
+    included, does not find on them in this thread. What torch asks for its own ends does not count."""
+    thread = threading.get_ident()
+
+    def missing(tensor: torch.Tensor, name: str) -> Any:
+        if threading.get_ident() == thread and is_user_file(sys._getframe(1).f_code.co_filename):
+            note(tensor, name)
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
+
+    setattr(torch.Tensor, "__getattr__", missing)  # noqa: B010
+    try:
+        yield
+    finally:
+        delattr(torch.Tensor, "__getattr__")
