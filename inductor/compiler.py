@@ -21,9 +21,9 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -51,13 +51,16 @@ from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.inductor.schedule.agree_on_faults import Checkpoints, Objection
 from weft.inductor.schedule.agree_on_schedule import in_captured_order, scheduled
-from weft.inductor.schedule.planner import Schedule
+from weft.inductor.schedule.planner import Schedule, schedule
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.instantiate import bind
 
 log = logging.getLogger(__name__)
 
-MODES = ("default", "bitwise")
+T = TypeVar("T")
+
+Mode = Literal["default", "bitwise"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 # Budgets of recomputation that are tried in turn, as fractions of the memory limit: communication needs the rest, and
@@ -298,7 +301,7 @@ class _Attempts:
         generates, arrive = self._generates(runner), self.checkpoints.arrive
         cluster = None if "schedule" in runner.left_out else self.cluster
         step = runner.run("graph", self.step.copy(), self.first) if self.first else self.step
-        graph, schedule = scheduled_graph(
+        graph, found = scheduled_graph(
             step, cluster, self.memory_limit, generates, runner, self.agreed, arrive=arrive
         )
         if generates:
@@ -314,8 +317,8 @@ class _Attempts:
         program: Program = runner.timed("program", make)
         if generates:
             _compilations[program] = Compilation(graph, runner.seconds, runner.records)
-        if schedule is not None:
-            _schedules[program] = schedule
+        if found is not None:
+            _schedules[program] = replace(found, nodes=[])  # a training process needs no second copy of its graph
         if log.isEnabledFor(logging.DEBUG):
             log.debug("passes\n%s", runner.table())
         log.debug("%s", program.source)
@@ -348,16 +351,62 @@ def scheduled_graph(
     """
     if cluster is None:
         return _agreed(step, generates, None, runner, agreed, arrive, ordered=True), None
-    recomputes = generates and memory_limit is not None
-    budgets = [None, *(int(memory_limit * part) for part in _BUDGETS if recomputes and memory_limit is not None)]
     decide = functools.partial(
         scheduled, cluster=cluster, memory_limit=memory_limit, keep_bits=not generates, runner=runner
     )
-    for budget in budgets:
+
+    def attempt(budget: int | None) -> tuple[StepGraph, Schedule | None]:
         graph = _agreed(step, generates, budget, runner, agreed, arrive, ordered=False)
         arrive()
+        return runner.timed("schedule", lambda: decide(graph))
+
+    return _within_budgets(memory_limit if generates else None, attempt)
+
+
+def predicted_schedule(
+    step: StepGraph,
+    cluster: Cluster,
+    memory_limit: int | None = None,
+    known: dict[int | None, StepGraph] | None = None,
+) -> Schedule:
+    """The schedule that ``step``, a graph on GPUs, would have on ``cluster``: predicted, no GPU is needed and no kernel
+    is compiled. The process groups of the step have to be there, those of a fake world too. ``step`` stays as it is.
+
+    Args:
+        memory_limit: as for :func:`compile_graph`.
+        known: the graphs of kernels of this step, by their budget of recomputation. It gets those that are made, so
+            that the next prediction with other limits or another cluster needs none. Without it, the cache on disk
+            serves.
+
+    Raises:
+        MemoryLimitUnreachable: nothing fits ``memory_limit``.
+        GroupGone: a process group of the step is not there any more.
+    """
+    runner = PassRunner()
+
+    def attempt(budget: int | None) -> Schedule:
+        if known is None:
+            graph = _unscheduled(step, True, budget, runner)
+        elif budget in known:
+            graph = known[budget]
+        else:
+            graph = known[budget] = _unscheduled(step, True, budget, runner, caches=False)
+        return schedule(graph, cluster, memory_limit)
+
+    return _within_budgets(memory_limit, attempt)
+
+
+def _within_budgets(memory_limit: int | None, attempt: Callable[[int | None], T]) -> T:
+    """The result of the first attempt that fits: without recomputation, then with more and more of it. ``attempt`` gets
+    the bytes that forward may keep, None for everything.
+
+    Raises:
+        MemoryLimitUnreachable: none fits ``memory_limit``.
+    """
+    budgets = [None, *(int(memory_limit * part) for part in _BUDGETS if memory_limit is not None)]
+    for budget in budgets:
         try:
-            return runner.timed("schedule", lambda: decide(graph))  # noqa: B023
+            return attempt(budget)
         except MemoryLimitUnreachable as error:
             if budget == budgets[-1] or error.certain:
                 raise
@@ -387,14 +436,23 @@ def _agreed(
 
 
 def _unscheduled(
-    step: StepGraph, generates: bool, budget: int | None, runner: PassRunner, *, rewrites: bool = True
+    step: StepGraph,
+    generates: bool,
+    budget: int | None,
+    runner: PassRunner,
+    *,
+    rewrites: bool = True,
+    caches: bool = True,
 ) -> StepGraph:
-    """The step after the stages ``graph`` and ``kernels``; without ``rewrites``, every collective is as captured."""
+    """The step after the stages ``graph`` and ``kernels``; without ``rewrites``, every collective is as captured;
+    without ``caches``, made without the cache on disk, whose key takes the whole graph as text."""
     passes = kernel_passes(budget) if generates else ATEN_PASSES
     passes = passes if rewrites else without_rewrites(passes)
     if not generates:
         return runner.run("graph", step.copy(), passes)
     make = lambda graph: kernel_graph(runner.run("graph", graph.copy(), passes), runner)
+    if not caches:
+        return make(step)
     how = "" if rewrites else ", collectives as captured"
     return cached(step, make, f"within {budget}{how} without {runner.left_out.variant()}")
 

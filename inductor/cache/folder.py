@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import grp
 import hashlib
 import logging
 import os
-import pwd
 import stat
 import tempfile
 from pathlib import Path
@@ -29,7 +27,8 @@ _PRIVATE = 0o700  # mode of its folders: the owner only
 # Larger files are not read: a graph of 100,000 nodes has about 50 MiB.
 _LARGEST_ENTRY = 1 << 28
 # A name that is a link is refused, and a pipe does not stop the process that opens it.
-_OPEN_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK
+# Windows has neither flag.
+_OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def directory() -> Path:
@@ -140,6 +139,8 @@ def _make_private(path: Path) -> None:
 
 def _other_writers(found: os.stat_result) -> str:
     """Who beside this user can change a file or a folder; empty where nobody can."""
+    if not hasattr(os, "geteuid"):  # Windows: access is no matter of modes, and a home folder is its user's
+        return ""
     if found.st_uid not in (os.geteuid(), 0):
         return f"its owner, user {found.st_uid},"
     if found.st_mode & stat.S_IWOTH:
@@ -152,6 +153,9 @@ def _other_writers(found: os.stat_result) -> str:
 def _is_private_group(group: int) -> bool:
     """Whether this user is the only member of a group. Many systems create such a group for each user, with the same
     name, and make new directories writable for it."""
+    import grp
+    import pwd
+
     try:
         entry, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid())
     except KeyError:

@@ -158,6 +158,9 @@ def _devices(step: StepGraph) -> list[str]:
     """The GPUs of a graph, with their properties."""
     vals = (node.meta.get("val") for node in step.graph.nodes)
     devices = {val.device for val in vals if isinstance(val, torch.Tensor) and val.device.type == "cuda"}
+    # A step that was captured on a CPU and moved to GPUs for a prediction has devices that this machine may lack.
+    if not torch.cuda.is_available():
+        return [f"{device}: not here" for device in sorted(devices, key=str)]
     return [f"{device}: {torch.cuda.get_device_properties(device)}" for device in sorted(devices, key=str)]
 
 

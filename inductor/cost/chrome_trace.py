@@ -21,17 +21,23 @@ Event = dict[str, Any]
 _PREDICTED, _MEASURED = 1, 2  # process ids
 
 
-def trace(simulation: Simulation, measured: Sequence[MeasuredSpan] = ()) -> Event:
+def trace(
+    simulation: Simulation, measured: Sequence[MeasuredSpan] = (), lines: Mapping[str, str] | None = None
+) -> Event:
     """The trace as an object for JSON.
 
     The process "predicted" has a thread for the compute stream, one for each other stream, and a counter of live
-    memory. If ``measured`` has spans, the process "measured" has a thread for each of their streams.
-
+    memory. If ``measured`` has spans, the process "measured" has a thread for each of their streams;
+    ``lines`` has the user's line of kernels by their names.
     """
     events = list(_process(_PREDICTED, "predicted", _predicted(simulation)))
     events += _memory(simulation)
     if measured:
-        slices = [_Slice(span.name, span.stream, "measured", span.start, span.end, {}) for span in measured]
+        known = lines or {}
+        slices = [
+            _Slice(s.name, s.stream, "measured", s.start, s.end, {"from": known[s.name]} if s.name in known else {})
+            for s in measured
+        ]
         events += _process(_MEASURED, "measured", slices)
     totals = {
         "step ms": simulation.seconds * 1e3,
@@ -45,9 +51,10 @@ def write_trace(
     path: str | Path,
     simulation: Simulation,
     measured: Sequence[MeasuredSpan] = (),
+    lines: Mapping[str, str] | None = None,
 ) -> None:
     """Write :func:`trace` to a JSON file. Raises OSError."""
-    Path(path).write_text(json.dumps(trace(simulation, measured), allow_nan=False))
+    Path(path).write_text(json.dumps(trace(simulation, measured, lines), allow_nan=False))
 
 
 class _Slice(NamedTuple):

@@ -54,6 +54,7 @@ class Gpu:
         attention_forward: operations per second of causal attention in bfloat16, the masked half not counted.
         attention_backward: the same for its backward, which does five GEMMs; forward does two.
         multiprocessors: number of multiprocessors; of a CPU, its cores.
+        stated_peak: dense bfloat16 operations per second of the data sheet, which MFU refers to; 0 if unknown.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Gpu:
     attention_forward: float
     attention_backward: float
     multiprocessors: int
+    stated_peak: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,18 @@ class Link:
         name: of the link whose bandwidth collectives share ("nvlink", "pcie", "network").
         bandwidth: bytes per second that one GPU can send and, at the same time, receive.
         latency: seconds of one hop from GPU to GPU.
+        oversubscription: of a network: bandwidth of a leaf switch towards GPUs over that towards other switches.
+        leaf_gpus: of a network: GPUs that one leaf switch joins; 0 if one joins all.
+        rails: of a network: leaf switches that the GPUs of a node are spread over. ``leaf_gpus * rails`` consecutive
+            ranks are a *pod*: they reach each other without leaving their leaf switches.
     """
 
     name: str
     bandwidth: float
     latency: Annotated[float, LessThan(1)]
+    oversubscription: float = 1.0
+    leaf_gpus: int = 0
+    rails: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,6 +135,8 @@ class Cluster:
         node: None if a node has one GPU.
         network: None if there is one node.
         transports: in order of preference for one name.
+        residuals: the smallest and the largest ratio of measured to predicted times of steps on this cluster; empty if
+            none were measured.
     """
 
     name: str
@@ -135,6 +146,7 @@ class Cluster:
     node: Link | None = None
     network: Link | None = None
     transports: tuple[TransportModel, ...] = ()
+    residuals: tuple[float, ...] = ()
 
     def node_of(self, rank: int) -> int:
         """The number of the node that a rank is on."""
@@ -155,7 +167,7 @@ class Cluster:
 
 
 def load_cluster(name: str | os.PathLike[str]) -> Cluster:
-    """Read a description: a shipped one by name ("h200x8"), or a TOML file by path.
+    """Read a description: a shipped one by its name ("h200x8") or by its GPU ("H200"), or a TOML file by path.
 
     Raises:
         UnknownOption: neither a known name nor a file.
@@ -166,6 +178,8 @@ def load_cluster(name: str | os.PathLike[str]) -> Cluster:
     checks.kind("cluster", name, (str, os.PathLike), "the name of a cluster or the path of a .toml file", remedy)
     shipped = {file.stem: file for file in _files(SHIPPED)}
     path = shipped.get(str(name), Path(name))
+    if not path.is_file() and (found := _with_gpu(str(name))) is not None:
+        return found
     if path.suffix != ".toml" and not path.is_file():
         raise UnknownOption("cluster", str(name), [*shipped, "a path to a .toml file"])
     if not path.is_file():
@@ -175,8 +189,17 @@ def load_cluster(name: str | os.PathLike[str]) -> Cluster:
     return cluster
 
 
+def _with_gpu(name: str) -> Cluster | None:
+    """The shipped description of a GPU that has most of them on a node, where one has a GPU called ``name``."""
+    same = [cluster for cluster in shipped_clusters() if cluster.gpu.name.lower() == name.lower()]
+    return max(same, key=lambda cluster: cluster.gpus_per_node, default=None)
+
+
 def _check(cluster: Cluster, file: str) -> None:
     """What the values of a description must be to one another and to weft. Raises InvalidCluster."""
+    if cluster.residuals and (len(cluster.residuals) != 2 or cluster.residuals[0] > cluster.residuals[1]):
+        what = "must be two numbers, the smallest and the largest ratio"
+        raise InvalidCluster(file, f"residuals is {list(cluster.residuals)}, and {what}")
     if cluster.gpus_per_node % cluster.hosts_per_node:
         what = f"must divide gpus_per_node, which is {cluster.gpus_per_node}"
         raise InvalidCluster(file, f"hosts_per_node is {cluster.hosts_per_node}, and {what}")

@@ -29,7 +29,9 @@ class LessThan:
 
 
 # Fields that can be zero. All other numbers must be positive: most are divisors.
-_MAY_BE_ZERO = frozenset({"arch", "ctas", "interference", "latency", "launch_latency", "per_member"})
+_MAY_BE_ZERO = frozenset(
+    {"arch", "ctas", "interference", "latency", "launch_latency", "leaf_gpus", "per_member", "stated_peak"}
+)
 
 
 def read(path: Path, kind: type[T]) -> T:

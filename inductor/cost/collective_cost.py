@@ -171,7 +171,7 @@ def stream_of(node: Node) -> str:
 
 def transports_for(cluster: Cluster, collective: Collective) -> list[str]:
     """Names of the transports of ``cluster`` that can carry ``collective``, as its file lists them."""
-    nodes = len({cluster.node_of(rank) for rank in collective.ranks})
+    nodes, _, _ = _on_nodes(collective.ranks, cluster.gpus_per_node)
     names = dict.fromkeys(known.name for known in cluster.transports)
     carriers = {name: _transported(cluster, collective, name)[1] for name in names}
     return [name for name, carrier in carriers.items() if carrier is not None and (nodes == 1 or carrier.crosses)]
@@ -211,6 +211,8 @@ class _GroupTopology:
         ranks, nodes: their numbers.
         most, fewest: the largest and smallest number of ranks of the group on one node.
         inner, outer: the links within and between nodes; None if the group does not use them.
+        between_pods: of the network's bandwidth, what a ring has from one pod to the next.
+        outside: of a rank's partners, those in other pods.
     """
 
     ranks: int
@@ -219,17 +221,19 @@ class _GroupTopology:
     fewest: int
     inner: Link | None
     outer: Link | None
+    between_pods: float = 1.0
+    outside: float = 0.0
 
     @staticmethod
     def of(cluster: Cluster, collective: Collective) -> _GroupTopology:
-        on_node = Counter(cluster.node_of(rank) for rank in collective.ranks).values()
-        most, fewest, nodes = max(on_node), min(on_node), len(on_node)
+        nodes, most, fewest = _on_nodes(collective.ranks, cluster.gpus_per_node)
         for needed, link, name in ((most > 1, cluster.node, "node"), (nodes > 1, cluster.network, "network")):
             if needed and link is None:
                 raise LinkMissing(cluster.name, name, collective.group, len(collective.ranks), nodes)
         inner = cluster.node if most > 1 else None
         outer = cluster.network if nodes > 1 else None
-        return _GroupTopology(len(collective.ranks), nodes, most, fewest, inner, outer)
+        between_pods, outside = _through_spine(cluster, collective.ranks, fewest) if outer else (1.0, 0.0)
+        return _GroupTopology(len(collective.ranks), nodes, most, fewest, inner, outer, between_pods, outside)
 
     def hops(self, inner: int, outer: int) -> float:
         """Seconds of ``inner`` hops within a node and ``outer`` hops between nodes."""
@@ -241,10 +245,44 @@ class _GroupTopology:
         ``cards`` network cards; and the name of the link that takes longer."""
         times = []
         if self.outer:
-            times.append((outer / (cards * self.outer.bandwidth), self.outer.name))
+            times.append((outer / (cards * self.outer.bandwidth * self.between_pods), self.outer.name))
         if self.inner:
             times.append((inner / carrier.bandwidth, self.inner.name))
         return max(times, key=lambda time: time[0])
+
+
+# By identity of the ranks, which the entry keeps alive: thousands of collectives have the same tuple of up to 16,384
+# ranks, and hashing it would take most of the time of pricing them.
+_placements: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, int, int]]] = {}
+_MOST_PLACEMENTS = 256
+
+
+def _on_nodes(ranks: tuple[int, ...], gpus_per_node: int) -> tuple[int, int, int]:
+    """How many nodes a group is on, and the most and the fewest of its ranks on one."""
+    key = id(ranks), gpus_per_node
+    if key not in _placements:
+        if len(_placements) >= _MOST_PLACEMENTS:
+            _placements.clear()
+        counts = Counter(rank // gpus_per_node for rank in ranks).values()
+        _placements[key] = ranks, (len(counts), max(counts), min(counts))
+    return _placements[key][1]
+
+
+def _through_spine(cluster: Cluster, ranks: tuple[int, ...], per_node: int) -> tuple[float, float]:
+    """What an oversubscribed network leaves a group whose ranks are in several pods: see ``_GroupTopology``.
+
+    A ring that is placed in the order of ranks leaves a pod through one node's network cards, and may use the part of
+    the pod's uplinks that its nodes there have: all of its bandwidth, if the group has as many nodes in each pod as the
+    network is oversubscribed.
+    """
+    network = cluster.network
+    assert network is not None
+    if not network.leaf_gpus:
+        return 1.0, 0.0
+    pods, _, fewest = _on_nodes(ranks, network.leaf_gpus * network.rails)
+    if pods == 1:
+        return 1.0, 0.0
+    return min(1.0, fewest / per_node / network.oversubscription), 1 - fewest / len(ranks)
 
 
 def _fastest(topology: _GroupTopology, collective: Collective, carrier: TransportModel) -> tuple[float, str]:
@@ -287,6 +325,8 @@ def _exchange(topology: _GroupTopology, size: int, carrier: TransportModel) -> t
     latency of a hop to set up."""
     inner = size * (topology.most - 1) / topology.ranks
     outer = size * (topology.ranks - topology.fewest) / topology.ranks
+    if topology.outer:  # messages to other pods share the uplinks with those of all ranks of their own
+        outer = max(outer, size * topology.outside * topology.outer.oversubscription) * topology.between_pods
     return _total(carrier.latency + topology.hops(topology.ranks - 1, 1), topology.wires(inner, outer, carrier, 1))
 
 

@@ -86,27 +86,71 @@ class ComputeCosts:
         if packet in _ATTENTION:
             return self._attention(gemm_shapes.arguments_of(node), backward=_ATTENTION[packet])
         if packet in flop_registry:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])  # type: ignore
-            count = flop_registry[packet](*args, **kwargs, out_val=node.meta["val"])
-            return self._size(count) / self._rate(tensors_of(node)[0].dtype)
+            return self._registered(node) / self._rate(tensors_of(node)[0].dtype)
         return 0.0
 
+    def operations(self, node: Node) -> float:
+        """Floating-point operations of the model that a library call does: those of GEMMs, convolutions and attention,
+        and what torch's own table counts of others. 0 for all other nodes.
+
+        Attention that is computed again in its own backward does not count, as by convention: the backward counts as
+        twice the forward. Causal attention counts half of the pairs.
+        """
+        packet = getattr(node.target, "overloadpacket", None)
+        gemms = gemm_shapes.gemms_of(node, self._shape)
+        if gemms is not None:
+            return float(sum(each.operations for each in gemms))
+        if packet in _ATTENTION:
+            return self._attention_operations(gemm_shapes.arguments_of(node), 4 if _ATTENTION[packet] else 2)
+        return float(self._registered(node)) if packet in flop_registry else 0.0
+
+    def least_seconds(self, node: Node) -> float:
+        """Seconds of a node at the peak rates of the GPU's description: its operations as one large GEMM, or its bytes
+        as one large copy. The difference to :meth:`seconds` is what shapes and launches cost."""
+        if is_free(node):
+            return 0.0
+        moving = self.bytes(node) / self.gpu.copy_bandwidth
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in _ATTENTION:
+            arguments = gemm_shapes.arguments_of(node)
+            operations = self._attention_operations(arguments, 5 if _ATTENTION[packet] else 2)
+            return max(moving, operations / self._attention_rate(arguments, backward=_ATTENTION[packet]))
+        convolves = "convolution" in str(node.target)
+        read = [tensor for used in node.all_input_nodes for tensor in tensors_of(used)]
+        rate = self._rate(read[0].dtype, convolves=convolves) if read else self._rate(torch.bfloat16)
+        return max(moving, self.operations(node) / rate)
+
+    def _registered(self, node: Node) -> int:
+        """The operations of a call by torch's own table."""
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])  # type: ignore
+        count = flop_registry[node.target.overloadpacket](*args, **kwargs, out_val=node.meta["val"])  # type: ignore
+        return self._size(count)
+
     def _attention(self, arguments: Mapping[str, Any], *, backward: bool) -> float:
-        """Seconds of attention: two GEMMs over all pairs of a query and a key, five in backward. Causal attention skips
-        the keys after each query."""
+        """Seconds of attention: two GEMMs over all pairs of a query and a key, five in backward."""
+        batch, heads, queries, _ = self._shape(arguments["query"])
+        keys = self._shape(arguments["key"])[2]
+        rate = self._attention_rate(arguments, backward=backward)
+        programs = batch * heads * -(-(keys if backward else queries) // _ROWS)
+        rate *= gemm_shapes.filled(programs, self.gpu.multiprocessors) if programs else 1.0
+        return self._attention_operations(arguments, 5 if backward else 2) / rate
+
+    def _attention_operations(self, arguments: Mapping[str, Any], gemms: int) -> float:
+        """Operations of attention with so many GEMMs: of five, three contract the width of keys and two that of values;
+        of fewer, one half each. Causal attention skips the keys after each query."""
         batch, heads, queries, width = self._shape(arguments["query"])
         keys, of_values = self._shape(arguments["key"])[2], self._shape(arguments["value"])[3]
         pairs = float(queries * keys)
         if arguments["is_causal"]:
             pairs = min(queries, keys) ** 2 / 2 + max(queries - keys, 0) * keys
-        widths = 3 * width + 2 * of_values if backward else width + of_values
-        dtype = arguments["query"].dtype
+        widths = (gemms - gemms // 2) * width + gemms // 2 * of_values
+        return 2 * batch * heads * pairs * widths
+
+    def _attention_rate(self, arguments: Mapping[str, Any], *, backward: bool) -> float:
+        """Operations per second of large attention. The rates of a GPU are those of bfloat16; other dtypes scale like
+        GEMMs."""
         rate = self.gpu.attention_backward if backward else self.gpu.attention_forward
-        # The attention rates are those of bfloat16; other dtypes scale like GEMMs.
-        rate *= self._rate(dtype) / self._rate(torch.bfloat16)
-        programs = batch * heads * -(-(keys if backward else queries) // _ROWS)
-        rate *= gemm_shapes.filled(programs, self.gpu.multiprocessors) if programs else 1.0
-        return 2 * batch * heads * pairs * widths / rate
+        return rate * self._rate(arguments["query"].dtype) / self._rate(torch.bfloat16)
 
     def _rate(self, dtype: torch.dtype, *, convolves: bool = False) -> float:
         """Operations per second of large GEMMs in ``dtype``."""

@@ -8,22 +8,28 @@ from collections.abc import Mapping
 import torch
 
 from weft.errors import UnknownOption
-from weft.inductor.cost.cluster import Gpu, shipped_clusters, shipped_gpu
+from weft.inductor.cost.cluster import Gpu, load_cluster, shipped_clusters, shipped_gpu
 from weft.inductor.cost.measure_gpu import measure_gpu
 from weft.inductor.loop_ir.axes import size_hint
 from weft.inductor.loop_ir.ir import Buffer, Index, Nest, is_position
 
 
 def gpu_called(name: str) -> Gpu:
-    """The GPU of a shipped cluster description whose name occurs in torch's device name ("NVIDIA H200").
+    """The GPU of a shipped cluster description whose name occurs in torch's device name ("NVIDIA H200"), or the one of
+    a description that :func:`~weft.inductor.cost.cluster.load_cluster` finds by its name or path ("h200x8").
 
     Raises:
-        UnknownOption: no shipped description has such a GPU.
+        UnknownOption: no description has such a GPU.
+        InvalidCluster, NoClusterFile: see ``load_cluster``.
     """
     gpu = shipped_gpu(name)
-    if gpu is None:
-        raise UnknownOption("gpu", name, [cluster.gpu.name for cluster in shipped_clusters()])
-    return gpu
+    if gpu is not None:
+        return gpu
+    try:
+        return load_cluster(name).gpu
+    except UnknownOption as error:
+        known = list(dict.fromkeys(cluster.gpu.name for cluster in shipped_clusters()))
+        raise UnknownOption("gpu", name, [*known, "the name or path of a cluster"]) from error
 
 
 def gpu_of(device: torch.device) -> Gpu:

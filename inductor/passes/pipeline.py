@@ -20,6 +20,7 @@ from weft.inductor.passes.drop_unused_gathers import drop_unused_gathers
 from weft.inductor.passes.fold_casts import fold_casts
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 from weft.inductor.passes.group_casts import group_casts
+from weft.inductor.passes.join_splits import join_splits
 from weft.inductor.passes.number_collectives import number_collectives
 from weft.inductor.passes.pack import pack
 from weft.inductor.passes.pad_matmuls import pad_matmuls
@@ -38,7 +39,7 @@ rematerialise = Rematerialise()
 _SIMPLIFY: list[Pass] = [drop_noops, drop_unused_gathers, pack, fold_casts, common_subexpressions]
 
 # For programs of ATen kernels. The last pass puts the nodes into the order in which they are issued.
-ATEN_PASSES: list[Pass] = [number_collectives, *_SIMPLIFY, schedule_waits]
+ATEN_PASSES: list[Pass] = [number_collectives, join_splits, *_SIMPLIFY, schedule_waits]
 
 # For programs of generated kernels, up to generation. Loss chunking recognises operations that `decompose` takes apart,
 # so it comes first; `drop_noops` runs a second time for what decompositions repeat or undo. Nothing may merge what
@@ -46,6 +47,7 @@ ATEN_PASSES: list[Pass] = [number_collectives, *_SIMPLIFY, schedule_waits]
 # would have to look through the copies. The order of issue is that of kernels, so it is found after generation.
 KERNEL_PASSES: list[Pass] = [
     number_collectives,
+    join_splits,
     drop_noops,
     drop_unused_gathers,
     shard_embedding,

@@ -21,7 +21,6 @@ import torch
 
 import weft.gloo  # noqa: F401 - registers CPU all-gathers that may be in flight together
 from weft import knobs, torch_adapter
-from weft.capture.agreement.rank_watch import CannotEnd
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_wait
 from weft.capture.sizes_in_bytes import format_bytes
@@ -35,6 +34,7 @@ from weft.inductor.runtime.memory_plan import plan_memory
 from weft.inductor.runtime.placement import place
 from weft.inductor.runtime.verify import verify_program
 from weft.inductor.runtime.writer import write_program
+from weft.rank_watch import CannotEnd
 from weft.torch_adapter import OpOverload
 
 log = logging.getLogger(__name__)

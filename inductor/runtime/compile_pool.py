@@ -59,7 +59,9 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
     found = {source: kernel_cache.read(path) for source, path in paths.items()}
     missing = [source for source, binary in found.items() if binary is None]
     if workers is None:
-        workers = min(len(os.sched_getaffinity(0)) - 1, MOST_WORKERS)
+        # Linux alone can say on which processors this process may run.
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = min(usable - 1, MOST_WORKERS)
         workers = workers if workers > 1 and len(missing) >= FEWEST_FOR_WORKERS else 0
     random.Random(os.getpid()).shuffle(missing)
     binaries: dict[KernelSource, Binary] = {source: binary for source, binary in found.items() if binary is not None}

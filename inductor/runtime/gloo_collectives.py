@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from weft import torch_adapter
+from weft.capture.agreement.collective_ring import RingEntry, record
 from weft.capture.agreement.lockstep import CollectiveWork, Lockstep, lockstep
-from weft.capture.agreement.rank_watch import CannotEnd, Point
 from weft.capture.node_kinds import WAIT, is_collective, is_wait
 from weft.gloo import KNOWN_DTYPES
 from weft.inductor.graph.collectives import COLLECTIVES
+from weft.rank_watch import CannotEnd, Point
 from weft.torch_adapter import OpOverload
 
 Tensor = torch.Tensor
@@ -52,6 +53,7 @@ class _Unfinished(NamedTuple):
     ranks: Lockstep | None
     point: Point | None
     finish: Callable[[], object] | None
+    entry: RingEntry
 
 
 # What issues a collective returns its result, its work, and what is left to do once that has ended.
@@ -130,7 +132,7 @@ def _issuing(op: OpOverload, issue: Callable[..., _Issued] | None) -> Callable[.
         if issue is None or named or not _over_gloo(op, tensor, how):
             result = original(tensor, *how, **named)
             if ranks is not None:
-                ranks.issue()
+                _record(op, tensor, how, ranks.issue())
             return result
         try:
             result, work, finish = issue(torch_adapter.process_group(how[-1]), tensor, *how)
@@ -139,10 +141,17 @@ def _issuing(op: OpOverload, issue: Callable[..., _Issued] | None) -> Callable[.
                 raise
             raise CannotEnd(ranks.explain(error, how[-1])) from error
         point = ranks.issue() if ranks is not None else None
-        setattr(result, _UNFINISHED, _Unfinished(work, how[-1], ranks, point, finish))
+        setattr(result, _UNFINISHED, _Unfinished(work, how[-1], ranks, point, finish, _record(op, tensor, how, point)))
         return result
 
     return start
+
+
+def _record(op: OpOverload, tensor: Any, how: tuple[Any, ...], point: Point | None) -> RingEntry:
+    parts = tensor if isinstance(tensor, (list, tuple)) else [tensor]
+    size = sum(part.numel() * part.element_size() for part in parts)
+    call, index = point or (-1, -1)
+    return record(op._schema.name.partition("::")[2], str(how[-1]), size, call, index)
 
 
 def _over_gloo(op: OpOverload, tensor: Tensor, how: tuple[Any, ...]) -> bool:
@@ -158,11 +167,12 @@ def _wait(tensor: Tensor) -> Tensor:
     unfinished = tensor.__dict__.pop(_UNFINISHED, None)
     if unfinished is None:
         return _original_wait(tensor)
-    work, group, ranks, point, finish = unfinished
+    work, group, ranks, point, finish, entry = unfinished
     if ranks is None or point is None:
         work.wait()
     else:
         ranks.wait(work, group, point)
+    entry.end()
     if finish is not None:
         finish()
     return tensor

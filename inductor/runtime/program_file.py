@@ -1,7 +1,8 @@
 """A compiled step as one Python file that imports only torch and triton, for reading, profiling and editing.
 
 The file holds each kernel with the user's lines it came from, a function per kernel that allocates its outputs (or
-takes them as ``out``) and launches it, and the calls in order. Run as a script it runs once on tensors of zeros.
+takes them as ``out``) and launches it, and the calls in order. Run as a script it runs once on tensors of zeros,
+where it communicates under torchrun on as many ranks as it was captured for.
 Operations over lists of tensors import weft; Python objects that exist only in the compiling process raise when called.
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 import sympy
 import torch
 
+from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.user_code import printable
 from weft.inductor.codegen.canonical import symbol
@@ -32,7 +34,7 @@ from weft.torch_adapter import OpOverload
 _MODULES = {"operator": operator, "math": math}
 _OF_ARENAS = (new_arena, part)
 
-_HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs with torch and triton{also}."""
+_HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs with torch and triton{also}.{run}"""
 
 from __future__ import annotations
 
@@ -54,6 +56,37 @@ def elsewhere(what):
 
     return call
 '''
+
+_CONNECT = '''
+
+def connect(world, groups):
+    """Start the process group that torchrun describes, and make the groups of the step under the names it calls them.
+
+    ``groups``: by name the ranks of the group that the process which wrote this file was in. The other ranks have the
+    same group, moved by as many ranks as they are apart.
+    """
+    import os
+
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+
+    if int(os.environ.get("WORLD_SIZE", 1)) != world:
+        raise SystemExit(f"{{__file__}} communicates: run it with torchrun --nproc-per-node {{world}}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group()
+    made = {{}}
+    for name, ranks in groups.items():
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        span, parts = stride * len(ranks), {{}}
+        for rank in range(world):
+            parts.setdefault((rank // span, rank % stride), []).append(rank)
+        made[name], _ = dist.new_subgroups_by_enumeration(list(parts.values()))
+    for group in (dist.group.WORLD, *made.values()):
+        _unregister_process_group(group.group_name)  # the step may call another group so
+    for name, group in made.items():
+        _register_process_group(name, group)
+'''.replace("{{", "{").replace("}}", "}")
 
 _IN_PLACE = '''
 
@@ -101,14 +134,20 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
     source, names, _ = write_program(step, placement, None, plan)
     kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
     bound = list(_bound(names))
-    also = ", and weft for what works on lists of tensors" if _lists(names) else ""
-    parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also)]
+    needed = ["what works on lists of tensors"] * bool(_lists(names)) + ["its own operations"] * _own_operations(bound)
+    also = f", and weft for {' and '.join(needed)}" if needed else ""
+    groups, run = _groups(step)
+    parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also, run=run)]
+    if _own_operations(bound):
+        parts.append("\nimport weft.distributed.ops  # torch.ops.weft\n")
+    if groups:
+        parts.append(_CONNECT)
     helpers = (_IN_PLACE, _INTO, _ELSEWHERE)
     parts += [text for text in helpers if any(re.search(rf"\b{_name(text)}\(", line) for line in bound)]
     parts += [f"\n\n{inspect.getsource(value)}" for value in names.values() if value in _OF_ARENAS]
     parts += [f"\n\n{function}\n" for function in _functions(kernels.values())]
     parts += [f"\n\n{_launch(name, call)}" for name, call in kernels.items()]
-    parts += ["\n\n", *(f"{line}\n" for line in bound), f"\n\n{source}", f"\n\n{_script(step)}"]
+    parts += ["\n\n", *(f"{line}\n" for line in bound), f"\n\n{source}", f"\n\n{_script(step, groups)}"]
     return "".join(parts)
 
 
@@ -205,11 +244,45 @@ def _lists(names: dict[str, Any]) -> list[MultiTensor]:
 # ---- running it
 
 
-def _script(step: StepGraph) -> str:
-    lines = ['if __name__ == "__main__":', "    run(", "        ["]
+def _groups(step: StepGraph) -> tuple[dict[str, tuple[int, ...]], str]:
+    """The process groups of the step by the names that torch has for them, each with its ranks, and what the head of
+    the file says about them. No groups where the file cannot make them."""
+    if not step.groups:
+        return {}, ""
+    world = torch_adapter.world_size()
+    try:
+        groups = {name: torch_adapter.group_ranks(name) for name in step.groups.values()}
+    except RuntimeError:
+        return (
+            {},
+            "\n\nIt communicates over process groups that were gone when it was written: call run() in them.\n",
+        )
+    if not all(_is_regular(ranks, world) for ranks in groups.values()):
+        return {}, "\n\nIt communicates over groups of ranks that no mesh has: call run() where they are.\n"
+    return groups, f"\n\nIt communicates: torchrun --nproc-per-node {world} this file. On several hosts add --nnodes.\n"
+
+
+def _is_regular(ranks: tuple[int, ...], world: int) -> bool:
+    """Whether groups like this one, moved, are all ranks: those of a dimension of a mesh."""
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    first = ranks[0]
+    aligned = first % (stride * len(ranks)) < stride if stride > 0 else False
+    evenly = ranks == tuple(range(first, first + stride * len(ranks), stride)) if aligned else False
+    return evenly and world % (stride * len(ranks)) == 0
+
+
+def _own_operations(bound: Iterable[str]) -> bool:
+    return any("torch.ops.weft." in line for line in bound)
+
+
+def _script(step: StepGraph, groups: dict[str, tuple[int, ...]]) -> str:
+    lines = ['if __name__ == "__main__":']
+    lines += [f"    connect({torch_adapter.world_size()}, {groups})"] if groups else []
+    lines += ["    run(", "        ["]
     for entry, node in zip(step.inputs, step.placeholders, strict=True):
         lines.append(f"            {_zeros(node.meta['val'])},  # {entry.role.value} {printable(entry.path)}")
-    return "\n".join([*lines, "        ]", "    )"]) + "\n"
+    lines += ["        ]", "    )"] + ["    torch.distributed.destroy_process_group()"] * bool(groups)
+    return "\n".join(lines) + "\n"
 
 
 def _zeros(val: Any) -> str:

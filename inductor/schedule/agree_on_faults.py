@@ -12,10 +12,10 @@ import json
 import torch.distributed as dist
 
 from weft import errors, knobs, torch_adapter
-from weft.capture.agreement.agreement import listed
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.fake.fake_world import current_fake_world
 from weft.inductor.graph.faults import LeftOut
+from weft.rank_watch import listed
 
 
 class Objection(Exception):

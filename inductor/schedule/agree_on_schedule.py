@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from weft import errors, knobs, torch_adapter
-from weft.capture.agreement.agreement import listed
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
@@ -41,6 +40,7 @@ from weft.inductor.schedule.select_transport import LIBRARY
 from weft.inductor.schedule.verify import ScheduleVerifier, verifier
 from weft.inductor.transports.apply_transports import unreachable, use_transports
 from weft.inductor.transports.rendezvous import peer_rendezvous
+from weft.rank_watch import listed
 
 log = logging.getLogger(__name__)
 

@@ -143,14 +143,18 @@ class LocalSearch:
 
     def _kicks(self, order: list[int]) -> Iterator[list[int]]:
         """Orders in which a collective starts before one that started earlier: alone, and together with its WAITs, so
-        that memory of the two is not live at the same time. With a memory limit, also before computation."""
+        that memory of the two is not live at the same time. Then before computation. At last, any task elsewhere."""
         place = {task: at for at, task in enumerate(order)}
         starts = [place[start] for start in self.waits]
-        earlier = starts if self.limit is None else range(len(order))
-        for at, to in ((at, to) for at in starts for to in earlier if to < at):
+        others = (to for to in range(len(order)) if to not in starts)
+        for at, to in ((at, to) for to in (*starts, *others) for at in starts if to < at):
             for moved in ([order[at]], [order[at], *self.waits[order[at]]]):
                 if (kicked := self._ahead(order, to, moved)) is not None:
                     yield kicked
+        for at, to in permutations(range(len(order)), 2):
+            kicked = self._ahead(order, to, [order[at]]) if to < at else self._behind(order, at, to)
+            if kicked is not None:
+                yield kicked
 
     def _descend(self, order: list[int], excess: int, seconds: float) -> tuple[list[int], int, float]:
         """Move while that helps. Less excess over the memory limit counts more than any time, so an order within the

@@ -112,6 +112,8 @@ class Schedule:
         limit: memory limit in bytes; None where it is not known.
         candidates: how many candidates were evaluated.
         warnings: messages for the user.
+        nodes: the node of each task of ``simulation``, of a copy of ``step`` with its transports; empty where the
+            schedule is only kept for its numbers.
     """
 
     step: StepGraph
@@ -121,6 +123,7 @@ class Schedule:
     limit: int | None
     candidates: int = 0
     warnings: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
 
 
 def schedule(
@@ -157,6 +160,11 @@ def schedule(
     return result
 
 
+def usable_memory(cluster: Cluster) -> int:
+    """The memory limit of a rank in bytes where the user gives none."""
+    return int(cluster.gpu.memory * _USABLE_FRACTION)
+
+
 def log_warnings(warnings: Sequence[str]) -> None:
     """Log the warnings of a schedule."""
     for line in warnings:
@@ -174,7 +182,8 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
     with torch_adapter.only_mode():
         step = apply(captured, decisions)
         simulation, nodes = _simulated(step.copy(), cluster, ComputeCosts(cluster.gpu))
-        result = Schedule(step, decisions, simulation, _bucket_reports(step, cluster, simulation, nodes), memory_limit)
+        reports = _bucket_reports(step, cluster, simulation, nodes)
+        result = Schedule(step, decisions, simulation, reports, memory_limit, nodes=nodes)
         _verify(captured, result, None)  # batches of this rank may be larger than those that the limit was held with
     return result
 
@@ -239,7 +248,7 @@ class _Planner:
         self.transport_rules = {"keep_bits": keep_bits, "unreachable_groups": unreachable_groups}
         self.keep_bits = keep_bits
         self.requested_limit = limit
-        self.limit = int(cluster.gpu.memory * _USABLE_FRACTION) if limit is None else limit
+        self.limit = usable_memory(cluster) if limit is None else limit
         self.costs = _CachedCosts(cluster.gpu)
         self.evaluated = 0
         self.warnings: list[str] = []
@@ -282,7 +291,16 @@ class _Planner:
         decisions = Decisions(applied.candidate.regathers, applied.buckets, tuple(found.order), carriers)
         reorder(applied.step, [applied.nodes[at] for at in found.order])
         reports = _bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
-        return Schedule(applied.step, decisions, found.simulation, reports, self.limit, self.evaluated, self.warnings)
+        return Schedule(
+            applied.step,
+            decisions,
+            found.simulation,
+            reports,
+            self.limit,
+            self.evaluated,
+            self.warnings,
+            found.nodes,
+        )
 
     def fitting(self) -> _OrderedCandidate:
         """The candidate that fits with the fewest regathers. If none fits the default limit, the one of the lowest

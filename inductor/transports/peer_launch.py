@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.agreement.collective_ring import record
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.runtime.batched_copies import BlockCopy, copies_on
 from weft.inductor.runtime.bound_plan import AddressTable
@@ -95,11 +96,14 @@ class BoundPeerCall(ABC):
         inputs = [tensor.contiguous() for tensor in inputs]
         results = self._results(out or [None] * len(self._output_specs))
         self._write_addresses(inputs, results)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        entry = record(self._description, self.group, size)
         with self._stream.fork(self._done) as stream:
             self._run(inputs, results, stream)
         self._inputs_in_use = inputs
         if self.device.type == "cpu":
             self.buffer.check()
+            entry.end()
         return results
 
     def wait(self) -> None:

@@ -24,6 +24,7 @@ from weft.errors import MalformedGraph, RankCannotCompile
 from weft.inductor import compiler
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.compiler import compile_graph, left_out_of
+from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.fusion import emit, fuse, generate_kernels, inline
 from weft.inductor.graph import serialize
 from weft.inductor.graph.faults import LeftOut, Part
@@ -406,3 +407,33 @@ def test_ranks_leave_out_the_same() -> None:
         values, parts, _ = found["number_collectives eager"]
         assert all(torch.equal(a, b) for a, b in zip(values, found["eager"], strict=True))
         assert parts == []
+
+
+# ---- the schedule, which a step on CPUs has where it is given a cluster
+
+
+def scheduled_for(cluster: str, patch: pytest.MonkeyPatch) -> None:
+    original, found = compiler._Attempts, load_cluster(cluster)
+    patch.setattr(compiler, "_Attempts", lambda *args: dataclasses.replace(original(*args), cluster=found))
+
+
+@pytest.mark.parametrize("is_planted", [True, False])
+def test_a_schedule_that_fails_is_left_out(
+    is_planted: bool, expected: list[Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduled_for("h200x8", monkeypatch)
+    asked: list[bool] = []
+    original = compiler.scheduled
+
+    def planted(*args: Any, **how: Any) -> Any:
+        asked.append(True)
+        return original(*args, **how) if not is_planted else fails()
+
+    monkeypatch.setattr(compiler, "scheduled", planted)
+    with knobs.override(strict=False, verify_graphs=False):
+        found = trained(compiled=True)
+    assert asked
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert ["goes on without a schedule of the collectives" in text for text in warned(caplog)] == (
+        [True] if is_planted else []
+    )

@@ -165,6 +165,9 @@ def test_measured_spans_are_a_second_process_of_the_same_file(simulation: Simula
         "communication, stream 7",
     ]
     assert sum(len(slices) for slices in found.values()) == len(spans)
+    with_lines = threads(trace(simulation, spans, {"triton_norm_3": "train.py:12"})["traceEvents"], "measured")
+    lines = {event["name"]: event["args"] for event in with_lines["compute"]}
+    assert lines == {"nvjet_hsh_128x256_64x4": {}, "triton_norm_3": {"from": "train.py:12"}}
 
 
 def test_measured_spans_that_overlap_on_a_stream_are_put_on_two_tracks(simulation: Simulation) -> None:

@@ -452,3 +452,25 @@ def test_calls_over_peers(world: dist.DeviceMesh) -> None:
     node.target = PeerGather("shard", 8)
     assert collective_of(step, node) == Collective("all_gather", NODE, "shard", 768, F32)
     assert stream_of(node) == "gather"
+
+
+def test_oversubscribed_networks_slow_groups_with_few_nodes_in_a_pod() -> None:
+    """Pods of 32 ranks, four nodes. The network's bandwidth bounds all times: latencies are left out."""
+    network = dataclasses.replace(H200.network, latency=0.0, bandwidth=1e9)
+    slow = dataclasses.replace(network, oversubscription=4.0, leaf_gpus=4, rails=8)
+    entries = tuple(dataclasses.replace(entry, latency=0.0) for entry in H200.transports)
+    flat, fat = (dataclasses.replace(H200, network=link, transports=entries) for link in (network, slow))
+
+    def ratio(kind: str, ranks: tuple[int, ...]) -> float:
+        sent = collective(kind, 512, ranks)
+        return transfer(fat, sent).seconds / transfer(flat, sent).seconds
+
+    for kind in ("all_gather", "reduce_scatter"):
+        assert ratio(kind, tuple(range(32))) == 1  # one pod
+        assert ratio(kind, tuple(range(256))) == 1  # four nodes in each pod, as many as the oversubscription
+        assert ratio(kind, tuple(range(0, 256, 8))) == 1  # one rank of each node: four nodes in each pod
+        assert ratio(kind, tuple(range(0, 256, 16))) == pytest.approx(2)  # two nodes in each pod
+        assert ratio(kind, tuple(range(0, 256, 32))) == pytest.approx(4)  # one node in each pod
+    assert ratio("all_to_all", tuple(range(32))) == 1
+    # 224 of 256 partners are in other pods, 248 on other nodes.
+    assert ratio("all_to_all", tuple(range(256))) == pytest.approx(4 * 224 / 248, rel=1e-3)

@@ -305,9 +305,9 @@ def test_an_explanation_is_of_the_gpus_graph(tmp_path: Path) -> None:
     step, inputs = attention_step(is_causal=True)
     explained = weft.explain(step, *inputs)
     with knobs.override(cache_dir=str(tmp_path)):
-        found = explained.on("H200").kernels
+        found = explained.on("H200").kernel_report
     assert found is not None
     called = {calls.operation: calls.why for calls in found.calls}
     assert called["aten._scaled_dot_product_cudnn_attention.default"] == "a library's kernel"
     assert not any("for_cpu" in name for name in called)
-    assert "for_cpu" in str(explained.graph)  # the captured graph is as it was captured
+    assert "for_cpu" in str(explained.step_graph)  # the captured graph is as it was captured

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from exploration import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,13 +86,13 @@ def inputs() -> list[torch.Tensor]:
 instruction = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 11), st.integers(0, 11))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(ci=60, exploring=3_000))
 @given(st.lists(instruction, max_size=14), st.lists(st.integers(0, 11), max_size=3))
 def test_a_random_program_equals_eager(program: Program, returned: list[int]) -> None:
     equals_eager(program, returned, [])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(ci=20, exploring=800))
 @given(st.lists(instruction, max_size=10), st.lists(st.integers(0, 11), max_size=3))
 def test_passes_keep_the_bits_of_a_random_program(program: Program, returned: list[int]) -> None:
     """Every program runs twice over, so that much of it is there to be merged. What is returned shares no memory that

@@ -67,6 +67,8 @@ def test_a_limit_that_no_order_fits_is_refused(seed: int) -> None:
 @example(1531677257)  # a long collective overtook a short one, since it was started earlier by half of its own time
 @example(3894)  # 1.48 without local search: a long collective began just before a short urgent one of its stream
 @example(5121)  # 1.41: two collectives on one stream in the order of their due times, not of what needs them
+@example(10033307)  # 1.33, and 10041202 1.30, without kicks of computation
+@example(10041202)
 @example(1422)  # 1.29 without kicks: a collective and the computation behind it have to move together
 def test_at_most_a_quarter_slower_than_the_best(seed: int) -> None:
     task_graph = random_task_graph(random.Random(seed))

@@ -250,7 +250,7 @@ def random_schedules(rank: int, world: int, seeds: range) -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("world", "seeds"), [(2, range(8)), (4, range(100, 104))])
+@pytest.mark.parametrize(("world", "seeds"), [(2, range(5)), (4, range(100, 102))])
 def test_random_steps_keep_their_bits(world: int, seeds: range) -> None:
     assert run_ranks(random_schedules, world, seeds, timeout=170) == [[]] * world
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import random
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import peer_steps
@@ -391,10 +394,18 @@ def missing(rank: int, world: int, dies: bool, seconds: float = 1.5) -> tuple[fl
             os.kill(os.getpid(), signal.SIGKILL)
         store.wait([f"told {rank}" for rank in range(world - 1)])
         return 0.0, ""
-    started = time.monotonic()
-    with pytest.raises((errors.PeerTimeout, errors.PeerLost)) as caught:
+    folder, started = Path(tempfile.mkdtemp()), time.monotonic()
+    with knobs.override(ring_dir=str(folder)), pytest.raises((errors.PeerTimeout, errors.PeerLost)) as caught:
         train(step, net, rank, 1)
     waited = time.monotonic() - started
+    (ring,) = (json.loads(file.read_text()) for file in folder.iterdir())
+    assert ring["why"].startswith(type(caught.value).__name__)
+    *before, last = ring["collectives"]
+    assert last["what"].startswith("peer_gather of ")
+    assert last["state"] == "issued"
+    assert {each["state"] for each in before} == {"ended"}
+    assert len(before) > 30
+    assert last["bytes"] > 0
     assert type(caught.value) is (errors.PeerLost if dies else errors.PeerTimeout)
     assert caught.value.rank == world - 1
     with pytest.raises(type(caught.value)):  # from then on, at once
