@@ -40,7 +40,7 @@ class Run:
 
 
 def compare(source: str, **options: Any) -> str:
-    """How the program went: ``captured``, or ``refused: CLASS``.
+    """How the program went: ``captured``, or ``refused: CLASS: MESSAGE``.
 
     Raises:
         EagerFailed: the program fails without weft.
@@ -57,7 +57,7 @@ def compare(source: str, **options: Any) -> str:
         for part in theirs:
             different = difference(ours[part], theirs[part], f"after call {k}: {part}")
             assert different is None, different
-    return "captured" if found.refused is None else f"refused: {type(found.refused).__name__}"
+    return "captured" if found.refused is None else f"refused: {type(found.refused).__name__}: {found.refused}"
 
 
 def run(source: str, options: dict[str, Any] | None = None) -> Run:

@@ -1,8 +1,8 @@
 """Random training steps as Python source text, drawn from a table of constructs.
 
-A :class:`Plan` is a list of small numbers, which hypothesis draws and shrinks. :func:`write` turns it into the text of
-a program that a reader can run and paste into an issue: ``make()`` builds the state ``s`` and the step, ``call(k)`` the
-arguments of call k, ``between(k, s, out)`` what happens outside of the step after it.
+A :class:`Plan` is a list of small numbers, drawn from a seed. :func:`write` turns it into the text of a program that a
+reader can run and paste into an issue: ``make()`` builds the state ``s`` and the step, ``call(k)`` the arguments of
+call k, ``between(k, s, out)`` what happens outside of the step after it.
 
 The text is written line by line. Each line runs at once, eagerly and on a state of its own, so that the values which
 the next line may use are known with their dtypes and sizes; a line that fails is left out. A construct is one row of
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -21,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 
 PRELUDE = """\
 import collections
@@ -530,23 +530,23 @@ class Plan:
     ending: tuple[int, ...]
 
 
-_number = st.integers(0, 15)
-_instruction = st.builds(
-    lambda kind, numbers: Instruction(*kind, numbers), st.sampled_from(_WEIGHTED), st.tuples(*[_number] * 5)
-)
+def draw_plan(seed: str, most_lines: int = 12, rows: int = len(ROWS)) -> Plan:
+    """The plan of one program, the same for the same seed.
 
-
-def plans(most_lines: int = 12, rows: int = len(ROWS)) -> st.SearchStrategy[Plan]:
-    """Plans of programs with at most so many lines in the step, whose calls have one of the first ``rows`` of ROWS."""
-    pairs = lambda count, most: st.lists(st.tuples(st.integers(0, count - 1), _number), max_size=most).map(tuple)
-    return st.builds(
-        Plan,
-        state=st.tuples(*[st.integers(0, 31)] * 4),
-        setup=pairs(len(SETUP), 2),
-        between=pairs(len(BETWEEN), 2),
-        calls=st.tuples(st.integers(0, len(ARGUMENTS) - 1), st.integers(0, rows - 1)),
-        body=st.lists(_instruction, min_size=1, max_size=most_lines).map(tuple),
-        ending=st.tuples(*[_number] * 5),
+    Args:
+        most_lines: in the step.
+        rows: its calls have one of the first so many of ``ROWS``.
+    """
+    rng = random.Random(seed)
+    numbers = lambda: tuple(rng.randrange(16) for _ in range(5))
+    pairs = lambda table: tuple((rng.randrange(len(table)), rng.randrange(16)) for _ in range(rng.randrange(3)))
+    return Plan(
+        state=tuple(rng.randrange(32) for _ in range(4)),
+        setup=pairs(SETUP),
+        between=pairs(BETWEEN),
+        calls=(rng.randrange(len(ARGUMENTS)), rng.randrange(rows)),
+        body=tuple(Instruction(*rng.choice(_WEIGHTED), numbers()) for _ in range(rng.randint(1, most_lines))),
+        ending=numbers(),
     )
 
 
