@@ -5,6 +5,7 @@
 #   RANKS       processes of the demo; all GPUs where there are any, else 2
 #   DEMO_ARGS   more arguments for examples/train_lm.py (--help lists them)
 #   TEST_ARGS   more arguments for pytest
+#   PROGRAMS    how many random programs `make programs` runs eagerly and compiled
 #   SECONDS     how long `make explore` tries new random examples on all property tests, and `make stress` runs threads
 
 PYTHON ?= python3
@@ -12,6 +13,7 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 SECONDS ?= 600
+PROGRAMS ?= 5000
 PY := .venv/bin/python
 HAS = $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$(1)') is None)"
 
@@ -21,7 +23,7 @@ export NCCL_NVLS_ENABLE = 0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST = 1
 export NVSHMEM_DISABLE_NVLS = 1
 
-.PHONY: demo test explore stress check clean
+.PHONY: demo test slurm-test explore stress check clean
 
 demo: .venv/ready
 	@ranks=$${RANKS:-$$($(PY) -c "import torch; print(torch.cuda.device_count() or 2)")}; \
@@ -31,8 +33,18 @@ test: check
 	@if $(call HAS,xdist); then parallel="-n 2"; else echo "pytest-xdist is not installed: one process"; fi; \
 	$(PY) -m pytest $$parallel $(TEST_ARGS)
 
+# Needs root and Debian's packages. `make test` runs the same tests where Slurm is installed.
+slurm-test: .venv/ready
+	@command -v slurmctld >/dev/null || test -x /usr/sbin/slurmctld || { \
+	  apt-get install -y --no-install-recommends slurm-wlm slurm-client munge \
+	  || { apt-get update && apt-get install -y --no-install-recommends slurm-wlm slurm-client munge; }; }
+	$(PY) -m pytest -m slurm tests/launch $(TEST_ARGS)
+
 explore: .venv/ready
 	$(PY) tests/exploration.py --seconds $(SECONDS) $(TEST_ARGS)
+
+programs: .venv/ready
+	$(PY) -W ignore tests/program_search.py --programs $(PROGRAMS)
 
 stress: .venv/ready
 	$(PY) tests/thread_stress.py --seconds $(SECONDS)
@@ -47,6 +59,10 @@ check: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	PIP_ARGS="$(PIP_ARGS)" sh .ci/venv $(PYTHON) .venv
 	@touch $@
+
+docs: .venv/ready
+	@if ! $(call HAS,mkdocs); then echo "mkdocs is not installed: .venv/bin/pip install -e '.[docs]'"; exit 1; fi
+	$(PY) -m mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist out *.egg-info .pytest_cache .ruff_cache

@@ -17,7 +17,7 @@ from weft import knobs, torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.capture.graph import StepGraph
 from weft.capture.record.aot import Source, dynamo_sources, step_graph
-from weft.inductor.compiler import MODES, compile_graph
+from weft.inductor.compiler import MODES, Mode, compile_graph
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.drop_noops import same_tensor
 from weft.inductor.passes.write_in_place import write_in_place
@@ -32,7 +32,7 @@ def weft(
     module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
-    mode: str = "default",
+    mode: Mode = "default",
     options: dict[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph. ``torch.compile`` calls this.
@@ -76,7 +76,7 @@ def _simplify(joint: torch.fx.Graph) -> None:
             joint.erase_node(node)
 
 
-def _compile(graph: torch.fx.GraphModule, sources: Sequence[Source], mode: str) -> Boxed:
+def _compile(graph: torch.fx.GraphModule, sources: Sequence[Source], mode: Mode) -> Boxed:
     """A callable over the list of inputs of ``graph``, which it empties."""
     step, constants = step_graph(graph, sources)
     log.debug("%s", step)

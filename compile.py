@@ -11,15 +11,17 @@ import hashlib
 import inspect
 import logging
 import threading
+import time
 import traceback
 import types
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 import torch
 
-from weft import knobs, torch_adapter
+from weft import graph_hashes, knobs, step_summary, torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.branching_form import BranchingForm, PathEnded
 from weft.capture.agreement.claims import NO_CLAIMS, Claims, claims_of
@@ -54,11 +56,13 @@ from weft.errors import (
     TextOfValue,
     WeftError,
 )
-from weft.inductor.compiler import MODES
+from weft.inductor.compiler import MODES, Mode
 from weft.inductor.graph.collectives import ranks_on_a_host
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
+from weft.replay import refused
+from weft.short_tracebacks import shorten_traceback, without_torchs_log
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
@@ -66,8 +70,12 @@ log = logging.getLogger(__name__)
 # Errors of some or all ranks because of others.
 _RANKS_DIFFER = (GraphMismatch, GroupMismatch, RanksDiverged, AgreementTimeout, StoreLost, ScheduleTimeout)
 
+_TIMED_CALLS = 33  # the last calls whose times are kept, for weft.metrics
+
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
+T = TypeVar("T")
 Form = ProgramForm | BranchingForm
 
 
@@ -77,19 +85,21 @@ class CompiledStep(Generic[P, R]):
     Attributes:
         entries: captured forms, the one used last first; at most ``knobs.form_limit``.
         captures: how often the step was captured, with the reason of each.
+        began: the host's clock at the beginning of each of the last calls, in seconds.
     """
 
     def __init__(
         self,
         step: Callable[P, R],
         *,
-        mode: str = "default",
+        mode: Mode = "default",
         dynamic: bool | None = None,
         memory_limit: int | None = None,
         verify: bool = False,
-        fallback: str | None = None,
+        fallback: Literal["eager"] | None = None,
+        replay_every: int | None = None,
     ) -> None:
-        _check_options(ArgumentChecks("weft.CompiledStep"), step, mode, dynamic, verify, fallback)
+        _check_options(ArgumentChecks("weft.CompiledStep"), step, mode, dynamic, verify, fallback, replay_every)
         functools.update_wrapper(self, step)
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self.__qualname__: str = getattr(step, "__qualname__", self.__name__)
@@ -99,8 +109,11 @@ class CompiledStep(Generic[P, R]):
         self.memory_limit = memory_limit
         self.verify = verify
         self.fallback = fallback
+        self.replay_every = replay_every
+        self._calls = 0
         self.entries: CompiledForms[Form] = CompiledForms()
         self.captures: list[str] = []
+        self.began: deque[float] = deque(maxlen=_TIMED_CALLS)
         self._changed: dict[Any, set[tuple[int, int]]] = {}
         self._numbers: set[str] = set()
         self._plain_numbers = False
@@ -108,8 +121,23 @@ class CompiledStep(Generic[P, R]):
         self._uncompiled = False
         self._lock = threading.RLock()
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = ...) -> CompiledStep[P, R]: ...
+
+    @overload
+    def __get__(self: Callable[Concatenate[T, Q], R], instance: T, owner: type | None = ...) -> Callable[Q, R]: ...
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return step_summary.as_text(self.__name__, self._summary())
+
+    def _repr_html_(self) -> str:
+        return step_summary.as_html(self.__name__, self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        return list(step_summary.rows(self.step, self.mode, self.captures, list(self.entries)))
 
     def __copy__(self) -> NoReturn:
         raise CannotCopyStep("copy.copy", self.__name__)
@@ -129,6 +157,7 @@ class CompiledStep(Generic[P, R]):
             leaves, spec = torch_adapter.flatten((args, kwargs))
             reasons: list[str] = []
             record = enter_step()
+            self.began.append(time.perf_counter())
             try:
                 entry = self._find(leaves, spec, reasons)
                 if entry is not None:
@@ -137,6 +166,9 @@ class CompiledStep(Generic[P, R]):
             finally:
                 leave_step(record)
             return self._first_call(args, kwargs, reasons)
+        except Exception as error:
+            shorten_traceback(error)
+            raise
         finally:
             self._lock.release()
 
@@ -196,6 +228,9 @@ class CompiledStep(Generic[P, R]):
 
     def _run(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         """Run a form, in step with the other ranks where it communicates."""
+        self._calls += 1
+        if self.replay_every is not None and isinstance(entry, ProgramForm):
+            entry.replays_next = self._calls % self.replay_every == 0
         event = entry.event
         ranks = lockstep() if event is not None else None
         if ranks is None or event is None:
@@ -231,13 +266,23 @@ class CompiledStep(Generic[P, R]):
         dynamic = self._dynamic_dims(args, kwargs)
         captured, guards, event, agreed = self._capture_agreed(args, kwargs, dynamic)
         if captured.complete and not captured.outcomes:
-            form: Form = ProgramForm(captured, guards, self.mode, self.memory_limit, agreed)
+            replayed = self.__name__ if self.replay_every is not None else ""
+            form: Form = ProgramForm(captured, guards, self.mode, self.memory_limit, agreed, replayed)
+        elif self.replay_every is not None:
+            raise refused(f"{self.__name__} branches on a value that it computes")
         else:
             form = BranchingForm(
                 self.__name__, captured, guards, dynamic, self.mode, self.memory_limit, self.fallback == "eager"
             )
+        on_cpu = device_kind(captured.graph.graph.nodes) == "cpu"
+        if on_cpu and self.memory_limit is not None and len(self.captures) == 1 and current_fake_world() is None:
+            log.warning(
+                "%s: memory_limit has no effect on a CPU, where ATen's kernels run as they are captured. "
+                'weft.explain(%s).scheduled("h200x8") keeps it and says what it would do on GPUs',
+                self.__name__,
+                self.__name__,
+            )
         if agreed.linked:
-            on_cpu = device_kind(captured.graph.graph.nodes) == "cpu"
             text = f"{event.text}\ncollectives after the passes: {agreed.issued}"
             form.event = replace(event, text=text, counted=on_cpu)
         nodes, seen = len(captured.graph), captured.recorded
@@ -287,9 +332,9 @@ class CompiledStep(Generic[P, R]):
     ) -> tuple[CapturedStep, Guards, RankEvent, AgreedCollectives]:
         """Capture the step, up to its first branch on a value, and agree with the other ranks on it."""
         try:
-            with capturing():
+            with capturing(), without_torchs_log():
                 changing = self._changing_numbers(args, kwargs)
-                captured = capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing)
+                captured = self._capture_expected(args, kwargs, dynamic, changing)
                 guards = Guards(captured)
         except Exception as error:
             self._tell_of_failure(error)
@@ -298,11 +343,27 @@ class CompiledStep(Generic[P, R]):
         event = RankEvent(self.__qualname__, text, _claims(captured.graph))
         return captured, guards, event, self._agree(event)
 
+    def _capture_expected(
+        self, args: Any, kwargs: Any, dynamic: frozenset[tuple[int, int]], changing: ChangingState
+    ) -> CapturedStep:
+        """Capture the step up to its first branch on a value; where another form took branches, along its path.
+
+        Ranks may have taken different paths, and agree on what is captured: they do not go by them.
+        """
+        expected = self.entries[0].captured.outcomes if self.entries and not _communicates() else ()
+        if expected:
+            try:
+                return capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing, expected=expected)
+            except WeftError as error:
+                log.debug("the path of another form cannot be captured: %s", error)
+        return capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing)
+
     def _options(self, graph: StepGraph) -> str:
         """Whatever else decides which collectives run, and when."""
         disabled = ", ".join(sorted(filter(None, map(str.strip, knobs.disable_passes.split(",")))))
         return (
-            f"mode {self.mode}, memory limit {self.memory_limit}, verify {self.verify}, fallback {self.fallback}\n"
+            f"mode {self.mode}, memory limit {self.memory_limit}, verify {self.verify}, fallback {self.fallback}, "
+            f"replay every {self.replay_every}\n"
             f"transports {knobs.transports or 'nccl'}, without passes {disabled or 'none'}\n"
             f"{_sizes(graph)}{_hosts(graph)}"
             f"collectives on CPUs in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead; "
@@ -315,6 +376,7 @@ class CompiledStep(Generic[P, R]):
         if agreed is None:
             linked = _communicates() and agree_in_order(event)
             form = hashlib.sha256(without_remarks(event.text).encode()).hexdigest()
+            graph_hashes.record(event.name, form)
             again = RankEvent(event.name, f"compiles form {form} of {event.name} again")
             agreed = AgreedCollectives(linked, functools.partial(agree_in_order, again))
             self._agreed[event.key] = agreed
@@ -418,15 +480,44 @@ def _changed_dims(leaves: list[Any], captured: CapturedStep) -> set[tuple[int, i
     return changed
 
 
+@overload
 def compile(
-    step: Callable[P, R] | None = None,
+    step: Callable[P, R],
     *,
-    mode: str = "default",
+    mode: Mode = ...,
+    dynamic: bool | None = ...,
+    memory_limit: float | None = ...,
+    verify: bool | None = ...,
+    fallback: Literal["eager"] | None = ...,
+    replay_every: int | None = ...,
+) -> CompiledStep[P, R]:
+    """``@weft.compile``, or ``weft.compile(step)``."""
+
+
+@overload
+def compile(
+    step: None = None,
+    *,
+    mode: Mode = ...,
+    dynamic: bool | None = ...,
+    memory_limit: float | None = ...,
+    verify: bool | None = ...,
+    fallback: Literal["eager"] | None = ...,
+    replay_every: int | None = ...,
+) -> Callable[[Callable[P, R]], CompiledStep[P, R]]:
+    """``@weft.compile(mode="bitwise")``."""
+
+
+def compile(
+    step: Callable[..., object] | None = None,
+    *,
+    mode: Mode = "default",
     dynamic: bool | None = None,
     memory_limit: float | None = None,
     verify: bool | None = None,
-    fallback: str | None = None,
-) -> Any:
+    fallback: Literal["eager"] | None = None,
+    replay_every: int | None = None,
+) -> object:
     """Compile a training step. A drop-in decorator: without it the step trains with the same numbers.
 
     Args:
@@ -438,9 +529,13 @@ def compile(
             change.
         memory_limit: GiB of tensors that a GPU may hold at once, those of the model and of the optimizer included. The
             fastest schedule that fits is taken: the more memory, the less is communicated twice. By default nine
-            tenths of the GPU's memory. It means nothing on a CPU.
+            tenths of the GPU's memory. On a CPU it has no effect, which a warning says.
         verify: run the first call both ways and compare loss, gradients and updated state (default: ``WEFT_VERIFY``).
         fallback: ``"eager"`` runs the step uncompiled, said once, when it cannot be captured; None raises.
+        replay_every: compute every so many-th call twice from the same state, and compare hashes of what each rank
+            sends to others (its gradients) and of all results. Finds processors that compute wrong results silently.
+            Costs a step and a copy of what it changes, in memory too, at each replay, and at each call a read of what
+            is hashed. For steps that neither branch on values nor call opaque functions.
 
     Returns:
         A callable with the step's signature.
@@ -448,18 +543,23 @@ def compile(
     Raises:
         UnknownOption: an option has a value weft does not know.
         InvalidArgumentType, InvalidArgument: the step cannot be called, or an option is of another type or range.
+
+    A call of the step raises ReplayDiffers, with the rank and the first tensor, where a replay has other bits.
     """
     checks = ArgumentChecks("weft.compile")
-    _check_options(checks, step if step is not None else compile, mode, dynamic, verify, fallback)
+    _check_options(checks, step if step is not None else compile, mode, dynamic, verify, fallback, replay_every)
     limit = checks.gibibytes("memory_limit", memory_limit)
     options: dict[str, Any] = {"mode": mode, "dynamic": dynamic, "verify": verify, "fallback": fallback}
+    options["replay_every"] = replay_every
     if step is None:
         return functools.partial(compile, memory_limit=memory_limit, **options)
     options["verify"] = knobs.verify if verify is None else verify
     return CompiledStep(step, memory_limit=limit, **options)
 
 
-def _check_options(checks: ArgumentChecks, step: Any, mode: Any, dynamic: Any, verify: Any, fallback: Any) -> None:
+def _check_options(
+    checks: ArgumentChecks, step: Any, mode: Any, dynamic: Any, verify: Any, fallback: Any, replay_every: Any
+) -> None:
     below = isinstance(step, (classmethod, staticmethod, property))
     remedy = "Write @weft.compile below that decorator" if below else "Write @weft.compile above a function"
     checks.function_or_callable("step", step, remedy)
@@ -470,9 +570,11 @@ def _check_options(checks: ArgumentChecks, step: Any, mode: Any, dynamic: Any, v
     checks.boolean("dynamic", dynamic, optional=True)
     checks.boolean("verify", verify, optional=True)
     checks.one_of("fallback", fallback, [None, "eager"])
+    if replay_every is not None:
+        checks.number("replay_every", replay_every, least=1, whole=True)
 
 
-def capture(step: Callable[..., Any], *args: Any, **kwargs: Any) -> StepGraph:
+def capture(step: Callable[..., object], *args: object, **kwargs: object) -> StepGraph:
     """Capture one call ``step(*args, **kwargs)`` and return its graph; nothing runs.
 
     Works on real tensors and, inside :func:`weft.fake_world`, on fake ones.

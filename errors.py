@@ -28,6 +28,13 @@ class InternalFault(WeftError):
     """Base of the errors that are faults of weft's own, whatever the step is."""
 
 
+class CannotLaunch(WeftError):
+    """A run cannot be started, found or ended: what is missing, and the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}. {remedy}")
+
+
 # ---- arguments of public functions
 
 
@@ -107,8 +114,8 @@ class ProcessGroupExists(WeftError):
 
     def __init__(self, rank: int, world_size: int, backend: str) -> None:
         super().__init__(
-            f"weft.fake_world: this process is already rank {rank} of {world_size} in a {backend} process "
-            f"group. Call torch.distributed.destroy_process_group() first, or plan in a process of its own."
+            f"weft.fake_world: this process is rank {rank} of {world_size} over {backend}. Use another process, or "
+            "call torch.distributed.destroy_process_group() first"
         )
 
 
@@ -116,10 +123,7 @@ class FakeWorldActive(WeftError):
     """A fake world was asked for inside another."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(
-            f"weft.fake_world: rank {rank} of a fake world of {world_size} is active here. Worlds do not "
-            f"nest: leave that `with` block before the next one."
-        )
+        super().__init__(f"weft.fake_world: rank {rank} of a fake world of {world_size} is active. Leave it first")
 
 
 class MeshOfFakeTensor(WeftError):
@@ -506,13 +510,11 @@ class UnrecordedDraw(WeftError):
 
 
 class PythonStateChanged(WeftError):
-    """The step changed a Python number that a captured graph would leave as it was."""
+    """The step changed Python state that a captured graph would leave as it was."""
 
-    def __init__(self, path: str, change: str, remedy: str) -> None:
-        super().__init__(
-            f"the step changed {path} ({change}); a compiled step runs no Python, so it would change once only: "
-            f"{remedy}"
-        )
+    def __init__(self, path: str, change: str, remedy: str, why: str = "") -> None:
+        why = why or "a compiled step runs no Python, so it would change once only"
+        super().__init__(f"the step changed {path} ({change}); {why}: {remedy}")
 
 
 class EscapedTensor(WeftError):
@@ -1199,15 +1201,52 @@ class NotScheduled(WeftError):
         )
 
 
+class BranchesOnInteger(WeftError):
+    """A step that is planned goes on in a way that depends on a whole number that it computes."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(
+            f"{line}: how the step goes on depends on a number that it computes, which a plan does not have. Take the "
+            "number from the host, or move the branch out of the step"
+        )
+
+
+class StepNotReached(WeftError):
+    """A script that is planned ended without calling the step."""
+
+    def __init__(self, script: str, steps: list[str], why: str = "the end of the script") -> None:
+        called = f"it called {', '.join(steps)}" if steps else "it called no step that weft.compile compiles"
+        super().__init__(
+            f"{script} came to {why} without the step to plan: {called}. Name another with --step or --nth, or a "
+            "function that is not compiled with --compile-function"
+        )
+
+
+class ScriptFailed(WeftError):
+    """A script that is planned raised an error before its step."""
+
+    def __init__(self, line: str, error: Exception, needs_value: bool) -> None:
+        remedy = "The script runs as one rank without GPUs here; WEFT_PLAN=1 is set for it to see"
+        if needs_value:
+            remedy = "A plan has sizes and no values: do this after the first step, or leave it out under WEFT_PLAN=1"
+        super().__init__(f"{line}: {type(error).__name__}: {error}. {remedy}")
+
+
 class CannotWrite(WeftError, OSError):
     """A file that the user named cannot be written."""
 
     def __init__(self, what: str, path: object, error: OSError) -> None:
-        reason = error.strerror or type(error).__name__
-        super().__init__(
-            f"{what}: path is {shown(str(path))}, which cannot be written: {reason}. Name a file in a folder that "
-            "exists and that this process may write to"
-        )
+        why = error.strerror or type(error).__name__
+        where = "Name a file in a folder that exists and that this process may write to"
+        super().__init__(f"{what}: path is {shown(str(path))}, which cannot be written: {why}. {where}")
+
+
+class ReplayDiffers(WeftError):
+    """A step that was computed twice from one state has other bits the second time: ``rank``, and its first tensor."""
+
+    def __init__(self, step: str, rank: int, tensor: str) -> None:
+        self.rank, self.tensor = rank, tensor
+        super().__init__(f"{step} computed {tensor} differently twice on rank {rank}: test its processor and memory")
 
 
 # ---- checkpoints
@@ -1218,9 +1257,8 @@ class CheckpointDamaged(WeftError):
 
     def __init__(self, folder: object, damages: Sequence[str]) -> None:
         self.folder, self.damages = folder, list(damages)
-        shown = self.damages[:10]
         more = f"; and {len(self.damages) - 10} more files" if len(self.damages) > 10 else ""
-        super().__init__(f"the checkpoint {folder} is damaged: {'; '.join(shown)}{more}.")
+        super().__init__(f"the checkpoint {folder} is damaged: {'; '.join(self.damages[:10])}{more}.")
 
 
 class CheckpointMismatch(WeftError):
@@ -1230,29 +1268,28 @@ class CheckpointMismatch(WeftError):
         lacking = f"it has no {', '.join(missing[:10])}" + (f" and {len(missing) - 10} more" if missing[10:] else "")
         differing = "; ".join(other[:10]) + (f"; and {len(other) - 10} more" if other[10:] else "")
         what = "; ".join(part for part in (lacking if missing else "", differing) if part)
-        super().__init__(
-            f"the checkpoint {path} does not fit this training run: {what}. Build the model, the optimizer and "
-            f"TrainState as the run that wrote it did, or load from another folder."
-        )
+        super().__init__(f"the checkpoint {path} does not fit: {what}. Build what the run built that wrote it")
 
 
 class CheckpointNotSaved(WeftError):
     """A checkpoint could not be written. Checkpoints of before are still there."""
 
     def __init__(self, step: int, folder: object, reason: str) -> None:
-        super().__init__(
-            f"the checkpoint of step {step} was not saved to {folder}: {reason}. Checkpoints of before are unchanged."
-        )
+        super().__init__(f"step {step} was not saved to {folder}: {reason}. Checkpoints of before are unchanged.")
+
+
+class CheckpointNotLoaded(WeftError):
+    """Ranks that load a checkpoint wait for one that is gone."""
+
+    def __init__(self, folder: object, reason: str) -> None:
+        super().__init__(f"nothing was loaded from {folder}: {reason}.")
 
 
 class NotMainThread(WeftError, ValueError):
     """``weft.stopping`` was called first where Python cannot install signal handlers."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "weft.stopping() was called in another thread than the main one, and Python handles signals in the main "
-            "thread. Call it there once before the training loop."
-        )
+        super().__init__("weft.stopping: call it first in the main thread, where Python handles signals.")
 
 
 class CannotCheckpoint(WeftError, TypeError):

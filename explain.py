@@ -1,20 +1,20 @@
-"""``weft.explain``: the captured graph of a step, its kernels, its schedule, and their numbers."""
+"""``weft.explain``: what a step was captured as, its kernels, its schedule, and their numbers.
+
+Printed, it is a summary; the sections are methods.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import os
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+import torch.distributed as dist
+from rich.console import RenderableType
 from rich.text import Text
 
 from weft import knobs, torch_adapter
@@ -30,11 +30,23 @@ from weft.capture.sizes_in_bytes import collective_bytes, format_bytes, tensor_b
 from weft.capture.step_interface import Role
 from weft.compile import CompiledStep
 from weft.errors import CannotWrite, NotCapturedYet, NotOnGpu, NotScheduled
-from weft.inductor.compiler import compilation_of, kernel_graph, schedule_of, scheduled_graph
+from weft.explain_tables import (
+    Section,
+    bucket_rows,
+    graph_section,
+    kernels_section,
+    pairs,
+    plain_collective,
+    plain_operation,
+    seconds_text,
+    table,
+)
+from weft.inductor.compiler import compilation_of, kernel_graph, predicted_schedule, schedule_of
 from weft.inductor.cost.chrome_trace import write_trace
 from weft.inductor.cost.cluster import load_cluster
-from weft.inductor.cost.kernel_report import KernelReport, KernelUse, report
+from weft.inductor.cost.kernel_report import KernelReport, report
 from weft.inductor.cost.roofline import gpu_called, gpu_of
+from weft.inductor.cost.trace_timings import measured_spans
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.lowering.lower import device_kind
@@ -42,10 +54,8 @@ from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.cudagraph_partition import partition_step
 from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.runtime.program_file import program_file
-from weft.inductor.schedule import schedule_tables
 from weft.inductor.schedule.planner import Schedule
 
-_WIDTH = 120
 _CHECKS = ArgumentChecks("weft.explain")
 
 
@@ -101,19 +111,21 @@ class Explanation:
             state.
         nodes: calls in the graph. Views and writes add nodes; unused results are removed.
         opaque_calls: functions marked with ``weft.opaque`` that the graph calls, in order.
-        collectives: by kind and group.
+        collective_counts: by kind and group.
         hooks: every registered hook.
-        guards: conditions for a later call to use this graph.
+        guard_list: conditions for a later call to use this graph.
         symbolic: sizes that are symbols in the graph.
         specialised: sizes that were to be symbolic and became numbers.
         captures: the reason of every capture of the step so far.
         inputs: by role.
         seconds: how long this capture took.
-        graph: the captured graph; prints as Python.
+        step_graph: the captured graph; prints as Python.
         program: the Python text of the Program.
-        kernels: the generated kernels on a GPU; None if ATen kernels run. :meth:`on` predicts them.
+        kernel_report: the generated kernels on a GPU; None if ATen kernels run. :meth:`on` predicts them.
         schedule: the schedule of the collectives on GPUs; None without collectives and on CPUs. :meth:`scheduled`
             predicts it.
+        memory_limit: bytes, that of the compiled step; :meth:`scheduled` keeps it.
+        world_size, rank: of the process group, or of the fake world, that the step was captured in.
     """
 
     name: str
@@ -121,23 +133,26 @@ class Explanation:
     operations_captured: int
     nodes: int
     opaque_calls: list[str]
-    collectives: list[CollectiveCount]
+    collective_counts: list[CollectiveCount]
     hooks: list[HookFired]
-    guards: list[Guard]
+    guard_list: list[Guard]
     symbolic: list[SymbolicSize]
     specialised: list[Specialised]
     captures: list[str]
     inputs: list[InputBytes]
     seconds: float
-    graph: StepGraph
+    step_graph: StepGraph
     program: str
-    kernels: KernelReport | None = None
+    kernel_report: KernelReport | None = None
     schedule: Schedule | None = None
+    memory_limit: int | None = None
+    world_size: int = 1
+    rank: int = 0
 
     def on(self, gpu: str = "H200") -> Explanation:
-        """The same, with the kernels that would run on a kind of GPU ("H200": those of docs/clusters.md), compiled for
-        it. No GPU is needed: a step that was captured on a CPU, or in a fake world, is moved to one
-        (:mod:`weft.inductor.graph.retarget` says what that leaves out).
+        """The same, with the kernels that would run on a kind of GPU ("H200", or a cluster of such: "h200x8", see
+        docs/clusters.md), compiled for it. No GPU is needed: a step that was captured on a CPU, or in a fake world, is
+        moved to one (:mod:`weft.inductor.graph.retarget` says what that leaves out).
 
         Raises:
             UnknownOption: a GPU that weft does not know.
@@ -146,43 +161,57 @@ class Explanation:
         _CHECKS.kind("gpu", gpu, str, "the name of a GPU", 'Write "H200" or another name of docs/clusters.md')
         runner = PassRunner()
         kind = gpu_called(gpu)
-        on_cpu = device_kind(self.graph.graph.nodes) == "cpu"
-        graph = retarget(self.graph.copy()) if on_cpu else self.graph
+        on_cpu = device_kind(self.step_graph.graph.nodes) == "cpu"
+        graph = retarget(self.step_graph.copy()) if on_cpu else self.step_graph
         graph = kernel_graph(runner.run("graph", graph.copy(), KERNEL_PASSES), runner)
         kernels = runner.timed("compile", lambda: report(graph, kind, runner.seconds))
-        return replace(self, kernels=replace(kernels, seconds=runner.seconds))
+        return replace(self, kernel_report=replace(kernels, seconds=runner.seconds))
 
     def scheduled(self, cluster: str = "h200x8", memory_limit: float | None = None) -> Explanation:
         """The same, with the schedule that it would have on a cluster, predicted: no GPU is needed. The process groups
         of the step have to be there: inside the ``weft.fake_world`` it was captured in.
 
         Args:
-            cluster: a name of docs/clusters.md, or the path of a description.
-            memory_limit: GiB that a rank may hold, as in ``weft.compile``.
+            cluster: a name of docs/clusters.md, the name of a GPU ("H200"), or the path of a description.
+            memory_limit: GiB that a rank may hold, as in ``weft.compile``; by default that of the compiled step.
 
         Raises:
             UnknownOption: a cluster that weft does not know.
             MemoryLimitUnreachable: no schedule fits.
             GroupGone: a process group of the step is not there any more.
         """
-        limit = _CHECKS.gibibytes("memory_limit", memory_limit)
+        limit = _CHECKS.gibibytes("memory_limit", memory_limit) or self.memory_limit
         description = load_cluster(cluster)
-        graph = self.graph.copy()
+        graph = self.step_graph.copy()
         graph = retarget(graph) if device_kind(graph.graph.nodes) == "cpu" else graph
-        _, found = scheduled_graph(graph, description, limit, True, PassRunner())
-        return replace(self, schedule=found)
+        return replace(self, schedule=predicted_schedule(graph, description, limit))
 
-    def write_trace(self, path: str | Path) -> None:
+    def write_trace(self, path: str | Path, profile: torch.profiler.profile | None = None) -> None:
         """Write the predicted schedule as a Chrome trace, which Perfetto opens: computation, each communicator, memory.
+
+        Args:
+            path: of the file.
+            profile: of one call of the step on this process's GPU, stopped. Its kernels and copies are a second process
+                of the same file, "measured", with the user's lines of generated kernels.
 
         Raises:
             NotScheduled: the step has no schedule.
+            InvalidArgument: ``profile`` has nothing that ran on a GPU.
             CannotWrite: there can be no such file.
         """
         if self.schedule is None:
             raise NotScheduled(self.name)
+        measured = [] if profile is None else measured_spans(profile)
+        if profile is not None and not measured:
+            wanted, remedy = (
+                "of a step on a GPU",
+                "Record it with ProfilerActivity.CUDA around one call, and stop it first",
+            )
+            raise _CHECKS.invalid("profile", "one without kernels", wanted, remedy)
+        uses = () if self.kernel_report is None else self.kernel_report.kernels
+        lines = {use.name: use.lines[0] for use in uses if use.lines}
         with _written(path):
-            write_trace(path, self.schedule.simulation)
+            write_trace(path, self.schedule.simulation, measured, lines)
 
     def measured(self) -> Explanation:
         """The same, with the time that each kernel takes on this machine's GPU.
@@ -190,9 +219,9 @@ class Explanation:
         Raises:
             NotOnGpu: the step runs on none.
         """
-        if self.kernels is None:
+        if self.kernel_report is None:
             raise NotOnGpu("of this step")
-        return replace(self, kernels=self.kernels.measured())
+        return replace(self, kernel_report=self.kernel_report.measured())
 
     def write(self, path: str | Path) -> None:
         """Write what runs as one Python file: kernels, what launches them, what calls them.
@@ -201,23 +230,102 @@ class Explanation:
             CannotWrite: there can be no such file.
         """
         with _written(path):
-            graph = self.kernels.graph if self.kernels is not None else run_passes(self.graph)
+            graph = self.kernel_report.graph if self.kernel_report is not None else run_passes(self.step_graph)
             Path(path).write_text(program_file(graph))
 
     @property
     def guards_by_kind(self) -> dict[str, int]:
         """Number of guards by kind, such as ``tensor`` or ``number``."""
-        return dict(Counter(guard.kind for guard in self.guards))
+        return dict(Counter(guard.kind for guard in self.guard_list))
+
+    # ---- what is printed
+
+    def graph(self) -> Section:
+        """The captured graph by stage and module; layers that are alike have one row. :attr:`step_graph` is all."""
+        return graph_section(self.step_graph)
+
+    def kernels(self) -> Section:
+        """Generated kernels, what libraries run beside them, and their times.
+
+        Raises:
+            NotOnGpu: the step runs on none. :meth:`on` says what would run there.
+        """
+        if self.kernel_report is None:
+            raise NotOnGpu("of this step")
+        return kernels_section(self.kernel_report)
+
+    def collectives(self, why: bool = False) -> Section:
+        """Collectives by kind and group; with a schedule its buckets, too.
+
+        Args:
+            why: add the numbers that decided each bucket.
+        """
+        _CHECKS.boolean("why", why)
+        rows = [
+            (plain_collective(c.kind), c.group, c.count, "data decides" if c.bytes is None else format_bytes(c.bytes))
+            for c in self.collective_counts
+        ]
+        parts = table("collectives", ["kind", "group", "count", "bytes"], rows)
+        if self.schedule is not None:
+            columns = ["at", "bucket", "bytes", "by", "took", "exposed", "of"]
+            parts += table("\nbuckets", columns, bucket_rows(self.schedule.buckets))
+            for bucket in self.schedule.buckets if why else ():
+                parts.append(Text(f"{bucket.kind} of {', '.join(bucket.members[:2])}: {bucket.why}"))
+        return Section(parts or [Text("The step does not communicate.")])
+
+    def memory(self) -> Section:
+        """Inputs by role; with a schedule the predicted peak and where it is."""
+        rows = [(i.role.value, i.count, format_bytes(i.bytes)) for i in self.inputs]
+        parts = table("inputs of this rank", ["role", "count", "bytes"], rows)
+        if self.schedule is not None:
+            simulation = self.schedule.simulation
+            at = simulation.task_graph.tasks[simulation.order[simulation.peak_at]].name if simulation.order else "none"
+            aside = simulation.task_graph.set_aside
+            limit = "" if self.memory_limit is None else f", limit {format_bytes(self.memory_limit)}"
+            parts.append(Text(f"\npredicted peak {format_bytes(simulation.peak)} at {at}{limit}"))
+            if aside:
+                parts.append(Text(f"{format_bytes(aside)} of it for collectives over symmetric memory"))
+        return Section(parts)
+
+    def guards(self) -> Section:
+        """What a later call must meet to run this form: symbolic and specialised sizes, conditions by kind, and why the
+        step was captured so often. :attr:`guard_list` has every condition."""
+        sizes = [(s.size, s.symbol, s.low, "any" if s.high is None else s.high) for s in self.symbolic]
+        fixed = [(s.size, s.value, s.line) for s in self.specialised]
+        return Section(
+            [
+                *table("guards", ["kind", "count"], self.guards_by_kind.items()),
+                *table("\nsymbolic sizes", ["size", "symbol", "from", "to"], sizes),
+                *table("\nspecialised sizes", ["size", "value", "by"], fixed),
+                *table("\ncaptures", ["", "reason"], list(enumerate(self.captures, 1))),
+            ]
+        )
+
+    def hooks_and_calls(self) -> Section:
+        """Every registered hook and how often it fired; functions marked with ``weft.opaque``."""
+        hooks = [(h.owner, h.kind, h.count, h.name) for h in self.hooks]
+        calls = Counter(self.opaque_calls).items()
+        return Section(
+            table("hooks", ["owner", "kind", "fired", "function"], hooks)
+            + table("\nopaque calls", ["function", "count"], calls)
+        )
+
+    def summary(self) -> Section:
+        """What ``print`` shows."""
+        title = f"{self.name}: {self.nodes} operations, captured in {seconds_text(self.seconds)}"
+        return Section(pairs(title, _summary(self)))
 
     def __rich__(self) -> RenderableType:
-        return Group(*_tables(self))
+        return self.summary()
 
     def __str__(self) -> str:
-        colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        console = Console(file=io.StringIO(), force_terminal=colours, no_color=not colours, width=_WIDTH)
-        with console.capture() as text:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in text.get().splitlines())
+        return str(self.summary())
+
+    def __repr__(self) -> str:
+        return f"<weft explanation of {self.name}: {self.nodes} operations>"
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
 
 
 @contextlib.contextmanager
@@ -230,13 +338,14 @@ def _written(path: str | Path) -> Iterator[None]:
         raise CannotWrite("weft.explain", path, error) from error
 
 
-def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(step: Callable[..., object], *args: object, **kwargs: object) -> Explanation:
     """Say what a step was captured as.
 
     Args:
         step: a compiled step; or any function, which is then captured for the purpose and not run.
-        args, kwargs: a call to explain. A compiled step that was captured in that form is not captured again;
+        *args: of a call to explain. A compiled step that was captured in that form is not captured again;
             without arguments, the form that ran last is explained.
+        **kwargs: of that call.
 
     Raises:
         NotCapturedYet: a compiled step never ran and no arguments were given.
@@ -257,18 +366,21 @@ def explain(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         opaque_calls=[
             operation(n.target).removeprefix("opaque_") for n in graph.graph.nodes if isinstance(n.target, OpaqueCall)
         ],
-        collectives=_collectives(graph),
+        collective_counts=_collectives(graph),
         hooks=[HookFired(count.owner, count.kind, count.name, count.fired) for count in captured.hooks.counts],
-        guards=entry.guards.listed(),
+        guard_list=entry.guards.listed(),
         symbolic=list(_symbolic(captured)),
         specialised=list(captured.specialised),
         captures=list(compiled.captures),
         inputs=_inputs(graph),
         seconds=captured.seconds,
-        graph=graph,
+        step_graph=graph,
         program=entry.program.source,
-        kernels=_kernels(entry.program),
+        kernel_report=_kernels(entry.program),
         schedule=schedule_of(entry.program),
+        memory_limit=compiled.memory_limit,
+        world_size=torch_adapter.world_size(),
+        rank=dist.get_rank() if dist.is_initialized() else 0,
     )
 
 
@@ -312,97 +424,51 @@ def _inputs(graph: StepGraph) -> list[InputBytes]:
     return [InputBytes(role, len(sizes[role]), sum(sizes[role])) for role in Role if role in sizes]
 
 
-# ---- tables
-
-
-def _tables(explained: Explanation) -> Iterator[RenderableType]:
-    yield Text(
-        f"{explained.name}: {explained.operations_captured} of {explained.operations_run} operations "
-        f"captured as {explained.nodes} nodes in {explained.seconds:.2f} s",
-        style="bold",
+def _summary(explained: Explanation) -> Iterator[tuple[str, str]]:
+    """Names and values of the summary; what is unknown has no row, or says how to find out."""
+    if explained.world_size > 1:
+        yield "runs on", f"rank {explained.rank} of {explained.world_size}"
+    sizes = (f"{i.role.value} {format_bytes(i.bytes)} in {i.count}" for i in explained.inputs if i.bytes)
+    yield "this rank", ", ".join(sizes) or "holds no tensors"
+    counted = (
+        f"{c.count} {plain_collective(c.kind)} of {'sizes by data' if c.bytes is None else format_bytes(c.bytes)} "
+        f"over {c.group}"
+        for c in explained.collective_counts
     )
-    yield from _table(
-        "inputs",
-        ["role", "count", "bytes"],
-        [(i.role.value, i.count, format_bytes(i.bytes)) for i in explained.inputs],
-    )
-    yield from _table(
-        "collectives",
-        ["kind", "group", "count", "bytes"],
-        [
-            (c.kind, c.group, c.count, "data decides" if c.bytes is None else format_bytes(c.bytes))
-            for c in explained.collectives
-        ],
-    )
-    yield from _table(
-        "hooks",
-        ["owner", "kind", "function", "fired"],
-        [(h.owner, h.kind, h.name, h.count) for h in explained.hooks],
-    )
-    yield from _table("opaque calls", ["function", "count"], Counter(explained.opaque_calls).items())
-    yield from _table(
-        "symbolic sizes",
-        ["size", "symbol", "from", "to"],
-        [(s.size, s.symbol, s.low, "any" if s.high is None else s.high) for s in explained.symbolic],
-    )
-    yield from _table(
-        "specialised sizes",
-        ["size", "value", "by"],
-        [(s.size, s.value, s.line) for s in explained.specialised],
-    )
-    yield from _table("guards", ["kind", "count"], explained.guards_by_kind.items())
-    yield from _table("captures", ["", "reason"], list(enumerate(explained.captures, 1)))
-    if explained.kernels is not None:
-        yield from _kernel_tables(explained.kernels)
-    if explained.schedule is not None:
-        yield Text(schedule_tables.summary(explained.schedule.simulation), style="bold")
-        for rows in schedule_tables.tables(explained.schedule):
-            yield from _table(*rows)
+    yield "communicates", "; ".join(counted) or "not at all"
+    yield from _predicted(explained)
+    report_ = explained.kernel_report
+    if report_ is None:
+        yield "kernels", 'ATen runs all operations here; .on("H200") says what a GPU would run'
+    else:
+        launches = sum(use.count for use in report_.kernels)
+        least = sum(use.roofline_us * use.count for use in report_.kernels)
+        on = f"on {report_.gpu.name}, at least {seconds_text(least * 1e-6)}"
+        yield "kernels", f"{len(report_.kernels)} generated, launched {launches} times {on}"
+        others = Counter[str]()
+        for calls in report_.calls:
+            others[plain_operation(calls.operation)] += calls.count if calls.why != "communicates" else 0
+        yield "libraries", ", ".join(f"{count} {name}" for name, count in others.most_common(5) if count) or "nothing"
+    if explained.hooks or explained.opaque_calls:
+        fired = sum(hook.count for hook in explained.hooks)
+        text = f"{len(explained.hooks)} hooks fired {fired} times, {len(explained.opaque_calls)} opaque calls"
+        yield "hooks", f"{text}: .hooks_and_calls()"
+    times = "once" if len(explained.captures) <= 1 else f"{len(explained.captures)} times"
+    yield "guards", f"{len(explained.guard_list)} conditions; captured {times}"
+    if explained.symbolic or explained.specialised:
+        yield "sizes", f"{len(explained.symbolic)} symbolic, {len(explained.specialised)} specialised: .guards()"
+    yield "more", ".graph() .kernels() .collectives() .memory() .guards(), print(explained.step_graph)"
 
 
-def _kernel_tables(found: KernelReport) -> Iterator[RenderableType]:
-    measured = ["measured us"] if any(use.measured_us is not None for use in found.kernels) else []
-    yield from _table(
-        f"kernels on {found.gpu.name}, {found.gpu.copy_bandwidth / 1e12:g} TB/s",
-        ["kernel", "count", "ops", "bytes", "roofline us", *measured, "regs", "spills", "shared", "from"],
-        [_kernel_row(use) for use in found.kernels],
-    )
-    calls = [(calls.operation, calls.count, calls.why) for calls in found.calls]
-    yield from _table("not generated", ["operation", "count", "why"], calls)
-    seconds = [(stage, f"{seconds:.2f}") for stage, seconds in found.seconds.items()]
-    yield from _table("seconds of compiling", ["stage", "s"], seconds)
-    recorded = [(nodes, "recorded" if why is None else why) for nodes, why in found.recorded]
-    yield from _table("CUDA graphs", ["nodes", "recorded, or why not"], recorded)
-
-
-def _kernel_row(use: KernelUse) -> tuple[Any, ...]:
-    measured = [] if use.measured_us is None else [f"{use.measured_us:.1f}"]
-    needs: list[Any] = ["", "", ""]
-    if use.resources is not None:
-        needs = [use.resources.registers, use.resources.spills, format_bytes(use.resources.shared)]
-    roofline = f"{use.roofline_us:.1f}"
-    return use.name, use.count, use.operations, format_bytes(use.bytes), roofline, *measured, *needs, _short(use.lines)
-
-
-def _short(lines: Iterable[str]) -> str:
-    """``train.py:12, 14`` of lines with their paths and functions."""
-    numbers: dict[str, dict[int, None]] = {}
-    for line in lines:
-        file, _, number = line.rsplit(" in ", 1)[0].rpartition(":")
-        numbers.setdefault(os.path.basename(file), {})[int(number)] = None
-    return "; ".join(f"{file}:{', '.join(map(str, sorted(found)))}" for file, found in numbers.items())
-
-
-def _table(title: str, columns: list[str], rows: Iterable[tuple[Any, ...]]) -> Iterator[RenderableType]:
-    """A title and aligned columns, numbers to the right; nothing where there are no rows."""
-    rows = list(rows)
-    if not rows:
+def _predicted(explained: Explanation) -> Iterator[tuple[str, str]]:
+    if explained.schedule is None:
+        if explained.collective_counts:
+            yield "step time", '.scheduled("h200x8") predicts it, exposed communication and memory'
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for at, column in enumerate(columns):
-        number = isinstance(rows[0][at], int) or column in ("bytes", "shared", "s") or column.endswith((" us", " ms"))
-        table.add_column(column, justify="right" if number else "left", overflow="fold", no_wrap=column == "kernel")
-    for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
-    yield Text(f"\n{title}", style="bold cyan")
-    yield table
+    simulation = explained.schedule.simulation
+    exposed = simulation.exposed_seconds
+    share = f" ({exposed / simulation.seconds:.1%})" if simulation.seconds else ""
+    communication = f"{seconds_text(exposed)} of it exposed communication{share}"
+    yield "step time", f"{seconds_text(simulation.seconds)} predicted, {communication}"
+    limit = "" if explained.memory_limit is None else f", limit {format_bytes(explained.memory_limit)}"
+    yield "peak memory", f"{format_bytes(simulation.peak)} predicted{limit}"

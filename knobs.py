@@ -96,6 +96,10 @@ dump_dir: Annotated[
     " and `..._program.py`, the program as one file. Empty: nothing is written.",
 ] = ""
 
+full_traceback: Annotated[
+    bool, "Keep the frames of torch and weft in the tracebacks of errors in a step, not those of the user's code alone."
+] = False
+
 cache_dir: Annotated[
     str,
     "Directory of compiled kernels, graphs and measurements. It can be deleted at any time. One that others can write"
@@ -146,6 +150,12 @@ recapture_limit: Annotated[
 record_collectives: Annotated[
     bool, "Also record steps with collectives as CUDA graphs. By default they run kernel by kernel."
 ] = False
+
+ring_dir: Annotated[
+    str,
+    "Directory to which a rank writes its last collectives when a compiled step that communicates fails. `weft launch`"
+    " sets it. Empty: nothing is written.",
+] = ""
 
 strict: Annotated[
     bool,

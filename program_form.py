@@ -19,6 +19,7 @@ from weft.capture.state.state_reader import PlaceReader
 from weft.capture.step_interface import Role
 from weft.inductor.compiler import compile_graph
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
+from weft.replay import HashedTensors, ReplayedState, with_hashes
 
 
 class PlacedProgram:
@@ -54,16 +55,34 @@ class PlacedProgram:
 
 
 class ProgramForm:
-    """One captured form of a step with its guards and its program."""
+    """One captured form of a step with its guards and its program.
+
+    Args:
+        replayed: the name of the step where calls of it can be replayed, see :mod:`weft.replay`.
+    """
 
     def __init__(
-        self, captured: CapturedStep, guards: Guards, mode: str, memory_limit: int | None, agreed: AgreedCollectives
+        self,
+        captured: CapturedStep,
+        guards: Guards,
+        mode: str,
+        memory_limit: int | None,
+        agreed: AgreedCollectives,
+        replayed: str = "",
     ) -> None:
         self.captured = captured
         self.guards = guards
         self.busy = False  # whether its program is running, with buffers that serve one call at a time
         self.event: RankEvent | None = None  # of its calls, where their collectives link all ranks
-        self._placed = PlacedProgram(captured.graph, captured.places, mode, memory_limit, agreed)
+        self.replays_next = False  # whether the next call computes twice
+        graph, self._name = captured.graph, replayed
+        self._hashed: HashedTensors | None = None
+        if replayed:
+            graph, self._hashed = with_hashes(graph, replayed)
+        self._placed = PlacedProgram(graph, captured.places, mode, memory_limit, agreed)
+        # Of lists and dictionaries that the step changes and replaces: each call finds others in their places.
+        effects = [effect.container for effect in captured.effects]
+        self._replaced = [(each, outer) for each in effects if (outer := each.outer) is not None]
 
     @property
     def program(self) -> Any:
@@ -85,21 +104,37 @@ class ProgramForm:
         finally:
             self.busy = False
 
+    def _compute(self) -> list[Any]:
+        """The values of the captured outputs; computed twice where this call is replayed."""
+        if self._hashed is None:
+            return self._placed.run()
+        if not self.replays_next:
+            return self._placed.run()[:-1]
+        state = ReplayedState(place.get() for place in self._placed.updated)
+        once = self._placed.run()[-1].clone()
+        state.restore()
+        *outputs, again = self._placed.run()
+        self._hashed.first_difference(self._name, once, again, linked=self.event is not None)
+        return outputs
+
     def _run(self, leaves: list[Any], call: tuple[Any, Any]) -> Any:
         captured = self.captured
         captured.arguments.bind(leaves)
         if captured.autocast_copies:
             check_copies(captured.autocast_copies)
-        outputs = self._placed.run()
+        outputs = self._compute()
         for at in captured.aliases:
             outputs[at] = outputs[at].detach()
-        # All values first: one effect may move what another one replaces.
-        appended = [append.template.fill(outputs) for append in captured.appends]
-        values = [effect.template and effect.template.fill(outputs) for effect in captured.effects]
-        result = captured.result.fill(outputs)
+        made: dict[int, Any] = {}
         with captured.arguments.containers_of(call):
+            # All values first: one effect may move what another one replaces.
+            appended = [append.template.fill(outputs, made) for append in captured.appends]
+            values = [effect.template and effect.template.fill(outputs, made) for effect in captured.effects]
+            result = captured.result.fill(outputs, made)
             for append, value in zip(captured.appends, appended, strict=True):
                 append.container.get(append.key).append(value)
+            for container, place in self._replaced:
+                container.obj = place.outer()
             for effect, value in zip(captured.effects, values, strict=True):
                 if effect.template is None:
                     effect.container.remove(effect.key)

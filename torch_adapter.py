@@ -12,7 +12,7 @@ import inspect
 import operator
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -46,8 +46,7 @@ from weft import thread_patches
 
 def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
     """The ShapeEnv of a fake mode that was made with one."""
-    assert fake_mode.shape_env is not None
-    return fake_mode.shape_env
+    return cast(ShapeEnv, fake_mode.shape_env)
 
 
 def is_plain_tensor_type(kind: type) -> bool:
@@ -165,6 +164,7 @@ class _OwnGroups(distributed_c10d._World):
 
 
 _GROUPS: Any = _GroupsOfThread(distributed_c10d._world)
+_RANKS: Any = torch.utils.weak.WeakIdKeyDictionary()  # of each process group, as one tuple
 
 
 @contextlib.contextmanager
@@ -353,7 +353,8 @@ def group_rank(group_name: str) -> int:
 
 def group_ranks(group_name: str) -> tuple[int, ...]:
     """Ranks of the world that are in the process group of that name, in its order. Raises RuntimeError without one."""
-    return tuple(dist.get_process_group_ranks(distributed_c10d._resolve_process_group(cast(Any, group_name))))
+    group = distributed_c10d._resolve_process_group(cast(Any, group_name))
+    return _RANKS.get(group) or _RANKS.setdefault(group, tuple(dist.get_process_group_ranks(group)))
 
 
 def strided_shard(dim: int, split_factor: int) -> Any:
@@ -464,9 +465,7 @@ def on_replacement(shape_env: ShapeEnv, note: Callable[[Any, Any], None]) -> Ite
 
 def hint(number: int | torch.SymInt) -> int | None:
     """The value that a size had in the captured call; None where only the data decides it."""
-    if isinstance(number, int):
-        return number
-    value = number.node.hint if number.node.has_hint() else None
+    value = number if isinstance(number, int) else number.node.hint if number.node.has_hint() else None
     return None if value is None else int(value)
 
 
@@ -567,8 +566,8 @@ def registered_hooks(tensor: torch.Tensor) -> list[dict[int, Any]]:
     return [d for d in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks) if d]
 
 
-# What tells whether a leaf takes a gradient and whether hooks were ever registered on it, in one call in C.
-leaf_flags = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+# The dictionaries of hooks on a leaf, each read by one call in C.
+leaf_hooks = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
 # Attributes of tensor subclasses are read as they are, and several times faster.
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 # As above, and no function mode sees what is read or called either.
@@ -760,12 +759,19 @@ def node_registrations(
 
 
 def register_dataclasses(tree: Any) -> None:
-    """Teach pytrees every dataclass met in ``tree``, so that its fields are leaves."""
+    """Teach pytrees every dataclass and ``UserDict`` met in ``tree``, so that what they hold are leaves."""
     for leaf in _pytree.tree_leaves(tree):
         kind = type(leaf)
         if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
             _pytree.register_dataclass(kind)
-            register_dataclasses(leaf)
+        elif isinstance(leaf, UserDict):
+            named: Any = lambda obj: ([(_pytree.GetAttrKey("__dict__"), vars(obj))], type(obj))
+            flat = lambda obj: ([vars(obj)], type(obj))
+            made = lambda parts, kind: (new := object.__new__(kind), vars(new).update(*parts))[0]
+            _pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
+        else:
+            continue
+        register_dataclasses(leaf)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -774,8 +780,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    """Leaves of a pytree with their key paths, and the spec to put it together again."""
-    return _pytree.tree_flatten_with_path(tree)
+    """Leaves of a pytree with their key paths (numbers, if a type has no keys), and the spec to put it together."""
+    with contextlib.suppress(ValueError):
+        return _pytree.tree_flatten_with_path(tree)
+    key, (leaves, spec) = _pytree.SequenceKey, _pytree.tree_flatten(tree)
+    return [((key(0), key(at)), leaf) for at, leaf in enumerate(leaves)], spec
 
 
 class _Size(tuple):
@@ -804,13 +813,6 @@ def rewrap(like: Any, inner: torch.Tensor) -> torch.Tensor:
     parts = {name: getattr(like, name) for name in names}
     inside = {name: inner if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
     return type(like).__tensor_unflatten__(inside, context, like.shape, like.stride())
-
-
-def describe_dtensor(tensor: Any) -> str:
-    """Global shape, dtype, mesh and placements of a DTensor, the same text on every rank."""
-    mesh = tensor.device_mesh
-    axes = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
-    return f"{list(tensor.shape)} {tensor.dtype} over {axes} as {list(tensor.placements)}"
 
 
 def describe_group(name: str) -> str:
@@ -1266,9 +1268,7 @@ def surely_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal for all values of their symbols that the graph is made for. Adds no guard."""
     if type(a) is int and type(b) is int:
         return a == b
-    if str(a) == str(b):
-        return True
-    return bool(symbolic_shapes.statically_known_true(a == b))
+    return str(a) == str(b) or bool(symbolic_shapes.statically_known_true(a == b))
 
 
 # ---- checkpoints

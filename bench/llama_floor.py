@@ -108,7 +108,7 @@ def measured(shape: str, impl: str, steps: int, bandwidth: float) -> dict[str, A
     rest = statistics.median(milliseconds(block) for block in profiled) - library
     floor = moved = None
     if impl == "weft":
-        kernels = weft.explain(step).kernels
+        kernels = weft.explain(step).kernel_report
         assert kernels is not None
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
         moved = sum(use.bytes * use.count for use in kernels.kernels) + ADAMW * weights

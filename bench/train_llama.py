@@ -142,7 +142,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         paused.append(sum(pauses))
     explained = weft.explain(step) if isinstance(step, CompiledStep) else None
     schedule = None if explained is None else explained.schedule
-    shared = 0 if explained is None or explained.kernels is None else shared_bytes(explained.kernels.graph)
+    shared = 0 if explained is None or explained.kernel_report is None else shared_bytes(explained.kernel_report.graph)
     exposed, longest = list[float](), []
     if options.profile and device.type == "cuda":
         spans = profiled(one, device)
@@ -178,7 +178,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
         "first_step_s": first,
         "since_start_s": since_start,
         "capture_s": None if explained is None else explained.seconds,
-        "compile_s": None if explained is None or explained.kernels is None else explained.kernels.seconds,
+        "compile_s": None if explained is None or explained.kernel_report is None else explained.kernel_report.seconds,
         "torch": torch.__version__,
         "losses": (mean / dist.get_world_size()).tolist(),
     }

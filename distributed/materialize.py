@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,8 +21,10 @@ from weft.errors import CannotInitialize
 
 _log = logging.getLogger(__name__)
 
+M = TypeVar("M", bound=nn.Module)
 
-def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+
+def materialize(model: M, device: torch.device | str | None = None) -> M:
     """Allocate what of `model` is on the meta device, let each module initialize its own; return the model.
 
     Modules are visited in the order in which they were built: the submodules of a module in their order, then

@@ -4,14 +4,14 @@
     torchrun --nproc-per-node 2 examples/train_lm.py --eager    # the same, the step not compiled
     torchrun --nproc-per-node 2 examples/train_lm.py --peer     # the same, sharded by torch and not compiled
 
-Writes metrics.jsonl and loss.png to out/.
+Writes metrics.jsonl and loss.png to out/; with --tensorboard what TensorBoard shows, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,8 @@ from lm.model import Config, sample
 from lm.screen import Metrics, Screen, draw_losses
 from lm.trainer import Kind, Settings, Trainer, mean_over_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import weft
 
 PROMPT = b"def "
 COMPARED_STEPS = 20
@@ -38,10 +40,14 @@ def main() -> None:
     settings = Settings() if device.type == "cpu" else Settings(steps=2000, batch=32)
     settings = replace(settings, steps=options.steps or settings.steps, seed=options.seed)
 
+    screen = Screen(settings.steps, options.out / "metrics.jsonl", dist.get_rank() == 0, options.tensorboard)
+    screen.say("reading the standard library ...")
     corpus = read_corpus()
+    screen.say("building the model ...")
     trainer = Trainer(options.kind, Config(), settings, corpus, mesh, device)
-    screen = Screen(settings.steps, options.out / "metrics.jsonl", shown=dist.get_rank() == 0)
     screen.say(introduction(trainer, options.kind))
+    if options.kind == "compiled":
+        screen.say("the first step is captured and compiled, which takes some seconds ...")
     with screen:
         losses, rows = train(trainer, screen)
 
@@ -49,7 +55,7 @@ def main() -> None:
     final = trainer.validate(FINAL_BATCHES)
     screen.say(f"validation loss {final:.3f} nats per byte; a bigram model of the same text: {bigram:.3f}")
     if options.kind == "compiled":
-        screen.say(compare_with_eager(losses, settings, corpus, mesh, device))
+        screen.say(compare_with_eager(losses, settings, corpus, mesh, device, screen))
     plain = trainer.unsharded()
     if dist.get_rank() == 0:
         draw_losses(rows, bigram, options.out / "loss.png")
@@ -68,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
     parser.add_argument("--sample", type=int, default=300, help="bytes to draw from the trained model")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.jsonl and loss.png")
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write what TensorBoard shows, too")
     parser.set_defaults(kind="compiled")
     return parser.parse_args()
 
@@ -113,7 +120,8 @@ def train(trainer: Trainer, screen: Screen) -> tuple[list[float], list[Metrics]]
         due = step % validate_every == 0 or step == steps
         validation = trainer.validate(VALIDATION_BATCHES) if due else None
         mean = mean_over_ranks(torch.tensor(recent, device=trainer.device).mean())
-        rows.append(Metrics(step, mean, norm.item(), validation, rate, memory_gib(trainer.device), now - begin))
+        used, seconds, mfu = memory_gib(trainer.device), now - begin, mfu_of(trainer)
+        rows.append(Metrics(step, mean, norm.item(), validation, rate, used, seconds, mfu))
         screen.show(rows[-1])
         window = time.perf_counter()
     return losses, rows
@@ -123,7 +131,19 @@ def memory_gib(device: torch.device) -> float:
     """The most memory this process has held: on its GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return 0.0
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def mfu_of(trainer: Trainer) -> float | None:
+    """Percent of the GPU's peak, where weft knows it and the step is compiled."""
+    if not isinstance(trainer.step, weft.CompiledStep):
+        return None
+    return weft.metrics(trainer.step).get("mfu(%)")
 
 
 def bigram_loss(corpus: Corpus, trainer: Trainer) -> float:
@@ -137,12 +157,18 @@ def bigram_loss(corpus: Corpus, trainer: Trainer) -> float:
 
 
 def compare_with_eager(
-    losses: list[float], settings: Settings, corpus: Corpus, mesh: DeviceMesh, device: torch.device
+    losses: list[float],
+    settings: Settings,
+    corpus: Corpus,
+    mesh: DeviceMesh,
+    device: torch.device,
+    screen: Screen,
 ) -> str:
     """Take the first steps again from the same seed, uncompiled, and set the losses side by side."""
     count = min(COMPARED_STEPS, len(losses))
     again = Trainer("eager", Config(), settings, corpus, mesh, device)
-    differences = [abs(losses[i] - again.train()[0].item()) for i in range(count)]
+    steps = screen.track("taking the first steps again, uncompiled", count)
+    differences = [abs(losses[i] - again.train()[0].item()) for i in steps]
     largest = torch.tensor(max(differences), device=device, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     verdict = "equal bit for bit" if largest.item() == 0 else "not equal"

@@ -1,1 +1,1 @@
-"""The command line: ``weft calibrate``."""
+"""The command line: ``weft launch``, ``weft calibrate``, ``weft checkpoint`` and tools around them."""

@@ -76,6 +76,8 @@ def _show(path: Path) -> None:
     manifest: Manifest = read_manifest(path)
     versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
     print(f"{path}: step {manifest.step}, {manifest.world_size} ranks, {versions}")
+    for name, digest in sorted(manifest.graphs.items()):
+        print(f"  graph of {name}: SHA-256 {digest}")
     for name, (dtype, shape) in manifest.tensors.items():
         print(f"  {name}: {dtype.removeprefix('torch.')}{list(shape)}")
 

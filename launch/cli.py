@@ -12,8 +12,19 @@ from weft.errors import WeftError
 from weft.inductor.transports.symmetric_memory import NO_MULTICAST
 from weft.launch.calibrate import calibrate
 from weft.launch.checkpoint import checkpoint
+from weft.launch.launch import launch
+from weft.launch.plan import plan
+from weft.launch.runs import cancel, logs, status
 
-COMMANDS = {"calibrate": calibrate, "checkpoint": checkpoint}
+COMMANDS = {
+    "launch": launch,
+    "logs": logs,
+    "status": status,
+    "cancel": cancel,
+    "plan": plan,
+    "calibrate": calibrate,
+    "checkpoint": checkpoint,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

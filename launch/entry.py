@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 
+import weft
 from weft.errors import WeftError
 
 
 def main() -> None:
-    """Run the command line. The environment is read when the other modules are imported, so that happens here."""
+    """Run the command line; ``weft --version`` needs nothing else of it. The environment is read when the other modules
+    are imported, so that happens here."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"weft {weft.__version__}")
+        return
     try:
         from weft.launch.cli import main as run
     except WeftError as error:

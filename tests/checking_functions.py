@@ -44,4 +44,14 @@ def caught_in_the_step(x: torch.Tensor) -> Any:
     return x * 3
 
 
-CHECKING = [asserted, raised, raised_for_any, checked_by_torch, caught_in_the_step]
+def _is_bad(x: torch.Tensor) -> bool:
+    return not bool(x.isfinite().all())
+
+
+def asked_by_a_helper(x: torch.Tensor) -> Any:
+    if _is_bad(x) or any(map(_is_bad, x.unbind())):
+        raise ValueError("bad values")
+    return x.cos()
+
+
+CHECKING = [asserted, raised, raised_for_any, checked_by_torch, caught_in_the_step, asked_by_a_helper]

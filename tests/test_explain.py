@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft import knobs
 from weft.capture.step_interface import Role
-from weft.errors import NotCapturedYet, NotOnGpu, NotScheduled, UnknownOption
-from weft.explain import CollectiveCount, HookFired, InputBytes
+from weft.errors import NotCapturedYet, NotOnGpu, NotScheduled, UnknownOption, WeftError
+from weft.explain import CollectiveCount, Explanation, HookFired, InputBytes
+from weft.explain_tables import seconds_text
 
 
 class CountOperations(TorchDispatchMode):
@@ -57,7 +61,7 @@ def test_operations_are_those_that_eager_dispatches() -> None:
     explained = weft.explain(step, torch.randn(4, 8))
     # A gradient that someone else holds is detached when it becomes `.grad`; in eager nobody does.
     assert explained.operations_run == explained.operations_captured == eager.count + 4
-    assert explained.nodes == sum(node.op == "call_function" for node in explained.graph.graph.nodes)
+    assert explained.nodes == sum(node.op == "call_function" for node in explained.step_graph.graph.nodes)
     assert explained.seconds > 0
 
 
@@ -122,14 +126,14 @@ def test_collectives_are_those_that_eager_issues() -> None:
         explained = weft.explain(step, torch.randn(2, 16))
     counts = {str(op).rpartition(".")[2]: count for op, count in eager.get_comm_counts().items()}
     ours: dict[str, int] = {}
-    for entry in explained.collectives:
+    for entry in explained.collective_counts:
         ours[entry.kind] = ours.get(entry.kind, 0) + entry.count
     assert ours == counts
     weights = 4 * (16 * 16 + 4 * 16 + 4)
-    gathers = [entry for entry in explained.collectives if entry.kind == "all_gather_into_tensor"]
+    gathers = [entry for entry in explained.collective_counts if entry.kind == "all_gather_into_tensor"]
     per_forward = sum(entry.count for entry in gathers) // 3
     assert gathers == [CollectiveCount("all_gather_into_tensor", "shards", 3 * per_forward, weights * per_forward)]
-    reduces = {(entry.kind, entry.group): (entry.count, entry.bytes) for entry in explained.collectives}
+    reduces = {(entry.kind, entry.group): (entry.count, entry.bytes) for entry in explained.collective_counts}
     assert reduces["reduce_scatter_tensor", "shards"] == (3, weights)
     assert reduces["all_reduce", "replicas"] == (3, weights // 4)
 
@@ -145,7 +149,7 @@ def test_sizes_and_captures() -> None:
     with_batch(4)
     explained = with_batch(5)
     assert [(s.size, s.low, s.high) for s in explained.symbolic] == [("args[0].size(0)", 2, None)]
-    assert explained.symbolic[0].symbol in ast.unparse(ast.parse(str(explained.graph)))
+    assert explained.symbolic[0].symbol in ast.unparse(ast.parse(str(explained.step_graph)))
     assert explained.specialised == []
     assert explained.captures[0] == "first call"
     assert "[5, 8]" in explained.captures[1]
@@ -159,7 +163,7 @@ def test_sizes_and_captures() -> None:
 def test_guards_are_listed() -> None:
     _, _, step = training()
     explained = weft.explain(step, torch.randn(4, 8))
-    conditions = [guard.condition for guard in explained.guards]
+    conditions = [guard.condition for guard in explained.guard_list]
     assert "model.0.training is True" in conditions
     assert "optimizer.param_groups[0]['weight_decay'] is 0.01" in conditions
     assert "args[0] is torch.float32 [4, 8] strides [8, 1] on cpu" in conditions
@@ -199,7 +203,7 @@ def test_text_is_plain_unless_a_terminal_shows_it(monkeypatch: pytest.MonkeyPatc
     _, _, step = training()
     explained = weft.explain(step, torch.randn(4, 8))
     plain = str(explained)
-    rows = [line.split() for line in plain.splitlines()]
+    rows = [line.split() for line in str(explained.memory()).splitlines()]
     assert ["parameter", "4", "324", "B"] in rows
     assert ["batch", "1", "128", "B"] in rows
     assert "\x1b" not in plain
@@ -217,7 +221,7 @@ def test_the_program_and_the_graph() -> None:
     _, _, step = training()
     explained = weft.explain(step, torch.randn(4, 8))
     ast.parse(explained.program)
-    ast.parse(str(explained.graph))
+    ast.parse(str(explained.step_graph))
     assert "def run(" in explained.program
 
 
@@ -228,9 +232,9 @@ def test_kernels_that_would_run_on_a_gpu(tmp_path: Path) -> None:
         return torch.nn.functional.silu(x) * 2 + torch.cumsum(x, 0)
 
     explained = weft.explain(step, torch.randn(64, 1024))
-    assert explained.kernels is None
+    assert explained.kernel_report is None
     with knobs.override(cache_dir=str(tmp_path)):
-        found = explained.on("H200").kernels
+        found = explained.on("H200").kernel_report
     assert found is not None
     (kernel,) = found.kernels
     assert kernel.count == 1
@@ -245,8 +249,10 @@ def test_kernels_that_would_run_on_a_gpu(tmp_path: Path) -> None:
     assert [(calls.operation, calls.why) for calls in found.calls] == [("aten.cumsum.default", "no lowering")]
     assert {"graph", "lower", "fuse", "generate", "compile"} <= set(found.seconds)
     text = str(explained.on("H200"))
-    assert kernel.name in text
-    assert "no lowering" in text
+    assert "1 generated, launched 1 times" in text
+    sections = str(explained.on("H200").kernels())
+    assert "cumsum" in sections
+    assert "no lowering" in sections
     with pytest.raises(NotOnGpu):
         explained.on("H200").measured()
     with pytest.raises(UnknownOption, match="'H200'"):
@@ -286,3 +292,130 @@ def test_the_schedule_that_a_step_would_have_on_a_cluster(tmp_path: Path) -> Non
     assert {bucket.kind for bucket in found.schedule.buckets} == {"all_gather", "reduce_scatter"}
     found.write_trace(tmp_path / "trace.json")
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
+
+
+def sharded_step(world: int, file: Path | None = None) -> tuple[Explanation, Explanation]:
+    """An explanation of a small FSDP step on CPUs with a memory limit, plain and scheduled; ``file`` gets the step."""
+    with weft.fake_world(world, target_device="cpu"):
+        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicas", "shards"))
+        for layer in model:
+            weft.fully_shard(layer, mesh=mesh)
+        weft.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+        @weft.compile(memory_limit=45)
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        explained = weft.explain(step, torch.zeros(2, 6))
+        if file is not None:
+            explained.write(file)
+        return explained, explained.scheduled("H200")
+
+
+@pytest.mark.gloo
+def test_a_written_step_that_communicates_runs_under_torchrun(tmp_path: Path) -> None:
+    sharded_step(2, tmp_path / "step.py")
+    assert "torchrun --nproc-per-node 2" in (tmp_path / "step.py").read_text().partition("import")[0]
+    alone = subprocess.run([sys.executable, str(tmp_path / "step.py")], capture_output=True, text=True)
+    assert alone.stderr.strip().endswith("step.py communicates: run it with torchrun --nproc-per-node 2")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run([*command, str(tmp_path / "step.py")], capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.fake
+def test_text_fits_80_columns_and_repeated_layers_have_one_row() -> None:
+    explained, scheduled = sharded_step(4)
+    found = [explained, explained.graph(), explained.guards(), explained.memory(), explained.collectives()]
+    found += [scheduled, scheduled.collectives(), scheduled.memory()]
+    for text in map(str, found):
+        assert max(map(len, text.splitlines())) <= 80
+        assert not re.search(r"(?<!\d)0\.0+ ", text)
+    assert "rank 0 of 4" in str(explained)
+    assert re.search(r"model\.\* x[2345]", str(explained.graph()))
+    assert "limit 45.0 GiB" in str(scheduled)  # that of the compiled step is kept
+    assert "<pre" in explained._repr_html_()
+    assert "predicted" in str(scheduled.summary())
+
+
+def test_the_names_of_gpus_and_clusters_are_the_same() -> None:
+    explained = weft.explain(lambda x: x.exp(), torch.randn(4, 4))
+    assert str(explained.on("H200").kernels()) == str(explained.on("h200x8").kernels())
+    assert "H200" in str(explained.on("h200x8"))
+
+
+def test_a_step_on_a_cpu_is_scheduled_without_a_fake_world(tmp_path: Path) -> None:
+    """What the warning about memory_limit tells people to call."""
+    _, _, step = training()
+    scheduled = weft.explain(step, torch.randn(4, 8)).scheduled("h200x8")
+    assert "predicted" in str(scheduled)
+    scheduled.write_trace(tmp_path / "step.json")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        step(torch.randn(4, 8))
+    with pytest.raises(WeftError, match=r"ProfilerActivity\.CUDA"):
+        scheduled.write_trace(tmp_path / "step.json", recorded)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(1.5, "1.50 s"), (0.110227, "110 ms"), (12.34e-6, "12.3 us"), (0.0, "0")]
+)
+def test_units_are_those_in_which_a_number_reads(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+class Methods:
+    def method(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + 2
+
+
+@pytest.mark.parametrize("kind", ["method", "object", "lambda", "partial", "exec"])
+def test_a_compiled_step_says_where_it_was_written(kind: str) -> None:
+    steps: dict[str, Any] = {
+        "method": Methods().method,
+        "object": Methods(),
+        "lambda": lambda x: x + 3,
+        "partial": functools.partial(Methods.method, None),
+    }
+    exec(compile("def written(x):\n    return x + 4", "<string>", "exec"), steps)
+    written = {
+        "method": f"{__file__}:{Methods.method.__code__.co_firstlineno}",
+        "object": f"{__file__}:{Methods.__call__.__code__.co_firstlineno}",
+        "lambda": f"{__file__}:{steps['lambda'].__code__.co_firstlineno}",
+        "partial": f"{__file__}:{Methods.method.__code__.co_firstlineno}",
+        "exec": "<string>:1",
+    }
+    compiled = weft.compile(steps["written" if kind == "exec" else kind])
+    assert f"defined at {written[kind]}," in repr(compiled)
+    compiled(torch.ones(2))
+    nodes = compiled.entries[0].captured.graph.graph.nodes
+    (frame,) = {node.meta["frames"][0] for node in nodes if node.op == "call_function"}
+    file, _, line = written[kind].rpartition(":")
+    assert frame.filename == file
+    assert frame.lineno in (int(line), int(line) + 1)
+
+
+def test_a_compiled_step_says_what_it_holds(caplog: pytest.LogCaptureFixture) -> None:
+    _, _, step = training()
+    compiled = weft.compile(step, memory_limit=45)
+    line = step.__code__.co_firstlineno
+    head = f"<weft.CompiledStep step: defined at {__file__}:{line}, mode default"
+    assert repr(compiled) == f"{head}, captures none yet: it was not called>"
+    compiled(torch.randn(4, 8))
+    compiled(torch.randn(4, 8))
+    nodes = len(compiled.entries[0].captured.graph)
+    assert repr(compiled) == f"{head}, captures 1, 1 forms kept, nodes {nodes}, kernels ATen's, collectives 0>"
+    assert f"<td style='text-align:left'>{nodes}</td>" in compiled._repr_html_()
+    (said,) = [record.getMessage() for record in caplog.records if "memory_limit" in record.getMessage()]
+    assert said == (
+        "step: memory_limit has no effect on a CPU, where ATen's kernels run as they are captured. "
+        'weft.explain(step).scheduled("h200x8") keeps it and says what it would do on GPUs'
+    )

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import email
+import functools
+import os
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import weft
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"tests", "examples", "bench", "docs", "build", "dist", "out"}
@@ -38,10 +44,15 @@ def test_every_module_lies_in_a_package() -> None:
             assert path.parent in packages, f"{path} lies in a folder without __init__.py"
 
 
-def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A copy of the sources, and a folder with the sdist and the wheel that is built from the sdist.
+
+    Built from copies: setuptools leaves build/ and egg-info beside the sources.
+    """
     pytest.importorskip("setuptools", minversion="70.1")
-    # Built from a copy: setuptools leaves build/ and egg-info beside the sources.
-    source = tmp_path / "source"
+    folder = tmp_path_factory.mktemp("built")
+    source, dist = folder / "source", folder / "dist"
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
@@ -50,16 +61,64 @@ def test_a_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    build = "import setuptools.build_meta as b, sys; b.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    dist.mkdir()
+    build = "import setuptools.build_meta as b, sys; getattr(b, sys.argv[1])(sys.argv[2])"
+    run = functools.partial(subprocess.run, check=True, capture_output=True)
+    run([sys.executable, "-c", build, "build_sdist", str(dist)], cwd=source)
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    run([sys.executable, "-c", build, "build_wheel", str(dist)], cwd=unpacked)
+    return source, dist
+
+
+def test_a_wheel_built_from_the_sdist_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    source, dist = built
+    (wheel,) = dist.glob("*.whl")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     wanted = {"weft/py.typed"}
     for package in folders_with_init():
         folder = Path(*package.split(".")[1:])
         wanted |= {str(Path("weft") / folder / file.name) for file in (source / folder).glob("*.py")}
-    wanted |= {str(Path("weft") / file.relative_to(source)) for file in (source / "inductor").rglob("*.toml")}
+    data = [*(source / "inductor").rglob("*.toml"), *(source / "plan/templates").iterdir()]
+    wanted |= {str(Path("weft") / file.relative_to(source)) for file in data}
     assert held == wanted
+
+
+def test_an_installed_wheel_imports_and_trains(built: tuple[Path, Path], tmp_path: Path) -> None:
+    (wheel,) = built[1].glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")  # a wheel is installed by unpacking it
+    program = (
+        "import torch, weft\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "@weft.compile\n"
+        "def step(x):\n"
+        "    model(x).sum().backward()\n"
+        "step(torch.ones(3, 2))\n"
+        "print(weft.__file__, weft.__version__, model.weight.grad.tolist())\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split(maxsplit=2) == [
+        str(tmp_path / "site" / "weft" / "__init__.py"),
+        weft.__version__,
+        "[[3.0, 3.0]]\n",
+    ]
+
+
+def test_metadata_has_the_version_of_the_package(built: tuple[Path, Path]) -> None:
+    (wheel,) = built[1].glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == weft.__version__
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert any("torch" in one and "<" in one for one in metadata.get_all("Requires-Dist", []))
 
 
 def test_weft_imports_from_anywhere(tmp_path: Path) -> None:
@@ -68,3 +127,36 @@ def test_weft_imports_from_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, "-c", f"{seeded}; print(weft.__file__)"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(run.stdout.strip()).resolve() == ROOT / "__init__.py"
+
+
+def test_weft_trains_where_triton_and_the_modules_of_unix_are_missing() -> None:
+    """As on macOS and Windows: kernels are refused by name, all else works on the CPU."""
+    program = (
+        "import sys\n"
+        "for name in ('triton', 'resource', 'fcntl', 'pwd', 'grp', 'termios'):\n"
+        "    sys.modules[name] = None\n"
+        "import os, torch\n"
+        "for name in ('register_at_fork', 'geteuid', 'getuid', 'O_NOFOLLOW', 'O_NONBLOCK', 'sched_getaffinity'):\n"
+        "    delattr(os, name)\n"
+        "import weft\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "@weft.compile\n"
+        "def step(x):\n"
+        "    loss = model(x).sum()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    return loss.detach()\n"
+        "assert step(torch.ones(3, 2)) > step(torch.ones(3, 2))\n"
+        "print(weft.explain(step))\n"
+        "try:\n"
+        "    weft.explain(step).on('H200')\n"
+        "except weft.errors.TritonMissing as error:\n"
+        "    print(error)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.rstrip().endswith(
+        "weft's kernels need triton, which is not installed: `pip install triton` (3.6 to 3.9)"
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots
 from weft.distributed.mixed_precision import cast_floating, tensors_in
 from weft.distributed.settings_without_effect import SettingsWithoutEffect, say_once
 
+if TYPE_CHECKING:
+    from weft.distributed.fsdp.mesh import DataParallelMeshDims
+
 _ARGUMENTS = ArgumentChecks("replicate")
 _METHODS = ArgumentChecks("ReplicateModule")
 _ALWAYS_WHOLE = "the parameters of a replicated module are whole on every rank"
@@ -50,7 +53,7 @@ def replicate(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     forward_sync_buffers: bool = ...,
 ) -> _M:
     """Replicate one module; return it."""
@@ -58,15 +61,15 @@ def replicate(
 
 @overload
 def replicate(
-    module: list[nn.Module],
+    module: list[_M],
     *,
     mesh: DeviceMesh | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     forward_sync_buffers: bool = ...,
-) -> list[nn.Module]:
+) -> list[_M]:
     """Replicate the modules of a list together; return the list."""
 
 
@@ -77,7 +80,7 @@ def replicate(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen; torch's own signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     forward_sync_buffers: bool = True,
 ) -> nn.Module | list[nn.Module]:
     """Replicate `module` (or each module of a list) over a mesh, in place; return it.

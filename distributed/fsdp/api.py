@@ -19,7 +19,7 @@ from weft.argument_checks import ArgumentChecks
 from weft.distributed.arguments import check_ignored, check_mesh, check_policies, wrapped_modules
 from weft.distributed.ddp import ReplicateModule
 from weft.distributed.fsdp.layout import layout_of
-from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, data_parallel_mesh, mesh_device
+from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, DataParallelMeshDims, data_parallel_mesh, mesh_device
 from weft.distributed.fsdp.module import FSDPModule, wrap_class
 from weft.distributed.fsdp.offload import ShardHome
 from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
@@ -51,14 +51,14 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> _M:
     """Shard one module; return it."""
 
 
 @overload
 def fully_shard(
-    module: list[nn.Module],
+    module: list[_M],
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
@@ -66,8 +66,8 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-) -> list[nn.Module]:
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[_M]:
     """Shard the modules of a list together; return the list."""
 
 
@@ -80,7 +80,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen; torch's own signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> nn.Module | list[nn.Module]:
     """Shard the parameters of `module` over the ranks of a mesh, in place; return it.
 
@@ -96,8 +96,7 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered together.
         mesh: 1-D (shard) or 2-D (replicate, shard); by default all ranks.
-        reshard_after_forward: True lets go of parameters after forward and gathers them again in backward;
-        False
+        reshard_after_forward: True lets go of parameters after forward and gathers them again in backward; False
             keeps them; None is True but for the outermost wrapped module; a number gathers them again over
             that many ranks, each of which keeps its part of them until then. With None and gradients off, the
             outermost lets go too: there is no backward to keep them for.
@@ -106,8 +105,7 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and outputs.
         offload_policy: CPUOffloadPolicy keeps shards, their gradients and so the optimizer's state on the host.
         ignored_params: left as they are.
-        dp_mesh_dims: torch's DataParallelMeshDims: `mesh` is that of every kind of parallelism, parameters
-        are
+        dp_mesh_dims: torch's DataParallelMeshDims: `mesh` is that of every kind of parallelism, parameters are
             DTensors on it, and these dimensions of it are for data.
 
     Raises InvalidArgument, InvalidArgumentType, InvalidMesh, NoProcessGroup, InvalidShardPlacement,

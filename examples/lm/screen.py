@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.text import Text
 
 
@@ -18,7 +20,8 @@ from rich.text import Text
 class Metrics:
     """One row of metrics.jsonl. Losses are in nats per byte, means over all ranks; memory is one rank's peak.
 
-    `validation_loss` is None where it was not measured at this step.
+    `validation_loss` is None where it was not measured at this step, `mfu` (percent) where the
+    peak of the device is not known.
     """
 
     step: int
@@ -28,18 +31,19 @@ class Metrics:
     tokens_per_second: float
     memory_gib: float
     seconds: float
+    mfu: float | None = None
 
 
 class Screen:
     """A context that shows metrics as they come and writes them to a file. Only the first rank shows."""
 
-    def __init__(self, steps: int, file: Path, shown: bool) -> None:
+    def __init__(self, steps: int, file: Path, shown: bool, tensorboard: Path | None = None) -> None:
         self.steps = steps
+        self.writer = summary_writer(tensorboard) if shown and tensorboard is not None else None
         self.shown = shown
         self.console = Console(quiet=not shown)
         self.file = file.open("w") if shown else None
         self.line = Text()
-        self.validation = "-"
         self.bar = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
@@ -65,13 +69,25 @@ class Screen:
             self.live.stop()
         if self.file is not None:
             self.file.close()
+        if self.writer is not None:
+            self.writer.close()
 
     def advance(self, step: int) -> None:
         self.bar.update(self.task, completed=step)
 
+    def track(self, what: str, count: int) -> Iterator[int]:
+        """Count to `count` beside a bar on a terminal, or below a line that says what is going on."""
+        if self._on_terminal():
+            yield from track(range(count), description=what, console=self.console, transient=True)
+            return
+        self.say(f"{what} ...")
+        yield from range(count)
+
     def show(self, metrics: Metrics) -> None:
-        if metrics.validation_loss is not None:
-            self.validation = f"{metrics.validation_loss:.3f}"
+        if self.writer is not None:
+            for name, value in asdict(metrics).items():
+                if value is not None and name != "step":
+                    self.writer.add_scalar(name, value, metrics.step)
         if self.file is not None:
             self.file.write(json.dumps(asdict(metrics)) + "\n")
             self.file.flush()
@@ -82,9 +98,12 @@ class Screen:
             print(f"step {metrics.step:>4}/{self.steps}  {self._text(metrics)}  {left:.0f} s left", flush=True)
 
     def _text(self, metrics: Metrics) -> str:
+        # Columns are blank where nothing was measured.
+        validation = "" if metrics.validation_loss is None else f"validation {metrics.validation_loss:.3f}"
+        mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1f}%"
         return (
-            f"loss {metrics.loss:.3f}  grad_norm {metrics.grad_norm:.2f}  validation {self.validation}  "
-            f"{metrics.tokens_per_second:,.0f} tokens/s  {metrics.memory_gib:.2f} GiB"
+            f"loss {metrics.loss:.3f}  grad_norm {metrics.grad_norm:.2f}  {validation:<16}  "
+            f"{metrics.tokens_per_second:,.0f} tokens/s  {metrics.memory_gib:.2f} GiB{mfu}"
         )
 
     def say(self, text: str) -> None:
@@ -92,6 +111,15 @@ class Screen:
         if self.shown:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
             sys.stdout.flush()
+
+
+def summary_writer(folder: Path) -> Any:
+    """TensorBoard's writer; the package is needed for the flag alone."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise SystemExit("--tensorboard needs a package: pip install tensorboard") from None
+    return SummaryWriter(str(folder))
 
 
 def draw_losses(rows: list[Metrics], bigram: float, file: Path) -> None:

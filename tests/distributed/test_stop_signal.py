@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 import weft
 from harness import run_ranks
+from weft.distributed.stop_signal import StoreRequests
+from weft.errors import StoreLost
 
 
 def train(rank: int, world: int, told: int, number: int, ahead: bool) -> Any:
@@ -58,6 +60,19 @@ def keys_left(rank: int, world: int) -> bool:
     return dist.distributed_c10d._get_default_store().num_keys() < 3000
 
 
+def test_a_store_that_does_not_answer_is_an_error_and_not_a_wait() -> None:
+    """As where the process that holds it is stopped."""
+    ask = StoreRequests(silent_s=0.2)
+    assert ask(max, 1, 2) == 2
+    with pytest.raises(ZeroDivisionError):
+        ask(divmod, 1, 0)
+    with pytest.raises(StoreLost, match=r"weft\.stopping"):
+        ask(time.sleep, 0.5)
+    time.sleep(0.5)
+    with pytest.raises(StoreLost, match=r"weft\.stopping"):  # not the answer of the request before
+        ask(max, 1, 2)
+
+
 SCRIPT = """
     import os, signal, sys, time
     import weft
@@ -70,8 +85,10 @@ SCRIPT = """
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         assert not weft.stopping()
     else:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert weft.stopping()
+        for _ in range(3):  # copies of one signal, as clusters and launchers send them
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert weft.stopping()
+        time.sleep(1.1)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     print("end")

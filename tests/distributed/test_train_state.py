@@ -9,6 +9,7 @@ import pickle
 import random
 import resource
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -24,10 +26,17 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import weft
-from harness import run_ranks
-from weft.distributed.checkpoint import manifest
+from harness import RanksFailed, run_ranks
+from weft import rank_watch
+from weft.distributed.checkpoint import manifest, writer
 from weft.distributed.checkpoint.folder import CheckpointFolder
-from weft.errors import CannotCheckpoint, CheckpointDamaged, CheckpointMismatch, CheckpointNotSaved
+from weft.errors import (
+    CannotCheckpoint,
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointNotLoaded,
+    CheckpointNotSaved,
+)
 
 # Kills of a process that saves all the time. Each takes a tenth of a second.
 KILLS = int(os.environ.get("WEFT_CHECKPOINT_KILLS", "8"))
@@ -131,8 +140,8 @@ def save_twice(rank: int, world: int, folder: str) -> None:
     run.steps(1)
     run.state.save(folder, 1, wait=True)
     if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # as a disk that is nearly full
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limit = (4096, resource.RLIM_INFINITY)  # as a disk that is nearly full
+        resource.prlimit(_writer_pid(), resource.RLIMIT_FSIZE, limit)
     run.steps(1)
     with pytest.raises(CheckpointNotSaved, match="rank 1"):
         run.state.save(folder, 2, wait=True)
@@ -142,6 +151,42 @@ def save_twice(rank: int, world: int, folder: str) -> None:
 @pytest.mark.gloo
 def test_a_full_disk_on_one_rank_is_named_on_all_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
     run_ranks(save_twice, 2, str(tmp_path))
+
+
+def wait_for_the_gone(rank: int, world: int, how: int, folder: str) -> None:
+    """Rank 1 stops or dies before it saves. The others write what they hear to files."""
+    rank_watch.BEAT_S, rank_watch.SLICE_S = 0.2, 0.05
+    rank_watch.SILENT_S, rank_watch.EXPLAIN_S = 4.0, 3.0
+    run = Run(rank, init_device_mesh("cpu", (world,)))
+    run.state.save(folder, 1, wait=True)
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    run.state.save(folder, 2)
+    for action in (run.state.wait, lambda: run.state.save(folder, 3), lambda: run.state.load(folder)):
+        with pytest.raises((CheckpointNotSaved, CheckpointNotLoaded)) as error:
+            action()
+        with open(f"{folder}/heard{rank}", "a") as heard:
+            print(error.value, file=heard)
+    if how == signal.SIGSTOP and rank == 0:
+        until = time.monotonic() + 30
+        while Path(folder, "heard2").read_text().count("\n") < 3 and time.monotonic() < until:
+            time.sleep(0.1)
+        os.kill(pids[1], signal.SIGKILL)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_save_that_waits_for_a_rank_that_is_gone_names_it(how: int, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed):
+        run_ranks(wait_for_the_gone, 3, how, str(tmp_path), timeout=60)
+    for rank in (0, 2):
+        saved, again, loaded = Path(tmp_path, f"heard{rank}").read_text().splitlines()
+        assert saved.startswith("step 2 was not saved to ")
+        assert again.startswith("step 3 was not saved to ")
+        assert loaded.startswith("nothing was loaded from ")
+        assert all(": rank 1 did not answer for " in each for each in (saved, again, loaded))
 
 
 def test_flipped_cut_and_deleted_files_are_named_with_their_tensors(tmp_path: Path) -> None:
@@ -315,3 +360,160 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotSaved, match="step 1 was not saved"):
         run.state.wait()
     run.state.save(tmp_path, 2, wait=True)
+
+
+def test_training_goes_on_beside_slow_storage_and_saves_do_not_overlap(tmp_path: Path) -> None:
+    """A writer that does nothing until the test says so: a save returns, the next one waits for it."""
+    run = Run(0)
+    run.state.save(tmp_path, 0, wait=True)
+    os.kill(_writer_pid(), signal.SIGSTOP)
+    run.state.save(tmp_path, 1)
+    wanted = run.steps(2)
+    second = threading.Thread(target=run.state.save, args=(tmp_path, 2))
+    second.start()
+    second.join(0.5)
+    assert second.is_alive()
+    assert [step for step, _ in CheckpointFolder(tmp_path).newest_first()] == [0]
+    os.kill(_writer_pid(), signal.SIGCONT)
+    second.join(60)
+    run.state.wait()
+    assert [step for step, _ in CheckpointFolder(tmp_path).newest_first()] == [2, 1, 0]
+    (tmp_path / "step_000000002").rename(tmp_path / "newest")
+    assert run.state.load(tmp_path, strict=True) == 1
+    assert run.steps(2) == wanted
+
+
+def _writer_pid() -> int:
+    assert writer._writer is not None
+    return writer._writer.pid
+
+
+def test_a_writer_that_is_killed_is_an_error_with_the_cause_and_the_next_save_has_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(0)
+    run.state.save(tmp_path, 1, wait=True)
+    os.kill(_writer_pid(), signal.SIGSTOP)
+    run.state.save(tmp_path, 2)
+    killed = _writer_pid()
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(CheckpointNotSaved, match=rf"rank 0: process {killed}, .* was ended by SIGKILL"):
+        run.state.wait()
+    assert run.state.load(tmp_path, strict=True) == 1
+    run.state.save(tmp_path, 2, wait=True)
+    os.kill(_writer_pid(), signal.SIGKILL)  # between two saves: nothing is lost
+    os.waitid(os.P_PID, _writer_pid(), os.WEXITED | os.WNOWAIT)
+    with caplog.at_level(logging.WARNING):
+        run.state.save(tmp_path, 3, wait=True)
+    assert "another is started" in caplog.text
+    assert run.state.load(tmp_path, strict=True) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_signals_of_a_cluster_do_not_end_a_writer(number: int, tmp_path: Path) -> None:
+    run = Run(0)
+    run.state.save(tmp_path, 1, wait=True)
+    before = _writer_pid()
+    os.kill(before, number)
+    run.state.save(tmp_path, 2, wait=True)
+    assert _writer_pid() == before
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def save_and_fork(folder: str, told: Any) -> None:
+    torch.set_num_threads(1)
+    weights = nn.Linear(8, 8)
+    state = weft.TrainState(model=weights)
+    state.save(folder, 1, wait=True)
+    writer_pid = _writer_pid()
+    if (fork := os.fork()) == 0:  # holds what it has inherited open
+        time.sleep(60)
+        os._exit(0)
+    os.kill(writer_pid, signal.SIGSTOP)
+    state.save(folder, 2)
+    told.send((writer_pid, fork, os.readlink(f"/proc/{writer_pid}/fd/{writer._writer.memory.descriptor}")))
+    time.sleep(60)
+
+
+def test_a_writer_leaves_with_its_rank_and_the_memory_with_it(tmp_path: Path) -> None:
+    """The rank is killed in the middle of a save, while a fork of it lives on."""
+    here, there = multiprocessing.Pipe()
+    rank = _forkserver.Process(target=save_and_fork, args=(str(tmp_path), there))
+    rank.start()
+    writer_pid, fork, memory = here.recv()
+    assert memory.startswith("/memfd:weft")  # no name in a file system: it ends with those who have it open
+    rank.kill()
+    rank.join()
+    os.kill(writer_pid, signal.SIGCONT)
+    until = time.monotonic() + 30
+    while Path(f"/proc/{writer_pid}/maps").exists() and _maps(writer_pid) and time.monotonic() < until:
+        time.sleep(0.05)
+    try:
+        assert not _maps(writer_pid)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
+def _maps(pid: int) -> str:
+    """Empty for a process that has ended."""
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
+
+
+def save_beside_a_killed_writer(rank: int, world: int, folder: str) -> None:
+    run = Run(rank, init_device_mesh("cpu", (world,)))
+    run.state.save(folder, 1, wait=True)
+    if rank == 1:
+        os.kill(_writer_pid(), signal.SIGSTOP)
+    run.state.save(folder, 2)
+    if rank == 1:
+        os.kill(_writer_pid(), signal.SIGKILL)
+    with pytest.raises(CheckpointNotSaved, match=r"rank 1: process .* was ended by SIGKILL"):
+        run.state.wait()
+    run.state.save(folder, 3, wait=True)
+    assert Run(5, init_device_mesh("cpu", (world,))).state.load(folder) == 3
+
+
+@pytest.mark.gloo
+def test_a_killed_writer_of_one_rank_is_named_on_all(tmp_path: Path) -> None:
+    run_ranks(save_beside_a_killed_writer, 2, str(tmp_path))
+
+
+def save_what_only_one_rank_cannot(rank: int, world: int, folder: str) -> None:
+    class Holder:
+        def state_dict(self) -> Any:
+            return {"path": Path("x")} if rank == 1 else {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    state = weft.TrainState(model=nn.Linear(3, 4), holder=Holder())
+    with pytest.raises(CannotCheckpoint if rank == 1 else CheckpointNotSaved, match="holder: its state_dict"):
+        state.save(folder, 1, wait=True)
+    assert writer._last is not None
+    writer._last.join(30)  # as at the end of a process
+
+
+@pytest.mark.gloo
+def test_a_state_that_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(save_what_only_one_rank_cannot, 2, str(tmp_path))
+
+
+def test_the_manifest_says_which_graphs_the_run_had_and_scalers_are_saved(tmp_path: Path) -> None:
+    model, scaler = nn.Linear(3, 4), torch.amp.GradScaler("cpu", init_scale=8.0)
+    state = weft.TrainState(model=model, scaler=scaler)
+
+    @weft.compile
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(model(x).sum())
+
+    train_step(torch.ones(2, 3))
+    state.save(tmp_path, 1, wait=True)
+    graphs = manifest.read(CheckpointFolder(tmp_path).final(1)).graphs
+    (digest,) = (digest for name, digest in graphs.items() if name.endswith("train_step"))
+    assert len(digest) == 64
+    other = torch.amp.GradScaler("cpu", init_scale=2.0)
+    weft.TrainState(model=model, scaler=other).load(tmp_path)
+    assert other.get_scale() == 8.0
+    assert other.state_dict() == scaler.state_dict()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness import run_ranks
+from harness import run_ranks, run_script
 
 PAGE = Path(__file__).parents[2] / "docs" / "from_scratch.py"
 
@@ -32,8 +30,7 @@ def load_page() -> ModuleType:
 
 @pytest.mark.gloo
 def test_the_page_runs_and_the_compiled_step_equals_eager_on_both_ranks() -> None:
-    on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(PAGE)], capture_output=True, text=True, env=on_cpu, timeout=170)
+    run = run_script(PAGE)
     assert run.returncode == 0, run.stdout + run.stderr
     for rank in range(2):
         assert f"rank {rank}: 35 tensors equal to eager" in run.stdout  # 16 parameters, 16 momenta, 3 losses

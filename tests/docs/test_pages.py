@@ -14,14 +14,17 @@ spaces count as one.
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import pkgutil
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import weft
+from harness import ScriptRun, run_script, run_script_on_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -30,6 +33,8 @@ CODE = re.compile(
     r"<!-- setup\n(?P<setup>.*?)-->|^```python\n(?P<block>.*?)^```(?:\n+```text\n(?P<shown>.*?)^```)?",
     re.DOTALL | re.MULTILINE,
 )
+# A page whose blocks are a program for several processes says so.
+PROCESSES = re.compile(r"<!-- processes: (\d) -->")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 TARGETS = ("inductor", "capture", "distributed", "launch", "tests", "bench", "docs", "examples")
 NAMED_FILE = re.compile(rf"`((?:{'|'.join(TARGETS)})/[\w/]+(?:\.py|\.md|\.toml|/)?)`")
@@ -101,10 +106,14 @@ def missing_of_files(text: str) -> list[str]:
     return missing
 
 
-def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(code: str, folder: Path, processes: int = 1) -> ScriptRun:
+    """Run a page's program; of several processes what the first one prints, unless another fails."""
     file = folder / "page.py"
     file.write_text(code)
-    return subprocess.run([sys.executable, str(file)], capture_output=True, text=True, cwd=folder, timeout=170)
+    if processes == 1:
+        return run_script(file)
+    runs = run_script_on_ranks(file, processes)
+    return next((each for each in runs if each.returncode), runs[0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -137,7 +146,8 @@ def test_the_architecture_page_links_every_room() -> None:
 )
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     text = page.read_text()
-    result = run(program(text), tmp_path)
+    processes = PROCESSES.search(text)
+    result = run(program(text), tmp_path, int(processes[1]) if processes else 1)
     assert result.returncode == 0, f"{page.name}:\n{result.stderr[-3000:]}"
     assert not (wrong := wrong_outputs(text, result.stdout)), "\n".join(wrong)
 
@@ -167,3 +177,36 @@ def test_a_name_that_does_not_exist_is_found() -> None:
     assert not resolves("weft.inductor.gone.compile_graph")
     line = "`capture/graph.py`: `drop_dead()`, `Gone`, `log = 1`, `LOG = 1`"
     assert missing_of_files(line) == [f"{name} in capture/graph.py" for name in ("Gone", "LOG = 1")]
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """docs/hooks.py, which mkdocs loads."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_errors_is_that_of_the_classes(hooks: ModuleType) -> None:
+    text = hooks.on_page_markdown((ROOT / "docs/errors.md").read_text())
+    classes = [value for value in vars(weft.errors).values() if isinstance(value, type)]
+    mine = {value.__name__: value for value in classes if issubclass(value, weft.WeftError)}
+    parts = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    assert set(parts) == set(mine)
+    assert len(mine) > 100
+    without = {"WeftError"}  # the base of all
+    assert {name for name, part in parts.items() if "```python" not in part} <= without
+    assert all(part.partition("\n")[2].strip() for part in parts.values())
+    assert "Call weft.materialize(model, device=...) before the first forward" in parts["MetaParameters"]
+    assert "<!--" not in text
+
+
+def test_the_reference_names_every_public_function_and_class(hooks: ModuleType) -> None:
+    text = hooks.on_page_markdown((ROOT / "docs/reference.md").read_text())
+    directives = [line.removeprefix("::: ") for line in text.splitlines() if line.startswith("::: ")]
+    assert all(resolves(name) and pkgutil.resolve_name(name).__doc__ for name in directives)
+    named = {name.rpartition(".")[2] for name in directives} | set(re.findall(r"`(\w+)`", text))
+    assert [name for name in weft.__all__ if name not in named] == ["errors", "knobs"]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gloo
 
 def run_demo(out: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "examples/train_lm.py"), "--steps", "4", "--sample", "8", "--out", str(out)]
+    script = [str(ROOT / "examples/train_lm.py"), "--steps", "2", "--sample", "8", "--out", str(out)]
     on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([*command, *script, *arguments], capture_output=True, text=True, env=on_cpu)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -28,14 +28,12 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_compiled_eager_and_peer_train_alike(tmp_path: Path) -> None:
+def test_compiled_and_peer_train_alike(tmp_path: Path) -> None:
     said = run_demo(tmp_path / "compiled")
-    assert "compiled against uncompiled, first 4 losses: largest difference 0 (equal bit for bit)" in said
+    assert "compiled against uncompiled, first 2 losses: largest difference 0 (equal bit for bit)" in said
     assert "a bigram model of the same text" in said
     assert "tokens/s" in said
     assert "a sample:" in said
     assert (tmp_path / "compiled" / "loss.png").stat().st_size > 5000
-    run_demo(tmp_path / "eager", "--eager")
-    assert losses(tmp_path / "eager") == losses(tmp_path / "compiled")
     run_demo(tmp_path / "peer", "--peer")
     assert losses(tmp_path / "peer") == pytest.approx(losses(tmp_path / "compiled"), rel=1e-6)

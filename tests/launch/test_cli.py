@@ -141,3 +141,8 @@ def test_checkpoint_verify_ends_with_1_and_names_what_is_damaged(
     assert "step_000000002: __0_0.distcp has" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="there is no checkpoint in"):
         main(["checkpoint", "verify", str(tmp_path / "absent")])
+
+
+def test_version_is_that_of_the_package() -> None:
+    command = [sys.executable, "-m", "weft.launch", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"weft {weft.__version__}\n"

@@ -95,7 +95,8 @@ def test_a_folder_is_no_file_to_calibrate_into(folder: Path) -> None:
 
 @pytest.mark.parametrize("module", ["weft.launch", "weft.knobs"])
 def test_a_mistake_in_a_knob_ends_programs_without_a_traceback(module: str) -> None:
-    environment = {**os.environ, "WEFT_BUCKET_MIB": "many", "PYTHONPATH": str(ROOT / ".types")}
+    path = os.pathsep.join([str(ROOT / ".types"), *sys.path])
+    environment = {**os.environ, "WEFT_BUCKET_MIB": "many", "PYTHONPATH": path}
     ended = subprocess.run(
         [sys.executable, "-m", module], capture_output=True, text=True, env=environment, timeout=60, check=False
     )
