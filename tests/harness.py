@@ -338,6 +338,9 @@ def _run(rank: int, job: _Job) -> Any:
     dist.init_process_group(
         job.backend, store=store, rank=rank, world_size=job.world, timeout=patience, device_id=device
     )
+    # A rank that ends at once would close its connections while another still makes its own.
+    store.set(f"harness/connected/{rank}", "")
+    store.wait([f"harness/connected/{other}" for other in range(job.world)])
     return target(rank, job.world, *pickle.loads(job.args))
 
 

@@ -3,6 +3,9 @@
 A thread passes on what the processes that write checkpoints agree on, so they must not share a group with the step: two
 threads that use one group issue their collectives in an order that differs between ranks.
 
+Collectives are called on the group itself. Those of ``torch.distributed`` refuse a group that
+``destroy_process_group()`` has unregistered, and programs call that while their last save is under way.
+
 Storage may be slow for minutes, so a long wait does not mean that a rank is gone. A rank is gone when its process is
 dead or stopped, which :mod:`weft.rank_watch` finds.
 """
@@ -109,7 +112,7 @@ class Ranks:
             return [text]
         sizes = self._sizes(len(text.encode()))
         texts = [torch.zeros(max(1, *sizes), dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(texts, _padded(text.encode(), max(sizes)), group=self.group)
+        self.group.allgather([texts], [_padded(text.encode(), max(sizes))]).wait()
         return [_cut(got, size).decode() for got, size in zip(texts, sizes, strict=True)]
 
     def to_first(self, data: bytes) -> list[bytes] | None:
@@ -117,9 +120,9 @@ class Ranks:
         if self.group is None:
             return [data]
         sizes = self._sizes(len(data))
-        found = [torch.zeros(max(1, *sizes), dtype=torch.uint8) for _ in sizes] if self.rank == 0 else None
-        dist.gather(_padded(data, max(sizes)), found, dst=0, group=self.group)
-        return None if found is None else [_cut(got, size) for got, size in zip(found, sizes, strict=True)]
+        found = [torch.zeros(max(1, *sizes), dtype=torch.uint8) for _ in sizes] if self.rank == 0 else []
+        self.group.gather(found, _padded(data, max(sizes)), 0).wait()
+        return [_cut(got, size) for got, size in zip(found, sizes, strict=True)] if found else None
 
     def from_first(self, data: list[bytes] | None) -> bytes:
         """What rank 0 has for this rank in ``data``, by rank; None on the others."""
@@ -127,16 +130,17 @@ class Ranks:
             assert data is not None
             return data[0]
         sizes = torch.tensor([len(each) for each in data] if data else [0] * self.world_size)
-        dist.broadcast(sizes, 0, group=self.group)
+        self.group.broadcast(sizes, 0).wait()
         longest = int(sizes.max())
-        parts = [_padded(each, longest) for each in data] if data else None
+        parts = [_padded(each, longest) for each in data] if data else []
         mine = torch.zeros(longest, dtype=torch.uint8)
-        dist.scatter(mine, parts, src=0, group=self.group)
+        self.group.scatter(mine, parts, 0).wait()
         return _cut(mine, int(sizes[self.rank]))
 
     def _sizes(self, mine: int) -> list[int]:
+        assert self.group is not None
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([mine]), group=self.group)
+        self.group.allgather([sizes], [torch.tensor([mine])]).wait()
         return [int(size) for size in sizes]
 
     def first(self, text: str) -> str:

@@ -148,6 +148,18 @@ def save_twice(rank: int, world: int, folder: str) -> None:
     assert Run(5, init_device_mesh("cpu", (world,))).state.load(folder) == 1
 
 
+def save_and_destroy_the_group(rank: int, world: int, folder: str) -> None:
+    model = nn.Linear(4, 4)
+    weft.TrainState(model=model).save(folder, step=3)
+    dist.destroy_process_group()
+
+
+@pytest.mark.gloo
+def test_a_save_under_way_is_completed_after_the_process_group_was_destroyed(tmp_path: Path) -> None:
+    run_ranks(save_and_destroy_the_group, 2, str(tmp_path))
+    assert weft.TrainState(model=nn.Linear(4, 4)).load(tmp_path, strict=True) == 3
+
+
 @pytest.mark.gloo
 def test_a_full_disk_on_one_rank_is_named_on_all_and_the_checkpoint_before_stays(tmp_path: Path) -> None:
     run_ranks(save_twice, 2, str(tmp_path))
