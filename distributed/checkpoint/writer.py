@@ -6,10 +6,10 @@ Python and torch takes seconds. It is one for all that a rank saves, so two save
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -220,7 +220,7 @@ def begin(ranks: Ranks, step: int, folder: str, prepare: Callable[[SharedMemory]
             if _writer is not None and _writer.ended():
                 _log.warning("process %d, which writes checkpoints, has ended; another is started", _writer.pid)
                 _discard(_writer)
-            _writer = _writer or Writer()
+            _writer = _writer or _started()
             return prepare(_writer.memory)
         except Exception as error:
             raised.append(error)
@@ -233,6 +233,12 @@ def begin(ranks: Ranks, step: int, folder: str, prepare: Callable[[SharedMemory]
     if raised:
         raise raised[0]
     return _last
+
+
+def _started() -> Writer:
+    # Not ``atexit``: processes that multiprocessing forks end without its handlers.
+    multiprocessing.util.Finalize(None, _finish, exitpriority=0)
+    return Writer()
 
 
 def _discard(writer: Writer | None) -> None:
@@ -256,5 +262,4 @@ def _forget() -> None:
     _writer = _last = None
 
 
-atexit.register(_finish)
 os.register_at_fork(after_in_child=_forget)
