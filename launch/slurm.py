@@ -34,7 +34,7 @@ class SlurmOptions:
         minutes: the longest that the job may run.
         stop_seconds: how long before its end the job is told to stop: a step, a save, and a reserve.
         requeue: put the job back into the queue when it was told to stop.
-        port: at which the nodes meet; 0: one that follows from the number of the job.
+        port: of the rendezvous; 0: one that follows from the number of the job, or any free one of a single node.
         extra: more parameters by submitit's names for them, as ``account``.
     """
 
@@ -71,15 +71,17 @@ class SlurmNode:
         job, node = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_NODEID"])
         # submitit's handlers save and requeue from within a signal handler of one task, and ignore SIGTERM.
         folder, first = RunFolder(self.folder), JobEnvironment().hostnames[0]
-        port = self.port or 20_000 + int(job) % 10_000
-        if node == 0:
+        # Nodes agree on a port without a message. One node alone lets torchrun bind a free one, so two jobs never collide.
+        port = self.port or (20_000 + int(job) % 10_000 if self.ranks.nodes > 1 else 0)
+        endpoint = f"{first}:{port}" if port else ""
+        if port and node == 0:
             try:
                 check_port("", port)
             except CannotLaunch as error:
                 folder.write_state(0, NodeState("failed", 1, str(error)))
                 sys.exit(f"weft launch: {error}")
         restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        state = run_node(self.ranks, folder, node, f"{first}:{port}", f"{job}.{restart}")
+        state = run_node(self.ranks, folder, node, endpoint, f"{job}.{restart}")
         if state.state == "stopped" and self.requeue and node == 0 and _may_requeue(folder, job):
             state = NodeState("requeued", state.exit_code)
             folder.write_state(0, state)
