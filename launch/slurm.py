@@ -71,7 +71,7 @@ class SlurmNode:
         job, node = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_NODEID"])
         # submitit's handlers save and requeue from within a signal handler of one task, and ignore SIGTERM.
         folder, first = RunFolder(self.folder), JobEnvironment().hostnames[0]
-        # Nodes agree on a port without a message. One node alone lets torchrun bind a free one, so two jobs never collide.
+        # Nodes agree on a port without a message. One node alone lets torchrun bind a free one: jobs cannot collide.
         port = self.port or (20_000 + int(job) % 10_000 if self.ranks.nodes > 1 else 0)
         endpoint = f"{first}:{port}" if port else ""
         if port and node == 0:
