@@ -2,7 +2,9 @@
 
     torchrun --nproc-per-node 8 bench/train_llama.py --size 8b --impl fsdp2+compile fsdp2+compile-keep-bf16 compute weft
     torchrun --nproc-per-node 8 bench/train_llama.py --size 1b --batch 2 --impl ddp+compile compute weft-replicate
+    torchrun --nproc-per-node 2 bench/train_llama.py --layers 8 --length 8192 --impl tp tp+compile weft-tp
 
+Those with ``tp`` in their name shard weights, sequence and loss over all ranks, which see one batch, in bfloat16.
 Sharded implementations start from the same weights and all see the same batches, so that losses can be compared.
 ``compute`` is forward and backward of an unsharded model, with no communication and no optimizer: what communication
 has to hide behind. Knobs of weft may stand behind a name: ``weft:transports=all:even_batches=1``, and a limit of memory
@@ -18,12 +20,13 @@ import gc
 import json
 import logging
 import os
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,8 +34,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.tensor.parallel as torch_tp
 from llama import SHAPES, Llama, Shape
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from weft import knobs
@@ -66,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", nargs="+", default=["1b"], choices=list(SHAPES))
     parser.add_argument("--impl", nargs="+", default=["fsdp2", "fsdp2+compile", "weft"], type=implementation)
+    parser.add_argument("--layers", type=int, help="instead of those of the shape")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
@@ -107,18 +114,19 @@ def run(impl: str, size: str, options: argparse.Namespace, mesh: DeviceMesh, dev
     limit = settings.pop("memory_limit", None)
     given = {knob: knobs.KNOBS[knob].parse(text) for knob, text in settings.items()}
     with knobs.override(**given):
-        bench = Bench(SHAPES[size], mesh, device, options, None if limit is None else float(limit))
-        return {"size": size, "impl": impl, **measured(IMPLEMENTATIONS[name], bench)}
+        shape = replace(SHAPES[size], layers=options.layers or SHAPES[size].layers)
+        bench = Bench(shape, mesh, device, options, None if limit is None else float(limit))
+        return {"size": size, "impl": impl, **measured(IMPLEMENTATIONS[name], bench, "tp" in re.split(r"\W", name))}
 
 
-def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
+def measured(make: Callable[[Bench], Step], bench: Bench, one_batch: bool) -> dict[str, Any]:
     """Train for ``--steps`` steps, after the first ones in blocks that the host does not wait in, as a user trains; the
     time of a step is the median over the blocks."""
     options, device, shape = bench.options, bench.device, bench.shape
     started = time.perf_counter()
     reset(device)
     step = make(bench)
-    data = torch.Generator(device).manual_seed(1000 + dist.get_rank())
+    data = torch.Generator(device).manual_seed(1000 + (0 if one_batch else dist.get_rank()))
 
     def one() -> torch.Tensor:
         ids = torch.randint(0, shape.vocabulary, (options.batch, options.length + 1), device=device, generator=data)
@@ -152,7 +160,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench) -> dict[str, Any]:
     mean = torch.stack(losses).float()
     dist.all_reduce(mean)
     median = statistics.median(times)
-    tokens = options.batch * options.length / median
+    tokens = options.batch * options.length / median / (dist.get_world_size() if one_batch else 1)
     peak = (peak_memory() + shared) / 2**30 if device.type == "cuda" else 0.0
     reserved = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0
     return {
@@ -375,6 +383,56 @@ def weft_compute(bench: Bench) -> Step:
     return weft.compile(bench.step(optimize=False))
 
 
+def tensor_parallel(bench: Bench, by: Any = torch_tp) -> Step:
+    """Weights, the sequence between blocks and the loss are sharded; one gather serves query, key and value, and one
+    gate and up. ``by``: whose functions and styles, PyTorch's or weft's."""
+    model, mesh = bench.model.bfloat16(), bench.mesh
+    whole, sequence = Replicate(), Shard(1)
+    wide = by.ColwiseParallel(input_layouts=whole)
+    narrow = by.RowwiseParallel(output_layouts=sequence)
+    plan = {
+        "embedding": by.RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        **{f"blocks.*.{name}": by.SequenceParallel() for name in ("attention_norm", "feed_norm")},
+        **{f"blocks.*.{name}": wide for name in ("query", "key", "value", "gate", "up")},
+        **{f"blocks.*.{name}": narrow for name in ("out", "down")},
+        "norm": by.SequenceParallel(),
+        "head": by.ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
+    }
+    by.parallelize_module(model, mesh, plan, src_data_rank=None)
+    gathered = by.PrepareModuleOutput(output_layouts=sequence, desired_output_layouts=whole, use_local_output=False)
+    by.parallelize_module(model, mesh, {f"blocks.*.{name}": gathered for name in ("attention_norm", "feed_norm")})
+    fill(model, bench.device)
+    step = bench.step()
+
+    def with_sharded_loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with by.loss_parallel():
+            loss = step(ids, labels)
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    return with_sharded_loss
+
+
+def tensor_parallel_compile(bench: Bench) -> Step:
+    for block in bench.model.blocks:
+        block.compile(fullgraph=True)
+    return tensor_parallel(bench)
+
+
+def tensor_parallel_compile_async(bench: Bench) -> Step:
+    """PyTorch's own overlap of GEMMs and collectives, over symmetric memory."""
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(bench.mesh.get_group().group_name)
+    return tensor_parallel_compile(bench)
+
+
+def weft_tensor_parallel(bench: Bench) -> Step:
+    return weft.compile(tensor_parallel(bench, weft), memory_limit=bench.memory_limit)
+
+
+def weft_tensor_parallel_by_torch(bench: Bench) -> Step:
+    return weft.compile(tensor_parallel(bench), memory_limit=bench.memory_limit)
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Bench], Step]] = {
     "fsdp2": fsdp2,
     "fsdp2+compile": fsdp2_compile,
@@ -382,7 +440,12 @@ IMPLEMENTATIONS: dict[str, Callable[[Bench], Step]] = {
     "fsdp2+compile-keep-bf16": fsdp2_compile_keep_bf16,
     "ddp+compile": ddp_compile,
     "compute": compute,
+    "tp": tensor_parallel,
+    "tp+compile": tensor_parallel_compile,
+    "tp+compile-async-tp": tensor_parallel_compile_async,
     "weft": weft_sharded,
+    "weft-tp": weft_tensor_parallel,
+    "weft-torch-tp": weft_tensor_parallel_by_torch,
     "weft-replicate": weft_replicate,
     "weft-compute": weft_compute,
     "weft-eager": weft_eager,
