@@ -1,4 +1,4 @@
-"""Gathers by index tensors, and their gradients: sums of rows by index.
+"""Gathers by index tensors, their gradients (sums of rows by index), and assignments by a mask.
 
 A sum by index is lowered where the result has few rows: every row of the result reads all indices, which is
 deterministic and takes one kernel. For more rows :mod:`weft.inductor.passes.sum_segments` or ATen's kernels sort the
@@ -164,7 +164,9 @@ def _embedding_backward(out: Lowering, node: Node) -> bool:
 def _index_put(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     indices, target = list(args["indices"]), out.result().sizes
-    if not args["accumulate"] or len(indices) != 1 or indices[0].meta["val"].dtype in (torch.bool, torch.uint8):
+    if indices[-1] is not None and indices[-1].meta["val"].dtype == torch.bool:
+        return _masked_put(out, args)
+    if not args["accumulate"] or len(indices) != 1 or indices[0].meta["val"].dtype == torch.uint8:
         return False
     indexed = out.operand(indices[0]).sizes
     sizes = (*indexed, *target[1:])
@@ -173,6 +175,27 @@ def _index_put(out: Lowering, node: Node) -> bool:
         return False
     at = Expression(_wrapped(sums.index(indices[0]).value, target[0]))
     sums.store(at, [0, *range(len(indexed) + 1, len(sizes) + 1)], args["self"])
+    return True
+
+
+def _masked_put(out: Lowering, args: dict[str, Any]) -> bool:
+    """``x[mask] = values`` where each selected element has the same values: a choice at each element.
+
+    ATen lists the selected positions first, and the host waits for their number.
+    """
+    *before, mask = args["indices"]
+    values, sizes = out.operand(args["values"]), out.result().sizes
+    masked = range(len(before), len(before) + len(out.operand(mask).sizes))
+    # Dimensions of `values` are, from the last: those behind the mask, one for the selected elements, those before it.
+    behind = len(sizes) - masked.stop
+    of_selected = len(values.sizes) - behind - 1
+    if any(index is not None for index in before) or (of_selected >= 0 and values.sizes[of_selected] != 1):
+        return False
+    axes = [*range(masked.start), None, *range(masked.stop, len(sizes))]
+    value = Expression(values.load(values.index(axes[len(axes) - len(values.sizes) :])))
+    x = Expression(out.value(args["self"], sizes))
+    chosen = Expression(out.value(mask, [sizes[axis] for axis in masked], masked))
+    store_result(out, where(chosen, x + value if args["accumulate"] else value, x))
     return True
 
 

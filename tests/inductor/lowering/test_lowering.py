@@ -326,6 +326,32 @@ def test_sums_by_index_into_few_rows_match_eager() -> None:
     assert not result.reasons
 
 
+MASKED: dict[str, Callable[..., torch.Tensor]] = {
+    "a number": lambda x, mask, row, number: x.index_put([mask], number),
+    "whole rows": lambda x, mask, row, number: x.index_put([mask[:, 0]], number),
+    "one row for all": lambda x, mask, row, number: x.index_put([mask[:, 0]], row),
+    "one row with its own dimension": lambda x, mask, row, number: x.index_put([mask[:, 0]], row[None]),
+    "columns, a value per row": lambda x, mask, row, number: aten.index_put.default(x, [None, mask[0]], row[:4, None]),
+    "columns, one value": lambda x, mask, row, number: aten.index_put.default(x, [None, mask[0]], row[:1]),
+    "added": lambda x, mask, row, number: x.index_put([mask], number, accumulate=True),
+}
+
+
+@pytest.mark.parametrize("number", [-0.0, 3.0, float("nan")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("name", MASKED)
+def test_assignments_by_a_mask_match_eager(name: str, dtype: torch.dtype, number: float) -> None:
+    x, row, mask = (10 * _x(4, 6)).to(dtype), (3 * _x(6)).to(dtype), _x(4, 6) < 0
+    value = torch.tensor(number).nan_to_num(7.0).long() if dtype == torch.int64 else torch.tensor(number).to(dtype)
+    assert not check(MASKED[name], x, mask, row, value, tolerance=0.0).reasons
+
+
+def test_values_by_the_number_of_selected_elements_stay_with_aten() -> None:
+    x, mask = _x(4, 6), torch.tensor([True, False, True, False])
+    assert lowered(lambda x, m: x.index_put([m], x[:2]), x, mask).reasons["aten.index_put.default"] == 1
+    assert lowered(lambda x, m, i: x.index_put([i, m], x[0, :2]), x, mask.new_ones(6), torch.tensor([1])).reasons
+
+
 def test_sums_by_index_into_many_rows_stay_with_aten() -> None:
     rows, at = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.int64)
     result = lowered(lambda g, i: aten.embedding_dense_backward(g, i, 50000, -1, False), rows, at)
