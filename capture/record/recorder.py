@@ -378,7 +378,8 @@ class OpRecorder(TorchDispatchMode):
             layout_before = target.detach()
         # The object is about to change its layout; nodes that it stands for keep the layout they were recorded with.
         for node in self.graph.nodes:
-            node.meta["val"] = map_operands(node.meta["val"], lambda val: layout_before if val is target else val)
+            if "val" in node.meta:  # checks of values have none
+                node.meta["val"] = map_operands(node.meta["val"], lambda val: layout_before if val is target else val)
         with torch.no_grad():
             op(*fake_args, **fake_kwargs)
         storages = self.storages

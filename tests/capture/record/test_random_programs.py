@@ -72,6 +72,11 @@ FOUND = {
         "a = s.opt.param_groups[0]['lr'] + 0.1 + 0.2",
         "return a, x * a, x * (2 if a * 3 > 1.0 else 3)",
     ),
+    "a vector times a matrix after a branch": (
+        "s.buf = torch.ones(4)",
+        "if bool((s.buf < 2).all()):",
+        "    return s.buf @ x.mT",
+    ),
     "a generator that is seeded": (
         "s.generator = torch.Generator()",
         "s.generator.manual_seed(x.shape[0])",
