@@ -297,10 +297,15 @@ class OpRecorder(TorchDispatchMode):
             if isinstance(targets := argument_of(args, kwargs, position, name), (list, tuple)):
                 check_independent(op, targets, [*args, *kwargs.values()], self.storages, self._fake)
         wide = self._widened(op, writes, fake_args, fake_kwargs)
+        written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
+        shapes = [(tensor, tensor.shape) for tensor in tensors_in(written)]
         out = self.computed(lambda: fake_rule(op)(*fake_args, **fake_kwargs))
+        for tensor, shape in shapes:
+            # A view keeps its layout where eager resizes the memory. Here it would get that of the new value.
+            if len(shape) != tensor.dim() or not all(map(torch_adapter.surely_equal, shape, tensor.shape)):
+                self._check_resized(op, tensor, shape)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
-        written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         vals = [*fresh, *map_operands(written, self.storages.val)] if wide is None else [wide]
         single = len(vals) == 1
         node = self.emit(writes.functional, *operands[0], val=vals[0] if single else tuple(vals), **operands[1])
@@ -313,6 +318,15 @@ class OpRecorder(TorchDispatchMode):
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
         return inplace_results(op, out, args, kwargs, positions)
+
+    def _check_resized(self, op: OpOverload, tensor: torch.Tensor, before: torch.Size) -> None:
+        """Refuse an ``out=`` that has resized a tensor of which the step has views."""
+        if self.storages.has_views(tensor):
+            sizes = f"from {tuple(before)} to {tuple(tensor.shape)}"
+            raise UncapturableMutation(
+                f"{op} at {user_line()}: out= resizes a tensor {sizes}, and the step has views of it; give it a tensor "
+                "of the result's shape"
+            )
 
     def _overwrites_whole(self, target: torch.Tensor, source: torch.Tensor | Number) -> bool:
         """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.

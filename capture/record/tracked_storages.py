@@ -321,6 +321,11 @@ class TrackedStorages:
         self._marked.append(val)
         return tracked
 
+    def has_views(self, tensor: torch.Tensor) -> bool:
+        """Whether the capture made another tensor object of the memory of ``tensor``, which may be gone by now."""
+        storage = self.of(tensor).storage
+        return any(other is not tensor and self.of(other).storage is storage for other in self._marked)
+
     # ---- the end of a segment
 
     def all(self) -> list[TrackedStorage]:

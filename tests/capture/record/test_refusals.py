@@ -112,12 +112,20 @@ def reshaped(s: Setting, loss: torch.Tensor) -> Any:
     return loss
 
 
+def resized_under_a_view(s: Setting, loss: torch.Tensor) -> Any:
+    rows = loss.detach().expand(2, 3).contiguous()
+    view = rows.detach()
+    torch.mul(torch.ones(4, 3), 2, out=rows)  # HERE
+    return view
+
+
 VALUES = [branch, item, float_of, list_of_parameter, loop_over_data, in_a_helper]
 REFUSED: list[tuple[Callable[..., Any], type[WeftError]]] = [
     *((step, CannotCapture) for step in VALUES),
     (numpy_of_loss, NumpyOnTensor),
     (numpy_of_parameter, NumpyOnTensor),
     (reshaped, UncapturableMutation),
+    (resized_under_a_view, UncapturableMutation),
 ]
 
 
