@@ -212,8 +212,11 @@ class _Bits:
 
 
 def sharing(objects: list[Any]) -> Any:
-    """For each tensor, in the order of a walk, the first one that lies in the same memory."""
-    first: dict[int, int] = {}
+    """For each tensor, in the order of a walk, the first one that has an element in the same place of memory.
+
+    Gradients that eager leaves as parts of one tensor have memory of their own in a compiled step. No value shows it.
+    """
+    first: list[tuple[int, set[int]]] = []
     found: list[int] = []
     kept: list[Any] = []
 
@@ -225,7 +228,10 @@ def sharing(objects: list[Any]) -> Any:
             if isinstance(obj, FakeTensor):
                 return
             kept.append(obj)
-            found.append(first.setdefault(obj.untyped_storage()._cdata, len(found)) if obj.numel() else -1)
+            first.append((obj.untyped_storage()._cdata, _places(obj)))
+            storage, places = first[-1]
+            same = (at for at, (other, taken) in enumerate(first) if other == storage and not places.isdisjoint(taken))
+            found.append(next(same, -1))
             if obj.is_leaf and obj.grad is not None:
                 visit(obj.grad, seen)
         elif isinstance(obj, dict):
@@ -241,6 +247,13 @@ def sharing(objects: list[Any]) -> Any:
 
     visit(objects, set())
     return tuple(found)
+
+
+def _places(tensor: torch.Tensor) -> set[int]:
+    """Where the elements of a tensor begin in its storage, in bytes."""
+    size = tensor.element_size()
+    every = torch.arange(0, tensor.untyped_storage().nbytes() // size * size, size)
+    return set(every.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten().tolist())
 
 
 def difference(ours: Any, theirs: Any, where: str) -> str | None:
