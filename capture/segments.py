@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from weft import torch_adapter
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.node_kinds import WAIT, is_collective, is_effect, is_wait
 from weft.capture.node_meta import Meta, same_meta
@@ -28,6 +29,8 @@ from weft.errors import RuntimeCheckFailed
 
 Node = torch.fx.Node
 Outcome = bool | int
+
+_LAYOUT_READS = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int)
 
 
 def branch(value: Outcome, outcome: Outcome | None, *, held: Sequence[Any], written: Sequence[Any]) -> None:
@@ -131,6 +134,15 @@ class _ValuePlaces:
         placeholder = self._in_place.get(node)
         return None if placeholder is None else self.input_of(placeholder)
 
+    def place_of_layout(self, node: Node) -> tuple[Input, int] | None:
+        """The input whose memory has the sizes and strides of a node's value; its values may be later ones.
+
+        An update writes in place. Only one by ``out=`` may resize, and then sizes must have been read before.
+        """
+        if node not in self._numbers or not _same_layout(self._written.get(node, node), node):
+            return self.place(node)
+        return self.input_of(node)
+
     def input_of(self, placeholder: Node) -> tuple[Input, int]:
         """An input of the path and its number, by its placeholder."""
         number = self._numbers[placeholder]
@@ -139,6 +151,12 @@ class _ValuePlaces:
     def is_kept(self, node: Node) -> bool:
         """Whether an earlier segment returned the value of a node for later ones."""
         return node in self._kept
+
+
+def _same_layout(now: Node, before: Node) -> bool:
+    new, old = now.meta["val"], before.meta["val"]
+    numbers = [(*each.shape, *each.stride()) for each in (new, old)]
+    return new.dim() == old.dim() and all(map(torch_adapter.surely_equal, *numbers))
 
 
 class _SegmentWriter:
@@ -206,9 +224,14 @@ class _SegmentWriter:
         return self._copies[node]
 
     def _copy(self, node: Node) -> None:
-        copy = self._graph.node_copy(node, self._value)
+        copy = self._graph.node_copy(node, self._with_layout if node.target in _LAYOUT_READS else self._value)
         copy.meta = same_meta(node)
         self._copies[node] = copy
+
+    def _with_layout(self, node: Node) -> Node:
+        """A copy of a node, or an input of the same sizes and strides."""
+        found = self._location.place_of_layout(node)
+        return self._value(node) if found is None else self._input(*found)
 
     def _input(self, entry: Input, number: int) -> Node:
         if number not in self._places:

@@ -46,6 +46,8 @@ from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What torch says where it would resize a fake tensor of symbolic sizes.
+_CANNOT_RESIZE = "tried to directly modify sizes"
 _SAME_VALUE = (aten.detach.default, aten.alias.default, *LIFTS)
 # The fake result of these depends on the data of an operand, for which torch makes a symbol.
 _READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -299,7 +301,15 @@ class OpRecorder(TorchDispatchMode):
         wide = self._widened(op, writes, fake_args, fake_kwargs)
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         shapes = [(tensor, tensor.shape) for tensor in tensors_in(written)]
-        out = self.computed(lambda: fake_rule(op)(*fake_args, **fake_kwargs))
+        try:
+            out = self.computed(lambda: fake_rule(op)(*fake_args, **fake_kwargs))
+        except RuntimeError as error:
+            if _CANNOT_RESIZE not in str(error):
+                raise
+            raise UncapturableMutation(
+                f"{op} at {user_line()}: out= resizes a tensor whose sizes differ between calls; give it a tensor of "
+                "the result's shape"
+            ) from error
         for tensor, shape in shapes:
             # A view keeps its layout where eager resizes the memory. Here it would get that of the new value.
             if len(shape) != tensor.dim() or not all(map(torch_adapter.surely_equal, shape, tensor.shape)):

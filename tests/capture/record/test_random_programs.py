@@ -77,6 +77,13 @@ FOUND = {
         "if bool((s.buf < 2).all()):",
         "    return s.buf @ x.mT",
     ),
+    "the size of an argument after a branch that follows its update": (
+        "s.half = torch.tensor([1.0, -1.0, 2.0]).bfloat16()",
+        "v = s.half[s.half > 0]",
+        "x.add_(0.5)",
+        "w = F.dropout(v, 0.5, training=True)",
+        "return v, x.shape, x.new_ones(x.shape[0])",
+    ),
     "a generator that is seeded": (
         "s.generator = torch.Generator()",
         "s.generator.manual_seed(x.shape[0])",
@@ -158,6 +165,11 @@ REFUSED = {
     "lists that read what they wrote": (
         "s.a, s.b = torch.ones(2), torch.ones(2)",
         "torch._foreach_add_([s.a, s.b], [s.b, s.a])",
+    ),
+    "an argument of changing size that out= resizes": (
+        "s.buf = torch.ones(7, 4)",
+        "torch.mul(s.buf, 2, out=x)",
+        "return x.shape",
     ),
     "an argument that changes its shape": ("s.buf = torch.ones(2)", "x.t_()"),
 }
