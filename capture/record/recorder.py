@@ -300,7 +300,8 @@ class OpRecorder(TorchDispatchMode):
                 check_independent(op, targets, [*args, *kwargs.values()], self.storages, self._fake)
         wide = self._widened(op, writes, fake_args, fake_kwargs)
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
-        shapes = [(tensor, tensor.shape) for tensor in tensors_in(written)]
+        fakes = [argument_of(fake_args, fake_kwargs, position, name) for position, name in writes.writes]
+        before = [fake.shape for fake in tensors_in(fakes)]
         try:
             out = self.computed(lambda: fake_rule(op)(*fake_args, **fake_kwargs))
         except RuntimeError as error:
@@ -310,10 +311,9 @@ class OpRecorder(TorchDispatchMode):
                 f"{op} at {user_line()}: out= resizes a tensor whose sizes differ between calls; give it a tensor of "
                 "the result's shape"
             ) from error
-        for tensor, shape in shapes:
-            # A view keeps its layout where eager resizes the memory. Here it would get that of the new value.
-            if len(shape) != tensor.dim() or not all(map(torch_adapter.surely_equal, shape, tensor.shape)):
-                self._check_resized(op, tensor, shape)
+        for tensor, fake, shape in zip(tensors_in(written), tensors_in(fakes), before, strict=True):
+            if len(shape) != fake.dim() or not all(map(torch_adapter.surely_equal, shape, fake.shape)):
+                self._check_resized(op, tensor, fake, shape)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
         vals = [*fresh, *map_operands(written, self.storages.val)] if wide is None else [wide]
@@ -329,14 +329,16 @@ class OpRecorder(TorchDispatchMode):
             self._write_all(target, part)
         return inplace_results(op, out, args, kwargs, positions)
 
-    def _check_resized(self, op: OpOverload, tensor: torch.Tensor, before: torch.Size) -> None:
-        """Refuse an ``out=`` that has resized a tensor of which the step has views."""
-        if self.storages.has_views(tensor):
-            sizes = f"from {tuple(before)} to {tuple(tensor.shape)}"
-            raise UncapturableMutation(
-                f"{op} at {user_line()}: out= resizes a tensor {sizes}, and the step has views of it; give it a tensor "
-                "of the result's shape"
-            )
+    def _check_resized(self, op: OpOverload, tensor: torch.Tensor, fake: torch.Tensor, before: torch.Size) -> None:
+        """Refuse an ``out=`` that resizes a tensor whose former layout the step can still see.
+
+        Python reads the sizes of a tensor in the user's state from the real one, and a view keeps its layout.
+        """
+        if tensor is not fake or self.storages.has_views(tensor):
+            sizes = f"from {tuple(before)} to {tuple(fake.shape)}"
+            whose = "the step has views of it" if tensor is fake else "it is part of the state of the step"
+            what = f"{op} at {user_line()}: out= resizes a tensor {sizes}, and {whose}"
+            raise UncapturableMutation(f"{what}; give it a tensor of the result's shape")
 
     def _overwrites_whole(self, target: torch.Tensor, source: torch.Tensor | Number) -> bool:
         """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.
