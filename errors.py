@@ -565,6 +565,17 @@ class GraphOutsideStep(WeftError):
         )
 
 
+class GraphKeptInState(WeftError):
+    """A backward goes through a tensor that an earlier call of the step left in its state."""
+
+    def __init__(self, where: str, line: str) -> None:
+        super().__init__(
+            f"the backward at {line} goes through {where}, which each call leaves with a grad_fn, to the calls before. "
+            "A compiled step keeps no graph from one call to the next. Store the tensor detached, or compute it under "
+            "torch.no_grad()"
+        )
+
+
 class MarkedDynamicSpecialised(WeftError):
     """A size marked with `mark_dynamic` was fixed to a number by the step."""
 

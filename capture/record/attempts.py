@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
+
+import torch
 
 from weft.capture.record.array_sources import ArrayDrawn
 from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import users_modules
+from weft.capture.record.kept_graphs import GraphsKept
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
 from weft.capture.state.code_names import opaque_code
 from weft.errors import UnrecordedDraw, UsedDuringCapture
@@ -29,7 +32,8 @@ def captured_in_attempts(
     eager (:mod:`weft.capture.record.eager_types`) where they were there before.
 
     Args:
-        attempt: runs the step once. It takes what changes, and the options ``watched``, to look for the line that moves
+        attempt: runs the step once. It takes what changes, the tensors of the state that earlier calls leave with a
+            graph (:mod:`weft.capture.record.kept_graphs`), and the options ``watched``, to look for the line that moves
             a generator, and ``arrays``, to follow the arrays that numpy draws.
         changing: what is known to change from call to call.
         collect: collects garbage; called before each attempt.
@@ -56,9 +60,12 @@ def _with_what_changes(
     that fails, because the step needs a plain number at a place that torch does not say, all of them are constants with
     guards on their values.
     """
+    earlier: Mapping[str, torch.Tensor] = {}
     while True:
         try:
-            return _with_what_it_draws(functools.partial(attempt, changing), {}, collect)
+            return _with_what_it_draws(functools.partial(attempt, changing, earlier), {}, collect)
+        except GraphsKept as found:
+            earlier = found.tensors
         except NumbersChanged as found:
             changing = replace(changing, numbers=changing.numbers | found.paths)
         except ListsRead as found:

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from weft.capture.record.growing_lists import GrowingLists
 from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.idle_optimizers import warn_of_idle
 from weft.capture.record.intercept_collectives import functional_collectives
+from weft.capture.record.kept_graphs import KeptGraphs
 from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
@@ -113,8 +114,9 @@ def capture_step(
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
     _refuse_tools_around(name)
 
-    def attempt(changing: ChangingState, **how: bool) -> CapturedStep:
-        return _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, (outcomes, expected), **how).run()
+    def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: bool) -> CapturedStep:
+        paths = outcomes, expected
+        return _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how).run()
 
     with capturing(), escapes.watching():
         try:
@@ -146,6 +148,7 @@ class _StepCapture:
         changing: ChangingState,
         escapes: EscapeCheck,
         outcomes: tuple[tuple[Outcome, ...], tuple[Outcome, ...]],
+        earlier: Mapping[str, torch.Tensor],
         *,
         watched: bool = False,
         arrays: bool = False,
@@ -181,6 +184,7 @@ class _StepCapture:
         self.path = ModulePath(self.state)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []
+        self.graphs = KeptGraphs(self.state.places_by_id, earlier)
         self.recorder.snapshots = self._snapshots()
 
     def run(self) -> CapturedStep:
@@ -253,6 +257,7 @@ class _StepCapture:
             stack.enter_context(self.path.followed())
             stack.enter_context(self.hooks.counted())
             stack.enter_context(self.sizes.watched())
+            stack.enter_context(self.graphs.followed(*self.modes))
             stack.enter_context(FloatArithmetic(self.recorder.symbols, self.recorder.emit).exact())
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
@@ -347,6 +352,7 @@ class _StepCapture:
                 self._refuse_new_leaves()
                 self.state.notice_new_hooks()
             self.state.notice_new_attributes()
+            self.graphs.check([tensor for _, tensor in recorder.placeholders])
             changes = [*self.state.changes(), *self.arguments.changes()]
             self.numbers.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
