@@ -557,23 +557,11 @@ class UnregisteredType(WeftError):
 
 
 class GraphOutsideStep(WeftError):
-    """An argument was computed with gradients outside the step, where its backward cannot be captured."""
+    """A tensor was computed with gradients outside the call of a step, where its backward cannot be captured."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(
-            f"{where} has a grad_fn from outside the step; pass {where}.detach(), or compute it inside the step"
-        )
-
-
-class GraphKeptInState(WeftError):
-    """A backward goes through a tensor that an earlier call of the step left in its state."""
-
-    def __init__(self, where: str, line: str) -> None:
-        super().__init__(
-            f"the backward at {line} goes through {where}, which each call leaves with a grad_fn, to the calls before. "
-            "A compiled step keeps no graph from one call to the next. Store the tensor detached, or compute it under "
-            "torch.no_grad()"
-        )
+    def __init__(self, where: str, remedy: str | None = None) -> None:
+        remedy = remedy or f"pass {where}.detach(), or compute it inside the step"
+        super().__init__(f"{where} has a grad_fn from outside the step; {remedy}")
 
 
 class MarkedDynamicSpecialised(WeftError):

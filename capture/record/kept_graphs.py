@@ -20,7 +20,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.state.containers import StatePlace
 from weft.capture.user_code import user_line
-from weft.errors import GraphKeptInState, GraphOutsideStep
+from weft.errors import GraphOutsideStep
 
 
 class GraphsKept(Exception):
@@ -46,7 +46,8 @@ class _Earlier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise GraphKeptInState(ctx.path, user_line())
+        where = f"the backward at {user_line()} would go through it to an earlier call, of which nothing is kept"
+        raise GraphOutsideStep(ctx.path, f"{where}. Store it detached, or compute it under torch.no_grad()")
 
 
 class KeptGraphs:

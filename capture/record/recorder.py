@@ -36,6 +36,7 @@ from weft.capture.record.functional_ops import Effects, effects, executable_form
 from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
+from weft.capture.record.resized_outputs import written_by
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.state.tensor_memory import memory_key
@@ -46,8 +47,6 @@ from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# What torch says where it would resize a fake tensor of symbolic sizes.
-_CANNOT_RESIZE = "tried to directly modify sizes"
 _SAME_VALUE = (aten.detach.default, aten.alias.default, *LIFTS)
 # The fake result of these depends on the data of an operand, for which torch makes a symbol.
 _READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -301,19 +300,8 @@ class OpRecorder(TorchDispatchMode):
         wide = self._widened(op, writes, fake_args, fake_kwargs)
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         fakes = [argument_of(fake_args, fake_kwargs, position, name) for position, name in writes.writes]
-        before = [fake.shape for fake in tensors_in(fakes)]
-        try:
-            out = self.computed(lambda: fake_rule(op)(*fake_args, **fake_kwargs))
-        except RuntimeError as error:
-            if _CANNOT_RESIZE not in str(error):
-                raise
-            raise UncapturableMutation(
-                f"{op} at {user_line()}: out= resizes a tensor whose sizes differ between calls; give it a tensor of "
-                "the result's shape"
-            ) from error
-        for tensor, fake, shape in zip(tensors_in(written), tensors_in(fakes), before, strict=True):
-            if len(shape) != fake.dim() or not all(map(torch_adapter.surely_equal, shape, fake.shape)):
-                self._check_resized(op, tensor, fake, shape)
+        compute = lambda: fake_rule(op)(*fake_args, **fake_kwargs)
+        out = written_by(op, lambda: self.computed(compute), written, fakes, self.storages.has_views)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
         vals = [*fresh, *map_operands(written, self.storages.val)] if wide is None else [wide]
@@ -328,17 +316,6 @@ class OpRecorder(TorchDispatchMode):
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
         return inplace_results(op, out, args, kwargs, positions)
-
-    def _check_resized(self, op: OpOverload, tensor: torch.Tensor, fake: torch.Tensor, before: torch.Size) -> None:
-        """Refuse an ``out=`` that resizes a tensor whose former layout the step can still see.
-
-        Python reads the sizes of a tensor in the user's state from the real one, and a view keeps its layout.
-        """
-        if tensor is not fake or self.storages.has_views(tensor):
-            sizes = f"from {tuple(before)} to {tuple(fake.shape)}"
-            whose = "the step has views of it" if tensor is fake else "it is part of the state of the step"
-            what = f"{op} at {user_line()}: out= resizes a tensor {sizes}, and {whose}"
-            raise UncapturableMutation(f"{what}; give it a tensor of the result's shape")
 
     def _overwrites_whole(self, target: torch.Tensor, source: torch.Tensor | Number) -> bool:
         """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.
@@ -403,13 +380,12 @@ class OpRecorder(TorchDispatchMode):
         with torch_adapter.only_mode(self.fake_mode):
             layout_before = target.detach()
         # The object is about to change its layout; nodes that it stands for keep the layout they were recorded with.
-        for node in self.graph.nodes:
-            if "val" in node.meta:  # checks of values have none
-                node.meta["val"] = map_operands(node.meta["val"], lambda val: layout_before if val is target else val)
+        for node in filter(lambda node: "val" in node.meta, self.graph.nodes):  # checks of values have none
+            node.meta["val"] = map_operands(node.meta["val"], lambda val: layout_before if val is target else val)
         with torch.no_grad():
             op(*fake_args, **fake_kwargs)
-        storages = self.storages
-        storages.mark(target, storages.copy_of(now) if sets else storages.reshaped(now, before, layout_before))
+        after = self.storages.copy_of(now) if sets else self.storages.reshaped(now, before, layout_before)
+        self.storages.mark(target, after)
         return target
 
     # ---- values
