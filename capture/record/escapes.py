@@ -19,6 +19,8 @@ import contextlib
 import functools
 import gc
 import itertools
+import threading
+import time
 import types
 import weakref
 from collections import Counter, deque
@@ -66,6 +68,8 @@ _CACHE = type(functools.lru_cache(lambda: None))
 _CHUNK = 500
 _FEW = 32
 _LONGEST_PATH = 6
+# Seconds before each count of the references to values, where other threads run. A choice: a collection takes less.
+_COUNTED_AFTER_S = (0.0, 0.001, 0.01, 0.1)
 
 
 class EscapeCheck:
@@ -124,12 +128,7 @@ class EscapeCheck:
             CaptureValueEscaped: names the place. The value was taken out of it.
         """
         values = self._values(self._new_objects().of_types(_KINDS))
-        if failure is None:
-            self.collect()  # cycles of the step's own are nobody's; older objects are not walked
-            held = Counter(map(id, legitimate))
-            suspects = _held_by_others(values, held)
-        else:
-            suspects = _alive(values)
+        suspects = _alive(values) if failure is not None else self._suspects(values, Counter(map(id, legitimate)))
         if not suspects:
             return
         search = _HolderSearch(suspects, self._new_objects())
@@ -143,6 +142,23 @@ class EscapeCheck:
             if isinstance(holder, _CACHE):
                 continue  # emptied: the function computes its result again, outside the capture
             raise CaptureValueEscaped(step, place, type(value).__qualname__, _line_of(value), failure) from failure
+
+    def _suspects(self, values: list[weakref.ref[Any]], held: Counter[int]) -> list[Any]:
+        """The values that somebody but the graph holds: cycles of the step's own, which are nobody's, do not count.
+
+        While another thread collects, a collection here does nothing and garbage still holds values. So they are
+        counted again a little later. Older objects are not walked.
+        """
+        pauses = _COUNTED_AFTER_S if threading.active_count() > 1 else (0.0,)
+        suspects: list[Any] = []
+        for pause_s in pauses:
+            suspects.clear()  # it would count as a holder
+            time.sleep(pause_s)
+            self.collect()
+            suspects += _held_by_others(values, held)
+            if not suspects:
+                break
+        return suspects
 
     def _new_objects(self) -> CollectorList:
         return CollectorList() if self._frozen else CollectorList([0, 1])

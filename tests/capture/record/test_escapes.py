@@ -7,6 +7,7 @@ import gc
 import math
 import queue
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import weft
 from both_ways import batches, both_ways, mlp, snapshot
+from weft.capture.record.escapes import EscapeCheck
 from weft.capture.record.tracer import capture_step
 from weft.errors import CannotCapture, CaptureValueEscaped, EscapedTensor, WeftError
 
@@ -229,3 +231,30 @@ def test_named_tuples_and_nests_come_back_as_eager_returns_them() -> None:
 def test_an_error_is_one_of_wefts_with_all_parts_named() -> None:
     with pytest.raises(WeftError, match="make them a list in the step"):
         weft.compile(lambda x: (y for y in [x * 2]))(torch.ones(2))
+
+
+def test_garbage_that_another_threads_collection_leaves_for_later_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect, calls = EscapeCheck.collect, 0
+
+    def while_another_collects(self: EscapeCheck) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:  # before that gc.collect() returns at once
+            collect(self)
+
+    monkeypatch.setattr(EscapeCheck, "collect", while_another_collects)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        cycle: dict[str, Any] = {"doubled": x * 2}
+        cycle["itself"] = cycle
+        return cycle["doubled"] + 1
+
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    try:
+        assert torch.equal(weft.compile(step)(torch.ones(3)), torch.full((3,), 3.0))
+    finally:
+        done.set()
+        other.join()
+    assert calls > 3
