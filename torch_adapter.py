@@ -581,6 +581,14 @@ def like(tensors: Iterable[torch.Tensor]) -> Callable[..., bool]:
     return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
+def same_addresses(tensors: list[torch.Tensor]) -> Callable[[], bool]:
+    """A check that the elements of these tensors begin where they do now; in C where torch is built for CUDA."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if compare := getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None):
+        return functools.partial(compare, tensors, addresses, list(range(len(tensors))))
+    return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]]:
     """Kind and dictionary (None before the first registration) of the hooks registered on a tensor."""
     return [("gradient", tensor._backward_hooks), ("post-accumulate-grad", tensor._post_accumulate_grad_hooks)]

@@ -7,6 +7,7 @@ Offsets and spans are in elements.
 from __future__ import annotations
 
 import itertools
+import operator
 
 import torch
 
@@ -53,6 +54,34 @@ def any_overlap(tensors: list[torch.Tensor]) -> bool:
     if all(apart(a, b) for a, b in itertools.pairwise(ordered)):
         return False
     return any(overlap(a, b) for a, b in itertools.combinations(ordered, 2))
+
+
+def overlapping(tensors: list[torch.Tensor]) -> dict[int, tuple[int, int]]:
+    """Which of these tensors may overlap another one, judged by the bytes from their first to their last elements.
+
+    Returns:
+        By the number of each such tensor, but for the first of those that lie together: the number of that first one,
+        and the distance from its start in bytes.
+    """
+    in_storage: dict[int, list[tuple[int, int, int]]] = {}
+    for at, tensor in enumerate(tensors):
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        end = start + int(span(tensor)) * tensor.element_size()
+        if end > start:
+            in_storage.setdefault(torch_adapter.storage_key(tensor), []).append((start, end, at))
+    found: dict[int, tuple[int, int]] = {}
+    for extents in in_storage.values():
+        groups: list[list[tuple[int, int, int]]] = []
+        reached = -1
+        for extent in sorted(extents):
+            if extent[0] >= reached:
+                groups.append([])
+            groups[-1].append(extent)
+            reached = max(reached, extent[1])
+        for group in groups:
+            first_start, _, first = min(group, key=operator.itemgetter(2))
+            found |= {at: (first, start - first_start) for start, _, at in group if at != first}
+    return found
 
 
 _ENUMERATED = 1 << 16

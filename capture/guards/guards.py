@@ -19,6 +19,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
+from weft.capture.guards.memory_guard import MemoryGuard
 from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
@@ -72,6 +73,7 @@ class Guards:
         self._sites = captured.state.sites
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
+        self._memory = MemoryGuard(captured, self._containers.entries, self._containers.labels())
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         self._leaves = [leaf for leaf, _ in captured.state.leaves]
         self._static = PlaceReader([guard.place for guard in self._tensors if guard.static])
@@ -92,6 +94,7 @@ class Guards:
             found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
         found += [Guard("tensor", str(guard)) for guard in self._tensors]
         found += [Guard("size", condition) for condition in self._sizes.conditions]
+        found.append(Guard("memory", "the same tensors of the state and of the arguments overlap"))
         found += [Guard("environment", f"{key} is {value!r}") for key, value in self._environment.items()]
         found += [Guard("outside", f"{read.text} gives {read.answer!r}") for read in self._outside]
         return found + [Guard("torch", f"{name} is {value}") for name, value in self._world.items()]
@@ -107,6 +110,7 @@ class Guards:
             or self._leaf_failure()
             or next(filter(None, (guard.failure() for guard in self._tensors)), None)
             or self._sizes.failure()
+            or self._memory_failure()
             or self._world_failure()
             or environment_failure(self._environment)
             or outside_failure(self._outside)
@@ -130,6 +134,7 @@ class Guards:
                 and self._alike(*self._static.read())
                 and all(guard.failure() is None for guard in self._symbolic)
                 and self._sizes.failure() is None
+                and self._memory.holds(self._containers.entries)
                 and _global_state() == self._world
                 and (not self._environment or environment_failure(self._environment) is None)
                 and (not self._outside or outside_failure(self._outside) is None)
@@ -169,6 +174,10 @@ class Guards:
         first: dict[int, int] = {}
         return [-1 if id(obj) in self._kept else first.setdefault(id(obj), at) for at, obj in enumerate(objects)]
 
+    def _memory_failure(self) -> str | None:
+        with torch_adapter.no_torch_function():
+            return self._memory.failure(self._containers.entries)
+
     def _world_failure(self) -> str | None:
         now = _global_state()
         return next((f"{k} is {now[k]}, was {v}" for k, v in self._world.items() if now[k] != v), None)
@@ -200,6 +209,15 @@ class _ContainerGuard:
         ordered = [each.obj for each in sized if isinstance(each.obj, dict) and each.before]
         self._ordered = [*map(without_overrides, ordered)]
         self._order = [key for each in self._ordered for key in each]
+
+    @property
+    def entries(self) -> list[Any]:
+        """The values of all entries as they were last accepted; another list where one is another object."""
+        return self._expected
+
+    def labels(self) -> list[str]:
+        """How the user would write each of :attr:`entries`."""
+        return [each.label(key) for each in self._entries.containers for key in each.guarded()]
 
     def listed(self) -> list[str]:
         """The conditions as text."""

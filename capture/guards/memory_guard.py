@@ -1,0 +1,138 @@
+"""Guard on the memory that tensors of the state and the arguments share.
+
+A write to a tensor gives a new value to every tensor that overlaps it, and the graph says which these are. So a later
+call must find the same tensors overlapping, at the same distance. It must not find two parameters apart that were
+parts of one flat tensor, nor one gradient for two parameters that had one each. Shapes, strides and dtypes are guarded
+elsewhere. Tensors that do not overlap may share a storage or not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft import torch_adapter
+from weft.capture.record.captured_step import CapturedStep
+from weft.capture.state.containers import Container, Pattern, items_of
+from weft.capture.state.tensor_memory import inner_tensor
+from weft.capture.strided_overlap import overlapping
+
+
+class MemoryGuard:
+    """Guards which tensors overlap.
+
+    Args:
+        captured: the step.
+        entries: the values of all guarded entries of the state, as the capture found them.
+        labels: how the user would write them.
+    """
+
+    def __init__(self, captured: CapturedStep, entries: list[Any], labels: list[str]) -> None:
+        # A leaf is guarded to be the same object, so that it is found once, wherever else it is.
+        leaves: dict[int, int] = {}
+        self._at = [at for at, value in enumerate(entries) if _is_first(value, leaves, at)]
+        self._nested = [at for at, value in enumerate(entries) if isinstance(value, tuple) and [*_tensors(value)]]
+        self._by_value = [
+            (each, key)
+            for each in captured.state.containers
+            if not each.frozen
+            for key, pattern in each.by_value.items()
+            if isinstance(pattern, Pattern)
+        ]
+        arguments = captured.arguments
+        self._arguments = [place for _, place in sorted(arguments.tensors.items())]
+        self._gradients: list[Container] = [container for _, container in arguments.gradients]
+        self._paths = [labels[at] for at in self._at]
+        self._paths += [labels[at] for at in self._nested for _ in _tensors(entries[at])]
+        self._paths += [each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key))]
+        self._state = len(self._paths)
+        self._paths += [place.path for place in self._arguments]
+        self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
+        self._remember(entries)
+        self._overlapping = overlapping([*self._tensors, *self._passed()])
+        self._held = True
+
+    def holds(self, entries: list[Any]) -> bool:
+        """Whether tensors overlap as they did; ``entries`` is another list where an entry is another object."""
+        return self._untouched(entries) or self.failure(entries) is None
+
+    def failure(self, entries: list[Any]) -> str | None:
+        """Which tensors overlap that did not, or no longer do; None for none."""
+        self._remember(entries)
+        now, before = overlapping([*self._tensors, *self._passed()]), self._overlapping
+        self._held = now == before
+        for at in sorted(now.keys() | before.keys()):
+            if now.get(at) != before.get(at):
+                other = self._paths[(now if at in now else before)[at][0]]
+                how = "in another way" if at in now and at in before else "now" if at in now else "no more"
+                return f"{self._paths[at]} shares memory with {other} {how}"
+        return None
+
+    def _untouched(self, entries: list[Any]) -> bool:
+        """Whether the tensors of the state are where they were, and the arguments are apart from them, as they were."""
+        if not self._held or self._mixed or entries is not self._entries:
+            return False
+        for inner_of, wrappers, inner in self._wrapped:
+            if not all(map(operator.is_, map(inner_of, wrappers), inner)):
+                return False
+        passed = map(torch_adapter.storage_key, self._passed())
+        return self._in_place() and self._storages.isdisjoint(passed)
+
+    def _remember(self, entries: list[Any]) -> None:
+        """Store where the tensors of the state are now, for later comparisons."""
+        found = [entries[at] for at in self._at]
+        found += [tensor for at in self._nested for tensor in _tensors(entries[at])]
+        found += [tensor for each, key in self._by_value for tensor in _tensors(each.get(key))]
+        wrapped: dict[tuple[str, ...], list[tuple[Any, torch.Tensor]]] = defaultdict(list)
+        self._tensors = []
+        for tensor in found:
+            inner, names = inner_tensor(tensor)
+            self._tensors.append(inner)
+            if names:
+                wrapped[names].append((tensor, inner))
+        self._wrapped: list[tuple[Callable[[Any], Any], list[Any], list[torch.Tensor]]] = [
+            (operator.attrgetter(".".join(names)), [outer for outer, _ in pairs], [inner for _, inner in pairs])
+            for names, pairs in wrapped.items()
+        ]
+        self._entries = entries
+        self._in_place = torch_adapter.same_addresses(self._tensors)
+        self._storages = set(map(torch_adapter.storage_key, self._tensors))
+        # By-value entries are other objects at each call.
+        self._mixed = bool(self._by_value) or not self._storages.isdisjoint(
+            map(torch_adapter.storage_key, self._passed())
+        )
+
+    def _passed(self) -> list[torch.Tensor]:
+        """The tensors of the call's arguments, and their gradients."""
+        passed = [place.get() for place in self._arguments]
+        grads = [each.obj.grad for each in self._gradients if each.obj.grad is not None]
+        return [*passed, *(inner_tensor(grad)[0] for grad in grads)]
+
+
+def _is_first(value: Any, leaves: dict[int, int], at: int) -> bool:
+    if not isinstance(value, torch.Tensor) or not _has_memory(value):
+        return False
+    leaf = value.requires_grad or isinstance(value, torch.nn.Parameter)
+    return not leaf or leaves.setdefault(id(value), at) == at
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tuple, list or dictionary and in those inside it."""
+    if isinstance(value, torch.Tensor):
+        if _has_memory(value):
+            yield value
+    elif isinstance(value, (tuple, list, dict)) and not isinstance(value, torch.Size):
+        for _, item in items_of(value):
+            yield from _tensors(item)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has an address: not a fake one, one on the meta device, a sparse or a nested one."""
+    inner = inner_tensor(tensor)[0]
+    strided = inner.layout is torch.strided and not inner.is_nested
+    return strided and inner.device.type != "meta" and not isinstance(inner, FakeTensor)
