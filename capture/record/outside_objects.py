@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -145,7 +146,7 @@ def _is_repeated(name: str, repeated: frozenset[str]) -> bool:
 
 def _use_of(kind: type) -> _Use | None:
     """How a step may use objects of a type; None where no stand-in is needed."""
-    if issubclass(kind, StandIn):
+    if issubclass(kind, (StandIn, *weakref.ProxyTypes)):  # a proxy has the methods of every kind of object
         return None
     if issubclass(kind, io.IOBase):
         return _FILE

@@ -514,6 +514,8 @@ class _StepCapture:
 
     def _input_name(self, tensor: torch.Tensor) -> str:
         found = self._known_place(tensor)
+        if found is None and tensor.requires_grad and tensor.is_leaf:
+            self.state.add(tensor, "a parameter outside the known state")  # its gradient and hooks are state
         return "constant" if found is None else readable_name(found.path)
 
     def _known_place(self, tensor: torch.Tensor) -> StatePlace | None:

@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from weft.capture.state.containers import MISSING, SIMPLE, Content
 
 # Larger arrays are no settings but data: to compare them before every call would take longer than many a step.
@@ -62,16 +64,43 @@ def value_of(variable: contextvars.ContextVar[Any]) -> Any:
         return None
 
 
-def referent_of(obj: Any) -> Any:
-    """The object that ``obj`` shows under another face: the dictionary of a view or of a read-only proxy, the object
-    that a method belongs to; None for all other objects."""
+def referents_of(obj: Any) -> list[Any]:
+    """The objects that ``obj`` shows under another face: the dictionary of a view or of a read-only proxy, the object
+    that a method belongs to, what weak references refer to."""
     if isinstance(obj, (types.BuiltinMethodType, types.MethodWrapperType)):
-        return None if isinstance(obj.__self__, types.ModuleType) else obj.__self__
+        return [] if isinstance(obj.__self__, types.ModuleType) else [obj.__self__]
+    if isinstance(obj, weakref.ref):
+        return [obj()]
+    if isinstance(obj, weakref.WeakSet):
+        return list(obj)
+    if isinstance(obj, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
+        return [each for item in obj.items() for each in item]
     if isinstance(obj, _KEYS_OR_VALUES):
         obj = obj.mapping
-    if not isinstance(obj, types.MappingProxyType):
+    return [obj | _Operand()] if isinstance(obj, types.MappingProxyType) else []
+
+
+def unproxied(obj: Any) -> Any:
+    """The object behind a weak proxy, None if it is gone; any other object itself."""
+    if type(obj) not in weakref.ProxyTypes:
+        return obj
+    try:
+        return obj.__repr__.__self__
+    except ReferenceError:
         return None
-    return obj | _Operand()
+
+
+def attributes_with_tensors(obj: Any) -> frozenset[str]:
+    """Names of an object's own attributes that are tensors, or tuples, lists or dictionaries with tensors in them."""
+    return frozenset(name for name, value in attributes_of(obj).items() if _holds_tensor(value))
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_tensor, value))
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    return isinstance(value, torch.Tensor)
 
 
 class _Operand:

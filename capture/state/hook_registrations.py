@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,23 @@ _METHODS = (
     (torch.nn.Module, "register_full_backward_pre_hook", "full-backward-pre"),
     (torch.nn.Module, "register_full_backward_hook", "full-backward"),
 )
+
+
+@dataclass(frozen=True)
+class HookSite:
+    """Where hooks of one kind are registered on one leaf tensor.
+
+    Attributes:
+        owner: path of the tensor.
+        kind: of the hooks.
+        read: returns their dictionary as it is now, None where torch has made none yet.
+        before: the hooks that were registered when the walk was made.
+    """
+
+    owner: str
+    kind: str
+    read: Callable[[], dict[int, Any] | None]
+    before: dict[int, Any]
 
 
 def user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from weft.capture.user_code import is_own_file
 # Packages whose objects and functions are not walked: they are no state of the user's.
 _FOREIGN = {"torch", "numpy", "sympy", "mpmath", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
 # Modules inside those packages whose objects are walked all the same.
-_WALKED = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp")
+_WALKED = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp", "torch.distributions")
 # Classes of the standard library that are made to hold what the user puts there, and where they hold it.
 _HOLDERS: dict[str, tuple[str, ...]] = {
     "argparse.Namespace": (),

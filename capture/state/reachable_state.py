@@ -19,7 +19,6 @@ import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,8 +46,16 @@ from weft.capture.state.containers import (
     StatePlace,
     items_of,
 )
-from weft.capture.state.contents import LOCKS, attributes_of, content_of, referent_of, value_of
-from weft.capture.state.hook_registrations import user_hook
+from weft.capture.state.contents import (
+    LOCKS,
+    attributes_of,
+    attributes_with_tensors,
+    content_of,
+    referents_of,
+    unproxied,
+    value_of,
+)
+from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
 from weft.capture.state.type_facts import FactsOfTypes, TypeFacts
@@ -72,23 +79,6 @@ _BOOKKEEPING = frozenset(
         "_load_state_dict_post_hooks",
     }
 )
-
-
-@dataclass(frozen=True)
-class HookSite:
-    """Where hooks of one kind are registered on one leaf tensor.
-
-    Attributes:
-        owner: path of the tensor.
-        kind: of the hooks.
-        read: returns their dictionary as it is now, None where torch has made none yet.
-        before: the hooks that were registered when the walk was made.
-    """
-
-    owner: str
-    kind: str
-    read: Callable[[], dict[int, Any] | None]
-    before: dict[int, Any]
 
 
 class ReachableState:
@@ -261,6 +251,7 @@ class ReachableState:
     # ---- the walk
 
     def _visit(self, obj: Any, path: str, place: StatePlace | None) -> None:
+        obj = unproxied(obj)
         if isinstance(obj, torch.Tensor):
             self._tensor(obj, path, place)
             return
@@ -315,8 +306,11 @@ class ReachableState:
             self._object(obj, path)
         elif isinstance(obj, logging.Logger):
             self._container(Attributes(obj, path, _OF_LOGGERS, _label(path)))
-        elif not kind.is_user and (referent := referent_of(obj)) is not None:
-            self._visit(referent, path, None)
+        elif not kind.is_user:
+            for referent in referents_of(obj):
+                self._visit(referent, path, None)
+            if names := attributes_with_tensors(obj):  # an object of torch's or of Python's own that the user filled
+                self._container(Container(attributes_of(obj), path, names, _label(path)))
         for function in functions_in(obj):  # of a property
             self._visit(function, path, None)
 
@@ -571,7 +565,9 @@ class ReachableState:
     def _absent(self, kind: TypeFacts, obj: Any) -> frozenset[str]:
         """Attributes that code looks for in an object of the user's: where it lacks them, the class or a default
         serves; for a class its bases do."""
-        if not kind.looked_into or kind.is_walked:
+        if kind.is_walked:
+            return kind.computed_once
+        if not kind.looked_into:
             return frozenset()
         if isinstance(obj, type):
             return frozenset(name for base in kind.own for name in vars(base) if name in self._names)

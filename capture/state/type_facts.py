@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import types
 from typing import Any, NamedTuple
+
+from torch.distributions.utils import lazy_property
 
 from weft.capture.state.contents import Access, access_to
 from weft.capture.state.origin import held_by, is_own, is_user_class, is_walked
@@ -23,6 +26,7 @@ class TypeFacts(NamedTuple):
         holder: the attributes that count whether code names them or not.
         own: those classes among it and its bases that are the user's own.
         defaults: names of values that these hold: an object's attribute of the same name takes their place.
+        computed_once: attributes that objects of a class that is walked get when code first reads them.
         looked_into: whether the absence of an attribute counts, too.
         access: how the content is read and written, where it is compared as one value.
     """
@@ -35,6 +39,7 @@ class TypeFacts(NamedTuple):
     holder: tuple[str, ...]
     own: tuple[type, ...]
     defaults: frozenset[str]
+    computed_once: frozenset[str]
     looked_into: bool
     access: Access | None
 
@@ -65,10 +70,19 @@ class FactsOfTypes(dict[type, TypeFacts]):
             holder or (),
             own,
             frozenset(values),
+            _computed_once(kind) if walked else frozenset(),
             bool(own) or local or holder is not None or kind is types.ModuleType,
             access_to(kind),
         )
         return found
+
+
+def _computed_once(kind: type) -> frozenset[str]:
+    """Names of descriptors that leave their value in the object (``lazy_property``, ``cached_property``)."""
+    found = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    return frozenset(
+        name for name, value in found.items() if isinstance(value, (lazy_property, functools.cached_property))
+    )
 
 
 def _is_frozen(kind: Any) -> bool:

@@ -155,7 +155,8 @@ def _fails_eagerly(node: Node, error: Exception) -> bool | None:
             op(*args, **kwargs)
     except Exception:  # noqa: BLE001 - any error is the answer
         return True
-    return False
+    # The program may have run the operation in place, which torch refuses for more tensors (expanded ones).
+    return None if "inplace" in node.meta else False
 
 
 def _operands(node: Node, traceback: TracebackType | None) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
