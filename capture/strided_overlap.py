@@ -15,11 +15,34 @@ from weft import torch_adapter
 
 
 def offset_within(tensor: torch.Tensor, whole: torch.Tensor) -> int | None:
-    """Offset of ``tensor`` inside ``whole``, in elements; None unless it is inside as a whole."""
+    """Offset of ``tensor`` inside ``whole``, in elements; None unless all of its elements are elements of ``whole``."""
     if tensor.dtype != whole.dtype:
         return None
     start = int(tensor.storage_offset() - whole.storage_offset())
-    return start if start >= 0 and start + span(tensor) <= span(whole) else None
+    if start < 0 or start + span(tensor) > span(whole):
+        return None
+    return start if _is_dense(whole) or _is_slice(tensor, whole, start) or _has_all(whole, tensor) else None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether there is no element of the storage between those of the tensor. Symbolic sizes are contiguous ones."""
+    return not torch_adapter.surely(tensor.numel() < span(tensor))
+
+
+def _is_slice(part: torch.Tensor, whole: torch.Tensor, start: int) -> bool:
+    """Whether ``part``, which begins ``start`` elements behind ``whole``, is cut from it along its dimensions."""
+    if part.stride() != whole.stride():
+        return False
+    for dim in sorted(range(whole.dim()), key=lambda dim: -whole.stride(dim)):
+        at, start = divmod(start, whole.stride(dim)) if whole.stride(dim) else (0, start)
+        if at + part.shape[dim] > whole.shape[dim]:
+            return False
+    return start == 0
+
+
+def _has_all(whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether each element of ``part`` is one of ``whole``; False where that would take long to find out."""
+    return max(map(_elements, (part, whole))) <= _ENUMERATED and _places(part) <= _places(whole)
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:

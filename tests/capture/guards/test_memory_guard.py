@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.capture.strided_overlap import overlapping
+from weft.capture.strided_overlap import offset_within, overlapping
 from weft.compile import CompiledStep
 
 
@@ -257,3 +257,33 @@ def test_overlapping_groups_and_distances() -> None:
     flat, other = torch.zeros(16), torch.zeros(4)
     tensors = [flat[4:8], other, flat[6:10], flat[0:4], flat[8:12].view(torch.int32), flat[12:], flat[:0], other]
     assert overlapping(tensors) == {2: (0, 8), 4: (0, 16), 7: (1, 0)}
+
+
+def test_a_tensor_between_the_elements_of_another_one_is_no_part_of_it() -> None:
+    flat = torch.arange(8.0)
+    even = flat[::2]
+    assert offset_within(flat[2:3], even) == 2
+    assert offset_within(even[1:3], even) == 2
+    assert offset_within(flat[1:4], even) is None
+    assert offset_within(flat[1:4], flat) == 1
+    assert offset_within(flat[6:], flat[:7]) is None
+    wide = torch.zeros(400, 400)[:, :300]  # too many elements to enumerate
+    assert offset_within(wide[3:, 1:], wide) == 1201
+    assert offset_within(wide[3:, 1:].t(), wide) is None
+    assert offset_within(wide.as_strided((2, 300), (400, 1), 350), wide) is None
+
+
+def test_a_write_to_a_part_of_a_tensor_with_gaps() -> None:
+    def run(compiled: bool) -> list[torch.Tensor]:
+        flat = torch.arange(8.0)
+        even, second = flat[::2], flat[2:3]
+
+        def step() -> torch.Tensor:
+            even.add_(1)
+            second.mul_(3)
+            return even * 2
+
+        called = weft.compile(step) if compiled else step
+        return [called().clone(), called().clone(), flat]
+
+    assert all(map(torch.equal, run(False), run(True)))
