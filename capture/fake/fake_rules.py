@@ -25,6 +25,14 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> 
     return out if a.dtype == half else out.to(a.dtype, memory_format=torch.preserve_format)
 
 
+def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where there is nothing to multiply, the kernel accepts two dtypes and returns the second; torch's rule does
+    not."""
+    sizes = (*a.shape, *b.shape)
+    empty = all(isinstance(size, int) for size in sizes) and 0 in sizes
+    return aten.bmm.default(a.to(b.dtype) if empty else a, b)
+
+
 def _loss_backward(op: OpOverload) -> Callable[..., torch.Tensor]:
     """The backward of a loss: torch's rule divides by the number of elements, which may be 0. The kernel's result is
     contiguous."""
@@ -135,6 +143,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{op: _strides_of(op, 0, 1) for op in _BINARY},
     **{op: _contiguous(op) for op in _ALWAYS_CONTIGUOUS},
     aten._grouped_mm.default: _grouped_mm,
+    aten.bmm.default: _bmm,
     **{getattr(aten._ctc_loss, name): _ctc_loss for name in ("default", "Tensor")},
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,

@@ -18,6 +18,15 @@ from weft.capture.fake import fake_rules
 from weft.capture.fake.fake_rules import fake_rule
 
 
+@pytest.mark.parametrize("shapes", [((2, 0, 3), (2, 3, 4)), ((2, 3, 0), (2, 0, 4)), ((0, 3, 4), (0, 4, 5))])
+def test_products_of_no_elements_accept_two_dtypes_as_the_kernel_does(shapes: list[tuple[int, ...]]) -> None:
+    a, b = torch.zeros(shapes[0], dtype=torch.bfloat16), torch.zeros(shapes[1])
+    step = lambda a, b: torch.bmm(a, b) + torch.bmm(a.float(), b.to(a.dtype))
+    compiled = weft.compile(step)(a, b)
+    assert compiled.dtype == step(a, b).dtype
+    assert torch.equal(compiled, step(a, b))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_grouped_mm_accepts_every_float_dtype(dtype: torch.dtype) -> None:
     class Experts(nn.Module):
