@@ -40,7 +40,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Update:
-    """An output that becomes the new value of the input called ``input``."""
+    """An output that is written into the memory of the input called ``input``; the user's tensor object stays."""
 
     input: str
 

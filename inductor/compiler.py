@@ -301,9 +301,7 @@ class _Attempts:
         generates, arrive = self._generates(runner), self.checkpoints.arrive
         cluster = None if "schedule" in runner.left_out else self.cluster
         step = runner.run("graph", self.step.copy(), self.first) if self.first else self.step
-        graph, found = scheduled_graph(
-            step, cluster, self.memory_limit, generates, runner, self.agreed, arrive=arrive
-        )
+        graph, found = scheduled_graph(step, cluster, self.memory_limit, generates, runner, self.agreed, arrive=arrive)
         if generates:
             checks = verifier(graph)
             verify = checks.check if checks is not None else None

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from weft.capture.graph import StepGraph
-from weft.capture.record.functional_ops import effects
+from weft.capture.record.functional_ops import written_arguments
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.user_code import Frame, user_frames
 
@@ -50,7 +50,7 @@ class StepBuilder:
 
     def write(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """An in-place call: the node (or list of nodes) of the fresh results and of each written argument."""
-        what = effects(op)
+        what = written_arguments(op)
         assert what is not None
         fakes = tree_map_only(Node, lambda n: n.meta["val"], (args, kwargs))
         with self.mode:

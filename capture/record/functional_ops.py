@@ -33,7 +33,7 @@ _RENAMED = {
 
 
 @dataclass(frozen=True)
-class Effects:
+class WrittenArguments:
     """What an operation writes.
 
     Attributes:
@@ -111,7 +111,7 @@ def executable_form(op: OpOverload) -> Callable[..., Any]:
 
 
 @functools.cache
-def effects(op: OpOverload) -> Effects | None:
+def written_arguments(op: OpOverload) -> WrittenArguments | None:
     """What ``op`` writes, or None for an operation that writes nothing."""
     arguments = op._schema.arguments
     marked = tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -121,7 +121,7 @@ def effects(op: OpOverload) -> Effects | None:
     writes = tuple((at, a.name) for at, a in enumerate(arguments) if a.name in names)
     fresh = sum(result.alias_info is None for result in op._schema.returns)
     variant = _functional_variant(op, fresh + len(writes)) if marked else None
-    return Effects(writes, fresh, variant or Functionalized(op, names))
+    return WrittenArguments(writes, fresh, variant or Functionalized(op, names))
 
 
 def _functional_variant(op: OpOverload, results: int) -> OpOverload | None:

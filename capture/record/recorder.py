@@ -32,7 +32,7 @@ from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_rule
 from weft.capture.node_kinds import check_splits, sizes_differ_by_rank
 from weft.capture.record.constant_scalars import constant_scalar
-from weft.capture.record.functional_ops import Effects, effects, executable_form, out_of_place
+from weft.capture.record.functional_ops import WrittenArguments, executable_form, out_of_place, written_arguments
 from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
@@ -210,7 +210,7 @@ class OpRecorder(TorchDispatchMode):
             self._forget_stale_memos(tensors_in((args, kwargs)))
         if op is aten._local_scalar_dense.default:
             return self._record_item(op, args, fakes[0])
-        writes = effects(op)
+        writes = written_arguments(op)
         if writes is not None:
             return self._record_write(op, writes, args, kwargs, *fakes)
         if sizes_differ_by_rank(op):
@@ -275,7 +275,7 @@ class OpRecorder(TorchDispatchMode):
     def _record_write(
         self,
         op: OpOverload,
-        writes: Effects,
+        writes: WrittenArguments,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         fake_args: tuple[Any, ...],
@@ -320,7 +320,7 @@ class OpRecorder(TorchDispatchMode):
     def _overwrites_whole(self, target: torch.Tensor, source: torch.Tensor | Number) -> bool:
         """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.
 
-        Not so for the memory of the user. What it held is read before it is written, and views of it leave the step.
+        Not so for an input: its former value may be read later in the step, and the user holds views of its memory.
         """
         if not isinstance(source, torch.Tensor) or (target.dtype, target.device) != (source.dtype, source.device):
             return False
@@ -331,7 +331,7 @@ class OpRecorder(TorchDispatchMode):
         return dense and same_layout(target, source)
 
     def _widened(
-        self, op: OpOverload, writes: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, op: OpOverload, writes: WrittenArguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """The fake result of the functional form where its dtype is not that of the tensor it replaces, else None.
 

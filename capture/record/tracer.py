@@ -407,7 +407,9 @@ class _StepCapture:
 
     def _refuse_new_leaves(self) -> None:
         """Raise where the step made a tensor of the user's, which is no parameter, require grad."""
-        changed = [(tensor, path) for tensor, path in self.state.constants if tensor.requires_grad and tensor.is_leaf]
+        changed = [
+            (tensor, path) for tensor, path in self.state.plain_leaves if tensor.requires_grad and tensor.is_leaf
+        ]
         for tensor, _ in changed:
             tensor.requires_grad = False
         if changed:
@@ -427,12 +429,12 @@ class _StepCapture:
         self.lists.check_changed(changes)
         for container, key, _, new in changes:
             if container.outer is None:
-                container.frozen = False  # what a learning-rate scheduler holds counts where the step steps it
+                container.frozen = False  # guarded after all: the step changes it (a scheduler that the step steps)
             path = container.label(key)
             if new is MISSING:
                 removals.append(Effect(container, key, None))
                 continue
-            # One that was empty may be cleared by the next call before it is filled again.
+            # A list that was empty may have been cleared in this step; the next call may clear it again.
             bounded = container.outer is not None or getattr(container.obj, "maxlen", None) is not None
             if container.grew() and container.before and not bounded:
                 remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
@@ -530,15 +532,15 @@ class _StepCapture:
         return found
 
 
-# What counts as users of memory that one tensor has: the tensor, and the look at it.
+# The use count of a storage that one tensor has: the tensor, and the handle with which the count is asked.
 _ALONE = 2
 
 
 def _aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
     """Numbers of the values in the memory of an input, or at the place of a value before them.
 
-    A program may hold the latter as one. The former it may make as views of the user's tensor without grad mode, which
-    torch does not let the user look at after the next update of that tensor.
+    A program may return one tensor object for two such values. It may make a view of an input without grad mode, and
+    torch raises where such a view is used after the next update of the input: these are detached before they leave.
     """
     known = {_geometry(node) for node in inputs}
     memory = {torch_adapter.storage_key(val) for node in inputs if isinstance(val := node.meta["val"], torch.Tensor)}

@@ -5,7 +5,8 @@ This module is the bookkeeping that turns such writes into values while the step
 one :class:`TrackedStorage` a storage, with the node of its current contents, and one :class:`TrackedTensor` a fake
 tensor, which is the whole of a storage or a view into it. Aliasing is decided by the storages of the fake tensors.
 
-Take ``p.grad.add_(g)`` where ``p.grad`` is the view ``flat[0:4]`` of a flat gradient buffer:
+Take ``p.grad.add_(g)`` where the step made ``p.grad`` as the view ``flat[0:4]`` of a flat gradient buffer (a view
+that was there before the step is found by its memory, as ``as_strided`` of the tensor it lies in: :meth:`part`):
 
 1. The recorder asks for the current values of both operands (:meth:`TrackedStorages.read`) and emits the functional
    form ``new = aten.add(grad, g)`` (:mod:`weft.capture.record.functional_ops` knows it).
@@ -14,7 +15,10 @@ Take ``p.grad.add_(g)`` where ``p.grad`` is the view ``flat[0:4]`` of a flat gra
 3. Any other view of ``flat`` now has an older version than its storage. When it is next read, its view operation is
    emitted again on ``flat_1``; a view that is never read again costs no node.
 4. At the end of the capture the tracer reads every input once more. An input whose node is no longer its placeholder
-   was written by the step, and the node becomes an :class:`~weft.capture.step_interface.Update` output.
+   was written by the step, and the node becomes an :class:`~weft.capture.step_interface.Update` output. A gradient
+   that the step made becomes a :class:`~weft.capture.step_interface.Create` output.
+5. When the step runs, :mod:`weft.inductor.runtime.placement` has made the update an in-place operation on the user's
+   tensor again, or a copy into it. What is created is assigned to ``p.grad`` by :mod:`weft.program_form`.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ class TrackedStorage:
         node: computes its current contents, as the tensor ``whole``.
         storage: of the fake tensors; held so that its address is not given to another one.
         version: how many writes to it were recorded.
-        whole: the tensor that covers the storage, from which views start.
+        whole: the tensor from which views of this storage are taken; of an input, the user's tensor.
         is_input: whether it is the memory of an input, which is the user's.
     """
 
@@ -196,7 +200,8 @@ class TrackedStorages:
         tracked.node, tracked.version = new, tracked.storage.version
 
     def _converted(self, tracked: TrackedTensor, new: torch.fx.Node) -> torch.fx.Node:
-        """A value in the dtype of the tensor that it is written to, in the memory of an input, as views of it are."""
+        """A value in the dtype of the tensor that it is written to. For an input it is a copy into that input, so that
+        views of the result are views of its memory."""
         if not tracked.storage.is_input:
             return self._emit(aten._to_copy.default, new, val=tracked.val, dtype=tracked.val.dtype)
         converted = self._emit(aten.copy.default, self.read(tracked), new, val=tracked.val)
@@ -326,7 +331,7 @@ class TrackedStorages:
         storage = self.of(tensor).storage
         return any(other is not tensor and self.of(other).storage is storage for other in self._marked)
 
-    # ---- the end of a segment
+    # ---- the end of the capture, or of its part up to a branch
 
     def all(self) -> list[TrackedStorage]:
         """Every storage, in the order in which the capture met them."""

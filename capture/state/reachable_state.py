@@ -95,9 +95,9 @@ class ReachableState:
         places: the place where each tensor was found first, by its ``memory_key``.
         containers: every mutable container that was met.
         places_by_id: the place where each tensor object was found first, by its id.
-        in_memory: the plain tensors found in each storage, by the storage's address.
+        in_memory: the plain tensors found in each storage, by ``memory_key(tensor)[0]``.
         modules, optimizers, leaves: those found, with their paths.
-        constants: the leaves that do not require grad and are no parameters, with their paths.
+        plain_leaves: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
         shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
         replaced_places: where lists and dictionaries of ``replaced`` are, with the object there. One object may be at
@@ -126,7 +126,7 @@ class ReachableState:
         self.modules: dict[int, tuple[torch.nn.Module, str]] = {}
         self.optimizers: list[tuple[torch.optim.Optimizer, str]] = []
         self.leaves: list[tuple[torch.Tensor, str]] = []
-        self.constants: list[tuple[torch.Tensor, str]] = []
+        self.plain_leaves: list[tuple[torch.Tensor, str]] = []
         self._seen: dict[int, Any] = {}
         self.sites: list[HookSite] = []
         self._attributes: list[tuple[torch.nn.Module, str]] = []
@@ -363,7 +363,7 @@ class ReachableState:
             if tensor.requires_grad and self._with_hooks:
                 self._leaf_hooks(tensor, path)
         elif tensor.is_leaf:
-            self.constants.append((tensor, path))
+            self.plain_leaves.append((tensor, path))
 
     def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
         sites = self.sites_of(leaf, path)

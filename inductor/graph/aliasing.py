@@ -16,7 +16,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.node_kinds import WAIT, is_wait
-from weft.capture.record.functional_ops import Effects, effects
+from weft.capture.record.functional_ops import WrittenArguments, written_arguments
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -62,14 +62,14 @@ class InPlace(Protocol):
         effects: which arguments it writes.
     """
 
-    effects: Effects
+    effects: WrittenArguments
 
     def __call__(self, *arguments: Any) -> Any: ...
 
 
-def effects_of(op: OpOverload | InPlace) -> Effects | None:
+def effects_of(op: OpOverload | InPlace) -> WrittenArguments | None:
     """The arguments that ``op`` writes; None for an operation that writes nothing."""
-    return effects(op) if isinstance(op, OpOverload) else op.effects
+    return written_arguments(op) if isinstance(op, OpOverload) else op.effects
 
 
 def geometry(value: torch.fx.Node) -> Geometry | None:

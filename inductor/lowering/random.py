@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.record.functional_ops import effects
+from weft.capture.record.functional_ops import written_arguments
 from weft.inductor.loop_ir.ir import Call
 from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, where
@@ -28,7 +28,7 @@ def random_values(out: Lowering, kind: str, result: int = 0) -> Expression:
 
 def _functional(op: Any) -> Any:
     """What a capture writes for an in-place operation."""
-    found = effects(op)
+    found = written_arguments(op)
     assert found is not None
     return found.functional
 

@@ -19,7 +19,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
-from weft.capture.record.functional_ops import effects
+from weft.capture.record.functional_ops import written_arguments
 from weft.capture.step_interface import Update
 from weft.inductor.graph.aliasing import looks_into, sources, storages
 from weft.inductor.graph.pass_runner import keeps_bits
@@ -75,7 +75,7 @@ def _in_place(node: Node, last_reads: _LastReads) -> bool:
 def _over_an_operand(node: Node, last_reads: _LastReads) -> None:
     """Replace ``node`` by its ``out`` form over the first operand that can be overwritten."""
     form = out_form(node.target)
-    effect = effects(form) if form is not None else None
+    effect = written_arguments(form) if form is not None else None
     if effect is None:
         return
     for operand in _operands(node):
@@ -98,7 +98,7 @@ def _in_place_form(target: OpOverload) -> OpOverload | None:
     form = _OTHERWISE_NAMED.get(target) or getattr(packet, target._overloadname, None)
     if form is None or torch.Tag.nondeterministic_seeded in form.tags:
         return None
-    effect = effects(form)
+    effect = written_arguments(form)
     return form if effect is not None and effect.functional is target else None
 
 
@@ -130,7 +130,7 @@ def _is_out_form(form: OpOverload, target: OpOverload) -> bool:
 
 def _written(node: Node, form: OpOverload) -> list[Any]:
     """The operands that the in-place form writes, None for one that is not given by its position."""
-    effect = effects(form)
+    effect = written_arguments(form)
     assert effect is not None
     return [node.args[at] if at < len(node.args) else None for at, _ in effect.writes]
 

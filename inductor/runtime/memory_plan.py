@@ -31,7 +31,7 @@ from weft.inductor.graph.live_range import BLOCK, LiveInterval, peak_bytes
 from weft.inductor.graph.node_order import waits_of
 from weft.inductor.passes.tensor_lists import is_static
 from weft.inductor.runtime.multi_tensor import Launcher
-from weft.inductor.runtime.placement import Leaf, Memory, Placement, leaves
+from weft.inductor.runtime.placement import Memory, Placement, Variable, leaves
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -141,7 +141,7 @@ class _ArenaCandidates:
             self._read(old, self._last)
         # The next call overwrites the arena, so nothing that the step returns may lie in it. An operation that reads
         # the whole storage of its operand (as_strided) would see the other values of the arena.
-        excluded = [leaf for leaf in placement.returned if isinstance(leaf, Leaf)]
+        excluded = [leaf for leaf in placement.returned if isinstance(leaf, Variable)]
         for node in order:
             if addresses_storage(node):
                 excluded += leaves(placement.trees[node.args[0]])  # type: ignore[index]
@@ -198,7 +198,7 @@ class _ArenaCandidates:
         operands = set().union(*(storages(used) for used in sources(node)))
         return torch_adapter.storage_key(val) in operands or val.storage_offset() != 0
 
-    def _read(self, leaf: Leaf, position: int) -> None:
+    def _read(self, leaf: Variable, position: int) -> None:
         if leaf.memory is not None:
             memory = leaf.memory.root
             self._read_late[memory] = max(position, self._read_late.get(memory, 0))

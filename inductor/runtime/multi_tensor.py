@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.capture.record.functional_ops import Effects
+from weft.capture.record.functional_ops import WrittenArguments
 from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.runtime.bound_plan import BoundLaunches, kernels_of
@@ -39,7 +39,7 @@ class Launcher:
         fakes: Any = torch.fx.node.map_arg(node.args, lambda used: used.meta["val"])
         fresh = len(node.meta["val"]) - len(call.updated)
         self.__name__ = self.__qualname__ = f"{call.__name__}_kernels"
-        self.effects = Effects(tuple((at, str(at)) for at in call.updated), fresh, call)
+        self.effects = WrittenArguments(tuple((at, str(at)) for at in call.updated), fresh, call)
         self.plan = call.plan(fakes)
         self._fresh = [
             [(tuple(val.shape), tuple(val.stride()), val.dtype) for val in list_] for list_ in node.meta["val"][:fresh]

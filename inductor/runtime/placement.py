@@ -73,7 +73,7 @@ class Memory:
         self.busy_until = -1
         self.inputs = inputs
         self.read_only = read_only
-        self.tensors: dict[Geometry, Leaf] = {}
+        self.tensors: dict[Geometry, Variable] = {}
         self._into: Memory | None = None
 
     @property
@@ -98,14 +98,14 @@ class Memory:
         return a
 
 
-class Leaf(NamedTuple):
+class Variable(NamedTuple):
     """The Python variable of a value, and its memory (None for numbers)."""
 
     name: str
     memory: Memory | None
 
 
-Tree = Leaf | list["Tree"] | None
+Tree = Variable | list["Tree"] | None
 
 
 class Write(NamedTuple):
@@ -120,15 +120,15 @@ class Write(NamedTuple):
 
     op: OpOverload | InPlace
     arguments: dict[str, Tree]
-    clones: list[tuple[Leaf, Leaf]]
+    clones: list[tuple[Variable, Variable]]
     fresh: list[Tree]
 
 
 class UpdateCopy(NamedTuple):
     """``target.copy_(source)``, after the node at position ``after``."""
 
-    target: Leaf
-    source: Leaf
+    target: Variable
+    source: Variable
     after: int
 
 
@@ -150,7 +150,7 @@ class Placement:
     writes: dict[Node, Write] = field(default_factory=dict)
     elided: set[Node] = field(default_factory=set)
     copies: list[UpdateCopy] = field(default_factory=list)
-    final_clones: list[tuple[Leaf, Leaf]] = field(default_factory=list)
+    final_clones: list[tuple[Variable, Variable]] = field(default_factory=list)
     returned: list[Any] = field(default_factory=list)
 
 
@@ -203,7 +203,7 @@ class _TensorPlacer:
             for storage in storages(node):
                 memory = by_storage.setdefault(storage, memory).merge(memory)
             is_tensor = isinstance(node.meta["val"], torch.Tensor)
-            self._set(node, Leaf(node.name, memory if is_tensor else None))
+            self._set(node, Variable(node.name, memory if is_tensor else None))
 
     def _set(self, node: Node, tree: Tree) -> None:
         """Record the variables of ``node``, and ``node`` as a value of their memories."""
@@ -214,7 +214,7 @@ class _TensorPlacer:
                 memory.values.append(node)
                 memory.busy_until = max(memory.busy_until, self.last_read[node])
         where = geometry(node)
-        if where is not None and isinstance(tree, Leaf) and tree.memory is not None:
+        if where is not None and isinstance(tree, Variable) and tree.memory is not None:
             tree.memory.root.tensors.setdefault(where, tree)
 
     def _place(self, node: Node) -> Tree:
@@ -233,7 +233,7 @@ class _TensorPlacer:
         if isinstance(operand, list):
             self.out.elided.add(node)
             return operand[node.args[1]]  # type: ignore[index]
-        return Leaf(node.name, operand.memory if operand is not None else None)
+        return Variable(node.name, operand.memory if operand is not None else None)
 
     def _place_result(self, node: Node) -> Tree:
         if returns_its_input(node):
@@ -269,7 +269,7 @@ class _TensorPlacer:
         written = {name: tree for name, tree in operands.items() if not _keeps_gradients(op, name, node)}
         # A memory that the operation would write twice gets clones: the order of the writes is not defined.
         write_counts = Counter(leaf.memory.root for leaf in leaves(list(written.values())) if leaf.memory)
-        clones: list[tuple[Leaf, Leaf]] = []
+        clones: list[tuple[Variable, Variable]] = []
         backs: dict[Node, Node] = {}
 
         def target_of(tree: Tree) -> Tree:
@@ -282,7 +282,7 @@ class _TensorPlacer:
                 raise MalformedGraph("a number is written", neighbourhood(self.step.graph.nodes, node))
             if write_counts[tree.memory.root] == 1 and self._safe(node, tree, backs):
                 return tree
-            clones.append((Leaf(self._unused_name(f"{node.name}_{len(clones)}"), Memory()), tree))
+            clones.append((Variable(self._unused_name(f"{node.name}_{len(clones)}"), Memory()), tree))
             return clones[-1][0]
 
         targets = {name: target_of(tree) for name, tree in written.items()}
@@ -299,7 +299,7 @@ class _TensorPlacer:
         # The functional form of an ATen operation returns a single result without a list around it.
         return results[0] if len(results) == 1 and isinstance(op, OpOverload) else results
 
-    def _safe(self, node: Node, leaf: Leaf, backs: dict[Node, Node]) -> bool:
+    def _safe(self, node: Node, leaf: Variable, backs: dict[Node, Node]) -> bool:
         """Whether ``node`` may write to ``leaf``: no later node reads the old value.
 
         Adds to ``backs`` the scatters that then need no statement, each with its base.
@@ -341,12 +341,12 @@ class _TensorPlacer:
     def _place_outputs(self) -> None:
         """Plan the copies into inputs not updated in place, each as early as the input's old value allows."""
         end = self.at[self.order[-1]]
-        late: dict[Node, list[Leaf]] = {}
+        late: dict[Node, list[Variable]] = {}
         updated: dict[Node, list[Node]] = {}
         for placeholder, value in self._updates():
             target, source = self.trees[placeholder], self.trees[value]
-            assert isinstance(target, Leaf)
-            assert isinstance(source, Leaf)
+            assert isinstance(target, Variable)
+            assert isinstance(source, Variable)
             assert target.memory is not None
             assert source.memory is not None
             # Computed in place: the input already holds its new value.
@@ -390,11 +390,11 @@ class _TensorPlacer:
     def _readable_at_end(self, value: Node, overwritten: set[Memory]) -> Any:
         """The variable of ``value``, or of a clone if the copies at the end overwrite its memory."""
         leaf = self.trees[value]
-        if not isinstance(leaf, Leaf) or leaf.memory is None or leaf.memory.root not in overwritten:
+        if not isinstance(leaf, Variable) or leaf.memory is None or leaf.memory.root not in overwritten:
             return leaf
         known = next((clone for clone, old in self.out.final_clones if old.name == leaf.name), None)
         if known is None:
-            known = Leaf(self._unused_name(f"{leaf.name}_before"), Memory())
+            known = Variable(self._unused_name(f"{leaf.name}_before"), Memory())
             self.out.final_clones.append((known, leaf))
         return known
 
@@ -405,9 +405,9 @@ class _TensorPlacer:
         return name
 
 
-def leaves(tree: Tree) -> Iterator[Leaf]:
+def leaves(tree: Tree) -> Iterator[Variable]:
     """The leaves of ``tree``, from left to right."""
-    if isinstance(tree, Leaf):
+    if isinstance(tree, Variable):
         yield tree
     elif tree is not None:
         for item in tree:
@@ -465,9 +465,9 @@ def _fresh_variables(node: Node, count: int) -> list[Tree]:
     return [_variable(names.get(at, UNUSED), vals[at], None) for at in range(count)]
 
 
-def _variable(name: str, val: Any, memory: Memory | None) -> Leaf:
+def _variable(name: str, val: Any, memory: Memory | None) -> Variable:
     holds_memory = isinstance(val, (torch.Tensor, list, tuple))
-    return Leaf(name, (memory or Memory()) if holds_memory else None)
+    return Variable(name, (memory or Memory()) if holds_memory else None)
 
 
 def _element_names(node: Node) -> dict[Any, str]:

@@ -29,7 +29,7 @@ import torch
 
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
-from weft.capture.record.functional_ops import Functionalized, effects
+from weft.capture.record.functional_ops import Functionalized, written_arguments
 from weft.capture.step_interface import Update
 from weft.errors import MalformedProgram
 from weft.inductor.graph.aliasing import SCATTERS, looks_into, storage_keys, storages
@@ -324,7 +324,7 @@ class _ProgramVerifier:
 
     def _written(self, function: Any, call: ast.Call, node: Node | None) -> list[str]:
         """The variables that a call overwrites."""
-        what = effects(function) if isinstance(function, OpOverload) else getattr(function, "effects", None)
+        what = written_arguments(function) if isinstance(function, OpOverload) else getattr(function, "effects", None)
         by_name = {keyword.arg: keyword.value for keyword in call.keywords}
         found: list[str] = []
         for at, name in what.writes if what is not None else ():

@@ -23,7 +23,7 @@ from weft.capture.user_code import printable
 from weft.errors import MalformedGraph
 from weft.inductor.graph.aliasing import looks_into, returns_its_input
 from weft.inductor.runtime.memory_plan import ArenaSpan, MemoryPlan, new_arena, part
-from weft.inductor.runtime.placement import UNUSED, Leaf, Placement, Tree, Write, leaves, writing_form
+from weft.inductor.runtime.placement import UNUSED, Placement, Tree, Variable, Write, leaves, writing_form
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -168,7 +168,7 @@ class _ProgramWriter:
         outputs = [UNUSED if result.alias_info else _name(next(fresh)) for result in returns]
         self._add(write.op, args, outputs if write.fresh else [], kwargs, unpacks=len(returns) > 1)
 
-    def _clone(self, clones: Sequence[tuple[Leaf, Leaf]]) -> None:
+    def _clone(self, clones: Sequence[tuple[Variable, Variable]]) -> None:
         for new, old in clones:
             self._add(aten.clone.default, [old], [new.name])
 
@@ -214,7 +214,7 @@ class _ProgramWriter:
         """``value`` as a Python expression; adds the variables in it to ``self.reads``."""
         if isinstance(value, Node):
             return self._expression(self.placement.trees[value])
-        if isinstance(value, Leaf):
+        if isinstance(value, Variable):
             self.reads.add(value.name)
             return value.name
         if isinstance(value, ArenaSpan):
@@ -348,7 +348,7 @@ def _wrapped(head: str, body: str, tail: str, indent: str = "    ") -> Iterator[
 
 
 def _name(tree: Tree) -> str:
-    return tree.name if isinstance(tree, Leaf) else UNUSED
+    return tree.name if isinstance(tree, Variable) else UNUSED
 
 
 def _user_line(node: Node) -> str:

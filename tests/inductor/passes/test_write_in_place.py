@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from weft.capture.graph import StepGraph
 from weft.capture.record.aot import Source, step_graph
-from weft.capture.record.functional_ops import effects
+from weft.capture.record.functional_ops import written_arguments
 from weft.capture.step_interface import Role
 from weft.inductor.passes.write_in_place import in_place_form, out_form, write_in_place
 from weft.inductor.runtime.aten import compile_aten
@@ -159,7 +159,7 @@ def operands(op: OpOverload, dtype: torch.dtype) -> dict[str, Any]:
 @pytest.mark.parametrize("op", ELEMENTWISE, ids=str)
 def test_an_out_form_may_write_over_any_operand(op: OpOverload) -> None:
     """Each that the pass may use, whatever kernels are behind it."""
-    found = effects(out_form(op))
+    found = written_arguments(out_form(op))
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         try:
             wanted = op(**operands(op, dtype))
