@@ -72,6 +72,11 @@ def effects_of(op: OpOverload | InPlace) -> WrittenArguments | None:
     return written_arguments(op) if isinstance(op, OpOverload) else op.effects
 
 
+def is_lazy(val: torch.Tensor) -> bool:
+    """Whether the values are the conjugates or negatives of what memory holds. Only ATen's kernels know of these."""
+    return val.is_conj() or val.is_neg()
+
+
 def geometry(value: torch.fx.Node) -> Geometry | None:
     """Storage, offset, sizes, strides, dtype and marks of the value's fake; None for all but strided tensors."""
     val = value.meta.get("val")

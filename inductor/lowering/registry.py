@@ -15,6 +15,7 @@ import sympy
 import torch
 
 from weft import torch_adapter
+from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.loop_ir.ir import Buffer, Call, Const, Index, Int, Load, Nest, Scalar, Store, Value, register_dtype
 
 Node = torch.fx.Node
@@ -205,7 +206,7 @@ class Lowering:
         tensors += [n.meta["val"] for n in self.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         if any(t.device != tensors[0].device or any(type(n) is int and n == 0 for n in t.shape) for t in tensors):
             return False
-        return all(t.dtype in _LOWERED_DTYPES and t.layout is torch.strided and not t.is_conj() for t in tensors)
+        return all(t.dtype in _LOWERED_DTYPES and t.layout is torch.strided and not is_lazy(t) for t in tensors)
 
 
 def size_of(value: Any) -> Int:

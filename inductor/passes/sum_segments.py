@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph, drop_dead
+from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.graph.emitter import Emit, emitter
 from weft.inductor.graph.fake_values import replace_uses
 from weft.inductor.graph.pass_runner import changes_bits
@@ -95,7 +96,7 @@ class _Sum:
         rows, index, table = (used.meta["val"] for used in (self.rows, self.index, node))
         base = self.base.meta["val"] if self.base is not None else table
         indexed = index.shape[:1] if self.repeats else index.shape
-        if not is_static((rows, index, table, base)) or isinstance(self.scale, Node):
+        if not is_static((rows, index, table, base)) or isinstance(self.scale, Node) or is_lazy(rows) or is_lazy(base):
             return False
         if not all(val.is_contiguous() for val in (table, base)) or not (self.repeats or index.is_contiguous()):
             return False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from weft.capture.node_meta import meta_of
+from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.multi_tensor.chunked_kernel import COLUMN_DTYPES, SCALAR_DTYPES
 from weft.inductor.multi_tensor.operation import MultiTensor
 
@@ -35,9 +36,11 @@ def is_static(vals: Sequence[torch.Tensor]) -> bool:
 
 
 def iterable_by_kernels(lists: Sequence[Sequence[Node]]) -> bool:
-    """Whether a multi-tensor kernel can iterate over these tensors: dtypes of ``COLUMN_DTYPES``, static and dense."""
+    """Whether a multi-tensor kernel can iterate over these tensors: dtypes of ``COLUMN_DTYPES``, static and dense,
+    with the values that memory holds."""
     vals = [node.meta["val"] for nodes in lists for node in nodes]
-    return bool(vals) and is_static(vals) and all(val.dtype in COLUMN_DTYPES and _dense(val) for val in vals)
+    stored = is_static(vals) and not any(map(is_lazy, vals))
+    return bool(vals) and stored and all(val.dtype in COLUMN_DTYPES and _dense(val) for val in vals)
 
 
 def _dense(val: torch.Tensor) -> bool:

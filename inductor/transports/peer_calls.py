@@ -31,7 +31,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of
 from weft.capture.node_meta import meta_of
-from weft.inductor.graph.aliasing import read_by_storage
+from weft.inductor.graph.aliasing import is_lazy, read_by_storage
 from weft.inductor.graph.collectives import (
     LIBRARIES,
     TRANSPORTS,
@@ -314,6 +314,8 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
         return f"{name} does not reduce by {reduction}"
     if any(type(n) is not int for val in vals for n in (*val.shape, *val.stride())):
         return "a size is not known before the step runs"
+    if any(map(is_lazy, vals)):
+        return "a tensor holds its values' negatives"
     if len({val.dtype for val in inputs}) > 1 or len({val.dtype for val in outputs}) > 1:
         return "the tensors are of several types"
     known = COPIED_TYPES if name == "copy_engine" else _TYPES
