@@ -58,27 +58,9 @@ from weft.capture.state.contents import (
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
-from weft.capture.state.type_facts import FactsOfTypes, TypeFacts
+from weft.capture.state.type_facts import BOOKKEEPING, FactsOfTypes, TypeFacts
 from weft.capture.state.wrappers_of_torch import refuse_wrapper_of_torch
 from weft.capture.step_interface import Role
-
-# Attributes of every nn.Module that do not change what its forward or backward does.
-_BOOKKEEPING = frozenset(
-    {
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_non_persistent_buffers_set",
-        "_is_full_backward_hook",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks_with_kwargs",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    }
-)
 
 
 class ReachableState:
@@ -130,6 +112,7 @@ class ReachableState:
         self._seen: dict[int, Any] = {}
         self.sites: list[HookSite] = []
         self._attributes: list[tuple[torch.nn.Module, str]] = []
+        self._lacking: dict[int, frozenset[str]] = {}  # by the id of a module: the attributes that count already
         self._later: list[tuple[torch.optim.Optimizer, str]] = []
         self._keys: list[tuple[Any, str]] = []
         self._locks: list[Container] = []
@@ -157,6 +140,9 @@ class ReachableState:
             elif known != self._names.count:
                 # Functions met since then name more attributes. Objects met before may have these attributes.
                 known = self._names.count
+                for module, where in list(self.modules.values()):
+                    if self._kinds[type(module)].own and id(module) in self._lacking:
+                        self._what_a_module_lacks(module, where)
                 for kind in list(self._classes):
                     self._methods(kind)
                 for known_object, where, _ in list(self._objects.values()):
@@ -393,9 +379,17 @@ class ReachableState:
         They come after its parameters, so that a parameter that is found in both places has its short name.
         """
         prefix = f"{path}." if path else ""
-        keys = frozenset(vars(module)) - _BOOKKEEPING | frozenset(self._names)
-        absent = self._absent(self._kinds[type(module)], module) - vars(module).keys()
-        self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}", absent=absent))
+        keys = frozenset(vars(module)) - BOOKKEEPING | frozenset(self._names)
+        self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}"))
+        self._lacking[id(module)] = frozenset(vars(module))
+        self._what_a_module_lacks(module, path)
+
+    def _what_a_module_lacks(self, module: torch.nn.Module, path: str) -> None:
+        """The attributes that would take the place of methods of its class; the names grow while the walk goes on."""
+        known = self._lacking[id(module)]
+        if absent := self._absent(self._kinds[type(module)], module) - known:
+            self._lacking[id(module)] = known | absent
+            self._container(Container(vars(module), path, absent, _label(path), absent))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.optimizers.append((optimizer, path))
@@ -571,7 +565,8 @@ class ReachableState:
             return frozenset()
         if isinstance(obj, type):
             return frozenset(name for base in kind.own for name in vars(base) if name in self._names)
-        return frozenset(self._names.looked_for | (kind.defaults & self._names))
+        found = self._names.looked_for | (kind.defaults & {*self._names, "forward"})
+        return frozenset(found | self._names.read if kind.falls_back else found)
 
 
 # Types that hold objects and have no attributes: most objects are of one of these.

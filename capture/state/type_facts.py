@@ -8,10 +8,29 @@ import threading
 import types
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributions.utils import lazy_property
 
 from weft.capture.state.contents import Access, access_to
 from weft.capture.state.origin import held_by, is_own, is_user_class, is_walked
+
+# Attributes of every nn.Module that do not change what its forward or backward does.
+BOOKKEEPING = frozenset(
+    {
+        "_parameters",
+        "_buffers",
+        "_modules",
+        "_non_persistent_buffers_set",
+        "_is_full_backward_hook",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks_with_kwargs",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
 
 
 class TypeFacts(NamedTuple):
@@ -25,7 +44,9 @@ class TypeFacts(NamedTuple):
         slots: those of the attributes that are in slots.
         holder: the attributes that count whether code names them or not.
         own: those classes among it and its bases that are the user's own.
-        defaults: names of values that these hold: an object's attribute of the same name takes their place.
+        defaults: names that these define, other than properties: an object's attribute of the same name takes the
+            place of the value or method. Of every module ``forward``, which torch looks up.
+        falls_back: whether a ``__getattr__`` of these serves where an object has no attribute of its own.
         computed_once: attributes that objects of a class that is walked get when code first reads them.
         looked_into: whether the absence of an attribute counts, too.
         access: how the content is read and written, where it is compared as one value.
@@ -39,6 +60,7 @@ class TypeFacts(NamedTuple):
     holder: tuple[str, ...]
     own: tuple[type, ...]
     defaults: frozenset[str]
+    falls_back: bool
     computed_once: frozenset[str]
     looked_into: bool
     access: Access | None
@@ -57,7 +79,10 @@ class FactsOfTypes(dict[type, TypeFacts]):
             for name, value in vars(base).items()
             if isinstance(value, types.MemberDescriptorType)
         )
-        values = {name for base in own for name, value in vars(base).items() if not hasattr(type(value), "__get__")}
+        values = {name for base in own for name, value in vars(base).items() if not hasattr(type(value), "__set__")}
+        values = {name for name in values if not name.startswith("__")}
+        if issubclass(kind, torch.nn.Module):
+            values.add("forward")
         has_attributes = bool(slots) or any("__dict__" in vars(base) for base in kind.__mro__)
         is_user, holder, local = is_user_class(kind), held_by(kind), issubclass(kind, threading.local)
         walked = is_walked(kind)
@@ -70,8 +95,9 @@ class FactsOfTypes(dict[type, TypeFacts]):
             holder or (),
             own,
             frozenset(values),
+            any("__getattr__" in vars(base) for base in own),
             _computed_once(kind) if walked else frozenset(),
-            bool(own) or local or holder is not None or kind is types.ModuleType,
+            bool(values or own) or local or holder is not None or kind is types.ModuleType,
             access_to(kind),
         )
         return found
