@@ -216,6 +216,13 @@ class ReachableState:
                 names = frozenset({name})
                 self.containers.append(Container(vars(tensor), path, names, _label(path), names))
 
+    def end_walk(self) -> None:
+        """Let go of all objects but those that guards, inputs and effects need: some are held weakly by the program."""
+        for known in (self._seen, self._objects, self._tensors, self._functions, self._schedulers, self.modules):
+            known.clear()
+        self.in_memory.clear()
+        self.plain_leaves.clear()
+
     # ---- what changed
 
     def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
