@@ -589,6 +589,12 @@ def same_addresses(tensors: list[torch.Tensor]) -> Callable[[], bool]:
     return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
 
 
+# The version of a dictionary: another number after each change of its keys or of the objects at them, whoever makes it.
+# It stays the same in two cases: the order of an OrderedDict changes and nothing else; from Python 3.12 on, an empty
+# dictionary is filled by one `update`.
+dict_version = torch._C._dynamo.guards.dict_version
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]]:
     """Kind and dictionary (None before the first registration) of the hooks registered on a tensor."""
     return [("gradient", tensor._backward_hooks), ("post-accumulate-grad", tensor._post_accumulate_grad_hooks)]

@@ -9,23 +9,22 @@ what the step's Python assumed of them. A call for which a guard fails is captur
 from __future__ import annotations
 
 import operator
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from typing import Any
 
 import torch
 
 from weft import torch_adapter
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
+from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.guards.memory_guard import MemoryGuard
 from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
-from weft.capture.state.containers import ANY, MISSING, SIMPLE, Container, without_overrides
-from weft.capture.state.state_reader import EntryReader, PlaceReader
+from weft.capture.state.containers import ANY
+from weft.capture.state.state_reader import PlaceReader
 
 _requires_grad = operator.attrgetter("requires_grad")
 
@@ -54,7 +53,7 @@ class Guards:
         self._environment = captured.environment
         self._outside = captured.outside
         counted = [each for each in captured.state.containers if not each.frozen]
-        self._containers = _ContainerGuard(counted)
+        self._containers = ContainerGuard(counted)
         self._values = [
             (each, key, pattern) for each in counted for key, pattern in each.by_value.items() if pattern is not ANY
         ]
@@ -185,114 +184,6 @@ class Guards:
 
 def _listed(hooks: tuple[HookKey, ...]) -> str:
     return ", ".join(getattr(key.hook, "__qualname__", repr(key.hook)) for key in hooks) or "none"
-
-
-def _shown(value: Any, article: str = "the same") -> str:
-    if isinstance(value, torch.Tensor):
-        leaf = value.requires_grad or isinstance(value, torch.nn.Parameter)
-        return f"{article if leaf else 'a'} tensor {value.dtype} {list(value.shape)}"
-    return repr(value) if isinstance(value, SIMPLE) else f"{article} {type(value).__qualname__}"
-
-
-class _ContainerGuard:
-    """Guards on the entries of all containers: tensors must look alike, all other values must match."""
-
-    def __init__(self, containers: Sequence[Container]) -> None:
-        self._entries = EntryReader(containers)
-        self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
-        self._filled_first = sorted(containers, key=lambda each: not each.before)
-        sized = [each for each in containers if _is_sized(each)]
-        self._empty = [without_overrides(each.obj) for each in sized if not each.before]
-        self._filled = [without_overrides(each.obj) for each in sized if each.before]
-        self._counts = [len(each.before) for each in sized if each.before]
-        # Code that goes through a dictionary sees the order of its keys. The reader of entries relies on them too.
-        ordered = [each.obj for each in sized if isinstance(each.obj, dict) and each.before]
-        self._ordered = [*map(without_overrides, ordered)]
-        self._order = [key for each in self._ordered for key in each]
-
-    @property
-    def entries(self) -> list[Any]:
-        """The values of all entries as they were last accepted; another list where one is another object."""
-        return self._expected
-
-    def labels(self) -> list[str]:
-        """How the user would write each of :attr:`entries`."""
-        return [each.label(key) for each in self._entries.containers for key in each.guarded()]
-
-    def listed(self) -> list[str]:
-        """The conditions as text."""
-        expected = self._expected_of()
-        return [
-            f"{each.label(key)} is {_shown(value)}"
-            for each in self._filled_first
-            for key, value in expected[id(each)].items()
-        ]
-
-    def holds(self) -> bool:
-        """Whether all entries match the expected ones. If they do, the present entries are expected from now on."""
-        if any(self._empty) or list(map(len, self._filled)) != self._counts:
-            return False
-        if not self._in_order():
-            return False
-        try:
-            if self._entries.all_are(self._expected):
-                return True
-            now = self._entries.read()
-        except ValueError:
-            return False
-        if not all(map(operator.is_, now, self._expected)):
-            pairs = zip(now, self._expected, strict=True)
-            if not all(value is expected or matches(value, expected) for value, expected in pairs):
-                return False
-            self._expected = now
-        return True
-
-    def failure(self) -> str | None:
-        """The first entry that does not match, as text; None where all match."""
-        if self.holds():
-            return None
-        expected = self._expected_of()
-        failures = (_container_failure(each, expected[id(each)]) for each in self._filled_first)
-        reordered = None if self._in_order() else "the keys of a dictionary are in another order"
-        return next(filter(None, failures), reordered)
-
-    def _in_order(self) -> bool:
-        """Whether the keys of all dictionaries are in the order that they had. Their numbers are known to be equal."""
-        if all(map(operator.is_, chain.from_iterable(self._ordered), self._order)):
-            return True
-        keys = chain.from_iterable(self._ordered)
-        return all(now is before or _same_key(now, before) for now, before in zip(keys, self._order, strict=False))
-
-    def _expected_of(self) -> dict[int, dict[Any, Any]]:
-        """The expected entries of each container, by its id."""
-        containers = self._entries.containers
-        guarded = [each.guarded() for each in containers]
-        ends = accumulate(map(len, guarded))
-        return {
-            id(each): dict(zip(keys, self._expected[end - len(keys) : end], strict=True))
-            for each, keys, end in zip(containers, guarded, ends, strict=True)
-        }
-
-
-def _container_failure(container: Container, expected: dict[Any, Any]) -> str | None:
-    now = container.entries()
-    if _is_sized(container) and len(now) != len(container.before):
-        return f"{container.path} holds {len(now)} entries, had {len(container.before)}"
-    for key, before in expected.items():
-        value = now.get(key, MISSING)
-        if not matches(value, before):
-            now_is = "missing" if value is MISSING else _shown(value, "another")
-            return f"{container.label(key)} is {now_is}, was {_shown(before, 'a')}"
-    return None
-
-
-def _same_key(one: Any, other: Any) -> bool:
-    return hash(one) == hash(other) and bool(one == other)
-
-
-def _is_sized(container: Container) -> bool:
-    """Whether the number of entries is guarded."""
-    return container.keys is None and isinstance(container.obj, (dict, list, deque))
 
 
 def _global_state() -> dict[str, Any]:

@@ -6,10 +6,10 @@ may be idle. Here each entry costs one look-up in C (``map`` over ``dict.get``),
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from operator import getitem, is_, methodcaller
+from operator import getitem, is_
 from types import MappingProxyType
 from typing import Any
 
@@ -44,8 +44,8 @@ class PlaceReader:
 
 
 class EntryReader:
-    """Reads all entries of many containers at once. The object of each container must stay the same, and dictionaries
-    must have the keys that they had, in their order.
+    """Reads all entries of many containers at once, which are no dictionaries. The object of each container must stay
+    the same.
 
     Attributes:
         containers: the containers in the order in which their entries are read.
@@ -53,19 +53,13 @@ class EntryReader:
 
     def __init__(self, containers: Sequence[Container]) -> None:
         plain = [each for each in containers if not isinstance(each, (Attributes, Content))]
-        dicts = [each for each in plain if isinstance(each.obj, dict)]
         sequences = [each for each in plain if isinstance(each.obj, (list, deque))]
-        others = [each for each in plain if not isinstance(each.obj, (dict, list, deque))]
+        others = [each for each in plain if not isinstance(each.obj, (list, deque))]
         attributes = [each for each in containers if isinstance(each, Attributes)]
         objects = [*others, *(each for each in attributes if not isinstance(each.obj, type))]
         classes = [each for each in attributes if isinstance(each.obj, type)]
         contents = [each for each in containers if isinstance(each, Content)]
-        # A dictionary of which all entries count, in their order, needs no look-ups: its owner compares the keys.
-        whole = [each for each in dicts if _is_whole(each)]
-        dicts = [each for each in dicts if not _is_whole(each)]
-        self._whole = [each.obj for each in whole if each.before]
-        self.containers = [*whole, *dicts, *sequences, *objects, *classes, *contents]
-        self._dicts = _objects(dicts), [key for each in dicts for key in each.guarded()]
+        self.containers = [*sequences, *objects, *classes, *contents]
         items = [*map(without_overrides, _objects(sequences))]
         self._sequences = items, [key for each in sequences for key in each.guarded()]
         self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.guarded()]
@@ -74,7 +68,7 @@ class EntryReader:
         self._contents = [(each.read, each.obj) for each in contents]
 
     def read(self) -> list[Any]:
-        """The values of all entries that are guarded, now; MISSING where there is no such key or attribute.
+        """The values of all entries that are guarded, now; MISSING where there is no such attribute.
 
         Raises:
             IndexError: a list is shorter than it was.
@@ -88,21 +82,11 @@ class EntryReader:
 
     def _values(self) -> Iterator[Any]:
         return chain(
-            chain.from_iterable(map(_values_of, self._whole)),
-            map(dict.get, *self._dicts, repeat(MISSING)),
             map(getitem, *self._sequences),
             map(getattr, *self._attributes, repeat(MISSING)),
             map(MappingProxyType.get, *self._classes, repeat(MISSING)),
             (read(obj) for read, obj in self._contents),
         )
-
-
-_values_of = methodcaller("values")
-
-
-def _is_whole(container: Container) -> bool:
-    plain = type(container.obj) in (dict, OrderedDict, defaultdict)
-    return plain and container.keys is None and not container.absent and not container.by_value
 
 
 def _objects(containers: Sequence[Container]) -> list[Any]:

@@ -21,9 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from harness import run_ranks
 from weft import torch_adapter
+from weft.capture.guards import container_guard
 from weft.capture.state.containers import MISSING, Container
 
 factor = 2.0  # a global that the step reads
+
+
+class Hints:
+    """Has no attributes at first."""
+
+    shift = 0.0
 
 
 class Trainer:
@@ -42,13 +49,18 @@ class Trainer:
         self.name = "plain"
         self.weights = [1.0, 1, torch.ones(4)]
         self.recent: deque[float] = deque([0.5, 0.25])
-        self.options = {"scale": 1.0, "deep": {"flag": False}, "shape": (2, 3), "order": OrderedDict()}
+        self.none: OrderedDict[str, float] = OrderedDict()
+        self.hints = Hints()
+        self.options = {"scale": 1.0, "deep": {"flag": False}, "shape": (2, 3), "none": self.none}
+        self.ordered = OrderedDict(first=1.0, second=0.5)
+        self.model[1].bias.requires_grad_(False)
         shift = torch.full((4,), 0.5)
 
         def train(x: torch.Tensor, y: torch.Tensor, by: float) -> torch.Tensor:
             out = self.model(x) * self.weights[0] * self.weights[1] + self.weights[2] + shift
             if self.switch and self.spare is None and self.name == "plain" and not self.options["deep"]["flag"]:
-                out = out * self.options["scale"] * factor * by * sum(self.recent)
+                out = out * self.options["scale"] * factor * by * sum(self.recent) + self.hints.shift
+            out = out * self.ordered["first"]
             self.average = self.average * 0.9 + out.detach().mean(0) * 0.1
             loss = (out - y).square().mean()
             self.optimizer.zero_grad()
@@ -122,7 +134,7 @@ def _containers_missed(probe: Probe) -> list[str]:
     wrong = []
     for container in probe.containers:
         for key, value in container.entries().items():
-            if key not in container.before:
+            if key not in container.before or value is MISSING:
                 continue
             for other in [(), (1,)] if key == "__defaults__" else _others(value):
                 if key in container.by_value and type(other) is type(value):
@@ -187,7 +199,11 @@ def _added_missed(probe: Probe, container: Container) -> list[str]:
 def _leaves_missed(probe: Probe) -> list[str]:
     wrong = []
     for leaf, path in probe.captured.state.leaves:
-        wrong += probe.missed(f"{path} frozen", functools.partial(leaf.requires_grad_, False), leaf.requires_grad_)
+        flag = leaf.requires_grad
+        change, back = (functools.partial(leaf.requires_grad_, each) for each in (not flag, flag))
+        wrong += probe.missed(f"{path}.requires_grad", change, back)
+        if not flag:
+            continue
         node = torch_adapter.accumulator(leaf)
         kinds = (leaf.register_hook, leaf.register_post_accumulate_grad_hook, node.register_hook, node.register_prehook)
         for register in kinds * 2:  # the second time torch has a dictionary of such hooks, an empty one
@@ -243,7 +259,9 @@ def test_a_change_of_any_container_entry_is_noticed() -> None:
 def test_a_change_of_any_leaf_is_noticed() -> None:
     probe = Probe(Trainer().step, X, Y, 3.0)
     assert _leaves_missed(probe) == []
-    assert probe.changes == 9 * len(list(probe.captured.state.leaves))
+    trained = sum(leaf.requires_grad for leaf, _ in probe.captured.state.leaves)
+    assert (trained, len(probe.captured.state.leaves)) == (4, 5)
+    assert probe.changes == 9 * trained + 1
 
 
 def test_a_change_of_any_tensor_is_noticed() -> None:
@@ -251,6 +269,102 @@ def test_a_change_of_any_tensor_is_noticed() -> None:
     assert _tensors_missed(probe) == []
     tensors = [place for place in probe.captured.places if isinstance(place.get(), torch.Tensor)]
     assert probe.changes > 2 * len(tensors)
+
+
+def _rename(trainer: Trainer) -> None:
+    for name in ["plain", "other"] * 100:  # Python stores attributes in another way once it has done so often
+        trainer.name = name
+
+
+def _set_global(value: float) -> None:
+    global factor
+    factor = value
+
+
+# Ways to change a dictionary, and how to take it back.
+DICTIONARY_CHANGES: dict[str, tuple[Callable[[Trainer], Any], Callable[[Trainer], Any]]] = {
+    "attribute": (lambda t: setattr(t, "switch", False), lambda t: setattr(t, "switch", True)),
+    "attribute, often": (_rename, lambda t: setattr(t, "name", "plain")),
+    "vars": (lambda t: vars(t).update(name="other"), lambda t: vars(t).update(name="plain")),
+    "empty": (lambda t: vars(t.hints).update(shift=1.0), lambda t: vars(t.hints).clear()),
+    "global": (lambda _: _set_global(3.0), lambda _: _set_global(2.0)),
+    "globals()": (lambda _: globals().update(factor=3.0), lambda _: globals().update(factor=2.0)),
+    "item": (lambda t: t.options.__setitem__("scale", 2.0), lambda t: t.options.__setitem__("scale", 1.0)),
+    "|=": (lambda t: t.options.__ior__({"scale": 2.0}), lambda t: t.options.__ior__({"scale": 1.0})),
+    "setdefault": (lambda t: t.options.setdefault("more", 1), lambda t: t.options.pop("more")),
+    "popitem": (lambda t: t.options.popitem(), lambda t: t.options.update(none=t.none)),
+    "clear": (lambda t: t.options["deep"].clear(), lambda t: t.options["deep"].update(flag=False)),
+    "order": (
+        lambda t: t.options.update(scale=t.options.pop("scale")),
+        lambda t: [t.options.update({key: t.options.pop(key)}) for key in ("deep", "shape", "none")],
+    ),
+    "order, ordered": (lambda t: t.ordered.move_to_end("first"), lambda t: t.ordered.move_to_end("second")),
+    "item, ordered": (lambda t: dict.update(t.ordered, first=2.0), lambda t: dict.update(t.ordered, first=1.0)),
+    "hook": (
+        lambda t: t.model[0]._forward_hooks.update({-1: lambda *_: None}),
+        lambda t: t.model[0]._forward_hooks.clear(),
+    ),
+    "training": (lambda t: t.model.eval(), lambda t: t.model.train()),
+    "setting": (
+        lambda t: t.optimizer.param_groups[0].update(weight_decay=1.0),
+        lambda t: t.optimizer.param_groups[0].update(weight_decay=0.01),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", DICTIONARY_CHANGES)
+def test_every_way_to_change_a_dictionary_is_noticed(way: str) -> None:
+    trainer = Trainer()
+    probe = Probe(trainer.step, X, Y, 3.0)
+    change, back = DICTIONARY_CHANGES[way]
+    for _ in range(2):
+        assert probe.missed(way, functools.partial(change, trainer), functools.partial(back, trainer)) == []
+
+
+def test_an_empty_dictionary_that_is_filled_without_a_new_version_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch has it from Python 3.12 on."""
+    trainer = Trainer()
+    version = torch_adapter.dict_version
+    attributes = vars(trainer.hints)
+    monkeypatch.setattr(torch_adapter, "dict_version", lambda each: 1 if each is attributes else version(each))
+    probe = Probe(trainer.step, X, Y, 3.0)
+    fill, back = functools.partial(attributes.update, shift=1.0), attributes.clear
+    for _ in range(2):
+        assert probe.missed("a filled dictionary", fill, back) == []
+
+
+def test_entries_of_dictionaries_that_nobody_changed_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer()
+    probe = Probe(trainer.step, X, Y, 3.0)
+    read: list[str] = []
+    matching = container_guard._DictGuard.matching
+
+    def noting(guard: Any) -> Any:
+        read.append(guard.container.path)
+        return matching(guard)
+
+    monkeypatch.setattr(container_guard._DictGuard, "matching", noting)
+    assert probe.unchanged()
+    assert read == []
+    trainer.model[0].in_features = 4.0
+    assert not probe.unchanged()
+    trainer.model[0].in_features = 4
+    assert probe.unchanged()
+    assert read == ["self.model.0", "self.model.0", "self.hints"]  # after a change, empty ones are read too
+    assert probe.unchanged()
+    assert len(read) == 3
+
+
+def test_a_tensor_that_takes_the_place_of_another_is_compared_with_it() -> None:
+    trainer = Trainer()
+    probe = Probe(trainer.step, X, Y, 3.0)
+    for what, other in {"strides": torch.zeros(8)[::2], "device": torch.zeros(4, device="meta")}.items():
+        put, back = (functools.partial(setattr, trainer, "average", each) for each in (other, trainer.average))
+        assert probe.missed(f"other {what}", put, back) == []
+    trainer.average = other = torch.ones(4)
+    assert probe.unchanged()
+    put, back = (functools.partial(setattr, other, "data", each) for each in (torch.zeros(8)[::2], other.data))
+    assert probe.missed("other strides of the new tensor", put, back) == []
 
 
 def test_tensors_replaced_at_every_step_need_no_full_check() -> None:
@@ -345,6 +459,17 @@ def test_a_form_that_alternates_with_another_is_found_quickly(monkeypatch: pytes
     assert len(trainer.step.captures) == captures
 
 
+def _inner_missed(probe: Probe) -> list[str]:
+    """Wrapper tensors that are the same objects around other tensors."""
+    wrong = []
+    for place in (each for each in probe.captured.places if each.inner):
+        (name,) = place.inner
+        outer, inner = place.outer(), place.get()
+        put, back = (functools.partial(setattr, outer, name, each) for each in (inner.double(), inner))
+        wrong += probe.missed(f"another tensor in {place.path}", put, back)
+    return wrong
+
+
 def _sharded(rank: int, world: int) -> tuple[int, list[str]]:
     """What is not noticed of a sharded step, whose parameters and states are the inner tensors of DTensors."""
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
@@ -364,7 +489,7 @@ def _sharded(rank: int, world: int) -> tuple[int, list[str]]:
 
     probe = Probe(weft.compile(step), torch.ones(2, 4))
     inner = sum(bool(place.inner) for place in probe.captured.places)
-    return inner, _containers_missed(probe) + _leaves_missed(probe) + _tensors_missed(probe)
+    return inner, _containers_missed(probe) + _leaves_missed(probe) + _tensors_missed(probe) + _inner_missed(probe)
 
 
 def test_changes_of_a_sharded_step_are_noticed() -> None:
