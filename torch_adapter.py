@@ -577,7 +577,8 @@ torch_functions = torch._C._EnableTorchFunction
 
 
 def like(tensors: Iterable[torch.Tensor]) -> Callable[..., bool]:
-    """A check, in C, that as many values are tensors of the types, dtypes, devices, sizes and strides of these."""
+    """A check, in C, that as many values are tensors of the types, dtypes, devices, sizes and strides of these, which
+    require grad where these do."""
     return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 

@@ -23,6 +23,7 @@ from weft.capture.state.containers import (
     Attributes,
     Container,
     Content,
+    StatePlace,
     holder_of,
     without_overrides,
 )
@@ -30,13 +31,18 @@ from weft.capture.state.state_reader import EntryReader
 
 
 class ContainerGuard:
-    """Guards on the entries of all containers: tensors must look alike, all other values must match."""
+    """Guards on the entries of all containers: tensors must look alike, all other values must match.
+
+    Attributes:
+        replacements: how often an entry of a dictionary was found to be another object that matches.
+    """
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self._filled_first = sorted(containers, key=lambda each: not each.before)
         sized = [each for each in containers if _is_sized(each)]
         self._empty = [without_overrides(each.obj) for each in sized if not each.before]
         self._dicts = [_DictGuard(each) for each in containers if _is_dictionary(each) and each.before]
+        self._in_dicts = {id(each.container) for each in self._dicts}
         self._objects = [each.container.obj for each in self._dicts]
         self._contents = [each.contents for each in self._dicts]
         self._versions = [-1] * len(self._dicts)  # no dictionary has this one: the first check looks at all entries
@@ -44,6 +50,7 @@ class ContainerGuard:
         self._unfilled: list[_DictGuard] = []
         # An OrderedDict can change its order without a change of its version.
         self._reorderable = [each for each in self._dicts if each.is_reorderable]
+        self.replacements = 0
         self._entries = EntryReader([each for each in containers if not _is_dictionary(each)])
         self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
         lists = [each for each in sized if each.before and not isinstance(each.obj, dict)]
@@ -77,7 +84,9 @@ class ContainerGuard:
             now = each.matching()
             if now is None:
                 return False
-            each.expected = now
+            if now is not each.expected:
+                each.expected = now
+                self.replacements += 1
         self._versions, self._unfilled = versions, unfilled
         return True
 
@@ -102,6 +111,12 @@ class ContainerGuard:
         failures = (_failure(each, expected[id(each)]) for each in self._filled_first)
         in_order = all(each.is_in_order() for each in self._dicts)
         return next(filter(None, failures), None if in_order else "the keys of a dictionary are in another order")
+
+    def keeps(self, place: StatePlace) -> bool:
+        """Whether the object at a place stays the same while :meth:`holds` is true and :attr:`replacements` does not
+        grow."""
+        guarded = id(place.container) in self._in_dicts and place.key in place.container.guarded()
+        return guarded and not place.items and not place.inner
 
     def _expected_of(self) -> dict[int, dict[Any, Any]]:
         """The expected entries of each container, by its id."""

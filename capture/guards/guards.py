@@ -74,9 +74,13 @@ class Guards:
         self._sizes = SizeGuard(captured)
         self._memory = MemoryGuard(captured, self._containers.entries, self._containers.labels())
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
-        self._leaves = [leaf for leaf, _ in captured.state.leaves]
-        self._static = PlaceReader([guard.place for guard in self._tensors if guard.static])
+        static = [guard.place for guard in self._tensors if guard.static]
+        self._kept_places = PlaceReader([place for place in static if self._containers.keeps(place)])
+        self._other_places = PlaceReader([place for place in static if not self._containers.keeps(place)])
+        self._kept_tensors: list[Any] = []
+        self._replacements = -1
         self._symbolic = [guard for guard in self._tensors if not guard.static]
+        self._leaves: list[torch.Tensor] = []
         self._requires_grad: list[bool] = []
         self._unhooked: list[torch.Tensor] = []
         self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
@@ -130,7 +134,7 @@ class Guards:
                 and not any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks)
                 and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
                 and not any(self._quiet)
-                and self._alike(*self._static.read())
+                and self._alike(*self._static_tensors())
                 and all(guard.failure() is None for guard in self._symbolic)
                 and self._sizes.failure() is None
                 and self._memory.holds(self._containers.entries)
@@ -141,10 +145,21 @@ class Guards:
 
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
+        self._alike = torch_adapter.like(self._static_tensors())
+        # Of tensors that have to be alike, `requires_grad` has to be the same too.
+        compared = set(map(id, self._kept_tensors))
+        self._leaves = [leaf for leaf, _, _, _ in self._flags if id(leaf) not in compared]
         self._requires_grad = list(map(_requires_grad, self._leaves))
         self._unhooked = [leaf for leaf, _, _, hooks in self._flags if not hooks]
         self._hooked = [(leaf, hooks) for leaf, _, _, hooks in self._flags if hooks]
-        self._alike = torch_adapter.like(self._static.read())
+
+    def _static_tensors(self) -> list[Any]:
+        """The tensors whose sizes are no symbols, now. Those that the guard on containers has seen to be the same
+        objects are not read again."""
+        if self._containers.replacements != self._replacements:
+            self._replacements = self._containers.replacements
+            self._kept_tensors = self._kept_places.read()
+        return [*self._kept_tensors, *self._other_places.read()]
 
     def _leaf_failure(self) -> str | None:
         for tensor, path, requires_grad, hooks in self._flags:
