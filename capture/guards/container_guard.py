@@ -34,7 +34,7 @@ class ContainerGuard:
     """Guards on the entries of all containers: tensors must look alike, all other values must match.
 
     Attributes:
-        replacements: how often an entry of a dictionary was found to be another object that matches.
+        replacements: grows when an entry of a dictionary or list is found to be another object that matches.
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
@@ -42,7 +42,6 @@ class ContainerGuard:
         sized = [each for each in containers if _is_sized(each)]
         self._empty = [without_overrides(each.obj) for each in sized if not each.before]
         self._dicts = [_DictGuard(each) for each in containers if _is_dictionary(each) and each.before]
-        self._in_dicts = {id(each.container) for each in self._dicts}
         self._objects = [each.container.obj for each in self._dicts]
         self._contents = [each.contents for each in self._dicts]
         self._versions = [-1] * len(self._dicts)  # no dictionary has this one: the first check looks at all entries
@@ -54,6 +53,7 @@ class ContainerGuard:
         self._entries = EntryReader([each for each in containers if not _is_dictionary(each)])
         self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
         lists = [each for each in sized if each.before and not isinstance(each.obj, dict)]
+        self._kept = {id(each) for each in [*lists, *(each.container for each in self._dicts)]}
         self._lists = [without_overrides(each.obj) for each in lists]
         self._counts = [len(each.before) for each in lists]
 
@@ -100,6 +100,8 @@ class ContainerGuard:
             return False
         if not _all_match(now, self._expected):
             return False
+        in_lists = slice(self._entries.in_sequences)
+        self.replacements += any(map(operator.is_not, now[in_lists], self._expected[in_lists]))
         self._expected = now
         return True
 
@@ -115,7 +117,7 @@ class ContainerGuard:
     def keeps(self, place: StatePlace) -> bool:
         """Whether the object at a place stays the same while :meth:`holds` is true and :attr:`replacements` does not
         grow."""
-        guarded = id(place.container) in self._in_dicts and place.key in place.container.guarded()
+        guarded = id(place.container) in self._kept and place.key in place.container.guarded()
         return guarded and not place.items and not place.inner
 
     def _expected_of(self) -> dict[int, dict[Any, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
-from operator import getitem, is_
+from operator import attrgetter, getitem, is_
 from types import MappingProxyType
 from typing import Any
 
@@ -28,19 +28,37 @@ class PlaceReader:
         ]
         self._dicts = [place.container.obj if found else {} for place, found in zip(places, in_dicts, strict=True)]
         self._keys = [place.key for place in places]
-        # Gradients and arguments: their containers hold another object at every call, so no object is kept here. Items
-        # of tuples take more than one look-up.
-        self._elsewhere = [(at, place) for at, place in enumerate(places) if not in_dicts[at]]
+        in_lists = [
+            type(place.container) is Container and type(place.container.obj) is list and not place.items
+            for place in places
+        ]
+        self._in_lists = [(at, place) for at, place in enumerate(places) if in_lists[at]]
+        # Those of the arguments are another list at every call, so that no list is kept here.
+        self._list_containers = [place.container for _, place in self._in_lists]
+        self._positions = [place.key for _, place in self._in_lists]
+        # Gradients of arguments: their containers hold another object at every call. Items of tuples take more than one
+        # look-up.
+        self._elsewhere = [(at, place) for at, place in enumerate(places) if not in_dicts[at] and not in_lists[at]]
         self._inner = [(at, name) for at, place in enumerate(places) for name in place.inner]
 
     def read(self) -> list[Any]:
         """The values, aligned with the places; MISSING where there is none."""
         values = list(map(dict.get, self._dicts, self._keys, repeat(MISSING)))
+        try:
+            items = map(getitem, map(_object_of, self._list_containers), self._positions)
+            for (at, _), value in zip(self._in_lists, items, strict=True):
+                values[at] = value
+        except IndexError:  # a list is shorter than it was
+            for at, place in self._in_lists:
+                values[at] = place.outer()
         for at, place in self._elsewhere:
             values[at] = place.outer()
         for at, name in self._inner:
             values[at] = getattr(values[at], name, MISSING)
         return values
+
+
+_object_of = attrgetter("obj")
 
 
 class EntryReader:
@@ -49,6 +67,7 @@ class EntryReader:
 
     Attributes:
         containers: the containers in the order in which their entries are read.
+        in_sequences: how many of the entries, the first, are those of lists and deques.
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
@@ -62,6 +81,7 @@ class EntryReader:
         self.containers = [*sequences, *objects, *classes, *contents]
         items = [*map(without_overrides, _objects(sequences))]
         self._sequences = items, [key for each in sequences for key in each.guarded()]
+        self.in_sequences = len(items)
         self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.guarded()]
         own = [vars(each.obj) for each in classes for _ in each.guarded()]
         self._classes = own, [key for each in classes for key in each.guarded()]

@@ -355,16 +355,24 @@ def test_entries_of_dictionaries_that_nobody_changed_are_not_read(monkeypatch: p
     assert len(read) == 3
 
 
-def test_a_tensor_that_takes_the_place_of_another_is_compared_with_it() -> None:
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_tensor_that_takes_the_place_of_another_is_compared_with_it(in_list: bool) -> None:
     trainer = Trainer()
     probe = Probe(trainer.step, X, Y, 3.0)
+
+    def put(tensor: torch.Tensor) -> None:
+        if in_list:
+            trainer.weights[2] = tensor
+        else:
+            trainer.average = tensor
+
+    before = trainer.weights[2] if in_list else trainer.average
     for what, other in {"strides": torch.zeros(8)[::2], "device": torch.zeros(4, device="meta")}.items():
-        put, back = (functools.partial(setattr, trainer, "average", each) for each in (other, trainer.average))
-        assert probe.missed(f"other {what}", put, back) == []
-    trainer.average = other = torch.ones(4)
+        assert probe.missed(f"other {what}", functools.partial(put, other), functools.partial(put, before)) == []
+    put(other := torch.ones(4))
     assert probe.unchanged()
-    put, back = (functools.partial(setattr, other, "data", each) for each in (torch.zeros(8)[::2], other.data))
-    assert probe.missed("other strides of the new tensor", put, back) == []
+    change, back = (functools.partial(setattr, other, "data", each) for each in (torch.zeros(8)[::2], other.data))
+    assert probe.missed("other strides of the new tensor", change, back) == []
 
 
 def test_tensors_replaced_at_every_step_need_no_full_check() -> None:
