@@ -336,6 +336,8 @@ class CompiledStep(Generic[P, R]):
                 changing = self._changing_numbers(args, kwargs)
                 captured = self._capture_expected(args, kwargs, dynamic, changing)
                 guards = Guards(captured)
+                if not self.verify:  # which walks the objects again
+                    captured.state.end_walk()
         except Exception as error:
             self._tell_of_failure(error)
             raise

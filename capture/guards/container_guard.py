@@ -35,6 +35,7 @@ class ContainerGuard:
 
     Attributes:
         replacements: grows when an entry of a dictionary or list is found to be another object that matches.
+        generation: grows when any entry is.
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
@@ -49,13 +50,22 @@ class ContainerGuard:
         self._unfilled: list[_DictGuard] = []
         # An OrderedDict can change its order without a change of its version.
         self._reorderable = [each for each in self._dicts if each.is_reorderable]
-        self.replacements = 0
+        self.replacements = self.generation = 0
         self._entries = EntryReader([each for each in containers if not _is_dictionary(each)])
         self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
         lists = [each for each in sized if each.before and not isinstance(each.obj, dict)]
         self._kept = {id(each) for each in [*lists, *(each.container for each in self._dicts)]}
         self._lists = [without_overrides(each.obj) for each in lists]
         self._counts = [len(each.before) for each in lists]
+
+    def entries(self) -> list[Any]:
+        """The values of all entries, as they were last accepted."""
+        return [*self._expected, *chain.from_iterable(each.expected for each in self._dicts)]
+
+    def labels(self) -> list[str]:
+        """How the user would write each of :meth:`entries`."""
+        others = [each.label(key) for each in self._entries.containers for key in each.guarded()]
+        return others + [each.container.label(key) for each in self._dicts for key in each.keys]
 
     def listed(self) -> list[str]:
         """The conditions as text."""
@@ -87,6 +97,7 @@ class ContainerGuard:
             if now is not each.expected:
                 each.expected = now
                 self.replacements += 1
+                self.generation += 1
         self._versions, self._unfilled = versions, unfilled
         return True
 
@@ -103,6 +114,7 @@ class ContainerGuard:
         in_lists = slice(self._entries.in_sequences)
         self.replacements += any(map(operator.is_not, now[in_lists], self._expected[in_lists]))
         self._expected = now
+        self.generation += 1
         return True
 
     def failure(self) -> str | None:

@@ -72,7 +72,7 @@ class Guards:
         self._sites = captured.state.sites
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
-        self._memory = MemoryGuard(captured, self._containers.entries, self._containers.labels())
+        self._memory = MemoryGuard(captured, self._containers)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
         self._kept_places = PlaceReader([place for place in static if self._containers.keeps(place)])
@@ -137,7 +137,7 @@ class Guards:
                 and self._alike(*self._static_tensors())
                 and all(guard.failure() is None for guard in self._symbolic)
                 and self._sizes.failure() is None
-                and self._memory.holds(self._containers.entries)
+                and self._memory.holds()
                 and _global_state() == self._world
                 and (not self._environment or environment_failure(self._environment) is None)
                 and (not self._outside or outside_failure(self._outside) is None)
@@ -190,7 +190,7 @@ class Guards:
 
     def _memory_failure(self) -> str | None:
         with torch_adapter.no_torch_function():
-            return self._memory.failure(self._containers.entries)
+            return self._memory.failure()
 
     def _world_failure(self) -> str | None:
         now = _global_state()

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.containers import Container, Pattern, items_of
 from weft.capture.state.tensor_memory import inner_tensor
@@ -28,11 +29,12 @@ class MemoryGuard:
 
     Args:
         captured: the step.
-        entries: the values of all guarded entries of the state, as the capture found them.
-        labels: how the user would write them.
+        containers: of its state.
     """
 
-    def __init__(self, captured: CapturedStep, entries: list[Any], labels: list[str]) -> None:
+    def __init__(self, captured: CapturedStep, containers: ContainerGuard) -> None:
+        self._containers = containers
+        entries, labels = containers.entries(), containers.labels()
         # A leaf is guarded to be the same object, so that it is found once, wherever else it is.
         leaves: dict[int, int] = {}
         self._at = [at for at, value in enumerate(entries) if _is_first(value, leaves, at)]
@@ -53,17 +55,17 @@ class MemoryGuard:
         self._state = len(self._paths)
         self._paths += [place.path for place in self._arguments]
         self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
-        self._remember(entries)
+        self._remember()
         self._overlapping = overlapping([*self._tensors, *self._passed()])
         self._held = True
 
-    def holds(self, entries: list[Any]) -> bool:
-        """Whether tensors overlap as they did; ``entries`` is another list where an entry is another object."""
-        return self._untouched(entries) or self.failure(entries) is None
+    def holds(self) -> bool:
+        """Whether tensors overlap as they did. The guard on containers was asked before."""
+        return self._is_untouched() or self.failure() is None
 
-    def failure(self, entries: list[Any]) -> str | None:
+    def failure(self) -> str | None:
         """Which tensors overlap that did not, or no longer do; None for none."""
-        self._remember(entries)
+        self._remember()
         now, before = overlapping([*self._tensors, *self._passed()]), self._overlapping
         self._held = now == before
         for at in sorted(now.keys() | before.keys()):
@@ -73,9 +75,9 @@ class MemoryGuard:
                 return f"{self._paths[at]} shares memory with {other} {how}"
         return None
 
-    def _untouched(self, entries: list[Any]) -> bool:
+    def _is_untouched(self) -> bool:
         """Whether the tensors of the state are where they were, and the arguments are apart from them, as they were."""
-        if not self._held or self._mixed or entries is not self._entries:
+        if not self._held or self._mixed or self._generation != self._containers.generation:
             return False
         for inner_of, wrappers, inner in self._wrapped:
             if not all(map(operator.is_, map(inner_of, wrappers), inner)):
@@ -83,8 +85,9 @@ class MemoryGuard:
         passed = map(torch_adapter.storage_key, self._passed())
         return self._in_place() and self._storages.isdisjoint(passed)
 
-    def _remember(self, entries: list[Any]) -> None:
+    def _remember(self) -> None:
         """Store where the tensors of the state are now, for later comparisons."""
+        entries = self._containers.entries()
         found = [entries[at] for at in self._at]
         found += [tensor for at in self._nested for tensor in _tensors(entries[at])]
         found += [tensor for each, key in self._by_value for tensor in _tensors(each.get(key))]
@@ -99,7 +102,7 @@ class MemoryGuard:
             (operator.attrgetter(".".join(names)), [outer for outer, _ in pairs], [inner for _, inner in pairs])
             for names, pairs in wrapped.items()
         ]
-        self._entries = entries
+        self._generation = self._containers.generation
         self._in_place = torch_adapter.same_addresses(self._tensors)
         self._storages = set(map(torch_adapter.storage_key, self._tensors))
         # By-value entries are other objects at each call.

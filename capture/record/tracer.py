@@ -366,7 +366,6 @@ class _StepCapture:
             replaced = self._memory_replaced(effects, keep, nodes, slots) if complete else set()
             self.arguments.forget_fakes()
             self._restore_state()
-            self.state.end_walk()
             self.lists.settle(self.state.containers)
             aliases = _aliases([node for node, _ in recorder.placeholders], nodes)
             if complete:

@@ -387,9 +387,9 @@ class ReachableState:
         """
         prefix = f"{path}." if path else ""
         keys = frozenset(vars(module)) - BOOKKEEPING | frozenset(self._names)
-        self._container(Container(vars(module), path, keys, label=lambda key: f"{prefix}{key}"))
-        self._lacking[id(module)] = frozenset(vars(module))
-        self._what_a_module_lacks(module, path)
+        absent = self._absent(self._kinds[type(module)], module) - vars(module).keys()
+        self._lacking[id(module)] = absent.union(vars(module))
+        self._container(Container(vars(module), path, keys | absent, label=lambda key: f"{prefix}{key}", absent=absent))
 
     def _what_a_module_lacks(self, module: torch.nn.Module, path: str) -> None:
         """The attributes that would take the place of methods of its class; the names grow while the walk goes on."""
