@@ -22,7 +22,7 @@ def say_once(method: str, why: str) -> None:
 
 
 class SettingsWithoutEffect:
-    """The setters that do nothing on sharded and on replicated modules."""
+    """The setters that do nothing on sharded and on replicated modules: the base of the classes of both."""
 
     _checks: ArgumentChecks  # of the class that inherits these
 

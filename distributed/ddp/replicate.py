@@ -88,8 +88,8 @@ def replicate(
     Parameters and buffers take the values of the mesh's first rank, at once, or, where any is still on the
     meta device, when `broadcast_state` is called after they were given memory. Parameters stay plain
     `nn.Parameter`s. After each backward every gradient is the average over the mesh. A module inside that was
-    replicated before keeps its own settings. The class becomes `Replicate<Name>`, a subclass of
-    ReplicateModule and of the module's class.
+    replicated or sharded before keeps its own settings, parameters and buffers. The class becomes
+    `Replicate<Name>`, a subclass of ReplicateModule and of the module's class.
 
     Args:
         mesh: 1-D; by default all ranks. With `dp_mesh_dims`, one of any dimension.
@@ -105,7 +105,7 @@ def replicate(
     Raises InvalidArgument, InvalidArgumentType, InvalidMesh, NoProcessGroup, AlreadyWrapped, UnsupportedParameter (a
     DTensor), UnsupportedPolicy (offloading), ContainerWithoutForward.
     """
-    roots = wrapped_modules(_ARGUMENTS, module, (ReplicateModule,))
+    roots = wrapped_modules(_ARGUMENTS, module, (SettingsWithoutEffect,))
     check_mesh(_ARGUMENTS, mesh, dp_mesh_dims)
     check_policies(_ARGUMENTS, mp_policy, offload_policy)
     ignored = check_ignored(_ARGUMENTS, ignored_params)
@@ -251,7 +251,8 @@ class _State:
         ignored: set[nn.Parameter],
         forward_sync_buffers: bool,
     ) -> None:
-        nested = [m for root in roots for m in root.modules() if isinstance(m, ReplicateModule)]
+        # Also what `fully_shard` wrapped, which has this base class too: it reduces its gradients itself.
+        nested = [m for root in roots for m in root.modules() if isinstance(m, SettingsWithoutEffect)]
         self._roots = roots
         self._outer: _State | None = None
         for state in _states_in(nested):

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate as torch_replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from harness import run_ranks
 from weft import errors
 from weft.distributed.ddp import ReplicateModule, broadcast_state, replicate
+from weft.distributed.fsdp import fully_shard
 
 pytestmark = pytest.mark.gloo
 
@@ -407,6 +411,33 @@ def test_a_parameter_is_averaged_after_its_module_is_gone() -> None:
     assert run_ranks(moved_body, 2) == [1.5, 1.5]
 
 
+def around_sharded_body(rank: int, world: int) -> list[str]:
+    """A replicated model with a sharded part: what differs from torch's own two wrappers after three steps."""
+
+    def trained(shard: Callable[..., Any], wrap: Callable[..., Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)), nn.Linear(5, 2))
+        for part in (model[1][0], model[1]):  # type: ignore[index]
+            shard(part)
+        wrap(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        for step in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            model(x).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sharded = {name for name, param in model.named_parameters() if isinstance(param, DTensor)}
+        assert sharded == {"1.0.weight", "1.0.bias", "1.1.weight", "1.1.bias"}, sharded
+        return {n: p.full_tensor() if isinstance(p, DTensor) else p.detach() for n, p in model.named_parameters()}
+
+    ours, theirs = trained(fully_shard, replicate), trained(torch_fully_shard, torch_replicate_by_ddp)
+    return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+
+
+def test_a_sharded_module_inside_stays_sharded() -> None:
+    assert run_ranks(around_sharded_body, 2) == [[], []]
+
+
 def mistakes_body(rank: int, world: int) -> list[str]:
     said = []
 
@@ -417,6 +448,7 @@ def mistakes_body(rank: int, world: int) -> list[str]:
 
     wrapped = replicate(nn.Linear(2, 2))
     expect(errors.AlreadyWrapped, lambda: replicate(wrapped))
+    expect(errors.AlreadyWrapped, lambda: replicate(fully_shard(nn.Linear(2, 2))))
     expect(errors.CannotCopyWrapped, lambda: copy.deepcopy(wrapped))
     expect(ValueError, lambda: replicate(nn.ModuleList([nn.Linear(1, 1)])))
     expect(errors.InvalidMesh, lambda: replicate(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (world, 1))))
