@@ -662,6 +662,24 @@ class UncapturableStreamCall(WeftError):
         )
 
 
+class InvalidCollectiveRow(WeftError):
+    """A row of the registry of collectives does not describe its operation."""
+
+    def __init__(self, operation: str, what: str, remedy: str) -> None:
+        super().__init__(f"cannot register {operation} as a collective: {what}. {remedy}")
+
+
+class UnregisteredCollective(WeftError):
+    """A step calls an operation in a namespace of collectives of which weft does not know what it does."""
+
+    def __init__(self, operation: str, line: str) -> None:
+        where = f" at {line}" if line else ""
+        super().__init__(
+            f"{operation}{where} is in a namespace of collectives, and no row says what it communicates: add one with "
+            "weft.inductor.graph.collectives.register, or define it in a namespace of yours if it is no collective"
+        )
+
+
 class UnwaitedCollective(WeftError):
     """The step ended with an asynchronous collective that nobody had waited for."""
 
@@ -1040,7 +1058,7 @@ class CannotCarry(WeftError):
 
     def __init__(self, transport: str, kind: str, dtype: str, group: str, nodes: int) -> None:
         super().__init__(
-            f"transport {transport} does not carry an {kind} of {dtype} over {group!r}, which is on {nodes} "
+            f"transport {transport} does not carry {kind} of {dtype} over {group!r}, which is on {nodes} "
             f"node{'s' if nodes > 1 else ''}: see weft.inductor.cost.collective_cost.transports_for"
         )
 

@@ -1156,13 +1156,24 @@ def redirected_collective(name: str, replacement: Callable[..., Any]) -> Iterato
     cells = [
         c for c in function.__closure__ or () if inner is not None and thread_patches.original(c.cell_contents) is inner
     ]
+    served = _as_generator(replacement) if inspect.isgeneratorfunction(inner) else replacement
     with contextlib.ExitStack() as stack:
         for cell in cells:
-            stack.enter_context(thread_patches.replaced(cell, "cell_contents", replacement))
+            stack.enter_context(thread_patches.replaced(cell, "cell_contents", served))
         for module in (dist, distributed_c10d):
             if module.__dict__.get(name) is held:
                 stack.enter_context(thread_patches.replaced(module, name, replacement))
         yield
+
+
+def _as_generator(manager: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
+    """The generator function that ``contextlib.contextmanager`` would make ``manager`` of."""
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with manager(*args, **kwargs) as value:
+            yield value
+
+    return generator
 
 
 @contextlib.contextmanager

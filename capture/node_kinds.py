@@ -8,19 +8,31 @@ from typing import Any
 import torch
 import torch.fx
 
+from weft.capture.user_code import format_frame
+from weft.errors import UnregisteredCollective
+
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-# Every operation of these namespaces but the wait starts a collective: torch's, and weft's own. What each one does is
-# said by the compiler's registry (inductor/graph/collectives.py); capture needs no more than this.
-_NAMESPACES = ("_c10d_functional", "weft_c10d")
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "weft_c10d")
+"""Of torch's collectives and of weft's own. Every operation of these but the wait, and but those whose names begin with
+an underscore, starts a collective. What each one does is said by the compiler's registry
+(:mod:`weft.inductor.graph.collectives`); capture needs no more than this."""
+
+GROUP_ARGUMENTS = ("group_name", "group")
+"""Names of the argument that says over which process group a collective works."""
 
 
 def is_collective(node: torch.fx.Node) -> bool:
     """Whether the node starts a collective (its wait is a node of its own): an operation, or a callable that says so
     (``collective``) and over which group (``group``)."""
-    if node.op != "call_function" or node.target is WAIT:
-        return False
-    return getattr(node.target, "namespace", "") in _NAMESPACES or getattr(node.target, "collective", False)
+    return node.op == "call_function" and calls_collective(node.target)
+
+
+def calls_collective(target: Any) -> bool:
+    """Whether a call of ``target`` starts a collective, see :func:`is_collective`."""
+    if getattr(target, "namespace", "") in COLLECTIVE_NAMESPACES:
+        return target is not WAIT and not target._opname.startswith("_")
+    return getattr(target, "collective", False)
 
 
 def is_wait(node: torch.fx.Node) -> bool:
@@ -49,21 +61,43 @@ def is_random(node: torch.fx.Node) -> bool:
 @functools.cache
 def sizes_differ_by_rank(target: object) -> bool:
     """Whether a collective operation splits its tensor into parts of given sizes, which differ between ranks."""
-    if getattr(target, "namespace", "") not in _NAMESPACES:
+    if getattr(target, "namespace", "") not in COLLECTIVE_NAMESPACES:
         return False
     return any("split_sizes" in argument.name for argument in target._schema.arguments)  # type: ignore[attr-defined]
 
 
 def group_of(node: torch.fx.Node) -> str:
-    """Name of the process group that a node's operation works over, "" for one that takes no group."""
+    """Name of the process group that a node's operation works over, "" for one that takes no group.
+
+    Raises:
+        errors.UnregisteredCollective: a collective whose group has another name, so that nothing is known of it.
+    """
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return node.target.group if is_collective(node) else ""  # type: ignore[union-attr]
     for at, argument in enumerate(schema.arguments):
-        if argument.name in ("group_name", "group"):
+        if argument.name in GROUP_ARGUMENTS:
             named = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
             return named if isinstance(named, str) else ""
+    if is_collective(node):
+        raise unregistered(node)
     return ""
+
+
+def set_group(node: torch.fx.Node, name: str) -> None:
+    """Let the collective operation ``node`` work over the process group ``name``."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    at = next(at for at, argument in enumerate(names) if argument in GROUP_ARGUMENTS)
+    if at < len(node.args):
+        node.update_arg(at, name)
+    else:
+        node.update_kwarg(names[at], name)
+
+
+def unregistered(node: torch.fx.Node) -> UnregisteredCollective:
+    """The error that nothing is known of the collective that ``node`` starts, with the user's line."""
+    frames = node.meta.get("frames", ())
+    return UnregisteredCollective(str(node.target), format_frame(frames[0]) if frames else "")
 
 
 def check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:

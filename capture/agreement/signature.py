@@ -39,11 +39,10 @@ def signature(step: StepGraph) -> str:
 
 def _line(node: Node, names: _SymbolNames, parameters: _Parameters) -> str:
     payload = [used.meta["val"] for used in node.all_input_nodes if isinstance(used.meta.get("val"), torch.Tensor)]
-    if sizes_differ_by_rank(node.target):
+    sizes = [names.shown(val.numel()) for val in payload]
+    if sizes_differ_by_rank(node.target):  # which of several tensors the sizes split is not known here
         part = even_part(node)
-        sizes = ["in parts that differ" if part is None else f"{part} each"]
-    else:
-        sizes = [names.shown(val.numel()) for val in payload]
+        sizes = ["in parts that differ" if part is None else f"{part} each"] * len(payload)
     carried = ", ".join(f"{val.dtype} [{size}]" for val, size in zip(payload, sizes, strict=True))
     belongs = parameters.of(node)
     whose = f" of {', '.join(belongs)}" if belongs else ""

@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
 from weft.capture.fake.fake_rules import fake_rule
+from weft.capture.node_kinds import COLLECTIVE_NAMESPACES
 from weft.torch_adapter import OpOverload
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 # The results of collectives, and of operations on shards, depend on layouts and on the named group, which is fixed.
-_NAMESPACES = frozenset({"aten", "_c10d_functional", "weft"})
+_NAMESPACES = frozenset({"aten", "weft", *COLLECTIVE_NAMESPACES})
 # Tags of operations whose results depend on more than layouts.
 _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _LIFTS = {torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}

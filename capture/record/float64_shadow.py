@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.node_kinds import COLLECTIVE_NAMESPACES, WAIT
 from weft.capture.record.operands import argument_of, map_operands, tensors_in
 from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
 
 # Namespaces of operations that may run a second time, on shadows. Operations of others may do more than compute.
-_SHADOWED = {"aten", "prims", "weft", "_c10d_functional", "_c10d_functional_autograd", "c10d"}
+_SHADOWED = {"aten", "prims", "weft", *COLLECTIVE_NAMESPACES, "_c10d_functional_autograd", "c10d"}
 # These change the memory of a tensor, and no value.
 _MEMORY = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 
@@ -156,9 +157,8 @@ def _waited(op: OpOverload, out: Any) -> list[torch.Tensor | None]:
             if isinstance(result, torch.ScriptObject):
                 result.wait()  # type: ignore[attr-defined]
     results = list(_results(out))
-    if op.namespace.startswith("_c10d_functional"):
-        wait = torch.ops._c10d_functional.wait_tensor.default
-        return [result if result is None else wait(result) for result in results]
+    if op.namespace in (*COLLECTIVE_NAMESPACES, "_c10d_functional_autograd"):
+        return [result if result is None else WAIT(result) for result in results]
     return results
 
 

@@ -28,6 +28,7 @@ from torch.utils._sympy import functions as torch_sympy
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
+from weft.capture.node_kinds import COLLECTIVE_NAMESPACES
 from weft.capture.node_meta import meta_fault
 from weft.capture.record import clocks, float_arithmetic, host_draws, randomness, recorder, streams, torch_functions
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
@@ -47,7 +48,7 @@ for _kind in (Functionalized, WithGradMode, Frame):  # of capture/, which knows 
 
 # Operations of the namespaces that weft itself emits. Custom operations of a user's library are left out: what they do
 # when they run is not known here.
-_NAMESPACES = frozenset({"aten", "prims", "prim", "_c10d_functional", "weft", "weft_c10d"})
+_NAMESPACES = frozenset({"aten", "prims", "prim", "weft", *COLLECTIVE_NAMESPACES})
 # They open the file that an argument names.
 _OF_FILES = frozenset({"aten::from_file", "aten::save", "prim::load"})
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import WAIT
+from weft.capture.node_kinds import WAIT, calls_collective
 from weft.capture.record.functional_ops import Functionalized, written_arguments
 from weft.capture.step_interface import Update
 from weft.errors import MalformedProgram
@@ -42,7 +42,6 @@ from weft.torch_adapter import OpOverload
 Node = torch.fx.Node
 
 aten = torch.ops.aten
-_COLLECTIVE_NAMESPACES = ("_c10d_functional", "weft_c10d")
 # Views, although their schemas do not say so.
 _UNMARKED_VIEWS = (aten._unsafe_view.default,)
 _BUILTINS = frozenset(dir(builtins))
@@ -279,7 +278,7 @@ class _ProgramVerifier:
         if node is not None and node not in self.computed and function in _forms(node):
             self.computed[node] = self.now
         storages = self._results(function, call, results, read, node)
-        if _is_collective(function):
+        if calls_collective(function):
             used = [storage for name, storage in zip(results, storages, strict=True) if name != UNUSED]
             self._start([*used, *map(self.variables.__getitem__, written)], [self.variables[name] for name in read])
         self._place(call, storages)
@@ -479,11 +478,6 @@ def _forms(node: Node) -> tuple[Any, ...]:
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
     out = getattr(target.overloadpacket, "out", None) if isinstance(target, OpOverload) else None
     return tuple(form for form in (target, writing_form(node), out) if form is not None)
-
-
-def _is_collective(function: Any) -> bool:
-    started = getattr(function, "namespace", "") in _COLLECTIVE_NAMESPACES or getattr(function, "collective", False)
-    return started and function is not WAIT
 
 
 def _is_new_arena(function: Any) -> bool:
