@@ -17,7 +17,6 @@ import difflib
 import logging
 import math
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from weft import errors
+from weft.transport_rows import LIBRARIES, TRANSPORTS, peer_transports, transport_row
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,6 @@ PREFIX = "WEFT_"
 
 SHIPPED_CLUSTERS = Path(__file__).parent / "inductor" / "cost" / "clusters"
 """Folder of the cluster descriptions that come with weft."""
-
-TRANSPORTS = ("copy_engine", "push", "copy_sum", "pull", "one_shot", "two_shot")
-"""Transports over symmetric memory, as ``transports`` names them. A test compares them with the compiler's."""
 
 
 # ---- what values are accepted
@@ -51,7 +48,7 @@ class Limit:
 
 def _known_transports(value: str) -> bool:
     names = [name.strip() for name in value.split(",") if name.strip()]
-    return names == ["all"] or all(re.fullmatch(rf"nccl|gloo|({'|'.join(TRANSPORTS)})(_\d+)?", name) for name in names)
+    return names == ["all"] or all(transport_row(name) is not None for name in names)
 
 
 def _known_cluster(value: str) -> bool:
@@ -61,7 +58,7 @@ def _known_cluster(value: str) -> bool:
 _POSITIVE = Limit("a finite number of more than 0", lambda value: 0 < value < math.inf)
 _AT_LEAST_ONE = Limit("a whole number of at least 1", lambda value: value >= 1)
 _NOT_NEGATIVE = Limit("a whole number of at least 0", lambda value: value >= 0)
-_TRANSPORT_NAMES = Limit(f"all, or names separated by commas: nccl, {', '.join(TRANSPORTS)}", _known_transports)
+_TRANSPORT_NAMES = Limit(f"all, or names separated by commas: {', '.join(TRANSPORTS)}", _known_transports)
 _CLUSTER_NAME = Limit("the name of a description that comes with weft, or the path of a file", _known_cluster)
 
 
@@ -166,8 +163,9 @@ strict: Annotated[
 transports: Annotated[
     str,
     "Transports over symmetric memory that the scheduler may use between GPUs of one host, separated by commas:"
-    " copy_engine, push, copy_sum, pull, one_shot, two_shot. A suffix gives the number of thread blocks, as in push_32."
-    " `all`: those of the cluster description. `nccl` or empty: NCCL only.",
+    f" {', '.join(peer_transports())}. A suffix gives the number of thread blocks, as in push_32."
+    f" `all`: those of the cluster description. {' or '.join(f'`{name}`' for name in LIBRARIES)}, or empty: none, so"
+    " that the process group's backend carries everything.",
     _TRANSPORT_NAMES,
 ] = "all"
 

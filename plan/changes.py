@@ -16,11 +16,12 @@ from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.simulate import Simulation, simulate
 from weft.inductor.cost.task_graph import Kind, TaskGraph
-from weft.inductor.graph.collectives import LIBRARY, kind_of
+from weft.inductor.graph.collectives import ALL_GATHER, kind_of
 from weft.inductor.schedule.planner import Schedule
 from weft.plan.plan import StepPlanner
 from weft.plan.prediction import Change, Prediction, ScalingPoint
 from weft.plan.questions import GATHERED_AGAIN, GATHERED_ONCE, HALF_BATCH, RECOMPUTED, TWICE_BATCH
+from weft.transport_rows import LIBRARY
 
 AGAIN, PRICED = "planned again", "same schedule, priced again"
 MOST_RANKS = 16_384
@@ -94,7 +95,7 @@ def _changes(
         for name, batch in ((HALF_BATCH, found.samples // 2), (TWICE_BATCH, found.samples * 2)):
             if batch:
                 yield name, AGAIN, lambda batch=batch: _rebatched(planner, found, cluster, batch)
-    if any(each.kind == "all_gather" for each in found.collectives):
+    if any(each.kind == ALL_GATHER.kind.name for each in found.collectives):
         yield GATHERED_ONCE, AGAIN, lambda: again(cluster, _UNLIMITED)
         yield GATHERED_AGAIN, AGAIN, lambda: _least(planner, found, cluster)
     budget = int(found.peak_bytes * _RECOMPUTED_FRACTION)
@@ -174,7 +175,7 @@ def _at(planner: StepPlanner, cluster: Cluster, world_size: int) -> Simulation:
             axis, group = group_of(node), torch_adapter.group_ranks(step.groups[group_of(node)])
             if axis not in known:
                 known[axis] = _scaled(group, factor)
-            if kind_of(node).stream == "gather" and len(known[axis]) != len(group) and _moves_parameters(node, paths):
+            if kind_of(node).gathers and len(known[axis]) != len(group) and _moves_parameters(node, paths):
                 shards = factor
     launch, tasks = cluster.gpu.launch_latency, []
     for task, node in zip(simulation.task_graph.tasks, nodes, strict=True):

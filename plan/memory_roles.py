@@ -141,9 +141,9 @@ def _role(storage: Storage, nodes: Sequence[Node], paths: frozenset[str]) -> str
     if is_collective(maker):
         if not _moves(maker, paths):
             return COMMUNICATION
-        return GATHERED if kind_of(maker).stream == "gather" else GRADIENTS
+        return GATHERED if kind_of(maker).gathers else GRADIENTS
     stage = maker.meta.get("stage", "")
-    if any(is_collective(node) and kind_of(node).stream == "reduce" and _moves(node, paths) for node in readers):
+    if any(is_collective(node) and kind_of(node).reduces and _moves(node, paths) for node in readers):
         return GRADIENTS  # those of a loss that is computed in chunks are summed up in forward
     if stage == "forward":
         return ACTIVATIONS if any(node.meta.get("stage") == "backward" for node in readers) else TEMPORARIES

@@ -33,6 +33,7 @@ from weft.inductor.compiler import predicted_schedule
 from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.compute_cost import ComputeCosts
+from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, kind_of
 from weft.inductor.graph.host_scalars import tensors_of
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.lowering.lower import device_kind
@@ -207,7 +208,7 @@ class StepPlanner:
             if is_collective(node)
             and node.meta.get("stage") == "forward"
             and any(used in depends and any(t.dim() > 1 for t in tensors_of(used)) for used in node.all_input_nodes)
-            and any(kind in str(node.target) for kind in ("all_gather", "reduce_scatter", "all_reduce"))
+            and kind_of(node) in (ALL_GATHER.kind, REDUCE_SCATTER.kind, ALL_REDUCE.kind)
         }
         return math.prod(sizes.values())
 

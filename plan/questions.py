@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weft.inductor.graph.collectives import ALL_GATHER, KINDS
 from weft.plan.figures import gibibytes, milliseconds
 
+_REDUCTIONS = frozenset(name for name, kind in KINDS.items() if kind.reduces)
 _NOTICED = 0.1  # part of the step that exposed communication may take without a remark
 
 HALF_BATCH, TWICE_BATCH = "half the batch", "twice the batch"
@@ -51,7 +53,7 @@ def _roles_at_peak(data: Mapping[str, Any]) -> dict[str, int]:
 def _asked(data: Mapping[str, Any], otherwise: str, *, gathers: bool = True) -> str:
     """The answer to a question that a change answers, if the step was not planned again with it."""
     again = any(change["how"] == "planned again" for change in data["changes"])
-    concerned = any(each["kind"] == "all_gather" for each in data["collectives"]) or not gathers
+    concerned = any(each["kind"] == ALL_GATHER.kind.name for each in data["collectives"]) or not gathers
     return (
         otherwise if again or not concerned else "Plan the step with --what-if yes, which plans it again with changes."
     )
@@ -183,12 +185,12 @@ def _recompute(data: Mapping[str, Any], change: Mapping[str, Any] | None) -> str
 def _reduction(data: Mapping[str, Any], roles: Mapping[str, int]) -> str:
     sent: dict[str, int] = {}
     for each in data["collectives"]:
-        if each["kind"] in ("reduce_scatter", "all_reduce"):
+        if each["kind"] in _REDUCTIONS:
             sent[each["dtype"]] = sent.get(each["dtype"], 0) + each["bytes"]
     if not sent:
         return "Nothing is reduced."
     words = ", ".join(f"{gibibytes(size)} in {dtype}" for dtype, size in sent.items())
-    seconds = sum(e["seconds"] for e in data["collectives"] if e["kind"] in ("reduce_scatter", "all_reduce"))
+    seconds = sum(e["seconds"] for e in data["collectives"] if e["kind"] in _REDUCTIONS)
     return (
         f"Gradients travel as {words}, {milliseconds(seconds)} ms alone, and hold "
         f"{gibibytes(roles.get('gradients', 0))} at the peak. Twice the bytes an element would double both."
@@ -198,7 +200,7 @@ def _reduction(data: Mapping[str, Any], roles: Mapping[str, int]) -> str:
 def _precision(data: Mapping[str, Any]) -> str:
     sent: dict[str, int] = {}
     for each in data["collectives"]:
-        if each["kind"] == "all_gather":
+        if each["kind"] == ALL_GATHER.kind.name:
             sent[each["dtype"]] = sent.get(each["dtype"], 0) + each["bytes"]
     gathered = ", ".join(f"{gibibytes(size)} in {dtype}" for dtype, size in sent.items())
     state = data["input_bytes"].get("parameter", 0) + data["input_bytes"].get("optimizer state", 0)

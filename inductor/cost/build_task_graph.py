@@ -13,7 +13,6 @@ graph, because the arena is allocated before the step and stays after it.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 
@@ -26,13 +25,14 @@ from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts, is_free
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 from weft.inductor.graph.aliasing import looks_into
-from weft.inductor.graph.collectives import LIBRARIES, LIBRARY, sum_dtype_of
+from weft.inductor.graph.collectives import payload_of, sum_dtype_of
 from weft.inductor.graph.host_scalars import tensors_of
 from weft.inductor.graph.live_range import BLOCK
 from weft.inductor.graph.liveness import LiveRange, liveness
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.transports.arena_layout import shared_bytes
-from weft.inductor.transports.peer_calls import CopySumReduceScatter, arena_tensors_of
+from weft.inductor.transports.peer_calls import PeerCall, arena_tensors_of
+from weft.transport_rows import LIBRARIES, LIBRARY
 
 Node = torch.fx.Node
 
@@ -60,15 +60,15 @@ def build(step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None) 
 def set_aside(step: StepGraph) -> int:
     """Bytes that the symmetric-memory transports of a step keep all the time; 0 if none is applied yet.
 
-    They are the symmetric arena, and the landing buffer of ``copy_sum``. All ``copy_sum`` collectives share one landing
-    buffer, because their stream runs them one at a time; the largest counts.
+    They are the symmetric arena, and staging buffers (of ``copy_sum``). The collectives of one transport share a
+    staging buffer, because their stream runs them one at a time; the largest counts.
     """
-    landings = (
-        node.target.staging_bytes(arena_tensors_of(node))
-        for node in step.graph.nodes
-        if isinstance(node.target, CopySumReduceScatter)
-    )
-    return shared_bytes(step) + max(landings, default=0)
+    staging: dict[str, int] = {}
+    for node in step.graph.nodes:
+        if isinstance(node.target, PeerCall):
+            name, size = node.target.transport, node.target.staging_bytes(arena_tensors_of(node))
+            staging[name] = max(staging.get(name, 0), size)
+    return shared_bytes(step) + sum(staging.values())
 
 
 class _TaskGraphBuilder:
@@ -97,7 +97,7 @@ class _TaskGraphBuilder:
             task.seconds = self.costs.seconds(node)
         elif kind is Kind.START:
             collective = collective_of(self.step, node)
-            cost = transfer(self.cluster, collective, node.meta.get("transport", "nccl"))
+            cost = transfer(self.cluster, collective, node.meta.get("transport", LIBRARY))
             task.seconds, task.stream = cost.seconds, cost.stream
             task.link, task.interference = cost.link, cost.interference
         return task
@@ -181,8 +181,9 @@ class _TaskGraphBuilder:
 def _widened(node: Node) -> int:
     """Additional bytes of the casts that a library's collective needs, compared with the operands that they replace.
     See :mod:`weft.inductor.passes.wire_dtype`."""
-    dtype: Any = node.args[-1]
-    operands = [val for used in node.all_input_nodes for val in tensors_of(used)]
+    dtype = sum_dtype_of(node)
+    assert dtype is not None
+    operands = [used.meta["val"] for used in payload_of(node)]
     more = ((torch_adapter.hint(val.numel()) or 0) * (dtype.itemsize - val.dtype.itemsize) for val in operands)
     return sum(-(-size // BLOCK) * BLOCK for size in more)
 

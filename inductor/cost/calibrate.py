@@ -195,7 +195,6 @@ def _transport(
         latency=_rounded(max(0.0, line.latency - hops)),
         interference=_rounded(_interference(benchmark, peers, scale, times[-1])),
         dtypes=benchmark.dtypes,
-        sums=benchmark.sums,
         crosses=benchmark.crosses,
         per_member=_rounded(_per_member(benchmark, peers, scale.sizes[-2])) if benchmark.coalesces else 0.0,
         ctas=benchmark.ctas,

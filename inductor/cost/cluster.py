@@ -23,14 +23,12 @@ from weft.errors import InvalidCluster, NoClusterFile, NoClusterHere, UnknownOpt
 from weft.inductor.cache import folder
 from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster_file import LessThan
-from weft.inductor.graph import collectives
+from weft.inductor.graph.collectives import KINDS
+from weft.transport_rows import TRANSPORTS, transport_row
 
 log = logging.getLogger(__name__)
 
 SHIPPED = knobs.SHIPPED_CLUSTERS
-
-KINDS = tuple(collectives.KINDS)
-"""Kinds of collective."""
 
 DTYPES = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 """Names of the dtypes that a GPU can have rates for."""
@@ -98,13 +96,12 @@ class TransportModel:
     A cluster can have several entries of one name. The first that serves a collective's kind and dtype counts.
 
     Attributes:
-        name: "nccl", or one of :mod:`weft.inductor.transports.peer_calls`.
+        name: one of :data:`weft.transport_rows.TRANSPORTS`, with a number of programs ("push_32") or without.
         kinds: the kinds of collective it serves.
         bandwidth: bytes per second that a GPU sends within a node, in large collectives.
         latency: seconds that a collective takes at least, without the hops of links.
         interference: seconds of computation lost per second of communication.
         dtypes: names of the dtypes it carries ("bfloat16"); all if empty.
-        sums: how it sums: "wire": in the dtype it sends; "float32": in float32 whatever it sends; "": not at all.
         crosses: whether it works between nodes, in rings or trees. If not, every GPU reads or writes the memory of
             every other GPU directly.
         per_member: seconds for each tensor of a coalesced collective after the first.
@@ -112,12 +109,11 @@ class TransportModel:
     """
 
     name: str
-    kinds: tuple[Annotated[str, KINDS], ...]
+    kinds: tuple[Annotated[str, tuple(KINDS)], ...]
     bandwidth: float
     latency: Annotated[float, LessThan(1)]
     interference: Annotated[float, LessThan(1)]
     dtypes: tuple[Annotated[str, DTYPES], ...] = ()
-    sums: Annotated[str, ("wire", "float32", "")] = ""
     crosses: bool = False
     per_member: Annotated[float, LessThan(1)] = 0.0
     ctas: int = 0
@@ -152,7 +148,7 @@ class Cluster:
         """The number of the node that a rank is on."""
         return rank // self.gpus_per_node
 
-    def carrier(self, transport: str, kind: str, dtype: torch.dtype) -> TransportModel | None:
+    def transport_model(self, transport: str, kind: str, dtype: torch.dtype) -> TransportModel | None:
         """The entry of a transport for a kind of collective and a dtype, None if it does not serve them.
 
         Raises:
@@ -204,8 +200,8 @@ def _check(cluster: Cluster, file: str) -> None:
         what = f"must divide gpus_per_node, which is {cluster.gpus_per_node}"
         raise InvalidCluster(file, f"hosts_per_node is {cluster.hosts_per_node}, and {what}")
     for at, transport in enumerate(cluster.transports):
-        if collectives.parse_transport(transport.name)[0] not in collectives.TRANSPORTS:
-            known = ", ".join(collectives.TRANSPORTS)
+        if transport_row(transport.name) is None:
+            known = ", ".join(TRANSPORTS)
             raise InvalidCluster(file, f"transports[{at}].name is {transport.name!r}, and must be one of {known}")
 
 

@@ -26,9 +26,10 @@ from weft.inductor.graph.collectives import (
     NcclTree,
     Traffic,
     kind_of,
-    parse_transport,
-    reads_all,
+    payload_of,
+    results_of,
 )
+from weft.transport_rows import LIBRARY, peer_stream, transport_row
 
 Node = torch.fx.Node
 
@@ -41,7 +42,7 @@ class Collective:
     """The properties of a collective that its time depends on.
 
     Attributes:
-        kind: one of ``weft.inductor.cost.cluster.KINDS``.
+        kind: a name of ``weft.inductor.graph.collectives.KINDS``.
         ranks: of the group, in its order, as global ranks.
         group: the name of the group in the graph.
         bytes: of the unsharded tensors: the result of an all-gather, the operand of a reduce-scatter, the larger side
@@ -49,8 +50,8 @@ class Collective:
         dtype: of these tensors.
         members: number of tensors in a coalesced collective.
         guessed: data-dependent sizes, as the graph writes them.
-        wider: the dtype to sum in if it differs from ``dtype``. A transport that sums in the dtype it sends has to send
-            this one.
+        wider: the dtype of the result, in which it is summed, if that differs from ``dtype``. A transport that sums in
+            the dtype it sends has to send this one.
     """
 
     kind: str
@@ -69,7 +70,8 @@ class Transfer:
 
     Attributes:
         seconds: alone on its stream and its link.
-        stream: runs one collective at a time.
+        stream: name of the CUDA stream that it occupies, which runs one collective at a time. NCCL has one for each
+            communicator, which is a group and a stream of :class:`CollectiveKind` ("nccl:world:reduce").
         link: the slowest link that it uses. Concurrent collectives of other streams share its bandwidth.
         interference: seconds of computation lost per second of the collective.
     """
@@ -95,7 +97,7 @@ def collective_of(step: StepGraph, node: Node) -> Collective:
         ranks = torch_adapter.group_ranks(step.groups[name])
     except RuntimeError as error:
         raise GroupGone(name) from error
-    sent, received = _tensors([used.meta["val"] for used in node.all_input_nodes]), _tensors(node.meta["val"])
+    sent, received = [used.meta["val"] for used in payload_of(node)], results_of(node)
     guessed: dict[str, None] = {}
     sides = [_bytes(tensors, guessed) for tensors in (sent, received)]
     # If the size of one side depends on the data, the other side's size is better than a guess. Otherwise the larger
@@ -115,7 +117,7 @@ def collective_of(step: StepGraph, node: Node) -> Collective:
     )
 
 
-def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") -> Transfer:
+def transfer(cluster: Cluster, collective: Collective, transport: str = LIBRARY) -> Transfer:
     """The time of ``collective`` over ``transport``, and the stream and link that it shares with others.
 
     A coalesced collective takes the time of one tensor of all its bytes, plus ``per_member`` seconds for each further
@@ -130,42 +132,43 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = "nccl") 
     if len(collective.ranks) == 1:
         gpu = cluster.gpu
         return Transfer(gpu.launch_latency + 2 * collective.bytes / gpu.copy_bandwidth, stream, "memory", 0.0)
-    sent, carrier = _transported(cluster, collective, transport)
+    sent, model = _transported(cluster, collective, transport)
     topology = _GroupTopology.of(cluster, collective)
-    if carrier is None or (topology.nodes > 1 and not carrier.crosses):
+    if model is None or (topology.nodes > 1 and not model.crosses):
         raise CannotCarry(transport, collective.kind, str(collective.dtype), collective.group, topology.nodes)
-    seconds, link = _fastest(topology, sent, carrier)
-    seconds += carrier.per_member * (collective.members - 1)
+    seconds, link = _fastest(topology, sent, model)
+    seconds += model.per_member * (collective.members - 1)
     # NCCL has a stream per communicator; transports over symmetric memory share streams among all groups.
-    if not carrier.crosses:
-        stream = _peer_stream(transport, collective.kind)
-    return Transfer(seconds, stream, link, carrier.interference)
+    if not model.crosses:
+        stream = peer_stream(transport, KINDS[collective.kind].stream)
+    return Transfer(seconds, stream, link, model.interference)
 
 
 def _transported(cluster: Cluster, collective: Collective, transport: str) -> tuple[Collective, TransportModel | None]:
     """The collective as a transport sends it, and the transport's cluster entry, None if it does not serve it."""
-    carrier = cluster.carrier(transport, collective.kind, collective.dtype)
+    model = cluster.transport_model(transport, collective.kind, collective.dtype)
     wider = collective.wider
     # A transport that sums in float32 sends the narrow dtype. NCCL sums in the dtype on the wire, so it must be given
     # tensors cast to the wider one, which take more bytes.
-    if wider is None or (carrier is not None and carrier.sums == "float32"):
-        return collective, carrier
+    if wider is None or (model is not None and _sums_in_float32(model)):
+        return collective, model
     size = collective.bytes // collective.dtype.itemsize * wider.itemsize
-    return replace(collective, bytes=size, dtype=wider), cluster.carrier(transport, collective.kind, wider)
+    return replace(collective, bytes=size, dtype=wider), cluster.transport_model(transport, collective.kind, wider)
 
 
-def _peer_stream(transport: str, kind: str) -> str:
-    """The stream of a transport over symmetric memory.
+def _sums_in_float32(model: TransportModel) -> bool:
+    row = transport_row(model.name)
+    return row is not None and row.sums_in_float32
 
-    One stream runs all reductions, of every group and transport. Gathers have one stream per transport; its variants
-    with other numbers of programs ("push", "push_32") share it.
-    """
-    stream = KINDS[kind].stream
-    return f"peers:{stream}" if stream == "reduce" else f"{parse_transport(transport)[0]}:{stream}"
+
+def _reads_all(model: TransportModel) -> bool:
+    row = transport_row(model.name)
+    return row is not None and row.reads_all
 
 
 def stream_of(node: Node) -> str:
-    """The stream of a collective among those of its group: the last part of the stream name of :func:`transfer`."""
+    """The stream of a collective among those of its group, see :class:`CollectiveKind`: not the CUDA stream, of which
+    :func:`transfer` gives the name, and not ``meta["stream"]``, which is a stream of the user's."""
     return kind_of(node).stream
 
 
@@ -173,18 +176,11 @@ def transports_for(cluster: Cluster, collective: Collective) -> list[str]:
     """Names of the transports of ``cluster`` that can carry ``collective``, as its file lists them."""
     nodes, _, _ = _on_nodes(collective.ranks, cluster.gpus_per_node)
     names = dict.fromkeys(known.name for known in cluster.transports)
-    carriers = {name: _transported(cluster, collective, name)[1] for name in names}
-    return [name for name, carrier in carriers.items() if carrier is not None and (nodes == 1 or carrier.crosses)]
+    models = {name: _transported(cluster, collective, name)[1] for name in names}
+    return [name for name, model in models.items() if model is not None and (nodes == 1 or model.crosses)]
 
 
 # ---- operands and sizes of the node
-
-
-def _tensors(value: object) -> list[torch.Tensor]:
-    """The tensors in a value. Symbolic split sizes are skipped."""
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _bytes(tensors: list[torch.Tensor], guessed: dict[str, None]) -> tuple[int, bool]:
@@ -240,14 +236,14 @@ class _GroupTopology:
         within = inner * self.inner.latency if self.inner else 0.0
         return within + (outer * self.outer.latency if self.outer else 0.0)
 
-    def wires(self, inner: float, outer: float, carrier: TransportModel, cards: int) -> tuple[float, str]:
+    def wires(self, inner: float, outer: float, model: TransportModel, cards: int) -> tuple[float, str]:
         """Seconds to send ``inner`` bytes within a node and, at the same time, ``outer`` bytes out of it through
         ``cards`` network cards; and the name of the link that takes longer."""
         times = []
         if self.outer:
             times.append((outer / (cards * self.outer.bandwidth * self.between_pods), self.outer.name))
         if self.inner:
-            times.append((inner / carrier.bandwidth, self.inner.name))
+            times.append((inner / model.bandwidth, self.inner.name))
         return max(times, key=lambda time: time[0])
 
 
@@ -285,49 +281,49 @@ def _through_spine(cluster: Cluster, ranks: tuple[int, ...], per_node: int) -> t
     return min(1.0, fewest / per_node / network.oversubscription), 1 - fewest / len(ranks)
 
 
-def _fastest(topology: _GroupTopology, collective: Collective, carrier: TransportModel) -> tuple[float, str]:
+def _fastest(topology: _GroupTopology, collective: Collective, model: TransportModel) -> tuple[float, str]:
     """Seconds of the fastest algorithm that a transport has, and the name of the link that bounds it."""
     size, kind = collective.bytes, KINDS[collective.kind]
     if kind.traffic is Traffic.POINT_TO_POINT:
-        return _total(carrier.latency + topology.hops(1, 1), topology.wires(size, size, carrier, 1))
+        return _total(model.latency + topology.hops(1, 1), topology.wires(size, size, model, 1))
     if kind.traffic is Traffic.PAIRWISE:
-        return _exchange(topology, size, carrier)
-    if reads_all(carrier.name):  # every rank reads the whole tensor of every other rank
+        return _exchange(topology, size, model)
+    if _reads_all(model):  # every rank reads the whole tensor of every other rank
         read = size * (topology.ranks - 1)
-        return _total(carrier.latency, topology.wires(read, read, carrier, topology.fewest))
-    algorithms = [_ring(topology, kind, size, carrier)]
+        return _total(model.latency, topology.wires(read, read, model, topology.fewest))
+    algorithms = [_ring(topology, kind, size, model)]
     has_tree = kind.tree is NcclTree.ALWAYS or (kind.tree is NcclTree.ONE_RANK_PER_NODE and topology.most == 1)
     if topology.nodes > 1 and has_tree:
-        algorithms.append(_tree(topology, kind, size, carrier))
+        algorithms.append(_tree(topology, kind, size, model))
     return min(algorithms, key=lambda way: way[0])
 
 
-def _ring(topology: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
+def _ring(topology: _GroupTopology, kind: CollectiveKind, size: int, model: TransportModel) -> tuple[float, str]:
     """``laps`` times around a ring of all ranks. The node with the fewest ranks has the fewest network cards, so it
     bounds the ring. Transports over symmetric memory access all peers directly and pay no hops."""
     laps = kind.laps
     sent = laps * size if kind.sends_all else laps * size * (topology.ranks - 1) / topology.ranks
     inner, outer = laps * (topology.ranks - topology.nodes), laps * (topology.nodes - 1)
-    hops = topology.hops(inner, outer) if carrier.crosses else 0.0
-    return _total(carrier.latency + hops, topology.wires(sent, sent, carrier, topology.fewest))
+    hops = topology.hops(inner, outer) if model.crosses else 0.0
+    return _total(model.latency + hops, topology.wires(sent, sent, model, topology.fewest))
 
 
-def _tree(topology: _GroupTopology, kind: CollectiveKind, size: int, carrier: TransportModel) -> tuple[float, str]:
+def _tree(topology: _GroupTopology, kind: CollectiveKind, size: int, model: TransportModel) -> tuple[float, str]:
     """``laps`` passes through a binary tree of nodes, with a chain of ranks within each node."""
     laps = kind.laps
     sent = laps * size if laps > 1 else size * (topology.ranks - 1) / topology.ranks
     hops = topology.hops(laps * (topology.most - 1), laps * (topology.nodes - 1).bit_length())
-    return _total(carrier.latency + hops, topology.wires(sent, sent, carrier, topology.fewest))
+    return _total(model.latency + hops, topology.wires(sent, sent, model, topology.fewest))
 
 
-def _exchange(topology: _GroupTopology, size: int, carrier: TransportModel) -> tuple[float, str]:
+def _exchange(topology: _GroupTopology, size: int, model: TransportModel) -> tuple[float, str]:
     """All-to-all: every rank sends a part to every other rank, through its own network card. Each message costs the
     latency of a hop to set up."""
     inner = size * (topology.most - 1) / topology.ranks
     outer = size * (topology.ranks - topology.fewest) / topology.ranks
     if topology.outer:  # messages to other pods share the uplinks with those of all ranks of their own
         outer = max(outer, size * topology.outside * topology.outer.oversubscription) * topology.between_pods
-    return _total(carrier.latency + topology.hops(topology.ranks - 1, 1), topology.wires(inner, outer, carrier, 1))
+    return _total(model.latency + topology.hops(topology.ranks - 1, 1), topology.wires(inner, outer, model, 1))
 
 
 def _total(latency: float, wires: tuple[float, str]) -> tuple[float, str]:

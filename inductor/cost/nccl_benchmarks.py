@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import weft.gloo  # noqa: F401 - all-gathers on the CPU that may be in flight together
+from weft.inductor.graph.collectives import COLLECTIVES, KINDS
 
 _ops = torch.ops._c10d_functional
 
@@ -45,7 +46,6 @@ class CollectiveBenchmark:
     dtype: torch.dtype
     prepare: Callable[[BenchmarkGroup, int, int], Start]
     dtypes: tuple[str, ...] = ()
-    sums: str = ""
     crosses: bool = False
     ctas: int = 0
     coalesces: bool = False
@@ -58,14 +58,13 @@ def torch_benchmarks(backend: str) -> list[CollectiveBenchmark]:
     default_dtype = torch.bfloat16 if nccl else torch.float32
 
     def benchmark(kind: str, dtype: torch.dtype = default_dtype, dtypes: tuple[str, ...] = ()) -> CollectiveBenchmark:
-        sums = "wire" if kind in ("reduce_scatter", "all_reduce") else ""
-        coalesces = nccl and kind in ("all_gather", "reduce_scatter", "all_reduce")
-        return CollectiveBenchmark(backend, kind, dtype, _PREPARE[kind](dtype), dtypes, sums, True, coalesces=coalesces)
+        coalesces = nccl and any(row.kind.name == kind and row.coalesced is not None for row in COLLECTIVES)
+        prepare = _PREPARE[kind](dtype)
+        return CollectiveBenchmark(backend, kind, dtype, prepare, dtypes, crosses=True, coalesces=coalesces)
 
     # The interference of a reduction grows as elements get smaller, so float32 is measured separately.
     wide = [benchmark("reduce_scatter", torch.float32, ("float32",))] if nccl else []
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send_recv")
-    return [*wide, *(benchmark(kind) for kind in kinds)]
+    return [*wide, *(benchmark(kind) for kind in KINDS if kind in _PREPARE)]
 
 
 # ---- collectives of torch

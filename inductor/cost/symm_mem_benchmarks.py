@@ -48,7 +48,7 @@ def peer_benchmarks() -> list[CollectiveBenchmark]:
 
     def reduce_scatter(name: str, programs: int) -> CollectiveBenchmark:
         make: _Make = lambda world, offsets: PeerReduceScatter(AXIS, world, programs, offsets)
-        return _benchmark(name, "reduce_scatter", make, sums="float32", dtypes=_NARROW, ctas=programs)
+        return _benchmark(name, "reduce_scatter", make, dtypes=_NARROW, ctas=programs)
 
     def copy_sum(world: int, offsets: tuple[int, ...]) -> PeerCall:
         return CopySumReduceScatter(AXIS, world, 0, offsets)
@@ -57,7 +57,7 @@ def peer_benchmarks() -> list[CollectiveBenchmark]:
         make: _Make = lambda world, offsets: PeerAllReduce(
             AXIS, world, programs, offsets, opening_barrier=True, shots=shots
         )
-        return _benchmark(name, "all_reduce", make, sums="float32", ctas=programs)
+        return _benchmark(name, "all_reduce", make, ctas=programs)
 
     return [
         gather("push", 8),
@@ -66,14 +66,14 @@ def peer_benchmarks() -> list[CollectiveBenchmark]:
         reduce_scatter("pull", 64),
         reduce_scatter("pull_32", 32),
         reduce_scatter("pull_16", 16),
-        _benchmark("copy_sum", "reduce_scatter", copy_sum, sums="float32", dtypes=_NARROW),
+        _benchmark("copy_sum", "reduce_scatter", copy_sum, dtypes=_NARROW),
         all_reduce("one_shot", 1, 64),
         all_reduce("two_shot", 2, 64),
     ]
 
 
 def _benchmark(
-    name: str, kind: str, make: _Make, *, sums: str = "", dtypes: tuple[str, ...] = (), ctas: int = 0
+    name: str, kind: str, make: _Make, *, dtypes: tuple[str, ...] = (), ctas: int = 0
 ) -> CollectiveBenchmark:
     def prepare(peers: BenchmarkGroup, size: int, members: int) -> Start:
         world = len(peers.ranks)
@@ -93,7 +93,7 @@ def _benchmark(
         collective.attach(compile_kernels(collective.sources(), peers.device))
         return lambda: _start(collective, operands)
 
-    return CollectiveBenchmark(name, kind, _WIRE, prepare, dtypes, sums, ctas=ctas, coalesces=True, symmetric=True)
+    return CollectiveBenchmark(name, kind, _WIRE, prepare, dtypes, ctas=ctas, coalesces=True, symmetric=True)
 
 
 def _start(collective: BoundPeerCall, operands: list[torch.Tensor]) -> Callable[[], object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,20 +11,13 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from weft.inductor.cost.simulate import COMPUTE
+from weft.inductor.transports import apply_transports  # noqa: F401 - imports every transport, so that its kernel counts
+from weft.inductor.transports.kernels.barrier import Barrier
+from weft.inductor.transports.kernels.peer_kernel import PeerKernel
+from weft.inductor.transports.kernels.shard_copy import ShardCopy
 
-# NCCL's kernels (ncclDevKernel_AllGather_RING_LL, ncclKernel_... before NCCL 2.19), copies between GPUs, and the
-# kernels of weft.inductor.transports.kernels.
-_COMMUNICATION = (
-    "nccl",
-    "Memcpy PtoP",
-    "peer_barrier",
-    "copy_shards",
-    "push_gather",
-    "pull_reduce_scatter",
-    "local_reduce_scatter",
-    "one_shot_all_reduce",
-    "two_shot_all_reduce",
-)
+# NCCL's kernels (ncclDevKernel_AllGather_RING_LL, ncclKernel_... before NCCL 2.19), and copies between GPUs.
+_OF_LIBRARIES = ("nccl", "Memcpy PtoP")
 
 
 class MeasuredSpan(NamedTuple):
@@ -91,4 +84,11 @@ def exposed_seconds(spans: Sequence[MeasuredSpan]) -> float:
 def communicates(name: str) -> bool:
     """Whether a kernel or copy of that name belongs to communication: it moves data between GPUs, or prepares or
     finishes a transfer."""
-    return name.startswith(_COMMUNICATION)
+    return name.startswith((*_OF_LIBRARIES, Barrier.name, ShardCopy.name, *_names_of_subclasses(PeerKernel)))
+
+
+def _names_of_subclasses(kernel: type[PeerKernel]) -> Iterator[str]:
+    for each in kernel.__subclasses__():
+        if "name" in vars(each):
+            yield each.name
+        yield from _names_of_subclasses(each)

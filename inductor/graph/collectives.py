@@ -1,16 +1,34 @@
-"""The registry of collectives: what the compiler knows of each collective operation, kind and transport.
+"""The registry of collectives: what the compiler knows of each collective operation and kind.
 
-Three tables. :data:`KINDS`: what moves between the ranks, from which the cost model takes the traffic.
-:data:`COLLECTIVES`: one row an operation, with its operands and its other forms. :data:`TRANSPORTS`: what can carry
-which kinds. Passes, cost model, schedule and transports ask these tables and compare no operation's name, so a new
-collective is a row here and its implementation, and a new transport is a row here and its file.
+Two tables. :data:`KINDS`: what moves between the ranks, from which the cost model takes the traffic.
+:data:`COLLECTIVES`: one row an operation, with its operands and its other forms. A third, of transports, is
+:mod:`weft.transport_rows`. Passes, cost model, schedule and transports ask these tables and compare no operation's
+name.
+
+A new collective of a kind that exists is its operation and its row here (:func:`register`). Beside them, a new
+
+- operation that users call through ``torch.distributed`` is intercepted in ``capture/record/intercept_collectives.py``:
+  capture stands below the compiler and knows no registry;
+- operation whose wait on a CPU can be interrupted is issued in ``inductor/runtime/gloo_collectives.py``, since each
+  method of torch's process groups has other arguments. Without an entry it runs as it is;
+- kind is in :data:`KINDS`, in the cluster descriptions that have measured it (``inductor/cost/clusters``) and in
+  ``nccl_benchmarks``, which measures it: bandwidths are data. Traffic that is none of :class:`Traffic` needs its
+  formula in ``collective_cost``.
+
+A new transport is its row in :data:`weft.transport_rows.TRANSPORTS` and one file in ``inductor/transports``: a
+subclass of ``peer_calls.PeerCall``, the graph's node, and one of ``peer_launch.BoundPeerCall``, which runs it, with its
+kernel. Both name the row. Beside them:
+
+- ``apply_transports`` imports the file, since nothing else names its classes;
+- ``symm_mem_benchmarks`` measures it and cluster descriptions have its numbers: without them it is never chosen;
+- if peers read its inputs at other times than :class:`PeerCall` describes, ``arena_layout`` and ``verify_arena`` know
+  its barriers: that is a proof, which has to be made anew.
 """
 
 from __future__ import annotations
 
 import enum
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +37,11 @@ import torch
 import torch.fx
 
 from weft import knobs, torch_adapter
+from weft.capture.node_kinds import COLLECTIVE_NAMESPACES, GROUP_ARGUMENTS, unregistered
+from weft.errors import InvalidCollectiveRow
 from weft.inductor.graph import widening_ops  # noqa: F401 (defines torch.ops.weft_c10d)
 from weft.torch_adapter import OpOverload
+from weft.transport_rows import TRANSPORTS, parse_transport, peer_transports
 
 Node = torch.fx.Node
 
@@ -51,12 +72,14 @@ class CollectiveKind:
 
     Attributes:
         name: as in the files that describe clusters.
-        stream: "gather", "reduce" or "exchange": collectives of one group with the same run one after the other.
+        stream: name of the queue that it runs in: "gather", "reduce" or "exchange". A group has one communicator per
+            name, which runs one collective at a time, in the order of issue.
         traffic: who sends to whom.
         laps: how often the tensor goes around the ring.
         sends_all: on the ring, every rank passes on the whole tensor, not (n - 1)/n of it.
         tree: whether NCCL has a tree for it.
-        sends_result_dtype: a transport may cast the payload before it sends it.
+        sends_result_dtype: what is sent has the dtype of the result: transports cast before they send, and a cast
+            before the collective in the graph may become part of it.
     """
 
     name: str
@@ -66,6 +89,16 @@ class CollectiveKind:
     sends_all: bool = False
     tree: NcclTree = NcclTree.NEVER
     sends_result_dtype: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it brings what other ranks have: parameters."""
+        return self.stream == "gather"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it combines what all ranks have: gradients."""
+        return self.stream == "reduce"
 
 
 KINDS: dict[str, CollectiveKind] = {
@@ -83,22 +116,26 @@ KINDS: dict[str, CollectiveKind] = {
 
 @dataclass(frozen=True)
 class CollectiveOp:
-    """A collective operation and its forms. A step's graph holds ``op`` and ``coalesced``.
+    """A collective operation and its forms. A step's graph holds ``op`` and ``coalesced``, which are functional.
 
     Attributes:
-        op: the functional operation.
+        op: the functional operation. One argument, ``group_name`` or ``group``, names its process group; ``group_size``
+            is how many ranks that has; sizes of parts, which may differ between ranks, are arguments ``..split_sizes``.
         kind: what it does.
-        coalesced: the same for a list of tensors, as one call; None where there is none.
+        coalesced: the same for a list of tensors, as one call; None where there is none. All other arguments are those
+            of ``op``.
         in_place: writes the result over the payload.
         coalesced_in_place: ``coalesced``, in place.
-        others: further forms of torch, which no graph of a step holds.
-        payload: position of the tensor, or the list of tensors, that is communicated.
+        others: further forms of torch, which are recognised if a graph has them, and which no pass introduces. An
+            in-place form is here if no rewrite to it was ever worth its code.
+        payload: position of the tensor, or the list of tensors, that is communicated. 0 where there is ``coalesced``.
         reduction: position of the name of the reduction ("sum", "avg", ...); None where nothing is reduced.
-        sum_dtype: position of the dtype to sum in, where it is an operand. A library has no such operation.
-        library: what a library runs instead, on a payload cast to ``sum_dtype``; None for ``op`` itself. The coalesced
-            form is that row's.
+        sum_dtype: position of the dtype to sum in, where it is an operand. NCCL and gloo have no kernel for such an
+            operation; ``library`` names what runs instead.
+        library: the operation without that argument, otherwise with the same ones, which sums in the dtype of its
+            payload; None for ``op`` itself. Its own row has the coalesced form.
         waited_early: its result is smaller than its payload, or its payload is used nowhere else: waiting for it frees
-            memory, so its wait must not come too late.
+            memory, so its wait must not come too late. It matters for steps without a schedule (on CPUs).
     """
 
     op: OpOverload
@@ -118,6 +155,15 @@ class CollectiveOp:
         """Every operation of the row."""
         forms = self.op, self.coalesced, self.in_place, self.coalesced_in_place, *self.others
         return (form for form in forms if form is not None)
+
+    @property
+    def further_operands(self) -> tuple[int, ...]:
+        """Positions of operands that only this operation has: all but the payload, the group and its size, reduction
+        and sum dtype. Transports beside libraries have no place for them."""
+        known = self.payload, self.reduction, self.sum_dtype
+        arguments = enumerate(self.op._schema.arguments)
+        names = (*GROUP_ARGUMENTS, "group_size")
+        return tuple(at for at, argument in arguments if at not in known and argument.name not in names)
 
 
 def _forms(*names: str) -> tuple[OpOverload, ...]:
@@ -177,9 +223,43 @@ _BY_FORM: dict[Any, CollectiveOp] = {form: row for row in COLLECTIVES for form i
 
 
 def register(row: CollectiveOp) -> None:
-    """Add a collective. Its namespace must be one of those that ``capture.node_kinds`` knows."""
-    COLLECTIVES.append(row)
+    """Add a collective. :class:`CollectiveOp` says what its arguments must be called and where they stand. A cluster
+    description must have an entry for its kind, where steps on GPUs are to be scheduled.
+
+    Raises:
+        InvalidCollectiveRow: the row does not describe its operation.
+    """
+    _check(row)
+    if row not in COLLECTIVES:
+        COLLECTIVES.append(row)
     _BY_FORM.update(dict.fromkeys(row.forms, row))
+
+
+def _check(row: CollectiveOp) -> None:
+    def require(condition: object, what: str, remedy: str) -> None:
+        if not condition:
+            raise InvalidCollectiveRow(str(row.op), what, remedy)
+
+    namespaces = " or ".join(COLLECTIVE_NAMESPACES)
+    require(KINDS.get(row.kind.name) is row.kind, f"its kind {row.kind.name!r} is not in KINDS", "Add the kind first")
+    library = None if row.library is None else _BY_FORM.get(row.library)
+    for form in row.forms:
+        require(form.namespace in COLLECTIVE_NAMESPACES, f"{form} is no collective", f"Define it in {namespaces}")
+        require(_BY_FORM.get(form, row) == row, f"{form} has a row already", "Give it one row")
+        groups = sum(argument.name in GROUP_ARGUMENTS for argument in form._schema.arguments)
+        what = f"{groups or 'none'} of the arguments of {form} names its process group"
+        require(groups == 1, what, f"Call one argument {GROUP_ARGUMENTS[0]}; several groups are several collectives")
+    count = len(row.op._schema.arguments)
+    for name in ("payload", "reduction", "sum_dtype"):
+        at = getattr(row, name)
+        require(at is None or 0 <= at < count, f"it has no argument {at}, its {name}", "Give a position")
+    require(
+        row.coalesced is None or row.payload == 0, "the payload of its coalesced form is not first", "Move it there"
+    )
+    if row.sum_dtype is not None:
+        what = "libraries cannot sum in another dtype than they send"
+        require(library is not None, what, "Name a registered operation that they run instead, as library")
+        require(row.coalesced is None or (library and library.coalesced), what, "Give library a coalesced form")
 
 
 def collective_op(target: Any) -> CollectiveOp | None:
@@ -187,32 +267,81 @@ def collective_op(target: Any) -> CollectiveOp | None:
     return _BY_FORM.get(target)
 
 
+def _row_of(node: Node) -> CollectiveOp:
+    row = _BY_FORM.get(node.target)
+    if row is None:
+        raise unregistered(node)
+    return row
+
+
 def kind_of(node: Node) -> CollectiveKind:
     """What the collective that ``node`` starts does: an operation, or a call over peers, which names its kind.
 
     Raises:
-        KeyError: the registry does not know the operation.
+        UnregisteredCollective: the registry does not know the operation.
     """
-    row = collective_op(node.target)
-    return row.kind if row is not None else KINDS[getattr(node.target, "kind", str(node.target))]
+    by_peers = node.target not in _BY_FORM and getattr(node.target, "kind", None)
+    return KINDS[by_peers] if by_peers else _row_of(node).kind
 
 
 def is_kind(node: Node, kind: CollectiveKind) -> bool:
-    """Whether the node calls an operation of this kind, for one tensor or for several."""
+    """Whether the node calls an operation of this kind, for one tensor or for several. False for a call over peers,
+    unlike :func:`kind_of`: passes ask it for what they may rewrite, and such calls are final."""
     row = collective_op(node.target)
     return row is not None and row.kind is kind
 
 
 def reduction_of(node: Node) -> str:
-    """How a collective operation reduces; "" for one that does not."""
-    row = _BY_FORM[node.target]
+    """How a collective operation reduces; "" for one that does not.
+
+    Raises:
+        UnregisteredCollective: the registry does not know the operation.
+    """
+    row = _row_of(node)
     return "" if row.reduction is None else str(node.args[row.reduction])
 
 
 def sum_dtype_of(node: Node) -> torch.dtype | None:
-    """The dtype that a collective sums in, where it is an operand of its own."""
+    """The dtype that a collective sums in, where it is an operand of its own; None for any other node."""
     row = collective_op(node.target)
     return None if row is None or row.sum_dtype is None else node.args[row.sum_dtype]  # type: ignore[return-value]
+
+
+def payload_of(node: Node) -> list[Node]:
+    """The tensors that a collective communicates, in order, each as often as it is given: of an operation by its row,
+    of a call over peers its one operand."""
+    row = collective_op(node.target)
+    payload: Any = node.args[0 if row is None else row.payload]
+    return list(payload) if isinstance(payload, (list, tuple)) else [payload]
+
+
+def results_of(node: Node) -> list[Any]:
+    """The fake tensors that a collective gives, one for each of :func:`payload_of`."""
+    results = node.meta["val"]
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def is_coalesced(node: Node) -> bool:
+    """Whether a collective gives a list of tensors."""
+    return isinstance(node.meta["val"], (list, tuple))
+
+
+def other_operands(node: Node) -> list[tuple[str, Any]]:
+    """The operands of a collective but its payload, by name; none of a call over peers."""
+    row, found = collective_op(node.target), []
+    schema = getattr(node.target, "_schema", None)
+    for at, argument in enumerate(schema.arguments if schema is not None else ()):
+        if at != (0 if row is None else row.payload):
+            found.append((argument.name, node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)))
+    return found
+
+
+def shared_operands(node: Node) -> str:
+    """What all ranks must give alike to a collective, as text: the dtypes of its payload, and all other operands but
+    the sizes of parts, which differ between ranks. Of operands that are nodes it says only that they are."""
+    dtypes = [str(used.meta["val"].dtype) for used in payload_of(node)]
+    operands = [(name, value) for name, value in other_operands(node) if "split_sizes" not in name]
+    return f"{dtypes} {torch.fx.node.map_arg(operands, lambda _: 'a node')}"
 
 
 def in_place_collective(target: Any) -> OpOverload | None:
@@ -226,67 +355,13 @@ def in_place_collective(target: Any) -> OpOverload | None:
 # ---- transports
 
 
-@dataclass(frozen=True)
-class TransportRow:
-    """What can carry collectives.
-
-    Attributes:
-        name: as in ``knobs.transports`` and in the files that describe clusters.
-        kinds: the kinds of collectives that it carries; empty for a library, which carries all.
-        reductions: the reductions that it can make.
-        sums_in_float32: it reduces in float32 whatever dtype it sends.
-        reads_all: every rank reads the whole tensors of all others, instead of a ring.
-    """
-
-    name: str
-    kinds: tuple[str, ...] = ()
-    reductions: tuple[str, ...] = ()
-    sums_in_float32: bool = False
-    reads_all: bool = False
-
-
-_GATHERS, _SUMS, _ANY = ("all_gather",), ("sum", "avg"), ("sum", "avg", "max", "min")
-
-TRANSPORTS: dict[str, TransportRow] = {
-    row.name: row
-    for row in (
-        TransportRow("nccl"),
-        TransportRow("gloo"),
-        TransportRow("push", _GATHERS),
-        TransportRow("copy_engine", _GATHERS),
-        TransportRow("pull", ("reduce_scatter",), _SUMS, sums_in_float32=True),
-        TransportRow("copy_sum", ("reduce_scatter",), _SUMS, sums_in_float32=True),
-        TransportRow("one_shot", ("all_reduce",), _ANY, reads_all=True),
-        TransportRow("two_shot", ("all_reduce",), _ANY),
-    )
-}
-
-LIBRARIES = tuple(row.name for row in TRANSPORTS.values() if not row.kinds)
-"""Transports that carry every collective, by its ``library`` form."""
-LIBRARY = LIBRARIES[0]
-"""What carries a collective that no transport was chosen for."""
-
-
-def parse_transport(name: str) -> tuple[str, int]:
-    """A transport's name and its number of programs ("pull_16"), 0 where none is given."""
-    found = re.fullmatch(r"(.*?)(?:_(\d+))?", name)
-    assert found is not None
-    return found[1], int(found[2] or 0)
-
-
-def reads_all(transport: str) -> bool:
-    """Whether each rank reads the whole tensors of all others; False for a transport that is not known."""
-    row = TRANSPORTS.get(parse_transport(transport)[0])
-    return row is not None and row.reads_all
-
-
 def transports_of(kind: CollectiveKind, *, sums_in_float32: bool = False) -> list[str]:
     """Names of the transports beside libraries that carry a kind.
 
     Args:
         sums_in_float32: only those that reduce in float32 whatever they send.
     """
-    rows = (row for row in TRANSPORTS.values() if kind.name in row.kinds)
+    rows = (TRANSPORTS[name] for name in peer_transports() if kind.name in TRANSPORTS[name].kinds)
     return [row.name for row in rows if row.sums_in_float32 or not sums_in_float32]
 
 

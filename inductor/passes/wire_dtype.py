@@ -23,6 +23,8 @@ from weft.inductor.graph.collectives import (
     WIDENING_REDUCE_SCATTER,
     collective_op,
     knob_allows,
+    payload_of,
+    sum_dtype_of,
     transports_of,
 )
 from weft.inductor.graph.pass_runner import keeps_bits
@@ -89,10 +91,9 @@ def _narrow(graph: torch.fx.Graph, wide: Node) -> Node | None:
 def expand(step: StepGraph, node: Node) -> Node:
     """Replace ``node``, a collective that widens, by casts and the library's collective, which sums in the dtype that
     it sends. Changes ``step``; returns the collective."""
-    arguments: Any = node.args
-    operand, *rest, dtype = arguments
-    graph, row = step.graph, collective_op(node.target)
+    graph, row, dtype = step.graph, collective_op(node.target), sum_dtype_of(node)
     assert row is not None
+    assert dtype is not None
     plain = collective_op(row.library)
     assert plain is not None
     # A bucket gets one multi-tensor cast instead of a kernel per gradient.
@@ -100,13 +101,16 @@ def expand(step: StepGraph, node: Node) -> Node:
     target: Any = plain.coalesced if coalesced else plain.op
     with graph.inserting_before(node):
         if not coalesced:
+            (operand,) = payload_of(node)
             wide: Any = graph.call_function(aten._to_copy.default, (operand,), {"dtype": dtype})
             wide.meta = meta_of(node, val=_like(operand.meta["val"], dtype))
         else:
+            operands = payload_of(node)
             (wide,) = multi_tensor_call(
-                graph, node, Cast(dtype), (operand,), [[_like(each.meta["val"], dtype) for each in operand]]
+                graph, node, Cast(dtype), (operands,), [[_like(each.meta["val"], dtype) for each in operands]]
             )
-        collective = graph.call_function(target, (wide, *rest))
+        given = [wide if at == row.payload else value for at, value in enumerate(node.args) if at != row.sum_dtype]
+        collective = graph.call_function(target, tuple(given))
     collective.meta = same_meta(node)
     node.replace_all_uses_with(collective)
     graph.erase_node(node)

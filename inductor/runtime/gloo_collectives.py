@@ -22,7 +22,7 @@ from weft.capture.agreement.collective_ring import RingEntry, record
 from weft.capture.agreement.lockstep import CollectiveWork, Lockstep, lockstep
 from weft.capture.node_kinds import WAIT, is_collective, is_wait
 from weft.gloo import KNOWN_DTYPES
-from weft.inductor.graph.collectives import COLLECTIVES
+from weft.inductor.graph.collectives import COLLECTIVES, collective_op
 from weft.rank_watch import CannotEnd, Point
 from weft.torch_adapter import OpOverload
 
@@ -105,7 +105,6 @@ _ISSUE: dict[OpOverload, Callable[..., _Issued]] = {
     _ops.all_to_all_single.default: _all_to_all,
     _ops.broadcast.default: _broadcast,
 }
-_REDUCE = {_ops.all_reduce.default, _ops.all_reduce_.default, _ops.reduce_scatter_tensor.default}
 
 
 def interruptible(nodes: Iterable[Node | None]) -> dict[OpOverload, Callable[..., Any]]:
@@ -158,7 +157,8 @@ def _over_gloo(op: OpOverload, tensor: Tensor, how: tuple[Any, ...]) -> bool:
     """Whether gloo carries this collective as it is."""
     if tensor.dtype not in KNOWN_DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
-    if op in _REDUCE and how[0] not in _REDUCTIONS:
+    row = collective_op(op)
+    if row is not None and row.reduction is not None and how[row.reduction - 1] not in _REDUCTIONS:
         return False
     return "cpu:gloo" in dist.get_backend_config(torch_adapter.process_group(how[-1]))
 

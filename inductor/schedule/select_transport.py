@@ -16,8 +16,8 @@ from weft.capture.node_kinds import group_of
 from weft.errors import UnknownOption
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import Collective, collective_of, transfer, transports_for
-from weft.inductor.graph.collectives import LIBRARIES, LIBRARY
 from weft.inductor.transports.peer_calls import results_in_arena, unsupported_reason
+from weft.transport_rows import LIBRARIES, LIBRARY
 
 Node = torch.fx.Node
 

@@ -9,12 +9,13 @@ import torch
 
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.node_kinds import group_of
-from weft.inductor.graph.collectives import LIBRARIES
 from weft.inductor.multi_tensor.cast import Cast
+from weft.inductor.transports import peer_launch  # noqa: F401 - imports what runs each transport
 from weft.inductor.transports.arena_layout import lay_out
 from weft.inductor.transports.fuse_grad_norm import fuse_grad_norm
 from weft.inductor.transports.peer_calls import unsupported_reason, use_transport
 from weft.inductor.transports.symmetric_memory import reachable
+from weft.transport_rows import LIBRARIES, LIBRARY
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def unreachable(step: StepGraph, node: Node) -> str | None:
 def use_transports(
     step: StepGraph,
     chosen: Mapping[Node, str],
-    library: str = "nccl",
+    library: str = LIBRARY,
     unreachable: Callable[[StepGraph, Node], str | None] = unreachable,
 ) -> dict[Node, str]:
     """Apply the transports of ``chosen`` to the collectives of ``step`` and plan the arena. The arguments are those

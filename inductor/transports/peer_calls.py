@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -33,11 +33,12 @@ from weft.capture.node_kinds import group_of
 from weft.capture.node_meta import meta_of
 from weft.inductor.graph.aliasing import is_lazy, read_by_storage
 from weft.inductor.graph.collectives import (
-    LIBRARIES,
-    TRANSPORTS,
+    KINDS,
     collective_op,
-    parse_transport,
+    is_coalesced,
+    payload_of,
     reduction_of,
+    results_of,
     sum_dtype_of,
 )
 from weft.inductor.graph.escapes import escaping
@@ -49,17 +50,26 @@ from weft.inductor.passes.wire_dtype import expand
 from weft.inductor.transports.arena import ALIGNMENT
 from weft.inductor.transports.kernels.reduce_scatter import LocalReduceScatter, PullReduceScatter
 from weft.inductor.transports.kernels.shard_copy import TYPES as COPIED_TYPES
+from weft.transport_rows import LIBRARIES, TRANSPORTS, parse_transport, peer_stream
 
 Node = torch.fx.Node
 TensorSpec = tuple[tuple[int, ...], torch.dtype]  # sizes and dtype of a contiguous tensor
 
 aten = torch.ops.aten
 
+_NOT_BOUND = "weft.inductor.transports.instantiate.bind was not called"
+
+# Dtypes that most kernels load and store.
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+
 
 @dataclass(frozen=True)
 class PeerCall:
     """A peer-access collective as a call target. It takes a list of tensors and returns a list of results, which may be
     read after a wait.
+
+    A subclass serves the transports that it names in ``transports``: for each, the values of fields that make a call
+    one of that transport. :mod:`weft.inductor.graph.collectives` says what else a new transport needs.
 
     Attributes:
         group: the group's name in the graph.
@@ -79,9 +89,32 @@ class PeerCall:
 
     collective: ClassVar[bool] = True
     shares_as_fakes: ClassVar[bool] = True
+    transports: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     kind: ClassVar[str]  # a name of weft.inductor.graph.collectives.KINDS
-    stream_name: ClassVar[str]  # name of its communication stream, see weft.inductor.transports.comm_streams
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = _TYPES  # that its kernels load and store
     reads_arena: ClassVar[bool] = False  # whether peers read its inputs from this rank's arena
+
+    @property
+    def transport(self) -> str:
+        """The name of its transport."""
+        of_class = self.transports.items()
+        return next(name for name, fields in of_class if all(getattr(self, f) == fields[f] for f in fields))
+
+    @property
+    def stream_name(self) -> str:
+        """Name of its communication stream, see :mod:`weft.inductor.transports.comm_streams`."""
+        return peer_stream(self.transport, KINDS[self.kind].stream)
+
+    @classmethod
+    def made(cls, transport: str, group: str, world: int, programs: int, reduction: str) -> PeerCall:
+        """A call of one of its :attr:`transports`."""
+        fields: dict[str, Any] = {**cls.transports[transport], **({"op": reduction} if reduction else {})}
+        return cls(group, world, programs, **fields)
+
+    @classmethod
+    def default_programs(cls, device: torch.device) -> int:
+        """Number of programs where the transport's name gives none; 0 for the kernel's default."""
+        return 0
 
     @property
     def in_arena(self) -> bool:
@@ -94,16 +127,21 @@ class PeerCall:
             return [(tuple(val.shape), val.dtype) for val in outputs]
         # Shards are cast to the result's dtype before they are sent, which saves bytes. Gradients are sent as they are
         # and cast after the sum, which saves precision.
-        narrow = self.kind == "all_gather"
+        narrow = KINDS[self.kind].sends_result_dtype
         pairs = zip(inputs, outputs, strict=True)
         return [(tuple(val.shape), result.dtype if narrow else val.dtype) for val, result in pairs]
+
+    def staging_bytes(self, specs: Sequence[TensorSpec]) -> int:
+        """Bytes of local memory, beside the arena, that the memory plan has to reserve for it."""
+        return 0
 
     @property
     def __name__(self) -> str:
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__qualname__).lower()
 
     def fake_result(self, recorded: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """New contiguous tensors, for the graph's verifier. The dtype that values are cast to on their way is in none
+        """New contiguous tensors, for the graph's verifier; of a kind that is neither an all-gather nor a
+        reduce-scatter, of the sizes of its inputs. The dtype that values are cast to on their way is in none
         of the attributes; it is that of ``recorded``."""
         parts = {"all_gather": (self.world, 1), "reduce_scatter": (1, self.world)}
         more, fewer = parts.get(self.kind, (1, 1))
@@ -113,7 +151,7 @@ class PeerCall:
         ]
 
     def __call__(self, inputs: Any) -> Any:
-        raise AssertionError(f"{self.__name__} has no memory yet: peer_launch.bind was not called")
+        raise AssertionError(f"{self.__name__} has no memory yet: {_NOT_BOUND}")
 
 
 @serializable
@@ -122,8 +160,8 @@ class PeerGather(PeerCall):
     """All-gather of shards (rows, ...) by a kernel that pushes them into the arenas of all ranks. It casts on the way.
     Results are (world * rows, ...) in the arena, so a reader needs no copy."""
 
+    transports: ClassVar[Mapping[str, Mapping[str, Any]]] = {"push": {}}
     kind: ClassVar[str] = "all_gather"
-    stream_name: ClassVar[str] = "gather"
 
     @property
     def in_arena(self) -> bool:
@@ -139,14 +177,14 @@ class CopyEngineGather(PeerCall):
 
     Attributes:
         copy_in_on_compute_stream: whether the compute stream runs the casting kernel, not the communication stream. On
-        the communication
-            stream it would wait for a free SM beside a large GEMM.
+            the communication stream it would wait for a free SM beside a large GEMM.
     """
 
     copy_in_on_compute_stream: bool = False
 
+    transports: ClassVar[Mapping[str, Mapping[str, Any]]] = {"copy_engine": {}}
     kind: ClassVar[str] = "all_gather"
-    stream_name: ClassVar[str] = "copies"
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = COPIED_TYPES
     reads_arena: ClassVar[bool] = True
 
 
@@ -164,8 +202,8 @@ class PeerReduceScatter(PeerCall):
     op: str = "sum"
     squares: bool = False
 
+    transports: ClassVar[Mapping[str, Mapping[str, Any]]] = {"pull": {}}
     kind: ClassVar[str] = "reduce_scatter"
-    stream_name: ClassVar[str] = "reduce"
     reads_arena: ClassVar[bool] = True
     kernel: ClassVar[type[PullReduceScatter]] = PullReduceScatter
 
@@ -181,7 +219,13 @@ class CopySumReduceScatter(PeerReduceScatter):
     """A :class:`PeerReduceScatter` with the same bits, which copies the parts of peers into a local staging buffer by
     copy engines before its kernel sums them. The kernel then waits for no remote memory."""
 
+    transports: ClassVar[Mapping[str, Mapping[str, Any]]] = {"copy_sum": {}}
     kernel: ClassVar[type[PullReduceScatter]] = LocalReduceScatter
+
+    @classmethod
+    def default_programs(cls, device: torch.device) -> int:
+        """Its kernel has no barrier, so it fills the GPU whatever its size. All GPUs of a cluster are of one kind."""
+        return multiprocessors(device) * LocalReduceScatter.programs_per_multiprocessor
 
     def staging_offsets(self, specs: Sequence[TensorSpec]) -> list[int]:
         """Offsets in bytes of this rank's parts of ``specs`` in the staging buffer of one peer. The last entry is
@@ -190,7 +234,7 @@ class CopySumReduceScatter(PeerReduceScatter):
         return [*accumulate(parts, initial=0)]
 
     def staging_bytes(self, specs: Sequence[TensorSpec]) -> int:
-        """Bytes of the staging buffers of all peers, local memory that the memory plan has to reserve."""
+        """Bytes of the staging buffers of all peers."""
         return (self.world - 1) * self.staging_offsets(specs)[-1]
 
 
@@ -207,8 +251,8 @@ class PeerAllReduce(PeerCall):
     op: str = "sum"
     shots: int = 1
 
+    transports: ClassVar[Mapping[str, Mapping[str, Any]]] = {"one_shot": {"shots": 1}, "two_shot": {"shots": 2}}
     kind: ClassVar[str] = "all_reduce"
-    stream_name: ClassVar[str] = "reduce"
 
     @property
     def in_arena(self) -> bool:
@@ -227,9 +271,7 @@ class PeerWait:
     __name__: ClassVar[str] = "peer_wait"
 
     def __call__(self, result: torch.Tensor) -> torch.Tensor:
-        raise AssertionError(
-            "a wait for a collective that has no memory yet: weft.inductor.transports.peer_launch.bind was not called"
-        )
+        raise AssertionError(f"a wait for a collective that has no memory yet: {_NOT_BOUND}")
 
 
 @serializable
@@ -243,9 +285,7 @@ class PeerSquares:
     __name__: ClassVar[str] = "peer_squares"
 
     def __call__(self, result: torch.Tensor) -> torch.Tensor:
-        raise AssertionError(
-            "squares of a collective that has no memory yet: weft.inductor.transports.instantiate.bind was not called"
-        )
+        raise AssertionError(f"squares of a collective that has no memory yet: {_NOT_BOUND}")
 
 
 def call_of(start: Node) -> PeerCall:
@@ -273,19 +313,15 @@ def bytes_of(spec: TensorSpec) -> int:
 
 # ---- support of transports
 
-_Constructor = Callable[[str, int, int, str], PeerCall]
-# Constructors of the transports' calls. The row of a transport in TRANSPORTS says which collectives it supports.
-_CONSTRUCTORS: dict[str, _Constructor] = {
-    "push": lambda group, world, programs, op: PeerGather(group, world, programs),
-    "copy_engine": lambda group, world, programs, op: CopyEngineGather(group, world),
-    "pull": lambda group, world, programs, op: PeerReduceScatter(group, world, programs, op=op),
-    "copy_sum": lambda group, world, programs, op: CopySumReduceScatter(group, world, programs, op=op),
-    "one_shot": lambda group, world, programs, op: PeerAllReduce(group, world, programs, op=op),
-    "two_shot": lambda group, world, programs, op: PeerAllReduce(group, world, programs, op=op, shots=2),
-}
 
-# Dtypes that the kernels load and store.
-_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+def call_classes() -> dict[str, type[PeerCall]]:
+    """The class of calls of each transport that has a row, and whose file is imported."""
+    found: dict[str, type[PeerCall]] = {}
+    classes = [PeerCall]
+    for each in classes:
+        found |= {name: each for name in vars(each).get("transports", ()) if name in TRANSPORTS}
+        classes += each.__subclasses__()
+    return found
 
 
 def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | None:
@@ -297,15 +333,19 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
     name, _ = parse_transport(transport)
     if name in LIBRARIES:
         return None
-    if name not in _CONSTRUCTORS:
+    call_class = call_classes().get(name)
+    if call_class is None:
         return f"there is no transport {transport}"
     transport_row, row = TRANSPORTS[name], collective_op(node.target)
     if row is None or row.kind.name not in transport_row.kinds:
         return f"{name} does not do {node.target}"
     if row.sum_dtype is not None and not transport_row.sums_in_float32:
         return f"{name} sums in the dtype that it sends"
+    if row.further_operands:
+        names = [row.op._schema.arguments[at].name for at in row.further_operands]
+        return f"{name} has no place for the operands {names} of {node.target}"
     reduction = reduction_of(node)
-    inputs, outputs = _fake_operands(node)
+    inputs, outputs = [used.meta["val"] for used in payload_of(node)], results_of(node)
     vals = [*inputs, *outputs]
     world = len(torch_adapter.group_ranks(step.groups[group_of(node)]))
     if world == 1:
@@ -318,8 +358,9 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
         return "a tensor holds its values' negatives"
     if len({val.dtype for val in inputs}) > 1 or len({val.dtype for val in outputs}) > 1:
         return "the tensors are of several types"
-    known = COPIED_TYPES if name == "copy_engine" else _TYPES
-    unknown = next((val.dtype for val in vals if val.dtype not in known), None)
+    if len(inputs) != len(outputs):
+        return f"it gives {len(outputs)} tensors for {len(inputs)}"
+    unknown = next((val.dtype for val in vals if val.dtype not in call_class.dtypes), None)
     if unknown is not None:
         return f"{name} does not move {unknown}"
     if reduction == "avg" and not outputs[0].dtype.is_floating_point:
@@ -337,7 +378,8 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
 def results_in_arena(transport: str) -> bool:
     """Whether the results of a transport are in the arena; False for libraries and unknown names."""
     name, _ = parse_transport(transport)
-    return name in _CONSTRUCTORS and _CONSTRUCTORS[name]("", 1, 0, "sum").in_arena
+    call_class = call_classes().get(name)
+    return call_class is not None and call_class.made(name, "", 1, 0, "").in_arena
 
 
 def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
@@ -354,15 +396,11 @@ def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
         return node if sum_dtype_of(node) is None else expand(step, node)
     assert (why := unsupported_reason(step, node, transport)) is None, why
     world = len(torch_adapter.group_ranks(step.groups[group_of(node)]))
-    operand: Any = node.args[0]
-    listed = isinstance(operand, (list, tuple))
-    inputs = [*operand] if listed else [operand]
-    if name == "copy_sum" and not programs:
-        # Its kernel has no barrier, so it fills the GPU whatever its size. All GPUs of a cluster are of one kind.
-        device = inputs[0].meta["val"].device
-        programs = multiprocessors(device) * LocalReduceScatter.programs_per_multiprocessor
-    call = _CONSTRUCTORS[name](group_of(node), world, programs, reduction_of(node))
-    if call.kind == "all_gather":
+    listed, inputs = is_coalesced(node), payload_of(node)
+    call_class = call_classes()[name]
+    programs = programs or call_class.default_programs(inputs[0].meta["val"].device)
+    call = call_class.made(name, group_of(node), world, programs, reduction_of(node))
+    if KINDS[call.kind].sends_result_dtype:
         sources = [_uncast(shard) for shard in inputs]
         # A kernel is specialised for one source dtype. With mixed ones, the casts stay nodes of the graph.
         inputs = sources if len({source.meta["val"].dtype for source in sources}) == 1 else inputs
@@ -401,10 +439,3 @@ def multi_tensor_cast_of(element: Node) -> Node | None:
         if not isinstance(found, Node):
             return None
     return found if isinstance(found.target, Cast) else None
-
-
-def _fake_operands(node: Node) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The fake inputs and outputs of a collective of the graph, as lists."""
-    inputs, outputs = node.args[0], node.meta["val"]
-    inputs = inputs if isinstance(inputs, (list, tuple)) else [inputs]
-    return [used.meta["val"] for used in inputs], list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]  # type: ignore

@@ -11,7 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,7 +34,6 @@ from weft.inductor.transports.peer_calls import (
     CopySumReduceScatter,
     PeerAllReduce,
     PeerCall,
-    PeerGather,
     PeerReduceScatter,
     bytes_of,
 )
@@ -47,7 +46,8 @@ _copy_each = torch_adapter.kernel(torch.ops.aten._foreach_copy_.default)
 
 
 class BoundPeerCall(ABC):
-    """A runnable peer-access collective of this rank, called like its :class:`PeerCall`.
+    """A runnable peer-access collective of this rank, called like its :class:`PeerCall`. A subclass that is made with
+    ``transport`` runs the calls of that transport.
 
     Args:
         call: what it runs, with offsets.
@@ -61,6 +61,11 @@ class BoundPeerCall(ABC):
 
     collective = True
     shares_as_fakes = True
+    classes: ClassVar[dict[str, type[BoundPeerCall]]] = {}  # by the name of the transport that each runs
+
+    def __init_subclass__(cls, transport: str = "") -> None:
+        if transport:
+            BoundPeerCall.classes[transport] = cls
 
     def __init__(
         self, call: PeerCall, inputs: Tensors, outputs: Tensors, buffer: SymmetricBuffer, description: str
@@ -217,7 +222,7 @@ class _KernelCollective(BoundPeerCall):
         self._launch(stream)
 
 
-class _Push(_KernelCollective):
+class _Push(_KernelCollective, transport="push"):
     """Opening barrier if needed, push, exit barrier. Results may be read only after the exit barrier: before it, some
     rank may not have pushed its shards yet."""
 
@@ -240,7 +245,7 @@ class _Push(_KernelCollective):
         self._exit_barrier(stream)
 
 
-class _Pull(_KernelCollective):
+class _Pull(_KernelCollective, transport="pull"):
     """Opening barrier if needed, copy in, barrier, reduce. Without the middle barrier the kernel would read inputs that
     a slow peer has not copied into its arena yet. It needs no barrier after the kernel: the arena planner counts on the
     next collective's barrier before it lets anybody overwrite the inputs.
@@ -315,7 +320,7 @@ class _Staging:
 _stagings: weakref.WeakValueDictionary[tuple[torch.device, str], _Staging] = weakref.WeakValueDictionary()
 
 
-class _CopySum(_Pull):
+class _CopySum(_Pull, transport="copy_sum"):
     """A :class:`_Pull` whose kernel reads local memory only: this rank's parts from its own arena, those of peers from
     staging slots, one per peer, which copy engines fill.
 
@@ -363,7 +368,7 @@ class _CopySum(_Pull):
         self._copies.issue(stream)
 
 
-class _OneShot(_KernelCollective):
+class _OneShot(_KernelCollective, transport="one_shot"):
     """One kernel copies the inputs into the arena, passes a barrier and sums. Peers read what it copies, so the barrier
     is inside the kernel."""
 
@@ -383,7 +388,7 @@ class _OneShot(_KernelCollective):
         return self.transport.rows(inputs, results, self.call.offsets)
 
 
-class _TwoShot(_KernelCollective):
+class _TwoShot(_KernelCollective, transport="two_shot"):
     """As :class:`_OneShot`, but the kernel also has a barrier at its end: peers write parts of this rank's results."""
 
     def _transport(self, inputs: Tensors, outputs: Tensors) -> PeerKernel:
@@ -400,7 +405,7 @@ class _TwoShot(_KernelCollective):
         return self.transport.rows(inputs, self.call.offsets)
 
 
-class _CopyEngine(BoundPeerCall):
+class _CopyEngine(BoundPeerCall, transport="copy_engine"):
     """All-gather by copies from one peer after the other. Several peers at a time are half as fast (8 H200). Copies
     without a barrier just before are a third slower, because ranks drift and read from the same peer (4 H200).
 
@@ -499,17 +504,7 @@ def bind_call(
 ) -> BoundPeerCall:
     """The runnable form of ``call`` on this rank, see :class:`BoundPeerCall`. The caller must :meth:`attach
     <BoundPeerCall.attach>` its kernels before the first call."""
-    if isinstance(call, PeerAllReduce):
-        return (_TwoShot if call.shots == 2 else _OneShot)(call, inputs, outputs, buffer, description)
-    return _BOUND_CLASSES[type(call)](call, inputs, outputs, buffer, description)
-
-
-_BOUND_CLASSES: dict[type[PeerCall], type[BoundPeerCall]] = {
-    PeerGather: _Push,
-    CopyEngineGather: _CopyEngine,
-    PeerReduceScatter: _Pull,
-    CopySumReduceScatter: _CopySum,
-}
+    return BoundPeerCall.classes[call.transport](call, inputs, outputs, buffer, description)
 
 
 def _peers_in_turn(buffer: SymmetricBuffer) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.runtime.kernels import Argument
@@ -26,11 +27,13 @@ class Barrier:
     """Work after it on one rank's stream starts after the work before it on the streams of all ranks has finished.
 
     Attributes:
+        name: of the kernel, by which traces recognise communication.
         world: ranks of the group.
         what: what a failure is recorded as.
         grid: how many programs to launch.
     """
 
+    name: ClassVar[str] = "peer_barrier"
     world: int
     what: FailureKind = FailureKind.ENTRY_BARRIER
     grid: Grid = (1, 1, 1)
@@ -43,7 +46,7 @@ class Barrier:
     @functools.cached_property
     def kernel(self) -> KernelSource:
         """The kernel, the same on all ranks."""
-        return peer_kernel_source("peer_barrier", [barrier_call(self.what)], _SIGNATURE, self.world, 1)
+        return peer_kernel_source(self.name, [barrier_call(self.what)], _SIGNATURE, self.world, 1)
 
     def arguments(self, peers: PeerGroup, slots: int, collective: int) -> tuple[Argument, ...]:
         """What to launch the kernel with; see :meth:`Transport.arguments`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -26,11 +27,13 @@ class ShardCopy:
     """The kernel for one collective.
 
     Attributes:
+        name: of the kernel, by which traces recognise communication.
         sizes: elements of each shard.
         source: the type of the shards, one of ``TYPES``.
         wire: that of the arena and of the results, one of ``TYPES``.
     """
 
+    name: ClassVar[str] = "copy_shards"
     sizes: tuple[int, ...]
     source: torch.dtype
     wire: torch.dtype
@@ -47,7 +50,7 @@ class ShardCopy:
         signature = {"chunks": "*i32", "pointers": "*i64"}
         constants = {"CHUNK": self._chunk, "BLOCK": BLOCK}
         return write_kernel(
-            "copy_shards", chunked_kernel_lines(columns), signature, constants, divisible=signature, num_warps=WARPS
+            self.name, chunked_kernel_lines(columns), signature, constants, divisible=signature, num_warps=WARPS
         )
 
     @cached_property

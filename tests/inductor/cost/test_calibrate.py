@@ -168,7 +168,7 @@ def test_a_known_machine_is_found_again() -> None:
     assert found.cluster.network.latency == pytest.approx(wanted.network.latency, rel=1e-2)
     for transport, worst in found.transports:
         (kind,) = transport.kinds
-        known = wanted.carrier("gloo", kind, torch.float32)
+        known = wanted.transport_model("gloo", kind, torch.float32)
         assert known is not None
         assert worst < 1e-6
         assert transport.bandwidth == pytest.approx(known.bandwidth, rel=1e-3)

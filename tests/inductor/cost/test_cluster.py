@@ -16,7 +16,6 @@ from weft import knobs
 from weft.errors import InvalidCluster, InvalidKnob, NoClusterFile, NoClusterHere, UnknownOption
 from weft.inductor.cost.cluster import (
     DTYPES,
-    KINDS,
     SHIPPED,
     Cluster,
     Gpu,
@@ -29,6 +28,7 @@ from weft.inductor.cost.cluster import (
     shipped_gpu,
 )
 from weft.inductor.cost.roofline import gpu_called
+from weft.inductor.graph.collectives import KINDS
 
 NAMES = ["a100x8", "b200x8", "gb200x72", "h100x8", "h200x8", "l40sx8"]
 
@@ -64,11 +64,10 @@ def test_a_shipped_cluster_is_sound(name: str) -> None:
     assert cluster.gpus_per_node % cluster.hosts_per_node == 0
     for kind in KINDS:
         for dtype in (torch.bfloat16, torch.float32, torch.int64):
-            carrier = cluster.carrier("nccl", kind, dtype)
+            carrier = cluster.transport_model("nccl", kind, dtype)
             assert carrier is not None
             assert carrier.crosses
             assert carrier.bandwidth < cluster.node.bandwidth
-            assert (carrier.sums == "wire") is (kind in ("reduce_scatter", "all_reduce"))
     for transport in cluster.transports:
         assert 0 < transport.interference < 1
 
@@ -95,15 +94,15 @@ def test_a_gpu_is_found_by_the_longest_name() -> None:
 
 def test_first_transport_that_serves_a_dtype_is_meant() -> None:
     cluster = load_cluster("h200x8")
-    floats = cluster.carrier("nccl", "reduce_scatter", torch.float32)
-    halves = cluster.carrier("nccl", "reduce_scatter", torch.bfloat16)
+    floats = cluster.transport_model("nccl", "reduce_scatter", torch.float32)
+    halves = cluster.transport_model("nccl", "reduce_scatter", torch.bfloat16)
     assert floats is not None
     assert halves is not None
     assert floats.interference < halves.interference
-    assert cluster.carrier("pull", "reduce_scatter", torch.float32) is None
-    assert cluster.carrier("copy_engine", "all_reduce", torch.float32) is None
+    assert cluster.transport_model("pull", "reduce_scatter", torch.float32) is None
+    assert cluster.transport_model("copy_engine", "all_reduce", torch.float32) is None
     with pytest.raises(UnknownOption, match=r"transport='pigeon'.*'nccl', 'copy_engine'"):
-        cluster.carrier("pigeon", "all_gather", torch.float32)
+        cluster.transport_model("pigeon", "all_gather", torch.float32)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -139,7 +138,7 @@ def edited(folder: Path, old: str, new: str) -> Path:
         ("ctas = 8\n", "cta = 8\n", r"transports\[6\].cta is not known"),
         ('kinds = ["reduce_scatter"]', 'kinds = "reduce_scatter"', r"transports\[1\].kinds .* must be a list"),
         ('kinds = ["all_gather"]', 'kinds = ["gather"]', r"transports\[5\].kinds\[0\] is 'gather', .* 'all_gather'"),
-        ('sums = "wire"', 'sums = "float16"', r"transports\[1\].sums is 'float16', and must be one of 'wire'"),
+        ('name = "push"', 'name = "ring"', r"transports\[.\].name is 'ring', and must be one of nccl"),
         ("bfloat16 = 7.20e14", "bf16 = 7.20e14", "a key of gpu.matmul is 'bf16', and must be one of 'bfloat16'"),
         ("[gpu]", "[gpu", "it cannot be read"),
     ],
@@ -182,12 +181,11 @@ links = st.builds(Link, texts, positive, at_most_one)
 transports = st.builds(
     TransportModel,
     name=st.sampled_from(["nccl", "push_32", "two_shot"]),
-    kinds=st.lists(st.sampled_from(KINDS), min_size=1).map(tuple),
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1).map(tuple),
     bandwidth=positive,
     latency=at_most_one,
     interference=at_most_one,
     dtypes=st.lists(st.sampled_from(DTYPES)).map(tuple),
-    sums=st.sampled_from(["", "wire", "float32"]),
     crosses=st.booleans(),
     per_member=at_most_one,
     ctas=st.integers(0, 200),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collective_ops import gathered, operations
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import weft
@@ -28,8 +29,8 @@ from weft.inductor.cost.collective_cost import (
     transfer,
     transports_for,
 )
-from weft.inductor.graph.collectives import WIDENING_REDUCE_SCATTER
-from weft.inductor.transports.peer_calls import PeerGather
+from weft.inductor.graph.collectives import KINDS, WIDENING_REDUCE_SCATTER, CollectiveOp, register
+from weft.inductor.transports.peer_calls import PeerGather, call_classes
 
 MIB = 2**20
 BF16, F32 = torch.bfloat16, torch.float32
@@ -270,7 +271,7 @@ def test_which_transports_serve() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(CannotCarry, match=r"pull does not carry an all_gather of torch.bfloat16 over 'world'"):
+    with pytest.raises(CannotCarry, match=r"pull does not carry all_gather of torch.bfloat16 over 'world'"):
         transfer(H200, collective("all_gather", 1), "pull")
     with pytest.raises(CannotCarry, match="on 2 nodes"):
         transfer(H200, collective("all_gather", 1, 16), "push")
@@ -419,6 +420,28 @@ def test_a_group_that_is_gone() -> None:
         step, node = step_of(mesh, ops.all_reduce.default, torch.empty(4), "sum", "shard")
     with pytest.raises(GroupGone, match=r"'shard'.*fake_world"):
         collective_of(step, node)
+
+
+def test_bytes_and_members_are_those_of_the_payload(world: dist.DeviceMesh) -> None:
+    """A tensor that is given twice is sent twice; one that is not communicated is not sent."""
+    step, node = step_of(world, ops.all_reduce_coalesced.default, [torch.empty(4, 6)] * 2, "sum", "shard")
+    (given, _), _, _ = node.args
+    node.args = ([given, given], "sum", "shard")
+    assert collective_of(step, node) == Collective("all_reduce", NODE, "shard", 192, F32, members=2)
+    scaled = lambda tensor, scale, size, group: gathered(tensor, size)
+    with operations(scaled=("(Tensor input, Tensor scale, int group_size, str group_name) -> Tensor", scaled)) as made:
+        register(CollectiveOp(made.scaled.default, KINDS["all_gather"]))
+        step, node = step_of(world, scaled, torch.empty(4, 6), torch.empty(1000), 8, "shard")
+        node.target = made.scaled.default
+        assert collective_of(step, node) == Collective("all_gather", NODE, "shard", 768, F32, members=1)
+
+
+def test_a_prediction_has_the_streams_of_the_launches() -> None:
+    for name, call in call_classes().items():
+        made = call.made(name, "world", 8, 0, "")
+        sent = collective(made.kind, 1)
+        if name in transports_for(H200, sent):
+            assert transfer(H200, sent, name).stream == made.stream_name
 
 
 # ---- sums that are wider than what is sent

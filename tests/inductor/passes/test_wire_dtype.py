@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collective_ops import operations
 
 import weft
 from harness import run_ranks
+from step_builder import StepBuilder
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import group_of, is_collective
+from weft.capture.node_kinds import WAIT, group_of, is_collective
 from weft.distributed.ops import pad_shard
-from weft.inductor.graph.collectives import WIDENING_REDUCE_SCATTER
+from weft.inductor.cost.build_task_graph import _widened
+from weft.inductor.graph.collectives import REDUCE_SCATTER, WIDENING_REDUCE_SCATTER, CollectiveOp, register
 from weft.inductor.passes.pipeline import ATEN_PASSES, run_passes
 from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.passes.wire_dtype import expand, wire_dtype
@@ -97,6 +100,43 @@ def test_expanding_restores_the_cast_and_the_reduce_scatter() -> None:
     made = expand(graph, start)
     assert graph.check().collectives() == [made]
     assert targets(graph) == targets(plain(step, NARROW))
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_the_dtype_to_sum_in_is_where_the_row_says(coalesced: bool) -> None:
+    """And not behind all other operands: a reduction with the dtype in front is expanded, and its casts have bytes."""
+    signature = "ScalarType dtype, str reduce_op, int group_size, str group_name"
+    one = lambda x, dtype, op, size, group: x.new_empty((x.shape[0] // size, *x.shape[1:]), dtype=dtype)
+    with (
+        operations(
+            summed=(f"(Tensor input, {signature}) -> Tensor", one),
+            all_summed=(f"(Tensor[] inputs, {signature}) -> Tensor[]", lambda xs, *how: [one(x, *how) for x in xs]),
+        ) as ops,
+        weft.fake_world(2),
+    ):
+        row = CollectiveOp(
+            ops.summed.default,
+            REDUCE_SCATTER.kind,
+            coalesced=ops.all_summed.default,
+            reduction=2,
+            sum_dtype=1,
+            library=REDUCE_SCATTER.op,
+        )
+        register(row)
+        built = StepBuilder()
+        shards = [built.input(torch.empty(1024, 4, dtype=torch.bfloat16)) for _ in range(2)]
+        how = torch.float32, "sum", 2, "dp"
+        results = built.pick(
+            built.call(row.coalesced, shards, *how) if coalesced else built.call(row.op, shards[0], *how)
+        )
+        built.returns(*[built.call(WAIT, each) for each in (results if coalesced else [results])])
+        step = built.build({"dp": dist.group.WORLD.group_name})
+        (start,) = step.collectives()
+        assert _widened(start) == 1024 * 4 * 2 * (2 if coalesced else 1)
+        made = expand(step, start)
+        assert made.target is (REDUCE_SCATTER.coalesced if coalesced else REDUCE_SCATTER.op)
+        assert made.args[1:] == ("sum", 2, "dp")
+        step.check()
 
 
 def by_itself_and_expanded(rank: int, world: int) -> list[list[torch.Tensor]]:
