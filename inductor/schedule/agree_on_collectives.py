@@ -22,6 +22,7 @@ from weft import errors, knobs, torch_adapter
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
+from weft.inductor.graph.collectives import payload_of, shared_operands
 from weft.inductor.graph.faults import LeftOut
 
 log = logging.getLogger(__name__)
@@ -104,10 +105,8 @@ def _all_have(own: str) -> bool:
 
 def _line(node: Node) -> str:
     """What partners have to know of a collective."""
-    vals = [used.meta.get("val") for used in node.all_input_nodes]
-    sizes = [[str(val.dtype), _static(val.numel())] for val in vals if isinstance(val, torch.Tensor)]
-    group = [arg for arg in node.args if isinstance(arg, (str, torch.dtype))]
-    return f"{node.meta.get('members')} {node.target} {group} {sizes}"
+    sizes = [_static(used.meta["val"].numel()) for used in payload_of(node)]
+    return f"{node.meta.get('members')} {node.target} {shared_operands(node)} {sizes}"
 
 
 def _static(size: int | torch.SymInt) -> str:

@@ -36,11 +36,11 @@ from weft.inductor.graph.serializable import fits
 from weft.inductor.schedule.communicators import assign_communicators
 from weft.inductor.schedule.decisions import Decisions, schedule_passes, structure
 from weft.inductor.schedule.planner import Schedule, follow, log_warnings, schedule
-from weft.inductor.schedule.select_transport import LIBRARY
 from weft.inductor.schedule.verify import ScheduleVerifier, verifier
 from weft.inductor.transports.apply_transports import unreachable, use_transports
 from weft.inductor.transports.rendezvous import peer_rendezvous
 from weft.rank_watch import listed
+from weft.transport_rows import LIBRARY
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def scheduled(
     checks = verifier(step)
     unreachable_groups = _unreachable_groups.setdefault(dist.group.WORLD, []) if _has_peers() else []
     # All ranks add the same groups, and each round adds at least one, so the loop ends on all ranks alike.
-    while (chosen := _agreed(step, cluster, memory_limit, keep_bits, unreachable_groups)) is not None:
+    while (chosen := _common_schedule(step, cluster, memory_limit, keep_bits, unreachable_groups)) is not None:
         more = _find_unreachable_groups(chosen.step)
         if not more:
             break
@@ -83,7 +83,7 @@ def scheduled(
     return runner.run("schedule", step.copy(), passes, checks.check if checks is not None else None), chosen
 
 
-def _agreed(
+def _common_schedule(
     step: StepGraph, cluster: Cluster, memory_limit: int | None, keep_bits: bool, unreachable_groups: list[str]
 ) -> Schedule | None:
     """The schedule that rank 0 makes, or reads from its cache; None if the ranks' kernels differ."""
@@ -96,7 +96,7 @@ def _agreed(
                 schedule(step, cluster, memory_limit, keep_bits=keep_bits, unreachable_groups=unreachable_groups)
             )
         except errors.MemoryLimitUnreachable as error:
-            return json.dumps(_unreachable(error))
+            return json.dumps(_limit_error(error))
         return json.dumps({"decisions": schedules[0].decisions.text(), "warnings": schedules[0].warnings})
 
     def decide() -> Decisions:
@@ -107,7 +107,7 @@ def _agreed(
 
     def read(text: str) -> Decisions:
         reply = json.loads(text)
-        if "unreachable" in reply and not _is_unreachable(reply["unreachable"]):
+        if "over_limit" in reply and not _is_limit_error(reply["over_limit"]):
             raise ValueError("it does not say what does not fit")
         decisions = _follow(reply)
         if decisions is None or not fits(reply["warnings"], list[str]):
@@ -261,7 +261,7 @@ def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decis
         reply = {"decisions": decisions.text()}
         return decisions
     except errors.MemoryLimitUnreachable as error:
-        reply = _unreachable(error)
+        reply = _limit_error(error)
         raise
     except Exception as error:
         reply = {"failed": f"{type(error).__name__}: {error}"}
@@ -270,12 +270,12 @@ def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decis
         rendezvous.post("decisions", json.dumps(reply))
 
 
-def _unreachable(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
-    return {"unreachable": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
+def _limit_error(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
+    return {"over_limit": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
 
 
-def _is_unreachable(fields: Any) -> bool:
-    """Whether this is what :func:`_unreachable` writes."""
+def _is_limit_error(fields: Any) -> bool:
+    """Whether this is what :func:`_limit_error` writes."""
     if not (isinstance(fields, list) and len(fields) == 6 and fits(tuple(fields[:4]), tuple[int, int, str, int])):
         return False
     limit, peak, _, _, held, certain = fields
@@ -284,8 +284,8 @@ def _is_unreachable(fields: Any) -> bool:
 
 
 def _follow(reply: dict[str, Any]) -> Decisions | None:
-    if "unreachable" in reply:
-        raise errors.MemoryLimitUnreachable(*reply["unreachable"])
+    if "over_limit" in reply:
+        raise errors.MemoryLimitUnreachable(*reply["over_limit"])
     if "failed" in reply:
         raise errors.ScheduleLost(reply["failed"])
     return Decisions.read(reply["decisions"]) if "decisions" in reply else None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from weft import torch_adapter
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import group_of
+from weft.capture.node_kinds import group_of, set_group
 from weft.inductor.cost.collective_cost import stream_of
 from weft.inductor.graph.pass_runner import keeps_bits, required
 from weft.inductor.transports.peer_calls import PeerCall
@@ -45,7 +45,7 @@ def assign_communicators(step: StepGraph) -> StepGraph:
         name = f"{group}/{stream}"
         if name not in step.groups:
             step.groups[name] = communicator(step.groups[group], stream)
-        node.args = tuple(name if argument == group else argument for argument in node.args)
+        set_group(node, name)
     return step
 
 

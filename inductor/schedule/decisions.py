@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, neighbourhood
+from weft.capture.node_kinds import is_collective
 from weft.errors import MalformedSchedule
 from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.graph.collectives import shared_operands
 from weft.inductor.graph.node_order import reorder
 from weft.inductor.graph.pass_runner import Pass, changes_bits, is_enabled, keeps_bits, required
 from weft.inductor.graph.serializable import check_fields
@@ -84,7 +86,7 @@ def regather(step: StepGraph, regathers: Sequence[tuple[int, tuple[int, ...]]]) 
             repeated.start.meta["regathers"] = 1
     names = Names(step)
     for start in step.collectives():
-        start.meta["param_names"] = (names.of(start),)
+        start.meta["param_names"] = names.of(start)
     return step
 
 
@@ -136,10 +138,22 @@ class MergeBuckets:
         self.buckets = buckets
 
     def __call__(self, step: StepGraph) -> StepGraph:
-        """See :func:`weft.inductor.schedule.bucketing.merge_buckets`. Changes ``step``."""
-        nodes = list(step.graph.nodes)
-        entries = {entry.start: entry for sequence in bucketable_sequences(step) for entry in sequence}
-        return merge_buckets(step, [[entries[nodes[at]] for at in bucket] for bucket in self.buckets])
+        """See :func:`weft.inductor.schedule.bucketing.merge_buckets`. Changes ``step``.
+
+        Raises:
+            MalformedSchedule: the collectives of a bucket cannot share a call.
+        """
+        nodes, buckets = list(step.graph.nodes), []
+        sequences = [{entry.start: entry for entry in sequence} for sequence in bucketable_sequences(step)]
+        for bucket in self.buckets:
+            starts = [nodes[at] for at in bucket]
+            # A call has one operation, group and dtype: those of its first member would be taken for all.
+            entries = next((of for of in sequences if of.keys() >= set(starts)), None)
+            if entries is None:
+                what = f"the collectives {[start.name for start in starts]} cannot share a call"
+                raise MalformedSchedule("scheduling", what, neighbourhood(nodes, starts[0]))
+            buckets.append([entries[start] for start in starts])
+        return merge_buckets(step, buckets)
 
 
 @required
@@ -180,15 +194,17 @@ class IssueOrder:
 
 
 def structure(step: StepGraph) -> str:
-    """A hash of the operations of a graph and of their operands.
+    """A hash of the operations of a graph, of the nodes that each of them reads, and of all that a collective is given
+    beside its tensors.
 
-    Decisions for one graph are valid for all graphs with this hash. Sizes and the contents of kernels are not part of
-    it, because they can differ between ranks.
+    Decisions for one graph are valid for all graphs with this hash: collectives at the same positions are of one kind,
+    group and dtype. Sizes and the contents of kernels are not part of it, because they can differ between ranks.
     """
     place: dict[Node, int] = {}
     content = hashlib.sha256()
     for at, node in enumerate(step.graph.nodes):
         place[node] = at
         kind = "kernel" if isinstance(node.target, KernelCall) else getattr(node.target, "__name__", str(node.target))
-        content.update(f"{kind} {[place[used] for used in node.all_input_nodes]}\n".encode())
+        read = [place[used] for used in node.all_input_nodes]
+        content.update(f"{kind} {read} {shared_operands(node) if is_collective(node) else ''}\n".encode())
     return content.hexdigest()

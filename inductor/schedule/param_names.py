@@ -10,6 +10,7 @@ import torch
 
 from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Role
+from weft.inductor.graph.collectives import is_coalesced, payload_of
 from weft.inductor.multi_tensor.operation import MultiTensor
 
 Node = torch.fx.Node
@@ -24,10 +25,16 @@ class Names:
     def __init__(self, step: StepGraph) -> None:
         self._paths = {entry.name: entry.path for entry in step.inputs if entry.role is Role.PARAMETER}
 
-    def of(self, start: Node) -> str:
-        """The path of the parameter that a collective gathers or whose gradient it reduces; the name of its node where
-        there is none."""
-        return self._gathered(start.all_input_nodes[0]) or self._reduced(start) or start.name
+    def of(self, start: Node) -> tuple[str, ...]:
+        """For each tensor that a collective communicates the path of the parameter that it gathers or whose gradient it
+        reduces; the name of its node where there is none."""
+        payload, results = payload_of(start), {0: start}
+        if is_coalesced(start):
+            results = {user.args[1]: user for user in start.users if user.target is operator.getitem}  # type: ignore
+        return tuple(
+            self._gathered(each) or (at in results and self._reduced(results[at])) or start.name
+            for at, each in enumerate(payload)
+        )
 
     def _gathered(self, node: Node) -> str:
         """Follows a shard to the parameter that it is made from, and from nothing else."""

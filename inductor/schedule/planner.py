@@ -42,6 +42,7 @@ from weft.inductor.cost.collective_cost import Collective, collective_of, transf
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.simulate import Simulation, simulate
 from weft.inductor.cost.task_graph import TaskGraph
+from weft.inductor.graph.collectives import payload_of
 from weft.inductor.graph.node_order import reorder, together
 from weft.inductor.graph.pass_runner import is_enabled
 from weft.inductor.schedule import schedule_tables
@@ -530,19 +531,20 @@ def _bucket_reports(
                     members=node.meta["param_names"],
                     bytes=sent.bytes,
                     transport=node.meta.get("transport", LIBRARY),
-                    why=_why(cluster, sent, node),
+                    why=_why(cluster, sent, node, node.meta.get("transport", LIBRARY)),
                 )
             )
     return reports
 
 
-def _why(cluster: Cluster, sent: Collective, node: Node) -> str:
+def _why(cluster: Cluster, sent: Collective, node: Node, transport: str) -> str:
     """The time that a bucket saves, and how many of its all-gathers are regathers."""
     words = []
     if sent.members > 1:
-        sizes = [tensor_bytes(val) or 0 for val in node.meta["val"]]
+        sizes = [tensor_bytes(used.meta["val"]) or 0 for used in payload_of(node)]
         alone = [replace(sent, bytes=sent.bytes * size // max(sum(sizes), 1), members=1) for size in sizes]
-        saved = sum(transfer(cluster, each).seconds for each in alone) - transfer(cluster, sent).seconds
+        seconds = [transfer(cluster, each, transport).seconds for each in (*alone, sent)]
+        saved = sum(seconds[:-1]) - seconds[-1]
         words.append(f"{saved * 1e6:.0f} us less than one call each")
     if regathers := node.meta.get("regathers", 0):
         words.append("gathered again" if regathers == sent.members else f"{regathers} gathered again")

@@ -23,8 +23,17 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import group_of, is_collective, is_effect, is_wait
-from weft.inductor.graph.collectives import ALL_GATHER, collective_op, kind_of, reduction_of
+from weft.capture.node_kinds import GROUP_ARGUMENTS, group_of, is_collective, is_effect, is_wait
+from weft.inductor.graph.collectives import (
+    ALL_GATHER,
+    collective_op,
+    is_coalesced,
+    kind_of,
+    other_operands,
+    payload_of,
+    reduction_of,
+    results_of,
+)
 from weft.inductor.graph.node_order import start_of
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.multi_tensor.norm import Norm, NormOfSquares
@@ -46,7 +55,8 @@ class StepValues:
     Attributes:
         outputs: the number of each output, in order.
         effects: calls with effects and random draws, in order: the node's name and the numbers of its operands.
-        reductions: how often each collective other than an all-gather is done, by number.
+        counted: how often each collective other than an all-gather is done, by number.
+        coalesced: of each collective on a list, the numbers of the tensors that it gives.
         gathers: the numbers of the all-gathers. A schedule may do them again.
         of: the number of each node.
         names: a node for each number, for messages.
@@ -54,7 +64,8 @@ class StepValues:
 
     outputs: tuple[Hashable, ...] = ()
     effects: list[tuple[str, Hashable]] = field(default_factory=list)
-    reductions: Counter[int] = field(default_factory=Counter)
+    counted: Counter[int] = field(default_factory=Counter)
+    coalesced: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     gathers: set[int] = field(default_factory=set)
     of: dict[Node, int] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -127,26 +138,26 @@ class _StepNumberer:
 
     def collective(self, node: Node) -> int:
         """Number the tensors that a collective gives, and count them."""
-        payload, results = node.args[0] if node.args else None, node.meta["val"]
-        listed = isinstance(payload, (list, tuple))
-        payloads: Any = payload if listed else [payload]
-        vals = results if isinstance(results, (list, tuple)) else [results]
+        payload, results = payload_of(node), results_of(node)
         how = self.operation(node)
-        if len(payloads) == len(vals):
+        if len(payload) == len(results):
             keys: list[Hashable] = [
                 (how, self.of_payload(each), tuple(val.shape), val.dtype)
-                for each, val in zip(payloads, vals, strict=True)
+                for each, val in zip(payload, results, strict=True)
             ]
-        else:  # one of a kind that no schedule merges
-            keys = [(how, self.operand(payload), at) for at in range(len(vals))]
+        else:  # what a result is computed from is not known, so each depends on the whole payload
+            keys = [(how, self.operand(payload), at) for at in range(len(results))]
         numbers = self.members[node] = [self.numbering.number(key) for key in keys]
         for number in numbers:
             self.found.names.setdefault(number, node.name)
         if kind_of(node) is ALL_GATHER.kind:
             self.found.gathers.update(numbers)
         else:
-            self.found.reductions.update(numbers)
-        return numbers[0] if not isinstance(results, (list, tuple)) else self.numbering.number(("list", *numbers))
+            self.found.counted.update(numbers)
+        if not is_coalesced(node):
+            return numbers[0]
+        self.found.coalesced[node] = tuple(numbers)
+        return self.numbering.number(("list", *numbers))
 
     def operation(self, node: Node) -> Hashable:
         """What a collective does, and over which group: of a call over peers the same as of the library's."""
@@ -156,10 +167,15 @@ class _StepNumberer:
         if isinstance(call, PeerCall):
             return kind.name, getattr(call, "op", ""), group
         row = collective_op(node.target)
-        if row is not None and row.coalesced is not None:
-            return kind.name, reduction_of(node), group
-        rest = [argument for argument in (*node.args[1:], *node.kwargs.items()) if argument != group_of(node)]
-        return self.numbering.target(node.target), self.operand(rest), group
+        assert row is not None  # kind_of has found it
+        if row.coalesced is None:
+            rest = [(name, value) for name, value in other_operands(node) if name not in GROUP_ARGUMENTS]
+            return self.numbering.target(node.target), self.operand(rest), group
+        # The same for both forms of an operation, and for those that differ in the dtype they sum in: it is that of the
+        # result, which is numbered.
+        names = [row.op._schema.arguments[at].name for at in row.further_operands]
+        further = [(name, value) for name, value in other_operands(node) if name in names]
+        return kind.name, reduction_of(node), group, *self.operand(further)  # type: ignore[misc]
 
     def of_payload(self, payload: Any) -> Hashable:
         """The operand of a collective without casts: a transport may cast what it sends."""

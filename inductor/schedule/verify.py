@@ -11,7 +11,8 @@ Checked are:
 - reads: no node reads memory that another node has written over in the meantime;
 - values: every output computes what it did (:mod:`weft.inductor.schedule.value_numbers`), every reduction is done as
   often as it was, and no other collective is done;
-- buckets: tensors of one coalesced call have one dtype and one device, and each is read exactly once;
+- buckets: tensors of a coalesced call that the schedule made have one dtype and one device, and each is read exactly
+  once. A call that the step was captured with may have others, as torch allows it;
 - communicators: each collective runs over the ranks of its group, and is waited for by its own kind of wait;
 - memory: the peak is the one that was predicted, and within the limit;
 - the arena: see :mod:`weft.inductor.schedule.verify_arena`.
@@ -20,7 +21,7 @@ Checked are:
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from weft.errors import MalformedSchedule
 from weft.inductor.cost.build_task_graph import set_aside
 from weft.inductor.cost.collective_cost import stream_of
 from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.collectives import is_coalesced, payload_of, results_of
 from weft.inductor.graph.liveness import Liveness, LiveRange, liveness
 from weft.inductor.graph.node_order import start_of, waits_of
 from weft.inductor.schedule.value_numbers import StepValues, ValueNumbering
@@ -89,7 +91,9 @@ class ScheduleVerifier:
         # What follows reads operands by position, so an order that does not run is found first.
         yield from _order_faults(step)
         yield from _wait_faults(step)
-        yield from _bucket_faults(step)
+        yield from _list_faults(step)
+        values = self._numbering.values(step)
+        yield from self._bucket_faults(step, values)
         yield from self._communicator_faults(step)
         memory = liveness(step)
         for node, what in _overwritten_operands(step, memory):
@@ -98,7 +102,6 @@ class ScheduleVerifier:
         for key, node in _stale_reads(step, memory):
             if key not in self._stale:
                 yield node, f"reads {key[1]}, whose memory another node has written to since"
-        values = self._numbering.values(step)
         yield from self._effect_faults(step, values.effects)
         yield from self._value_faults(step, values)
         for fault in arena_faults(step, memory):
@@ -125,8 +128,8 @@ class ScheduleVerifier:
         for number in before.gathers - now.gathers:
             yield named(number), f"{of(number)} is no longer gathered"
         # Lost collectives come before unexpected ones, in graph order, so that the first fault is the same in each run.
-        for number in dict.fromkeys([*before.reductions, *now.reductions]):
-            done, wanted = now.reductions[number], before.reductions[number]
+        for number in dict.fromkeys([*before.counted, *now.counted]):
+            done, wanted = now.counted[number], before.counted[number]
             if done != wanted:
                 yield named(number), f"{of(number)} is communicated {done} times, not {wanted}"
         for at, (had, has) in enumerate(zip(before.outputs, now.outputs, strict=True)):
@@ -153,6 +156,21 @@ class ScheduleVerifier:
             known.add(node.name)
             if node.name in self._streams and node.meta.get("stream") != self._streams[node.name]:
                 yield node, "is no longer on the stream that it was issued on"
+
+    def _bucket_faults(self, step: StepGraph, now: StepValues) -> Iterator[tuple[Node, str]]:
+        captured = set(self._values.coalesced.values())
+        for start, numbers in now.coalesced.items():
+            picked, results = _picked(start), results_of(start)
+            if numbers not in captured:  # the schedule made it
+                kinds = {(used.meta["val"].dtype, used.meta["val"].device) for used in payload_of(start)}
+                if len(kinds) > 1:
+                    yield start, f"is one call on tensors of several kinds: {sorted(map(str, kinds))}"
+                if picked != list(range(len(results))):
+                    yield start, f"is a bucket of {len(results)} tensors of which elements {picked} are read"
+            for element in start.users:
+                at: Any = element.args[1] if element.target is operator.getitem else None
+                if at is not None and not _same_layout(element.meta["val"], results[at]):
+                    yield element, f"is not the tensor that {start.name} gives at {at}"
 
     def _communicator_faults(self, step: StepGraph) -> Iterator[tuple[Node, str]]:
         for node in step.collectives():
@@ -293,27 +311,23 @@ def _stale_reads(step: StepGraph, memory: Liveness) -> Iterator[tuple[tuple[str,
 # ---- buckets
 
 
-def _bucket_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
+def _list_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
+    """Faults of coalesced calls: lists of other lengths than they say, and elements that are not in them."""
     for start in step.collectives():
-        payload, results = start.args[0] if start.args else None, start.meta["val"]
-        if not isinstance(payload, (list, tuple)) or not isinstance(results, (list, tuple)):
+        if not is_coalesced(start):
             continue
+        payload, results = payload_of(start), results_of(start)
         if len(payload) != len(results):
             yield start, f"gives {len(results)} tensors for {len(payload)}"
-        vals: Sequence[Any] = [used.meta["val"] for used in payload if isinstance(used, Node)]
-        kinds = {(val.dtype, val.device) for val in vals}
-        if len(kinds) > 1:
-            yield start, f"is one call on tensors of several kinds: {sorted(map(str, kinds))}"
         members = start.meta.get("param_names")
         if members is not None and len(members) != len(payload):
             yield start, f"names {len(members)} parameters, and has {len(payload)}"
-        picked = sorted(user.args[1] for user in start.users if user.target is operator.getitem)  # type: ignore[type-var]
-        if picked != list(range(len(results))):
-            yield start, f"is a bucket of {len(results)} tensors of which elements {picked} are read"
-        for element in start.users:
-            at: Any = element.args[1] if element.target is operator.getitem else None
-            if at is not None and at < len(results) and not _same_layout(element.meta["val"], results[at]):
-                yield element, f"is not the tensor that {start.name} gives at {at}"
+        if any(at not in range(len(results)) for at in _picked(start)):
+            yield start, f"is a bucket of {len(results)} tensors of which elements {_picked(start)} are read"
+
+
+def _picked(start: Node) -> list[int]:
+    return sorted(user.args[1] for user in start.users if user.target is operator.getitem)  # type: ignore[type-var]
 
 
 def _same_layout(one: Any, other: Any) -> bool:

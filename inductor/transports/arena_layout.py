@@ -152,10 +152,11 @@ class _StepPositions:
         """The arena bytes that tensor ``at`` of a collective needs; ``producer`` writes it if it is not None."""
         size = bytes_of(arena_tensors_of(start)[at])
         if call_of(start).in_arena:
-            # Views keep the bytes in use as well, so the end of the live range counts, not that of the node.
+            # Views keep the bytes in use as well, so the end of the live range counts, not that of the node. Peers
+            # also write a result that nothing reads, until the wait.
             elements = [user for user in start.users if user.target is operator.getitem and user.args[1] == at]
             ends = [self.range(element).end for element in elements]
-            return Region(size, (number,), last_read=max(ends, default=self.at[start]))
+            return Region(size, (number,), last_read=max(ends, default=intervals[number].wait))
         if producer is None:
             return Region(
                 size, (number,), self.at[start] if self.copies_in_on_compute_stream(start, intervals) else None

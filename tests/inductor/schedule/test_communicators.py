@@ -119,3 +119,18 @@ def test_nothing_is_made_in_a_fake_world() -> None:
         name = dist.group.WORLD.group_name
         assert communicator(name, "reduce") == name
     assert asked == []
+
+
+@pytest.mark.fake
+def test_a_group_may_have_the_name_of_a_reduction() -> None:
+    """A dimension of a mesh that is called "max", and a group that is given by name."""
+    with weft.fake_world(4):
+        b = StepBuilder()
+        shard = b.input(torch.ones(2, 4))
+        starts = [
+            b.call(c10d.all_reduce.default, shard, "max", "max"),
+            b.call(c10d.all_reduce.default, shard, "max", group_name="max"),
+        ]
+        b.returns(*[b.call(WAIT, start, val=start.meta["val"]) for start in starts])
+        step = assign_communicators(b.build({"max": dist.group.WORLD.group_name}))
+        assert [(node.args[1], group_of(node)) for node in step.collectives()] == [("max", "max/reduce")] * 2

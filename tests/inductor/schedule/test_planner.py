@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from collective_ops import operations
 from llama_steps import sharded_llama
 from sharded_steps import GROUPS, outcome, the_steps
 from torch import nn
@@ -27,11 +28,13 @@ from step_builder import StepBuilder
 from weft import errors, knobs
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import group_of
+from weft.capture.node_kinds import WAIT, group_of
 from weft.inductor.compiler import kernel_graph, schedule_of
 from weft.inductor.cost.build_task_graph import build
 from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.simulate import simulate
+from weft.inductor.graph.collectives import ALL_GATHER, CollectiveOp, register
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.retarget import retarget
@@ -42,7 +45,7 @@ from weft.inductor.schedule import agree_on_schedule, planner
 from weft.inductor.schedule.agree_on_schedule import agree_on_decisions, in_captured_order, scheduled
 from weft.inductor.schedule.communicators import assign_communicators
 from weft.inductor.schedule.decisions import Decisions, structure
-from weft.inductor.schedule.planner import Schedule, ScheduleCandidate, follow, schedule
+from weft.inductor.schedule.planner import Schedule, ScheduleCandidate, _why, follow, schedule
 from weft.inductor.transports import symmetric_memory
 
 H200 = load_cluster("h200x8")
@@ -170,6 +173,24 @@ def test_reports_and_logs_explain_the_buckets(
     assert any("gathered again" in report.why for report in bounded.buckets)
     assert "scheduled" in caplog.text
     assert "buckets" in caplog.text
+
+
+def test_a_bucket_saves_what_its_own_transport_takes_for_single_calls(llama: StepGraph) -> None:
+    """Not NCCL, which is slow here; and a collective of two tensors with one result has sizes, too."""
+    slow = replace(H200, transports=tuple(replace(t, latency=1e-2) if t.crosses else t for t in H200.transports))
+    push = next(each for each in slow.transports if each.name == "push")
+    joined = lambda xs, size, group: xs[0].new_empty((size * sum(len(x) for x in xs), 4))
+    with operations(joined=("(Tensor[] xs, int group_size, str group_name) -> Tensor", joined)) as ops:
+        register(CollectiveOp(ops.joined.default, ALL_GATHER.kind))
+        for op, whole in ((ALL_GATHER.coalesced, False), (ops.joined.default, True)):
+            b = StepBuilder()
+            start = b.call(op, [b.input(torch.empty(4096, 4)) for _ in range(2)], 8, "dp")
+            results = [start] if whole else b.pick(start)
+            b.returns(*[b.call(WAIT, each, val=each.meta["val"]) for each in results])
+            sent = collective_of(b.build({"dp": dist.group.WORLD.group_name}), start)
+            saved = {name: int(_why(slow, sent, start, name).split()[0]) for name in ("nccl", "push")}
+            assert saved["push"] == pytest.approx((push.latency - push.per_member) * 1e6, abs=1)
+            assert saved["nccl"] > 9_000
 
 
 def test_it_takes_seconds_for_thousands_of_nodes(llama: StepGraph) -> None:
