@@ -311,7 +311,8 @@ def payload_of(node: Node) -> list[Node]:
     """The tensors that a collective communicates, in order, each as often as it is given: of an operation by its row,
     of a call over peers its one operand."""
     row = collective_op(node.target)
-    payload: Any = node.args[0 if row is None else row.payload]
+    at = 0 if row is None else row.payload
+    payload: Any = node.args[at]
     return list(payload) if isinstance(payload, (list, tuple)) else [payload]
 
 

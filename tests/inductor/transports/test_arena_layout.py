@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from fake_recorder import FakeRecorder
+from step_builder import StepBuilder
 from weft import MixedPrecisionPolicy, errors
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, group_of, is_collective, is_effect, is_wait
@@ -249,6 +251,23 @@ def test_members_that_live_at_once_lie_apart(step: StepGraph) -> None:
     for at, a in enumerate(found):
         for b in found[:at]:
             assert a.end <= b.begin or b.end <= a.begin or a.last < b.first or b.last < a.first, (a, b)
+
+
+def test_a_result_that_nobody_reads_keeps_its_bytes_until_the_wait() -> None:
+    """Peers write it as long as the collective runs."""
+    with weft.fake_world(4):
+        b = StepBuilder()
+        shards = [b.input(torch.ones(64)) for _ in range(2)]
+        start = b.call(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, shards, 4, "dp")
+        read = b.call(operator.getitem, start, 1, val=start.meta["val"][1])
+        meanwhile = b.call(torch.ops.aten.mul.Tensor, shards[0], 2.0)
+        b.returns(meanwhile, b.call(torch.ops.aten.sum.default, b.call(WAIT, read, val=read.meta["val"])))
+        step = b.build({"dp": dist.group.WORLD.group_name})
+        made = use_transport(step, start, "push")
+        positions = arena_layout._StepPositions(step)
+        running = positions.interval(made)
+        assert running.wait > running.start + 1
+        assert positions.region(0, made, 0, None, [running]).last_read == running.wait
 
 
 def test_barriers_are_not_spent_where_there_is_room(step: StepGraph) -> None:
