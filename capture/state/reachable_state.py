@@ -446,10 +446,13 @@ class ReachableState:
         def label(key: Any) -> str:
             return f"{path}.state[{names.get(id(key), '?')}]"
 
+        known = {id(each.obj) for each in self.containers}
         outer = Container(optimizer.state, f"{path}.state", label=label)
         self.containers.append(outer)
         for key, entry in outer.before.items():
             where = label(key)
+            if id(entry) in known:
+                continue  # found by the walk before: since then the step may have put values of the capture into it
             if isinstance(entry, dict):
                 inner = Container(entry, where, label=lambda name, where=where: f"{where}.{name}")
                 self._container(inner, Role.OPTIMIZER_STATE)

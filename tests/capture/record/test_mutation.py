@@ -407,6 +407,26 @@ def test_each_item_reads_the_value_that_the_tensor_has_then() -> None:
             assert torch.equal(ours, eager)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_second_optimizer_step_that_makes_more_state_keeps_what_the_first_one_made(foreach: bool) -> None:
+    def run(compiled: bool) -> list[torch.Tensor]:
+        w, v = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([w, v], lr=0.1, momentum=0.9, dampening=0.1, foreach=foreach)
+
+        def step() -> None:
+            w.grad = torch.ones_like(w)
+            optimizer.step()
+            (v * 0.5).sum().backward()
+            optimizer.step()
+
+        called = weft.compile(step) if compiled else step
+        for _ in range(4):
+            called()
+        return [w.detach(), v.detach(), *(optimizer.state[p]["momentum_buffer"] for p in (w, v))]
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
 @pytest.mark.parametrize(
     "kind",
     [
