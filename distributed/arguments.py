@@ -1,4 +1,4 @@
-"""The arguments that `fully_shard` and `replicate` have in common: their checks, the default mesh and its device."""
+"""The arguments that `fully_shard` and `replicate` have in common: their checks, and the default mesh."""
 
 from __future__ import annotations
 
@@ -143,10 +143,3 @@ def default_mesh(wrapper: str, names: tuple[str, ...] | None = None) -> DeviceMe
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, (torch.distributed.get_world_size(),), mesh_dim_names=names)
-
-
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The device of this process that the mesh communicates from."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
-from weft.distributed.arguments import mesh_device
 from weft.distributed.ddp import ReplicateModule, broadcast_state
+from weft.distributed.fsdp.mesh import mesh_device
 from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
 from weft.distributed.fsdp.state import states_in
 from weft.errors import CannotInitialize

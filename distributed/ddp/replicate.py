@@ -27,13 +27,12 @@ from weft.distributed.arguments import (
     check_mesh_dim_names,
     check_policies,
     default_mesh,
-    mesh_device,
     wrapped_modules,
 )
 from weft.distributed.ddp.precision import ParameterCast
 from weft.distributed.ddp.reduction import GradientReduction
 from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
-from weft.distributed.mixed_precision import cast_floating, move_to, tensors_in
+from weft.distributed.mixed_precision import cast_floating, tensors_in
 from weft.distributed.settings_without_effect import SettingsWithoutEffect, say_once
 
 if TYPE_CHECKING:
@@ -90,8 +89,7 @@ def replicate(
     meta device, when `broadcast_state` is called after they were given memory. Parameters stay plain
     `nn.Parameter`s. After each backward every gradient is the average over the mesh. A module inside that was
     replicated or sharded before keeps its own settings, parameters and buffers. The class becomes
-    `Replicate<Name>`, a subclass of ReplicateModule and of the module's class. Inputs of the outermost module's
-    forward are moved to the mesh's device.
+    `Replicate<Name>`, a subclass of ReplicateModule and of the module's class.
 
     Args:
         mesh: 1-D; by default all ranks. With `dp_mesh_dims`, one of any dimension.
@@ -260,7 +258,7 @@ class _State:
         for state in _states_in(nested):
             state._outer = self if state._outer is None else state._outer
         self._policy = policy
-        self._device = mesh_device(mesh)
+        self._device_type = mesh.device_type
         self._group_name = mesh.get_group(0).group_name
         self._modules = managed_modules(roots, nested)  # type: ignore[arg-type]
         self._slots = parameter_slots(self._modules, ignored)
@@ -318,7 +316,7 @@ class _State:
             self._cast.reset()
         self.reduction.reset(self._slots)
 
-    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._broadcast_done:
             raise errors.NotMaterialized(self._on_meta())
         self.reduction.attach(self._slots)
@@ -326,11 +324,9 @@ class _State:
             self.reduction.recover()
             self._update_buffers()
             self._buffers_are_stale = torch.is_grad_enabled() and self.reduction.enabled
-        if self._outer is None and self._device.type != "cpu":
-            args, kwargs = move_to((args, kwargs), self._device)
         dtype = self._policy.param_dtype
         if dtype is None or not self._policy.cast_forward_inputs:
-            return args, kwargs
+            return None
         return cast_floating((args, kwargs), dtype)
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
@@ -363,8 +359,8 @@ class _State:
     def _move(self) -> None:
         """Move what is on another kind of device to the mesh's, as torch's wrappers do."""
         for tensor in self._tensors():
-            if tensor.device.type != self._device.type:
-                tensor.data = tensor.data.to(self._device)
+            if tensor.device.type != self._device_type:
+                tensor.data = tensor.data.to(self._device_type)
 
 
 def _states_in(modules: Iterable[nn.Module]) -> list[_State]:

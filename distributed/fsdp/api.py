@@ -16,10 +16,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
-from weft.distributed.arguments import check_ignored, check_mesh, check_policies, mesh_device, wrapped_modules
+from weft.distributed.arguments import check_ignored, check_mesh, check_policies, wrapped_modules
 from weft.distributed.ddp import ReplicateModule
 from weft.distributed.fsdp.layout import layout_of
-from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, DataParallelMeshDims, data_parallel_mesh
+from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, DataParallelMeshDims, data_parallel_mesh, mesh_device
 from weft.distributed.fsdp.module import FSDPModule, wrap_class
 from weft.distributed.fsdp.offload import ShardHome
 from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter

@@ -106,6 +106,13 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DataParall
     return DataParallelMesh.of(mesh, 1, 0)
 
 
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this process that the mesh communicates from."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
 def _named_axes(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
     shard, replicate = _as_names(dims.shard), _as_names(dims.replicate)
     check_mesh_dim_names("fully_shard", mesh, (*shard, *replicate))

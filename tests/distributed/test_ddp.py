@@ -438,51 +438,6 @@ def test_a_sharded_module_inside_stays_sharded() -> None:
     assert run_ranks(around_sharded_body, 2) == [[], []]
 
 
-class Where(nn.Module):
-    """Gives the devices of its inputs, and of those of a part inside."""
-
-    def __init__(self, part: nn.Module | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.part = part
-
-    def forward(self, x: torch.Tensor, more: dict[str, Any]) -> list[str]:
-        inside = [] if self.part is None else self.part(torch.ones(1), {"y": [torch.ones(1)]})
-        return [x.device.type, more["y"][0].device.type, *inside]
-
-
-def moved_inputs_body(rank: int, world: int) -> list[str]:
-    model = Where(Where(None))
-    replicate(model.part)  # type: ignore[arg-type]
-    replicate(model)
-    for state in (model._replicate_state, model.part._replicate_state):  # type: ignore[union-attr]
-        state._device = torch.device("meta")  # an accelerator's place is taken
-    return model(torch.ones(1), more={"y": [torch.ones(1)]})
-
-
-def test_inputs_are_moved_to_the_meshs_device_once_at_the_outermost_module() -> None:
-    assert run_ranks(moved_inputs_body, 1) == [["meta", "meta", "cpu", "cpu"]]
-
-
-@pytest.mark.gpu
-def test_inputs_on_the_host_reach_a_module_on_a_gpu() -> None:
-    assert run_ranks(inputs_to_gpu_body, 1, backend="nccl") == [[]]
-
-
-def inputs_to_gpu_body(rank: int, world: int) -> list[str]:
-    """What differs from torch's replicate where inputs are on the host."""
-
-    def trained(wrap: Callable[..., Any]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = wrap(nn.Linear(3, 2).cuda())
-        out = model(torch.arange(6.0).reshape(2, 3))
-        out.sum().backward()
-        return [out.detach(), model.weight.grad]
-
-    ours, theirs = trained(replicate), trained(torch_replicate_by_ddp)
-    return [str(at) for at, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
-
-
 def mistakes_body(rank: int, world: int) -> list[str]:
     said = []
 
