@@ -36,6 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.hooks import RemovableHandle
 
@@ -1294,7 +1295,18 @@ def surely_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal for all values of their symbols that the graph is made for. Adds no guard."""
     if type(a) is int and type(b) is int:
         return a == b
-    return str(a) == str(b) or bool(symbolic_shapes.statically_known_true(a == b))
+    if str(a) == str(b) or symbolic_shapes.statically_known_true(a == b):
+        return True
+    if not isinstance(difference := a - b, torch.SymInt):
+        return False
+    # 2 * (s // 2) is s where s is known to be even.
+    node = difference.node
+    exact = {
+        quotient: quotient.args[0] / quotient.args[1]
+        for quotient in node.expr.atoms(FloorDiv)
+        if Mod(*quotient.args) in node.shape_env.divisible
+    }
+    return sympy.expand(node.expr.xreplace(exact)) == 0
 
 
 # ---- checkpoints

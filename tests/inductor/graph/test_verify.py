@@ -9,6 +9,7 @@ import pytest
 import torch
 from example_graphs import EXAMPLES, example
 
+import weft
 from tests.step_builder import StepBuilder
 from weft import knobs
 from weft.capture.graph import StepGraph
@@ -174,3 +175,14 @@ def test_example_models_are_true_after_every_pass(name: str) -> None:
     unstated.add("native_layer_norm.default")  # its statistics have another dtype on CPUs
     assert set(verifier.skipped) <= {*unstated, "functional_native_batch_norm", "onehotsum", "segmentsum"}
     assert verifier.recomputed > 0.9 * (verifier.recomputed + sum(verifier.skipped.values()))
+
+
+def test_a_size_that_is_halved_and_doubled_is_the_size_where_it_is_even() -> None:
+    @weft.compile(dynamic=True)
+    def step(ids: torch.Tensor) -> None:
+        ids.reshape(-1, 2).unsqueeze(0).mul_(2)
+
+    for size in (6, 2, 8):
+        ids = torch.arange(size)
+        step(ids)
+        assert ids.tolist() == [2 * at for at in range(size)]
