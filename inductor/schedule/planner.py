@@ -3,7 +3,7 @@
 The planner compares a few candidates. A candidate says which gathered parameters are freed and gathered again
 (:mod:`weft.inductor.schedule.reshard`) and how large buckets can get (:mod:`weft.inductor.schedule.bucketing`). For
 each candidate the graph is rewritten, priced (:mod:`weft.inductor.cost.build_task_graph`), ordered within the memory
-limit (:mod:`weft.inductor.schedule.overlap`) and simulated with the transports that it will run with. The fastest
+limit (:mod:`weft.inductor.schedule.search_order`) and simulated with the transports that it will run with. The fastest
 candidate that fits is the schedule.
 
 Gathering again costs communication, so as few parameters as possible are resharded. Those with the longest idle time
@@ -56,10 +56,10 @@ from weft.inductor.schedule.bucketing import (
 )
 from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, regather, structure
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
-from weft.inductor.schedule.overlap import TIME_TOLERANCE, overlap, unreachable
 from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.reshard import choose_gaps, gaps, gather_once
 from weft.inductor.schedule.schedule_tables import BucketReport, bucket_report
+from weft.inductor.schedule.search_order import TIME_TOLERANCE, search_order, unreachable
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
 from weft.inductor.schedule.split_optimizer import split_updates
 from weft.inductor.schedule.verify import verifier
@@ -395,7 +395,7 @@ class _Planner:
         counted = simulate(task_graph, low_memory_order).peak
         # Without a limit an order is found sooner, and with this much room it is usually within the limit.
         if counted < _UNCONSTRAINED_FRACTION * self.limit:
-            found = self.issued(applied, overlap(task_graph))
+            found = self.issued(applied, search_order(task_graph))
             if found.simulation.peak <= self.limit:
                 return found
         if last:
@@ -408,7 +408,7 @@ class _Planner:
         bound = self.limit if self.excess > 0 else max(counted, self.limit - self.unpredicted)
         for _ in range(_MAX_REORDERS):
             try:
-                order = overlap(task_graph, bound)
+                order = search_order(task_graph, bound)
             except MemoryLimitUnreachable:
                 break
             found, own = self.issued(applied, order), simulate(task_graph, order).peak

@@ -30,8 +30,8 @@ from weft.inductor.passes.wire_dtype import wire_dtype
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.schedule.agree_on_schedule import scheduled
 from weft.inductor.schedule.decisions import Decisions
-from weft.inductor.schedule.overlap import overlap
 from weft.inductor.schedule.planner import Schedule, ScheduleCandidate, _Planner, follow, schedule
+from weft.inductor.schedule.search_order import search_order
 from weft.inductor.schedule.select_transport import LIBRARY
 from weft.inductor.transports import instantiate
 from weft.inductor.transports.apply_transports import use_transports
@@ -212,7 +212,7 @@ def test_orders_are_priced_without_casts_that_transports_do(llama: StepGraph, tr
     planner = _Planner(llama, load_cluster("h200x8"), None, keep_bits=False)
     with knobs.override(transports=transports), torch_adapter.only_mode():
         applied = planner.applied(ScheduleCandidate((), scale))
-        order = overlap(applied.task_graph)
+        order = search_order(applied.task_graph)
         seen, made = simulate(applied.task_graph, order), planner.issued(applied, order).simulation
     # Casts that a library has to be handed come only then: ten of 2 to 8 us, where each collective is alone.
     assert seen.seconds == pytest.approx(made.seconds, rel=3e-3)

@@ -38,7 +38,7 @@ _SLOW_WEIGHT = 0.1
 _NAMED = 3
 
 
-def overlap(task_graph: TaskGraph, memory_limit: int | None = None) -> list[int]:
+def search_order(task_graph: TaskGraph, memory_limit: int | None = None) -> list[int]:
     """An order of issue of ``task_graph`` with a short step time.
 
     Time and memory are those of :func:`weft.inductor.cost.simulate.simulate`. The result depends on the task graph

@@ -20,13 +20,13 @@ from synthetic_steps import Steps, data_parallel, fsdp, hybrid, mixture_of_exper
 from weft.errors import MemoryLimitUnreachable
 from weft.inductor.cost.simulate import Simulation, simulate
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
-from weft.inductor.schedule.overlap import overlap
+from weft.inductor.schedule.search_order import search_order
 
 seeds = st.integers(0, 1 << 32)
 
 
 def overlapped(task_graph: TaskGraph, memory_limit: int | None = None) -> Simulation:
-    return simulate(task_graph, overlap(task_graph, memory_limit))
+    return simulate(task_graph, search_order(task_graph, memory_limit))
 
 
 def limits(task_graph: TaskGraph) -> list[int | None]:
@@ -43,7 +43,7 @@ def limits(task_graph: TaskGraph) -> list[int | None]:
 def test_an_order_is_found_wherever_there_is_one_and_is_not_slower_than_the_given(seed: int, which: int) -> None:
     task_graph = random_task_graph(random.Random(seed))
     limit = limits(task_graph)[which]
-    order = overlap(task_graph, limit)  # raises where it finds none
+    order = search_order(task_graph, limit)  # raises where it finds none
     assert task_graph.is_order(order)
     found, own = simulate(task_graph, order), simulate(task_graph)
     assert limit is None or found.peak <= limit
@@ -58,7 +58,7 @@ def test_a_limit_that_no_order_fits_is_refused(seed: int) -> None:
     least = least_peak(task_graph)
     if least > 0:
         with pytest.raises(MemoryLimitUnreachable) as caught:
-            overlap(task_graph, least - 1)
+            search_order(task_graph, least - 1)
         assert caught.value.limit == least - 1 < caught.value.peak
 
 
@@ -218,7 +218,7 @@ def test_tasks_with_effects_keep_their_order() -> None:
     task_graph = fsdp(layers=3)
     for task in task_graph.tasks:
         task.pinned = task.kind is Kind.COMPUTE
-    assert task_graph.is_order(overlap(task_graph))
+    assert task_graph.is_order(search_order(task_graph))
 
 
 def test_a_collective_that_nothing_waits_for() -> None:
@@ -233,7 +233,7 @@ def test_a_collective_that_nothing_waits_for() -> None:
 
 @pytest.mark.parametrize("tasks", [[], [Task("out", Kind.FREE)], [Task("a", Kind.COMPUTE, (), 1.0)]])
 def test_steps_without_collectives(tasks: list[Task]) -> None:
-    assert overlap(TaskGraph(tasks)) == list(range(len(tasks)))
+    assert search_order(TaskGraph(tasks)) == list(range(len(tasks)))
 
 
 def test_long_chains_of_views() -> None:
@@ -251,7 +251,7 @@ def test_long_chains_of_views() -> None:
 def test_the_error_says_what_is_held() -> None:
     task_graph = replace(fsdp(layers=2), base=1000)
     with pytest.raises(MemoryLimitUnreachable, match=r"no order .* fits memory_limit=1\.4e-06 GiB") as caught:
-        overlap(task_graph, 1500)
+        search_order(task_graph, 1500)
     error = caught.value
     least = simulate(task_graph)
     assert (error.peak, error.task) == (least.peak, task_graph.tasks[least.order[least.peak_at]].name)
@@ -266,9 +266,10 @@ def test_one_problem_has_one_order() -> None:
         "import random\n"
         "from brute_force import random_task_graph\n"
         "from synthetic_steps import fsdp, tensor_parallel\n"
-        "from weft.inductor.schedule.overlap import overlap\n"
+        "from weft.inductor.schedule.search_order import search_order\n"
         "graphs = [random_task_graph(random.Random(seed)) for seed in range(40)]\n"
-        "print([overlap(p) for p in graphs], overlap(fsdp(), 3200), overlap(tensor_parallel(interference=0.4)))\n"
+        "graphs += [fsdp(), tensor_parallel(interference=0.4)]\n"
+        "print([search_order(p) for p in graphs], search_order(fsdp(), 3200))\n"
     )
     printed = {
         subprocess.run(
@@ -289,7 +290,7 @@ def test_time_is_near_linear_in_the_tasks(limit: int | None) -> None:
     def seconds(layers: int) -> float:
         task_graph = fsdp(layers, products=16, views=6, interference=0.3)
         started = process_time()
-        overlap(task_graph, limit and limit * layers)
+        search_order(task_graph, limit and limit * layers)
         return process_time() - started
 
     seconds(2)
