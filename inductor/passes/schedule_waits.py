@@ -2,8 +2,10 @@
 
 The nodes of a graph stand in the order in which they are issued. This pass finds an order that data dependences allow.
 Random operations and calls with effects keep their order. Every decision follows from the graph alone, so all ranks
-issue their collectives in the same order. Steps that communicate on GPUs get their order from
-:mod:`weft.inductor.schedule.planner` instead.
+issue their collectives in the same order.
+
+On CPUs, and on GPUs without a description of the cluster, this is the order in which a step runs. Otherwise it is the
+order from which :mod:`weft.inductor.schedule.planner` starts: it says when operands are ready and results are needed.
 
 Keeps the bits of every result.
 """
@@ -24,9 +26,14 @@ from weft.inductor.graph.collectives import collective_op
 from weft.inductor.graph.node_order import reorder, start_of, waits_of
 from weft.inductor.graph.pass_runner import keeps_bits
 from weft.inductor.graph.sizes import node_bytes
+from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.gather_inputs import from_placeholders, is_gather
 
 Node = torch.fx.Node
+
+# Prefetched bytes on GPUs: the default of the knob `prefetch_mib`, which is for CPUs. The planner decides how much is
+# prefetched there, and must not come to another schedule because of that knob. A choice.
+_GPU_PREFETCH_BYTES = 1 << 30
 
 
 @keeps_bits
@@ -48,9 +55,13 @@ def issue_order(step: StepGraph, prefetch_bytes: int | None = None) -> list[Node
     - Elements are picked from a list right after it is made, so that the list can go.
 
     Args:
-        prefetch_bytes: bytes (default: the knob ``prefetch_mib``); with 0 every collective starts where it stood.
+        prefetch_bytes: bytes (default: the knob ``prefetch_mib`` on CPUs, 1 GiB on GPUs); with 0 every collective
+            starts where it stood.
     """
-    return _WaitScheduler(step, knobs.prefetch_mib << 20 if prefetch_bytes is None else prefetch_bytes).run()
+    if prefetch_bytes is None:
+        on_cpu = device_kind(step.graph.nodes) == "cpu"
+        prefetch_bytes = knobs.prefetch_mib << 20 if on_cpu else _GPU_PREFETCH_BYTES
+    return _WaitScheduler(step, prefetch_bytes).run()
 
 
 class _WaitScheduler:

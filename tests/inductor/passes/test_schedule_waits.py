@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from harness import run_ranks
 from step_builder import StepBuilder
+from weft import knobs
 from weft.capture.step_interface import Role
+from weft.inductor.graph.retarget import retarget
 from weft.inductor.passes.schedule_waits import issue_order, schedule_waits
 from weft.inductor.runtime.aten import compile_aten
 
@@ -48,6 +50,20 @@ def layers(count: int) -> tuple[StepBuilder, list[tuple[Node, Node]], list[Node]
         products.append(x)
     b.returns(x)
     return b, gathers, products
+
+
+def test_the_knob_is_for_cpus_only() -> None:
+    """On GPUs the planner decides, and starts from the order of this pass."""
+    b, _, _ = layers(4)
+    on_cpu = b.build(GROUPS)
+    orders = []
+    for step in (on_cpu, retarget(on_cpu.copy())):
+        found = set()
+        for mib in (0, 1024):
+            with knobs.override(prefetch_mib=mib):
+                found.add(tuple(node.name for node in issue_order(step)))
+        orders.append(len(found))
+    assert orders == [2, 1]
 
 
 def test_gathers_start_ahead_within_the_limit() -> None:
