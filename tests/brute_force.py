@@ -22,7 +22,7 @@ def least_seconds(task_graph: TaskGraph, memory_limit: int | None = None, at_mos
     tasks, follows = task_graph.tasks, _follows(task_graph)
     after = _seconds_after(task_graph, follows)
     allocates = {storage.maker for storage in task_graph.storages if storage.size}
-    instant = [at for at, task in enumerate(tasks) if task.kind is Kind.FREE and at not in allocates]
+    instant = [at for at, task in enumerate(tasks) if task.kind is Kind.NO_TIME and at not in allocates]
     streams: dict[str, list[int]] = {}
     for at, task in enumerate(tasks):
         if task.kind is Kind.START:
@@ -104,7 +104,7 @@ def random_task_graph(rng: random.Random, most_tasks: int = 9) -> TaskGraph:
         what = rng.choice([*["compute"] * (3 if room > 0 else 0), *["start"] * coming, *["wait"] * len(open_)])
         if what == "compute":
             if rng.random() < 0.1 and values:
-                values.append((make(Kind.FREE, 1, 0)[0], values[-1][1]))
+                values.append((make(Kind.NO_TIME, 1, 0)[0], values[-1][1]))
                 continue
             values.append(
                 make(

@@ -33,7 +33,7 @@ class Steps:
         return self._task(Task(name, Kind.COMPUTE, seconds=seconds), reads, makes)
 
     def view(self, name: str, of: Value) -> Value:
-        self.tasks.append(Task(name, Kind.FREE, needs=(of.task,)))
+        self.tasks.append(Task(name, Kind.NO_TIME, needs=(of.task,)))
         return Value(len(self.tasks) - 1, of.storage)
 
     def collective(

@@ -109,10 +109,12 @@ class _TaskGraphBuilder:
         operand = node.args[0] if node.args else None
         if operand in self.collectives and (is_wait(node) or node.target is operator.getitem):
             self.collectives[node] = self.collectives[operand]
-            return Kind.WAIT if is_wait(node) else Kind.FREE
+            return Kind.WAIT if is_wait(node) else Kind.NO_TIME
+        if is_free(node):
+            return Kind.NO_TIME
         # In a step on the GPU, nodes on CPU scalars run on the host, ahead of the compute stream.
         on_host = self.on_gpu and not any(tensor.is_cuda for tensor in tensors_of(node))
-        return Kind.FREE if on_host or is_free(node) else Kind.COMPUTE
+        return Kind.NO_TIME if on_host else Kind.COMPUTE
 
     # ---- order
 

@@ -128,6 +128,9 @@ class Machine:
         return other
 
     def _compute(self, work: float) -> None:
+        if self._next_end == math.inf:  # nothing runs beside it
+            self.now += work
+            return
         # The speed is constant until the next end of a collective: advance event by event.
         while work > (done := (self._next_end - self.now) * self._speed):
             self._compute_until(self._next_end, done)
@@ -229,24 +232,42 @@ class LiveMemory:
         self.now = self.peak = task_graph.base
         self._left = array("i", tables.uses)  # by storage: its users that are not issued; an array copies fast
 
+    @property
+    def allocated(self) -> Sequence[int]:
+        """By task, the bytes that it allocates."""
+        return self._tables.allocated
+
     def during(self, task: int) -> int:
         """Live bytes while ``task`` runs, if it is issued next."""
         return self.now + self._tables.allocated[task]
 
     def after(self, task: int) -> int:
         """Live bytes after ``task``, if it is issued next. Takes O(storages that it allocates and reads)."""
-        sizes, left = self._tables.sizes, self._left
-        return self.during(task) - sum(sizes[used] for used in self._tables.used[task] if left[used] == 1)
+        tables, left = self._tables, self._left
+        live_bytes = self.now + tables.allocated[task]
+        for used in tables.used[task]:
+            if left[used] == 1:
+                live_bytes -= tables.sizes[used]
+        return live_bytes
+
+    def freed(self, tasks: Sequence[int]) -> int:
+        """Bytes of the storages that are live for unissued ``tasks`` only."""
+        uses: dict[int, int] = {}
+        for task in tasks:
+            for used in self._tables.used[task]:
+                uses[used] = uses.get(used, 0) + 1
+        return sum(self._tables.sizes[used] for used, count in uses.items() if count == self._left[used])
 
     def issue(self, task: int) -> int:
         """Issue ``task``. Returns the live bytes while it runs."""
-        during = self.now = self.during(task)
-        self.peak = max(self.peak, during)
-        sizes, left = self._tables.sizes, self._left
-        for used in self._tables.used[task]:
-            left[used] -= 1
-            if not left[used]:
-                self.now -= sizes[used]
+        tables, left = self._tables, self._left
+        during = self.now = self.now + tables.allocated[task]
+        if during > self.peak:
+            self.peak = during
+        for used in tables.used[task]:
+            left[used] = remaining = left[used] - 1
+            if not remaining:
+                self.now -= tables.sizes[used]
         return during
 
     def copy(self) -> LiveMemory:

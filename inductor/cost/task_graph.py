@@ -20,7 +20,7 @@ class Kind(enum.Enum):
     COMPUTE = "compute"  # takes its seconds of the compute stream
     START = "start"  # hands a collective to its stream
     WAIT = "wait"  # holds the compute stream until the collective it needs has ended
-    FREE = "free"  # takes no time: a view, an element of a list, an input, the output
+    NO_TIME = "no_time"  # takes none: a view, an element of a list, an input, the output
 
 
 @dataclass(eq=False)
@@ -97,7 +97,7 @@ class TaskGraph:
         return waits
 
     def start_of(self, wait: int) -> int:
-        """The START that a WAIT waits for, through FREE tasks in between (elements of a coalesced result)."""
+        """The START that a WAIT waits for, through NO_TIME tasks in between (elements of a coalesced result)."""
         at = wait
         # The first need of a WAIT or getitem is its operand: `build` lists operands before ordering dependencies.
         while self.tasks[at].kind is not Kind.START:

@@ -1,10 +1,10 @@
 """One pass of list scheduling with look-ahead, around a reference order and within a memory limit.
 
 Computation follows the reference order. It departs from it where the next task would wait for a collective, or where
-another task would become late. A *due* time says how late a task can begin without making the step longer. Collectives
-start in the order of their due times, just before their stream runs empty: those that the reference has reached at
-once, others when they are due. The wait for a collective is issued before the first task that needs it, or some time
-after the collective has ended, to free its operands.
+another task would begin after it is due. A *due* time says how late a task can begin without making the step longer.
+Collectives start in the order of their due times, just before their stream runs empty: those that the reference has
+reached at once, others when they are due. The wait for a collective is issued before the first task that needs it, or
+some time after the collective has ended, to free its operands.
 
 Sources: list scheduling by due times (R. L. Graham, Bell System Technical Journal 45, 1966; E. G. Coffman and R. L.
 Graham, Acta Informatica 1, 1972); of two tasks, first the one that leaves the smaller lateness (J. Carlier, European
@@ -14,9 +14,8 @@ scheduler of XLA and the overlap scheduler of torch's inductor do.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -26,8 +25,9 @@ from weft.inductor.schedule.reference_order import Reference
 
 # Candidates per decision. Bounds the time of a decision. A choice.
 _MAX_CANDIDATES = 16
-# A collective starts earlier than it is due by this fraction of its time, against errors of the cost model: between the
-# median and the 95th percentile of the error that the tests allow.
+# A collective starts earlier than it is due by this fraction of its time, against errors of the cost model. Alone,
+# collectives are predicted to 20% (tests/inductor/cost/test_collective_cost.py); in a step they took up to three times
+# as long. A choice between the two.
 _EARLY_FRACTION = 0.5
 # If only memory or another collective needs a result, its wait is issued when the collective has been over for this
 # multiple of its time. On H200, collectives took up to three times their time alone, because computation kept their
@@ -114,7 +114,7 @@ class _ListScheduler:
 
     def run(self) -> ListSchedule:
         """Walk the reference once. COMPUTE tasks are issued in its order, with other tasks before them. STARTs and
-        WAITs become late, and are issued when due or when a task needs them."""
+        WAITs are postponed: passed, and issued when due or when a task needs them."""
         step = self.step
         for step.at, task in enumerate(self.reference.order):
             if step.issued[task]:
@@ -122,15 +122,15 @@ class _ListScheduler:
             if step.kinds[task] is Kind.COMPUTE:
                 while not step.issued[task]:
                     self.issue_something(task)
-            elif step.kinds[task] is Kind.FREE and step.lacks_nothing(task):
+            elif step.kinds[task] is Kind.NO_TIME and step.lacks_nothing(task):
                 step.make_room(task)
                 step.issue_with(task)
             else:
                 step.postpone(task)
         # Only communication is left: nothing is gained by delaying it.
-        while step.late:
+        while step.postponed:
             if not self.start_one(math.inf, math.inf, None):
-                step.issue_with(min(islice(step.late, _MAX_CANDIDATES), key=step.issuable_at))
+                step.issue_with(min(islice(step.postponed, _MAX_CANDIDATES), key=step.issuable_at))
         for start in self.reference.waits:  # the step is over when all collectives are
             step.machine.wait(start)
         ends = step.computed
@@ -189,7 +189,7 @@ class _ListScheduler:
         step = self.step
         # A stream with work until then gains nothing from another START, and its operands would be live for longer.
         for stream in step.streams:
-            if (stream.late or stream.ahead) and stream.dry <= until:
+            if (stream.postponed or stream.ahead) and stream.dry <= until:
                 start = self.next_of(stream, due, following)
                 if start is not None:
                     step.issue_with(start)
@@ -198,14 +198,14 @@ class _ListScheduler:
 
     def next_of(self, stream: ReadyStarts, due: float, following: int | None) -> int | None:
         """The START to issue on a stream: the one due first among those that can be issued at once, or None."""
-        late = next((key for key in stream.late[:_MAX_CANDIDATES] if self.can_start(key[2], following)), None)
+        postponed = next((key for key in stream.postponed[:_MAX_CANDIDATES] if self.can_start(key[2], following)), None)
         for key in stream.ahead[:_MAX_CANDIDATES]:
             # Keys are sorted: no later one is due either.
-            if key[0] - self.lead_time.collectives > due or (late is not None and late < key):
+            if key[0] - self.lead_time.collectives > due or (postponed is not None and postponed < key):
                 break
             if self.can_start(key[2], following):
                 return key[2]
-        return None if late is None else late[2]
+        return None if postponed is None else postponed[2]
 
     def can_start(self, start: int, following: int | None) -> bool:
         """Whether a START can be issued without a stall, with room for ``following`` while its collective runs.
@@ -226,26 +226,26 @@ class _ListScheduler:
 
     # ---- computation, and collectives behind a WAIT
 
-    def others(self, task: int) -> Iterator[Key]:
+    def others(self, task: int) -> list[Key]:
         """The candidates to issue instead of ``task``, by due time."""
         step = self.step
-        ready = (keys for stream in step.streams for keys in (stream.late, stream.ahead))
-        starts = [key for keys in ready for key in keys[:_MAX_CANDIDATES]]
-        candidates = (
-            heapq.merge(step.computable[:_MAX_CANDIDATES], sorted(starts))
-            if starts
-            else step.computable[:_MAX_CANDIDATES]
-        )
-        return (key for key in candidates if key[2] != task)
+        candidates = step.computable[:_MAX_CANDIDATES]
+        computations = len(candidates)
+        for stream in step.streams:
+            candidates += stream.postponed[:_MAX_CANDIDATES]
+            candidates += stream.ahead[:_MAX_CANDIDATES]
+        if len(candidates) > computations:
+            candidates.sort()
+        return [key for key in candidates if key[2] != task]
 
     def first(self, task: int, due: float) -> int:
         """The task to issue first: ``task``, which can run at once, or one that is due before ``due`` (s)."""
         step = self.step
-        now, own, work = step.machine.now, step.keys[task], self.work[task]
+        now, key_of_task, work = step.machine.now, step.keys[task], self.work[task]
         if step.kinds[task] is Kind.START:
             return task
         for key in self.others(task):
-            if own < key or key[0] - self.lead_time.computation > due:
+            if key_of_task < key or key[0] - self.lead_time.computation > due:
                 break
             other, when = key[2], key[0]
             lacking = step.lacking(other)
@@ -254,8 +254,8 @@ class _ListScheduler:
                 better = step.kinds[other] is Kind.COMPUTE  # the stream of a START is busy, or there is no room for it
             else:
                 # Carlier's rule: the order of the two tasks with the smaller maximum lateness.
-                late = max(begins - when, begins + self.work[other] - own[0])
-                better = begins < now + work and late < max(now - own[0], now + work - when)
+                lateness = max(begins - when, begins + self.work[other] - key_of_task[0])
+                better = begins < now + work and lateness < max(now - key_of_task[0], now + work - when)
             if better and step.can_issue(lacking):
                 return other
         return task
@@ -280,8 +280,8 @@ class _ListScheduler:
             if begins <= now and step.kinds[other] is Kind.START:
                 continue  # its stream is busy, or there is no room for it
             ends = begins + self.work[other]
-            late = max(begins - when, max(ready, ends) - due)
-            better = ends - ready < ready - begins or late < max(ready - due, ready + work - when)
+            lateness = max(begins - when, max(ready, ends) - due)
+            better = ends - ready < ready - begins or lateness < max(ready - due, ready + work - when)
             if better and step.can_issue(lacking):
                 best = begins, key
         return task if best is None else best[1][2]

@@ -21,9 +21,10 @@ from weft.inductor.cost.simulate import LiveMemory, Machine, TaskSpan
 from weft.inductor.cost.task_graph import Kind, Task, TaskGraph
 from weft.inductor.schedule.precedence import Precedence
 
-# Budget of one search, in tasks that are simulated; the second simulation of an order counts only if it is taken.
-# Bounds the time of large steps. A graph of ten tasks is searched until no move helps. A choice.
-_MAX_ISSUES = 60_000
+# Budget of one search, in tasks that are simulated. The second simulation of an order counts only if the order is fast
+# enough for its memory to be checked. Bounds the time of large steps. A graph of ten tasks is searched until no move
+# helps. A choice.
+_MAX_ISSUES = 32_000
 # Per stall: competing collectives, and computations behind it, whose moves are tried first. Choices.
 _MAX_COMPETITORS, _MAX_FILLERS = 4, 4
 # All moves are tried in graphs of at most so many tasks: their number grows with the square. A choice.
@@ -116,6 +117,7 @@ class LocalSearch:
         self.needs, self.users = before.needs, before.users
         self.kinds = [task.kind for task in task_graph.tasks]
         self.waits = task_graph.waits_of()
+        self.live_memory = LiveMemory(task_graph)  # before the first task
         self.left = _MAX_ISSUES
         # A fraction above the bound is within what a move has to gain.
         self.enough = expected.least(before) * (1.0 + _LEAST_GAIN)
@@ -129,19 +131,19 @@ class LocalSearch:
         assert not excess
         return found, seconds
 
-    def improve_by_kicks(self, order: Sequence[int], seconds: float) -> tuple[list[int], float]:
+    def improve_by_perturbations(self, order: Sequence[int], seconds: float) -> tuple[list[int], float]:
         """As :meth:`improve`, where it takes two moves to get faster: first a collective starts earlier, whatever time
         or memory that costs, and from there on moves have to help (iterated local search). For graphs of few tasks."""
         found = list(order)
-        kicks = self._kicks(found) if len(order) <= _MAX_EXHAUSTIVE else iter(())
-        while self.left > 0 and seconds > self.enough and (kicked := next(kicks, None)) is not None:
+        perturbations = self._perturbations(found) if len(order) <= _MAX_EXHAUSTIVE else iter(())
+        while self.left > 0 and seconds > self.enough and (perturbed := next(perturbations, None)) is not None:
             self.left -= 2 * len(order)
-            better, excess, faster = self._descend(kicked, self._excess(kicked), self.expected(kicked))
+            better, excess, faster = self._descend(perturbed, self._excess(perturbed), self.expected(perturbed))
             if not excess and faster < seconds * (1.0 - _LEAST_GAIN):
-                found, seconds, kicks = better, faster, self._kicks(better)
+                found, seconds, perturbations = better, faster, self._perturbations(better)
         return found, seconds
 
-    def _kicks(self, order: list[int]) -> Iterator[list[int]]:
+    def _perturbations(self, order: list[int]) -> Iterator[list[int]]:
         """Orders in which a collective starts before one that started earlier: alone, and together with its WAITs, so
         that memory of the two is not live at the same time. Then before computation. At last, any task elsewhere."""
         place = {task: at for at, task in enumerate(order)}
@@ -149,12 +151,12 @@ class LocalSearch:
         others = (to for to in range(len(order)) if to not in starts)
         for at, to in ((at, to) for to in (*starts, *others) for at in starts if to < at):
             for moved in ([order[at]], [order[at], *self.waits[order[at]]]):
-                if (kicked := self._ahead(order, to, moved)) is not None:
-                    yield kicked
+                if (perturbed := self._ahead(order, to, moved)) is not None:
+                    yield perturbed
         for at, to in permutations(range(len(order)), 2):
-            kicked = self._ahead(order, to, [order[at]]) if to < at else self._behind(order, at, to)
-            if kicked is not None:
-                yield kicked
+            perturbed = self._ahead(order, to, [order[at]]) if to < at else self._behind(order, at, to)
+            if perturbed is not None:
+                yield perturbed
 
     def _descend(self, order: list[int], excess: int, seconds: float) -> tuple[list[int], int, float]:
         """Move while that helps. Less excess over the memory limit counts more than any time, so an order within the
@@ -190,7 +192,7 @@ class LocalSearch:
         """Bytes by which an order exceeds the memory limit."""
         if self.limit is None:
             return 0
-        live_memory = LiveMemory(self.task_graph)
+        live_memory = self.live_memory.copy()
         for task in order:
             live_memory.issue(task)
         return max(live_memory.peak - self.limit, 0)

@@ -21,13 +21,12 @@ _NOTHING = -(1 << 62)
 class MemoryForecast:
     """Bytes held at each place of an order, if all tasks that are not issued yet follow in that order.
 
-    Late tasks are ignored: at every place, all tasks before it count as issued.
+    Postponed tasks are ignored: at every place, all tasks before it count as issued.
     """
 
     def __init__(self, task_graph: TaskGraph, order: Sequence[int]) -> None:
         live_memory = LiveMemory(task_graph)
         waits = task_graph.waits_of()
-        self._order = order
         self._place = [0] * len(order)
         for place, task in enumerate(order):
             self._place[task] = place
@@ -48,8 +47,7 @@ class MemoryForecast:
     def copy(self) -> MemoryForecast:
         """An independent copy. Copies 8 bytes per task and 4 per storage."""
         other = object.__new__(MemoryForecast)
-        other._order, other._place = self._order, self._place
-        other._sizes, other._users, other._used = self._sizes, self._users, self._used
+        other._place, other._sizes, other._users, other._used = self._place, self._sizes, self._users, self._used
         other._live, other._ahead, other._left = self._live.clone(), self._ahead[:], self._left[:]
         return other
 
@@ -59,20 +57,11 @@ class MemoryForecast:
         most = int(live.max())
         return most, place + int((live == most).nonzero()[-1])
 
-    def freed(self, tasks: Sequence[int], issued: bytearray) -> int:
-        """Bytes of the storages whose unissued users are all in ``tasks``; ``issued`` says by task whether it is."""
-        storages = dict.fromkeys(at for task in tasks for at in self._used[task])
-        order = self._order
-
-        def is_last(at: int) -> bool:
-            return all(issued[order[place]] or order[place] in tasks for place in self._users[at])
-
-        return sum(self._sizes[at] for at in storages if is_last(at))
-
     def issue_ahead(self, task: int, allocated: int, place: int) -> None:
         """Record that ``task``, which allocates ``allocated`` bytes, is issued at ``place``, ahead of its own place."""
         own = self._place[task]
-        self._live[place:own] += allocated
+        if allocated:
+            self._live[place:own].add_(allocated)  # `+=` would copy the slice onto itself as well
         self._live[own] = _NOTHING
         self._ahead[own] = True
         # If it was the last user of a storage, the live range now ends at the last user that remains in its place.
@@ -84,4 +73,4 @@ class MemoryForecast:
                 left -= 1
             self._left[at] = left
             freed = max(users[left - 1] + 1 if left else 0, place)
-            self._live[freed:own] -= self._sizes[at]
+            self._live[freed:own].sub_(self._sizes[at])

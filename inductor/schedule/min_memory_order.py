@@ -1,4 +1,5 @@
-"""Orders of low peak memory, without regard to time."""
+"""Orders of low peak memory, without regard to time: a greedy one, the search for one within a limit, and two lower
+bounds of the peak."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def min_memory_order(task_graph: TaskGraph, before: Precedence) -> list[int]:
             if user != storage.maker:
                 read[user] += storage.size
     # WAITs and views that allocate nothing follow their operands at once: a WAIT frees the operands of its collective.
-    follows = [task.kind in (Kind.FREE, Kind.WAIT) and not allocated[at] for at, task in enumerate(tasks)]
+    follows = [task.kind in (Kind.NO_TIME, Kind.WAIT) and not allocated[at] for at, task in enumerate(tasks)]
     # Postponing a task keeps its operands live for longer. That pays for a START whose result is larger, and for
     # computation whose operands are inputs of the step, which are live anyway.
     little = sum(allocated) // _NEGLIGIBLE_PART
@@ -106,7 +107,7 @@ def _reached(edges: Sequence[Sequence[int]], start: int) -> set[int]:
     return reached
 
 
-def fitting(task_graph: TaskGraph, before: Precedence, order: Sequence[int], limit: int) -> list[int] | None:
+def order_within(task_graph: TaskGraph, before: Precedence, order: Sequence[int], limit: int) -> list[int] | None:
     """An order with a peak within ``limit``, close to ``order``; None where none exists or none was found in time.
 
     Depth-first search. A task that fits and leaves no more memory held than before is issued at once, since every order
@@ -142,7 +143,7 @@ class _Search:
         # The stack of decisions: tasks issued before it, alternatives left in reverse order, the state before it.
         choices: list[tuple[int, list[int], int]] = []
         while len(self.issued) < len(self.order):
-            fit = self.fitting()
+            fit = self.ready_within_limit()
             # Dominance: a task that does not increase live memory can come first in every order from here on.
             task = next((task for task in fit if self.allocated[task] <= self.freed(task)), None)
             if task is None:
@@ -158,7 +159,7 @@ class _Search:
             self.issue(task)
         return self.issued
 
-    def fitting(self) -> list[int]:
+    def ready_within_limit(self) -> list[int]:
         """The ready tasks that fit within the limit, in the order of the reference."""
         self.looks -= min(len(self.ready), _MAX_READY)
         tasks = [self.order[place] for place in self.ready[:_MAX_READY]]

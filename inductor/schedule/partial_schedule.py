@@ -2,11 +2,11 @@
 
 Three rules allow departures from the reference order and keep the step completable within the limit:
 
-- A task that the reference has reached can be *late* if it is a START, a WAIT, or a FREE task that depends on a late
-  one. All allocations of late tasks together fit beside the live memory, so all of them can be issued at any time. The
-  state is then that of the reference.
+- A task that the reference has reached can be *postponed* if it is a START, a WAIT, or a NO_TIME task that depends on a
+  postponed one. All allocations of postponed tasks together fit beside the live memory, so all of them can be issued at
+  any time. The state is then that of the reference.
 - A task can be issued ahead of its place if the rest of the step still fits in the order of the reference.
-- The WAITs of a START that was issued ahead become late: they can follow it at any time.
+- The WAITs of a START that was issued ahead are postponed too: they can follow it at any time.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class ReadyStarts:
     """The STARTs of a stream that need no unissued computation or START, sorted by key.
 
     Attributes:
-        late: those that the reference has reached.
+        postponed: those that the reference has reached.
         ahead: the others.
         started, ended: seconds of the collectives that were started and that have ended, each alone on its link.
         begun: when the running collective began, in seconds.
     """
 
-    late: list[Key] = field(default_factory=list)
+    postponed: list[Key] = field(default_factory=list)
     ahead: list[Key] = field(default_factory=list)
     started: float = 0.0
     ended: float = 0.0
@@ -61,8 +61,9 @@ class PartialSchedule:
         order: the issued tasks, in order.
         issued: by task, whether it is issued.
         machine, live_memory: time and memory of the step so far.
+        allocated: by task, the bytes that it allocates.
         forecast: memory of the rest of the step; None without a memory limit.
-        late: tasks that the reference has passed and that are not issued, in its order.
+        postponed: tasks that the reference has passed and that are not issued, in its order.
         keys: by task.
         computable: unissued COMPUTE tasks that need no unissued computation or START, sorted by key.
         streams: the same for STARTs.
@@ -77,6 +78,7 @@ class PartialSchedule:
         self.place, self.limit = reference.place, reference.limit
         self.keys = list(zip(due, self.place, range(len(due)), strict=True))
         self.machine, self.live_memory = reference.machine.copy(), reference.live_memory.copy()
+        self.allocated = self.live_memory.allocated
         self.machine.ended = self.ended = list[TaskSpan]()
         self.ends: dict[int, float] = {}
         self.forecast = reference.forecast.copy() if reference.forecast is not None else None
@@ -84,15 +86,15 @@ class PartialSchedule:
         self.issued = bytearray(len(due))
         self.order: list[int] = []
         self.computed = [0.0] * len(due)
-        self.late: dict[int, None] = {}
-        self._owed = 0  # bytes that late tasks will allocate
+        self.postponed: dict[int, None] = {}
+        self._owed = 0  # bytes that postponed tasks will allocate
         # By task, the place in the reference until which `can_issue` has found no room. Saves repeated range maxima.
         self._no_room: dict[int, int] = {}
         self._noticed = 0  # how many of `ended` are counted in `streams`
         self._expected: dict[int, float] = {}  # by START, its predicted end; cleared when a collective is started
 
-        # By task, its needs that are, or need, an unissued COMPUTE or START. FREE and WAIT tasks do not count: they can
-        # be issued together with the task.
+        # By task, its needs that are, or need, an unissued COMPUTE or START. NO_TIME and WAIT tasks do not count: they
+        # can be issued together with the task.
         self._lacks = [len(of) for of in self.needs]
         self.computable: list[Key] = []
         tasks = reference.task_graph.tasks
@@ -109,8 +111,13 @@ class PartialSchedule:
 
     def lacking(self, task: int) -> list[int]:
         """The unissued tasks that ``task`` needs, directly or not, in a valid order, and then ``task`` itself."""
-        # Depth-first with an explicit stack: chains of views and waits can exceed the recursion limit.
         issued, needs = self.issued, self.needs
+        for need in needs[task]:
+            if not issued[need]:
+                break
+        else:  # most tasks
+            return [task]
+        # Depth-first with an explicit stack: chains of views and waits can exceed the recursion limit.
         ordered: dict[int, None] = {}
         todo = [(task, iter(needs[task]))]
         while todo:
@@ -139,31 +146,27 @@ class PartialSchedule:
             self._expected[start] = self.machine.ready_at(start)
         return self._expected[start]
 
-    def issuable_at(self, late: int) -> float:
-        """When a late task can be issued without a stall (s); infinity if it needs an unissued START."""
-        return math.inf if self._lacks[late] else self.ready(self.lacking(late))
+    def issuable_at(self, postponed: int) -> float:
+        """When a postponed task can be issued without a stall (s); infinity if it needs an unissued START."""
+        return math.inf if self._lacks[postponed] else self.ready(self.lacking(postponed))
 
     # ---- memory
 
-    def allocated(self, task: int) -> int:
-        """Bytes that a task allocates."""
-        return self.live_memory.during(task) - self.live_memory.now
-
     def fits(self, lacking: Sequence[int]) -> bool:
-        """Whether these tasks fit within the limit, and all late tasks after them.
+        """Whether these tasks fit within the limit, and all postponed tasks after them.
 
-        The second part keeps the invariant that late tasks can be issued at any time.
+        The second part keeps the invariant that postponed tasks can be issued at any time.
         """
         task, before = lacking[-1], 0
-        owed = self._owed - self.allocated(task) * (task in self.late)
+        owed = self._owed - (self.allocated[task] if task in self.postponed else 0)
         for other in lacking[:-1]:
-            before += self.allocated(other)
-            owed -= self.allocated(other) * (other in self.late)
+            before += self.allocated[other]
+            owed -= self.allocated[other] if other in self.postponed else 0
         return before + max(self.live_memory.during(task), self.live_memory.after(task) + owed) <= self.limit
 
     def fits_beside(self, start: int, task: int) -> bool:
         """Whether ``task`` fits while the collective of ``start`` runs."""
-        return self.live_memory.during(start) + self.allocated(task) <= self.limit
+        return self.live_memory.during(start) + self.allocated[task] <= self.limit
 
     def can_issue(self, lacking: Sequence[int]) -> bool:
         """Whether these tasks fit within the limit, and then the rest of the step in the order of the reference.
@@ -182,7 +185,7 @@ class PartialSchedule:
         # The results of a START and what its WAITs allocate are live until their place in the reference.
         if self.kinds[task] is Kind.START:
             lacking = [*lacking, *self._closing(task)]
-        more = sum(map(self.allocated, lacking)) - self.forecast.freed(lacking, self.issued)
+        more = sum(self.allocated[task] for task in lacking) - self.live_memory.freed(lacking)
         if more <= 0:
             return True
         most, until = self.forecast.most(self.at, task)
@@ -193,25 +196,25 @@ class PartialSchedule:
         return False
 
     def make_room(self, task: int) -> None:
-        """Issue late tasks until ``task`` fits: first those that do not stall the compute stream."""
-        while self.forecast and self.late and not self.issued[task] and not self.fits(self.lacking(task)):
-            ended = (late for late in self.late if self.issuable_at(late) <= self.machine.now)
-            self.issue_with(next(ended, next(iter(self.late))))
+        """Issue postponed tasks until ``task`` fits: first those that do not stall the compute stream."""
+        while self.forecast and self.postponed and not self.issued[task] and not self.fits(self.lacking(task)):
+            ended = (postponed for postponed in self.postponed if self.issuable_at(postponed) <= self.machine.now)
+            self.issue_with(next(ended, next(iter(self.postponed))))
 
     # ---- issue
 
     def postpone(self, task: int) -> None:
-        """Pass a task in the reference without issuing it: it becomes late."""
-        if task in self.late:
+        """Pass a task in the reference without issuing it: it is postponed."""
+        if task in self.postponed:
             return
-        # Keep the invariant: the allocations of all late tasks fit together.
-        while self.late and self.live_memory.now + self._owed + self.allocated(task) > self.limit:
-            self.issue_with(next(iter(self.late)))
-        self._become_late(task)
+        # Keep the invariant: the allocations of all postponed tasks fit together.
+        while self.postponed and self.live_memory.now + self._owed + self.allocated[task] > self.limit:
+            self.issue_with(next(iter(self.postponed)))
+        self._add_postponed(task)
         if self.kinds[task] is Kind.START and not self._lacks[task]:
             stream = self._stream_of[task]
             _remove(stream.ahead, self.keys[task])
-            insort(stream.late, self.keys[task])
+            insort(stream.postponed, self.keys[task])
 
     def wait_for(self, start: int) -> None:
         """Issue the WAITs of a START that need no other unissued computation or START."""
@@ -225,32 +228,33 @@ class PartialSchedule:
             self.issue_all(self.lacking(task))
 
     def issue_all(self, lacking: Sequence[int]) -> None:
-        """Issue the tasks of ``lacking`` that are not issued, and late FREE tasks as soon as their needs are issued."""
-        # A late view keeps its base live. It takes no time, so it follows at once.
+        """Issue the tasks of ``lacking`` that are not issued, and postponed NO_TIME tasks as soon as their needs are
+        issued."""
+        # A view that is put off keeps its base live. It takes no time, so it follows at once.
         todo = deque(lacking)
         while todo:
             task = todo.popleft()
             if not self.issued[task]:
                 self._issue(task)
-                if self.late and self.kinds[task] in (Kind.WAIT, Kind.FREE):
+                if self.postponed and self.kinds[task] in (Kind.WAIT, Kind.NO_TIME):
                     todo.extendleft(user for user in self.users[task] if self._may_follow(user))
 
     def _may_follow(self, task: int) -> bool:
-        return task in self.late and self.kinds[task] is Kind.FREE and self.lacks_nothing(task)
+        return task in self.postponed and self.kinds[task] is Kind.NO_TIME and self.lacks_nothing(task)
 
     def _issue(self, task: int) -> None:
-        late, kind = task in self.late, self.kinds[task]
-        if late:
-            del self.late[task]
-            self._owed -= self.allocated(task)
+        postponed, kind = task in self.postponed, self.kinds[task]
+        if postponed:
+            del self.postponed[task]
+            self._owed -= self.allocated[task]
         elif self.forecast is not None and self.place[task] > self.at:
             # Issued ahead: it is live from here on instead of from its place. Its WAITs may follow at any time, so they
-            # count as issued ahead too, and are late.
-            self.forecast.issue_ahead(task, self.allocated(task), self.at)
+            # count as issued ahead too, and are postponed.
+            self.forecast.issue_ahead(task, self.allocated[task], self.at)
             for follows in self._closing(task) if kind is Kind.START else ():
-                if follows not in self.late:
-                    self.forecast.issue_ahead(follows, self.allocated(follows), self.at)
-                    self._become_late(follows)
+                if follows not in self.postponed:
+                    self.forecast.issue_ahead(follows, self.allocated[follows], self.at)
+                    self._add_postponed(follows)
         self.issued[task] = True
         self.order.append(task)
         self.live_memory.issue(task)
@@ -270,7 +274,7 @@ class PartialSchedule:
             if stream.started == stream.ended:
                 stream.begun = self.machine.now
             stream.started += self.reference.task_graph.tasks[task].seconds
-            _remove(stream.late if late else stream.ahead, self.keys[task])
+            _remove(stream.postponed if postponed else stream.ahead, self.keys[task])
             self._expected.clear()  # it shares its link, so the others may end later
             self._open(task)
 
@@ -278,24 +282,24 @@ class PartialSchedule:
         """Whether all needs of a task are issued."""
         return all(self.issued[need] for need in self.needs[task])
 
-    def _become_late(self, task: int) -> None:
-        self.late[task] = None
-        self._owed += self.allocated(task)
+    def _add_postponed(self, task: int) -> None:
+        self.postponed[task] = None
+        self._owed += self.allocated[task]
 
     def _closing(self, start: int) -> list[int]:
-        """The WAITs of a START that can follow it at once, and the FREE tasks between; in a valid order."""
+        """The WAITs of a START that can follow it at once, and the NO_TIME tasks between; in a valid order."""
         tasks: dict[int, None] = {}
         for wait in self.reference.waits[start]:
             todo = [wait]
             for task in todo:
                 todo += [need for need in self.needs[task] if need != start and not self.issued[need]]
-            if all(self.kinds[task] in (Kind.WAIT, Kind.FREE) for task in todo):
+            if all(self.kinds[task] in (Kind.WAIT, Kind.NO_TIME) for task in todo):
                 tasks |= dict.fromkeys(reversed(todo))
         return list(tasks)
 
     def _open(self, task: int) -> None:
-        """Count ``task`` as no longer missing for its users; offer those that miss nothing. WAIT and FREE users pass it
-        on to their users."""
+        """Count ``task`` as no longer missing for its users; offer those that miss nothing. WAIT and NO_TIME users pass
+        it on to their users."""
         todo = [task]
         for each in todo:
             for user in self.users[each]:
@@ -312,7 +316,7 @@ class PartialSchedule:
             insort(self.computable, self.keys[task])
         else:
             stream = self._stream_of[task]
-            insort(stream.late if task in self.late else stream.ahead, self.keys[task])
+            insort(stream.postponed if task in self.postponed else stream.ahead, self.keys[task])
 
 
 def _remove(keys: list[Key], key: Key) -> None:

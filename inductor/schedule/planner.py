@@ -59,7 +59,7 @@ from weft.inductor.schedule.min_memory_order import min_memory_order, operands_b
 from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.reshard import choose_gaps, gaps, gather_once
 from weft.inductor.schedule.schedule_tables import BucketReport, bucket_report
-from weft.inductor.schedule.search_order import TIME_TOLERANCE, search_order, unreachable
+from weft.inductor.schedule.search_order import TIME_TOLERANCE, limit_error, search_order
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
 from weft.inductor.schedule.split_optimizer import split_updates
 from weft.inductor.schedule.verify import verifier
@@ -324,7 +324,7 @@ class _Planner:
         if found.simulation.peak <= self.limit:
             return found
         names = [_described(node) for node in found.nodes]
-        error = unreachable(found.simulation, self.limit, names, certain=self.infeasible)
+        error = limit_error(found.simulation, self.limit, names, certain=self.infeasible)
         if self.requested_limit is not None:
             raise error
         # The default limit is an estimate of what the GPU has left: the step may still run. The lowest peak becomes the

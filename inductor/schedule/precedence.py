@@ -54,7 +54,7 @@ def reversed_graph(task_graph: TaskGraph) -> TaskGraph:
     tasks = [
         Task(
             task.name,
-            Kind.WAIT if at in started else Kind.COMPUTE if task.kind is Kind.COMPUTE else Kind.FREE,
+            Kind.WAIT if at in started else Kind.COMPUTE if task.kind is Kind.COMPUTE else Kind.NO_TIME,
             # Its START first: `TaskGraph.start_of` follows the first need of a WAIT.
             needs=(started[at], *users[at]) if at in started else tuple(users[at]),
             seconds=0.0 if at in started else task.seconds,

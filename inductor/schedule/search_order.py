@@ -1,11 +1,14 @@
 """The order of issue that overlaps communication with computation, within a memory budget.
 
 Several candidate orders are made by list scheduling (:mod:`weft.inductor.schedule.list_schedule`), with different due
-times and lead times; the task graph's own order is one of the candidates. The simulator estimates the time of each. The
-estimate also counts, with a small weight, a step whose collectives take longer than predicted, because an order that
-starts every collective as late as possible has no slack. A local search (:mod:`weft.inductor.schedule.local_search`)
-then improves these orders by moving single collectives and computations. Of the orders within ``TIME_TOLERANCE`` of the
-fastest, the one with the lowest peak memory is taken.
+times and lead times; the task graph's own order is one of the candidates if it is within the budget. The simulator
+estimates the time of each. The estimate also counts, with a small weight, a step whose collectives take longer than
+predicted, because an order that starts every collective as late as possible has no slack. A local search
+(:mod:`weft.inductor.schedule.local_search`) then improves these orders by moving single collectives and computations.
+Of the orders within ``TIME_TOLERANCE`` of the fastest, the one with the lowest peak memory is taken.
+
+All of this is done on a contracted task graph (:mod:`weft.inductor.schedule.contraction`), which has a fifth of the
+tasks.
 
 Due times come from a schedule of the reversed step. There each collective begins as soon as its waits allow, one after
 the other on its stream, so in the forward direction it begins as late as possible. Backward and forward scheduling
@@ -21,9 +24,10 @@ from collections.abc import Sequence
 from weft.errors import MemoryLimitUnreachable
 from weft.inductor.cost.simulate import Simulation, simulate, users_of
 from weft.inductor.cost.task_graph import Kind, Storage, TaskGraph
+from weft.inductor.schedule.contraction import contract
 from weft.inductor.schedule.list_schedule import LeadTime, ListSchedule, list_schedule
 from weft.inductor.schedule.local_search import ExpectedTime, LocalSearch
-from weft.inductor.schedule.min_memory_order import fitting, min_memory_order, unavoidable_bytes
+from weft.inductor.schedule.min_memory_order import min_memory_order, order_within, unavoidable_bytes
 from weft.inductor.schedule.precedence import Precedence, precedence, reversed_graph, reversed_order
 from weft.inductor.schedule.reference_order import Reference
 
@@ -50,12 +54,18 @@ def search_order(task_graph: TaskGraph, memory_limit: int | None = None) -> list
     Raises:
         MemoryLimitUnreachable: no order within the limit was found. For a step of few tasks none exists then.
     """
+    contraction = contract(task_graph)
+    return contraction.expanded(_search(contraction.task_graph, memory_limit))
+
+
+def _search(task_graph: TaskGraph, memory_limit: int | None) -> list[int]:
     before = precedence(task_graph)
-    captured = simulate(task_graph)
-    reference = Reference(task_graph, before, _order_within(task_graph, before, captured, memory_limit), memory_limit)
+    own_order = simulate(task_graph)
+    reference = Reference(task_graph, before, _order_within(task_graph, before, own_order, memory_limit), memory_limit)
     schedules = _schedules(reference)
-    if memory_limit is None or captured.peak <= memory_limit:
-        schedules.append(ListSchedule(list(captured.order), captured.seconds, captured.peak, []))
+    own_fits = memory_limit is None or own_order.peak <= memory_limit
+    if own_fits:
+        schedules.append(ListSchedule(list(own_order.order), own_order.seconds, own_order.peak, []))
     # Without the slow run, the plain minimum chose orders without slack to gain 0.05 ms of 73 ms (docs/decisions.md).
     expected = ExpectedTime(task_graph, _SLOW_FACTOR, _SLOW_WEIGHT)
     # Several passes find the same order.
@@ -69,12 +79,12 @@ def search_order(task_graph: TaskGraph, memory_limit: int | None = None) -> list
         if faster < seconds:
             found.append((faster, _issued(task_graph, order)))
     seconds, best = min(found, key=lambda pair: pair[0])
-    order, faster = search.improve_by_kicks(best.order, seconds)
+    order, faster = search.improve_by_perturbations(best.order, seconds)
     if faster < seconds:
         found.append((faster, _issued(task_graph, order)))
-    # With slack or without, no order that is slower as predicted than the one that was captured.
-    own = captured.seconds if memory_limit is None or captured.peak <= memory_limit else math.inf
-    found = [pair for pair in found if pair[1].seconds <= own]
+    # With slack or without, no order that is slower as predicted than the task graph's own.
+    slowest = own_order.seconds if own_fits else math.inf
+    found = [pair for pair in found if pair[1].seconds <= slowest]
     slowest = min(seconds for seconds, _ in found) * (1 + TIME_TOLERANCE)
     fast = [each for seconds, each in found if seconds <= slowest]
     return min(fast, key=lambda each: (each.peak, each.seconds)).order
@@ -144,8 +154,8 @@ def _earliest_ends(reference: Reference) -> list[float]:
     return ends
 
 
-def _order_within(task_graph: TaskGraph, before: Precedence, captured: Simulation, limit: int | None) -> Sequence[int]:
-    """An order within the limit: the low-memory order, else that of the task graph, else one from a search.
+def _order_within(task_graph: TaskGraph, before: Precedence, own_order: Simulation, limit: int | None) -> Sequence[int]:
+    """An order within the limit: the low-memory order, else the task graph's own, else one from a search.
 
     Raises:
         MemoryLimitUnreachable: none was found.
@@ -153,18 +163,18 @@ def _order_within(task_graph: TaskGraph, before: Precedence, captured: Simulatio
     tight = simulate(task_graph, min_memory_order(task_graph, before))
     if limit is None:
         return tight.order
-    for known in (tight, captured):
+    for known in (tight, own_order):
         if known.peak <= limit:
             return known.order
     # A lower bound at the peak proves that no order fits, which saves an exhaustive search.
     infeasible = unavoidable_bytes(task_graph, before, tight.order[tight.peak_at]) > limit
-    order = None if infeasible else fitting(task_graph, before, tight.order, limit)
+    order = None if infeasible else order_within(task_graph, before, tight.order, limit)
     if order is None:
-        raise unreachable(min(tight, captured, key=lambda known: known.peak), limit)
+        raise limit_error(min(tight, own_order, key=lambda known: known.peak), limit)
     return order
 
 
-def unreachable(
+def limit_error(
     least: Simulation, limit: int, names: Sequence[str] | None = None, *, certain: bool = False
 ) -> MemoryLimitUnreachable:
     """The error for ``limit`` bytes. It names the largest storages at the peak of ``least``, the run of lowest peak.

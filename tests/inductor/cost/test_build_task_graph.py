@@ -171,7 +171,7 @@ def test_a_wait_for_no_collective_takes_nothing() -> None:
     x = b.input(torch.ones(4))
     b.returns(b.call(functional.wait_tensor.default, b.call(aten.exp.default, x)))
     task_graph, _ = build(b.build(), CLUSTER)
-    assert [task.kind for task in task_graph.tasks] == [Kind.FREE, Kind.COMPUTE, Kind.FREE, Kind.FREE]
+    assert [task.kind for task in task_graph.tasks] == [Kind.NO_TIME, Kind.COMPUTE, Kind.NO_TIME, Kind.NO_TIME]
 
 
 def test_host_computation_takes_no_gpu_time() -> None:
@@ -189,7 +189,7 @@ def test_host_computation_takes_no_gpu_time() -> None:
         for task, node in zip(task_graph.tasks, nodes, strict=True)
         if "_foreach_add" in node.name and node.meta["val"][0].device.type == "cpu"
     ]
-    assert [task.kind for task in on_cpu] == [Kind.FREE]
+    assert [task.kind for task in on_cpu] == [Kind.NO_TIME]
 
 
 # ---- order

@@ -30,7 +30,7 @@ def wait(*needs: int) -> Task:
 
 
 def free(*needs: int) -> Task:
-    return Task("free", Kind.FREE, needs)
+    return Task("free", Kind.NO_TIME, needs)
 
 
 def ran(tasks: list[Task]) -> Simulation:
@@ -44,9 +44,9 @@ def ends(simulation: Simulation) -> dict[int, float]:
 def random_task_graph(rng: random.Random) -> tuple[TaskGraph, list[int]]:
     """A step, and an order of it that runs. Times are often equal, often nothing."""
     tasks: list[Task] = []
-    ends_in: list[int] = []  # STARTs, and FREE tasks that pass one on
+    ends_in: list[int] = []  # STARTs, and NO_TIME tasks that pass one on
     for at in range(rng.randrange(25)):
-        kind = rng.choice([Kind.COMPUTE, Kind.COMPUTE, Kind.START, Kind.WAIT, Kind.FREE])
+        kind = rng.choice([Kind.COMPUTE, Kind.COMPUTE, Kind.START, Kind.WAIT, Kind.NO_TIME])
         needs = tuple(rng.sample(range(at), rng.randint(0, min(at, 2))))
         seconds = rng.randint(0, 10) / 4 * rng.choice([1, 1, 0.3])
         if kind is Kind.WAIT and ends_in:
@@ -55,7 +55,7 @@ def random_task_graph(rng: random.Random) -> tuple[TaskGraph, list[int]]:
             stream, link, interference = rng.choice("abc"), rng.choice("xy"), rng.choice([0, 0.25, 0.25, 0.5, 0.75])
             tasks.append(replace(start(seconds, stream, link, interference), needs=needs))
             ends_in.append(at)
-        elif kind is Kind.FREE and ends_in and rng.random() < 0.5:
+        elif kind is Kind.NO_TIME and ends_in and rng.random() < 0.5:
             tasks.append(free(rng.choice(ends_in), *needs))
             ends_in.append(at)
         else:

@@ -20,7 +20,7 @@ def improved(task_graph: TaskGraph, order: list[int], limit: int | None = None) 
     """Without a weight for late collectives."""
     expected = ExpectedTime(task_graph, 3.0, 0.0)
     search = LocalSearch(task_graph, precedence(task_graph), expected, limit)
-    return search.improve_by_kicks(*search.improve(order, expected(order)))
+    return search.improve_by_perturbations(*search.improve(order, expected(order)))
 
 
 def test_a_long_collective_makes_way_for_an_urgent_one() -> None:
@@ -74,5 +74,5 @@ def test_the_number_of_simulations_is_bounded_for_large_graphs() -> None:
     expected = Counted(task_graph, 3.0, 0.1)
     search = LocalSearch(task_graph, precedence(task_graph), expected)
     own = list(range(len(task_graph.tasks)))
-    search.improve_by_kicks(*search.improve(own, expected(own)))
+    search.improve_by_perturbations(*search.improve(own, expected(own)))
     assert 2 < calls * len(own) <= 2 * 60_000 + 4 * len(own)

@@ -41,7 +41,7 @@ def test_the_forecast_equals_the_memory_of_the_rest_of_the_order(seed: int) -> N
             assert where == max(at for at in before if known[at] == most)
             forecast.issue_ahead(task, live_memory.during(task) - live_memory.now, place)
         allocated = live_memory.during(task) - live_memory.now
-        assert forecast.freed([task], flags) == live_memory.now + allocated - live_memory.after(task)
+        assert live_memory.freed([task]) == live_memory.now + allocated - live_memory.after(task)
         live_memory.issue(task)
         flags[task] = True
         issued.append(task)

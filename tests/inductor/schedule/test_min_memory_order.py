@@ -11,7 +11,7 @@ from synthetic_steps import Steps, fsdp
 
 from weft.inductor.cost.simulate import simulate
 from weft.inductor.cost.task_graph import Kind, TaskGraph
-from weft.inductor.schedule.min_memory_order import fitting, min_memory_order, unavoidable_bytes
+from weft.inductor.schedule.min_memory_order import min_memory_order, order_within, unavoidable_bytes
 from weft.inductor.schedule.precedence import precedence
 
 
@@ -26,11 +26,11 @@ def test_the_search_finds_an_order_wherever_there_is_one(seed: int) -> None:
     before, least = precedence(task_graph), least_peak(task_graph)
     order = min_memory_order(task_graph, before)
     assert task_graph.is_order(order)
-    found = fitting(task_graph, before, order, least)
+    found = order_within(task_graph, before, order, least)
     assert found is not None
     assert task_graph.is_order(found)
     assert simulate(task_graph, found).peak == least
-    assert fitting(task_graph, before, order, least - 1) is None
+    assert order_within(task_graph, before, order, least - 1) is None
 
 
 @settings(max_examples=100, deadline=None)
@@ -106,5 +106,5 @@ def test_a_search_that_takes_too_long_is_given_up() -> None:
     steps.compute("sum", 1.0, kept, 1)
     task_graph = steps.task_graph()
     before = precedence(task_graph)
-    assert fitting(task_graph, before, range(41), 40) is None
-    assert fitting(task_graph, before, range(41), 41) == list(range(41))
+    assert order_within(task_graph, before, range(41), 40) is None
+    assert order_within(task_graph, before, range(41), 41) == list(range(41))

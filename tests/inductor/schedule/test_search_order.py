@@ -67,9 +67,9 @@ def test_a_limit_that_no_order_fits_is_refused(seed: int) -> None:
 @example(1531677257)  # a long collective overtook a short one, since it was started earlier by half of its own time
 @example(3894)  # 1.48 without local search: a long collective began just before a short urgent one of its stream
 @example(5121)  # 1.41: two collectives on one stream in the order of their due times, not of what needs them
-@example(10033307)  # 1.33, and 10041202 1.30, without kicks of computation
+@example(10033307)  # 1.33, and 10041202 1.30, without perturbations of computation
 @example(10041202)
-@example(1422)  # 1.29 without kicks: a collective and the computation behind it have to move together
+@example(1422)  # 1.29 without perturbations: a collective and the computation behind it have to move together
 def test_at_most_a_quarter_slower_than_the_best(seed: int) -> None:
     task_graph = random_task_graph(random.Random(seed))
     found = overlapped(task_graph).seconds
@@ -231,14 +231,14 @@ def test_a_collective_that_nothing_waits_for() -> None:
     assert overlapped(task_graph, 4).seconds == 3.0
 
 
-@pytest.mark.parametrize("tasks", [[], [Task("out", Kind.FREE)], [Task("a", Kind.COMPUTE, (), 1.0)]])
+@pytest.mark.parametrize("tasks", [[], [Task("out", Kind.NO_TIME)], [Task("a", Kind.COMPUTE, (), 1.0)]])
 def test_steps_without_collectives(tasks: list[Task]) -> None:
     assert search_order(TaskGraph(tasks)) == list(range(len(tasks)))
 
 
 def test_long_chains_of_views() -> None:
     tasks = [Task("send", Kind.START, (), 1.0, "lane", "wire"), Task("wait", Kind.WAIT, (0,))]
-    tasks += [Task(f"view {at}", Kind.FREE, (at,)) for at in range(1, 2000)]
+    tasks += [Task(f"view {at}", Kind.NO_TIME, (at,)) for at in range(1, 2000)]
     tasks.append(Task("read", Kind.COMPUTE, (len(tasks) - 1,), 1.0))
     task_graph = TaskGraph(tasks, [Storage(1, 0, (1, len(tasks) - 1))])
     for limit in (None, 1):
