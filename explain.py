@@ -268,8 +268,8 @@ class Explanation:
         parts = table("collectives", ["kind", "group", "count", "bytes"], rows)
         if self.schedule is not None:
             columns = ["at", "bucket", "bytes", "by", "took", "exposed", "of"]
-            parts += table("\nbuckets", columns, bucket_rows(self.schedule.buckets))
-            for bucket in self.schedule.buckets if why else ():
+            parts += table("\nbuckets", columns, bucket_rows(self.schedule.reports))
+            for bucket in self.schedule.reports if why else ():
                 parts.append(Text(f"{bucket.kind} of {', '.join(bucket.members[:2])}: {bucket.why}"))
         return Section(parts or [Text("The step does not communicate.")])
 

@@ -48,7 +48,7 @@ def rows(
     collectives = len(list(graph.collectives()))
     yield (
         "collectives",
-        f"{collectives} in {len(schedule.buckets)} buckets" if schedule is not None else str(collectives),
+        f"{collectives} in {len(schedule.reports)} buckets" if schedule is not None else str(collectives),
     )
     if schedule is not None:
         yield "peak memory", f"{format_bytes(schedule.simulation.peak)} predicted"

@@ -74,7 +74,7 @@ def schedules(step: StepGraph, cluster: Cluster, limits: list[float] | None) -> 
 
 def row(limit: int, found: Schedule, tokens: int) -> list[str]:
     simulation = found.simulation
-    gathers = sum(len(report.members) for report in found.buckets if report.kind == "all_gather")
+    gathers = sum(len(report.members) for report in found.reports if report.kind == "all_gather")
     return [
         f"{limit / GIB:.2f}",
         f"{simulation.peak / GIB:.2f}",
@@ -83,7 +83,7 @@ def row(limit: int, found: Schedule, tokens: int) -> list[str]:
         f"{simulation.exposed_seconds * 1e3:.1f}",
         f"{sum(simulation.slowed_seconds.values()) * 1e3:.1f}",
         str(gathers),
-        str(len(found.buckets)),
+        str(len(found.reports)),
     ]
 
 

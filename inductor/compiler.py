@@ -348,13 +348,13 @@ def scheduled_graph(
         MemoryLimitUnreachable: nothing fits ``memory_limit``.
     """
     if cluster is None:
-        return _agreed(step, generates, None, runner, agreed, arrive, ordered=True), None
+        return _with_agreed_collectives(step, generates, None, runner, agreed, arrive, ordered=True), None
     decide = functools.partial(
         scheduled, cluster=cluster, memory_limit=memory_limit, keep_bits=not generates, runner=runner
     )
 
     def attempt(budget: int | None) -> tuple[StepGraph, Schedule | None]:
-        graph = _agreed(step, generates, budget, runner, agreed, arrive, ordered=False)
+        graph = _with_agreed_collectives(step, generates, budget, runner, agreed, arrive, ordered=False)
         arrive()
         return runner.timed("schedule", lambda: decide(graph))
 
@@ -412,7 +412,7 @@ def _within_budgets(memory_limit: int | None, attempt: Callable[[int | None], T]
     raise AssertionError
 
 
-def _agreed(
+def _with_agreed_collectives(
     step: StepGraph,
     generates: bool,
     budget: int | None,
@@ -457,7 +457,7 @@ def _unscheduled(
 
 def _cluster(memory_limit: int | None) -> Cluster | None:
     """The description of this cluster. None where there is none and no limit is given: the step then runs in the order
-    that it has without a schedule, and a warning says so once."""
+    of :mod:`weft.inductor.passes.schedule_waits`, and a warning says so once."""
     try:
         return cluster_here()
     except NoClusterHere as error:

@@ -285,7 +285,7 @@ def _collectives(schedule: Schedule) -> list[PlannedCollective]:
     tasks = simulation.task_graph.tasks
     modules = {task.name: block_of(node.meta.get("module", "")) for task, node in zip(tasks, nodes, strict=True)}
     found = []
-    for at, bucket in zip(starts, schedule.buckets, strict=True):
+    for at, bucket in zip(starts, schedule.reports, strict=True):
         ranks = torch_adapter.group_ranks(schedule.step.groups[bucket.group])
         beside: dict[str, float] = {}
         for name, share in bucket.beside:

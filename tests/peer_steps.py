@@ -64,7 +64,7 @@ def in_fours(members: Sequence[BucketEntry]) -> list[list[BucketEntry]]:
     for member in members:
         joined = [*buckets[-1], member] if buckets else []
         fits = 2 <= len(joined) <= 4
-        if fits and (member.from_shards or max(m.position for m in joined) < min(m.latest for m in joined)):
+        if fits and (member.depends_on_model_only or max(m.position for m in joined) < min(m.latest for m in joined)):
             buckets[-1].append(member)
         else:
             buckets.append([member])

@@ -289,7 +289,7 @@ def test_the_schedule_that_a_step_would_have_on_a_cluster(tmp_path: Path) -> Non
         found = explained.scheduled("h200x8")
     assert found.schedule is not None
     assert "exposed" in str(found)
-    assert {bucket.kind for bucket in found.schedule.buckets} == {"all_gather", "reduce_scatter"}
+    assert {bucket.kind for bucket in found.schedule.reports} == {"all_gather", "reduce_scatter"}
     found.write_trace(tmp_path / "trace.json")
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 

@@ -96,7 +96,7 @@ def _common_schedule(
                 schedule(step, cluster, memory_limit, keep_bits=keep_bits, unreachable_groups=unreachable_groups)
             )
         except errors.MemoryLimitUnreachable as error:
-            return json.dumps(_limit_error(error))
+            return json.dumps(_limit_reply(error))
         return json.dumps({"decisions": schedules[0].decisions.text(), "warnings": schedules[0].warnings})
 
     def decide() -> Decisions:
@@ -107,7 +107,7 @@ def _common_schedule(
 
     def read(text: str) -> Decisions:
         reply = json.loads(text)
-        if "over_limit" in reply and not _is_limit_error(reply["over_limit"]):
+        if "limit_error" in reply and not _is_limit_error(reply["limit_error"]):
             raise ValueError("it does not say what does not fit")
         decisions = _follow(reply)
         if decisions is None or not fits(reply["warnings"], list[str]):
@@ -261,7 +261,7 @@ def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decis
         reply = {"decisions": decisions.text()}
         return decisions
     except errors.MemoryLimitUnreachable as error:
-        reply = _limit_error(error)
+        reply = _limit_reply(error)
         raise
     except Exception as error:
         reply = {"failed": f"{type(error).__name__}: {error}"}
@@ -270,12 +270,12 @@ def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decis
         rendezvous.post("decisions", json.dumps(reply))
 
 
-def _limit_error(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
-    return {"over_limit": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
+def _limit_reply(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
+    return {"limit_error": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
 
 
 def _is_limit_error(fields: Any) -> bool:
-    """Whether this is what :func:`_limit_error` writes."""
+    """Whether this is what :func:`_limit_reply` writes."""
     if not (isinstance(fields, list) and len(fields) == 6 and fits(tuple(fields[:4]), tuple[int, int, str, int])):
         return False
     limit, peak, _, _, held, certain = fields
@@ -284,8 +284,8 @@ def _is_limit_error(fields: Any) -> bool:
 
 
 def _follow(reply: dict[str, Any]) -> Decisions | None:
-    if "over_limit" in reply:
-        raise errors.MemoryLimitUnreachable(*reply["over_limit"])
+    if "limit_error" in reply:
+        raise errors.MemoryLimitUnreachable(*reply["limit_error"])
     if "failed" in reply:
         raise errors.ScheduleLost(reply["failed"])
     return Decisions.read(reply["decisions"]) if "decisions" in reply else None

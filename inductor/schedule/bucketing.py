@@ -8,9 +8,9 @@ A larger bucket costs time: it starts when its last operand is ready, and its fi
 Buckets are cut on a stream, which runs one call at a time, by dynamic programming over the places to cut. It minimises
 first the largest lateness of a result, then the time on the stream. For reductions, in the order in which gradients
 become ready, this is the problem of MG-WFBP (S. Shi, X. Chu, B. Li, "MG-WFBP: Efficient Data Communication for
-Distributed Synchronous SGD Algorithms", INFOCOM 2019). For all-gathers of shards it is the same problem in reversed
-time, since a gather can start as early as a reduction can end late. The planner chooses how large a bucket can get, see
-:func:`reference_bucket_bytes`.
+Distributed Synchronous SGD Algorithms", INFOCOM 2019). A reduction cannot start before its gradient is ready, and its
+end is free. An all-gather of shards can start at any time, and its end is fixed by its first use. So gathers are cut on
+the reversed time axis. The planner chooses how large a bucket can get, see :func:`balanced_bucket_bytes`.
 
 Gathers keep their bits. A library may sum more than two numbers in another order when tensors are merged.
 """
@@ -38,6 +38,7 @@ from weft.inductor.schedule.reshard import written_operands
 
 Node = torch.fx.Node
 
+# Seconds of a call, from its bytes and its number of tensors.
 Price = Callable[[int, int], float]
 
 # Tensors in one bucket, and partial cuts that dynamic programming keeps per position: bounds of its time. Choices.
@@ -57,7 +58,7 @@ class BucketEntry:
         latest: a merged call must come before this position: that of the first node that needs its result and cannot
             move, or that writes to its operand. Infinity if there is none.
         first_use: position of the first computation with its result.
-        from_shards: whether it depends on parameters and buffers only, so that it can be started anywhere.
+        depends_on_model_only: whether it depends on parameters and buffers only, so that it can be started anywhere.
     """
 
     start: Node
@@ -65,34 +66,34 @@ class BucketEntry:
     ready_at: int
     latest: float
     first_use: int
-    from_shards: bool
+    depends_on_model_only: bool
 
 
 def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[list[BucketEntry]]:
     """The collectives of ``step`` that calls can share: one list per operation, group and dtype.
 
-    Collectives of shards, which can start anywhere, are in the order of their first use. All others are in the order in
-    which their operands are ready.
+    Collectives that depend on the model only can start anywhere, and are in the order of their first use. All others
+    are in the order in which their operands are ready.
 
     Args:
         keep_bits: leave out reductions over more than two ranks, whose sums can have other bits in a merged call.
     """
     nodes = list(step.graph.nodes)
     place = {node: at for at, node in enumerate(nodes)}
-    until, early, writes = _untils(nodes), _from_shards(step), _writes(nodes)
+    until, model_only, writes = _untils(nodes), _depends_on_model_only(step), _writes(nodes)
     sequences: dict[tuple[Any, ...], list[BucketEntry]] = {}
     for at, node in enumerate(nodes):
         if _can_coalesce(node) and all(user.target is WAIT for user in node.users):
             if keep_bits and reduction_of(node) and len(torch_adapter.group_ranks(step.groups[group_of(node)])) > 2:
                 continue
-            is_early = node.all_input_nodes[0] in early
+            movable = node.all_input_nodes[0] in model_only
             # A write to the operand before the call has ended could not be in place.
             overwritten = (_first_after(at, writes.get(key, ())) for key in storages(node.all_input_nodes[0]))
             last = min([until[node], *overwritten])
-            member = BucketEntry(node, at, _ready_at(node, place), last, _first_use(node, place), is_early)
-            sequences.setdefault((_kind(node), is_early), []).append(member)
+            member = BucketEntry(node, at, _ready_at(node, place), last, _first_use(node, place), movable)
+            sequences.setdefault((_kind(node), movable), []).append(member)
     return [
-        sorted(of, key=lambda m: (m.first_use if m.from_shards else m.ready_at, m.position))
+        sorted(of, key=lambda m: (m.first_use if m.depends_on_model_only else m.ready_at, m.position))
         for of in sequences.values()
     ]
 
@@ -106,37 +107,41 @@ def cut_into_buckets(
     Args:
         clock: by position in the graph, when the compute stream comes there if it never stalls (s).
         sizes: bytes of the members.
-        price: seconds of a call, from its bytes and its number of tensors.
+        price: of a call.
         max_bytes: largest bucket in bytes. A single collective can exceed it.
     """
-    early = members[0].from_shards
-    if early:  # read backwards, a gather is ready where it is needed, and may end as late as the step begins
+    # On the reversed time axis a gather is ready at its first use. All are due at time 0, the start of the step, so the
+    # lateness is the exposed time there.
+    is_reversed = members[0].depends_on_model_only
+    if is_reversed:
         members, sizes = members[::-1], sizes[::-1]
-    ready = [-clock[m.first_use] if early else clock[m.ready_at] for m in members]
-    due = [0.0 if early else clock[m.first_use] for m in members]
+    ready = [-clock[m.first_use] if is_reversed else clock[m.ready_at] for m in members]
+    due = [0.0 if is_reversed else clock[m.first_use] for m in members]
     # cuts_of[n]: Pareto-optimal cuts of the first n members. One objective is not enough: a cut that ends sooner can
     # make a later bucket less late.
     cuts_of = [[_Cut(0.0, -math.inf, 0.0, 0, None)]]
     for end in range(1, len(members) + 1):
         cuts = []
-        for begin in _begins(members, sizes, end, max_bytes):
-            seconds = price(sum(sizes[begin:end]), end - begin)
+        soonest, last = math.inf, -math.inf
+        for begin, total in _begins(members, sizes, end, max_bytes):
+            seconds = price(total, end - begin)
             # A bucket starts when its last member is ready and the stream is free; its first result is due soonest.
-            soonest, last = min(due[begin:end]), max(ready[begin:end])
+            soonest, last = min(soonest, due[begin]), max(last, ready[begin])
             for before in cuts_of[begin]:
                 ends = max(before.ends, last) + seconds
-                cuts.append(_Cut(max(before.late, ends - soonest), ends, before.seconds + seconds, end, before))
+                lateness = max(before.lateness, ends - soonest)
+                cuts.append(_Cut(lateness, ends, before.seconds + seconds, end, before))
         cuts_of.append(_best(cuts))
-    cut: _Cut | None = min(cuts_of[-1], key=lambda candidate: (candidate.late, candidate.seconds, candidate.ends))
+    cut: _Cut | None = min(cuts_of[-1], key=lambda candidate: (candidate.lateness, candidate.seconds, candidate.ends))
     buckets = []
     while cut is not None and cut.before is not None:
         bucket = list(members[cut.before.count : cut.count])
-        buckets.append(bucket[::-1] if early else bucket)
+        buckets.append(bucket[::-1] if is_reversed else bucket)
         cut = cut.before
-    return buckets if early else buckets[::-1]
+    return buckets if is_reversed else buckets[::-1]
 
 
-def reference_bucket_bytes(sizes: Sequence[int], price: Price) -> float:
+def balanced_bucket_bytes(sizes: Sequence[int], price: Price) -> float:
     """The bucket size in bytes that balances two costs: the time of one call, which is exposed at the beginning or end
     of a step, and the latencies of all calls.
 
@@ -153,44 +158,47 @@ def reference_bucket_bytes(sizes: Sequence[int], price: Price) -> float:
 def merge_buckets(step: StepGraph, buckets: Iterable[Sequence[BucketEntry]]) -> StepGraph:
     """Merge the members of each bucket into one coalesced call. Changes ``step``.
 
-    The call takes the place of its first member if they are ``from_shards``, otherwise of its last. The waits for its
-    results are adjacent.
+    The call takes the place of its first member if they depend on the model only, otherwise of its last. The waits for
+    its results are adjacent.
     """
-    late: set[Node] = set()
+    at_last_member: set[Node] = set()
     for bucket in buckets:
         first, last = min(bucket, key=lambda m: m.position).start, max(bucket, key=lambda m: m.position).start
         if len(bucket) > 1:
-            with step.graph.inserting_before(first if bucket[0].from_shards else last):
+            with step.graph.inserting_before(first if bucket[0].depends_on_model_only else last):
                 call = _coalesced(step.graph, [m.start for m in bucket])
-            if not bucket[0].from_shards:
-                late.add(call)
-    reorder(step, together(_order_after_merge(step, late)))
+            if not bucket[0].depends_on_model_only:
+                at_last_member.add(call)
+    reorder(step, together(_order_after_merge(step, at_last_member)))
     return step
 
 
-# ---- what may be merged
+# ---- the dynamic program
 
 
 class _Cut(NamedTuple):
     """A partial solution: a cut of the first members of a sequence into buckets.
 
     Attributes:
-        late: the largest lateness in seconds: by how much a call ends after one of its members is due.
+        lateness: the largest of all calls, in seconds: by how much a call ends after one of its members is due.
         ends: when the stream has finished all calls (s).
         seconds: the sum of the times of all calls.
         count: number of members.
         before: the cut without the last bucket.
     """
 
-    late: float
+    lateness: float
     ends: float
     seconds: float
     count: int
     before: _Cut | None
 
 
-def _begins(members: Sequence[BucketEntry], sizes: Sequence[int], end: int, max_bytes: float) -> Iterator[int]:
-    """The indices at which a bucket that ends with member ``end - 1`` can begin.
+def _begins(
+    members: Sequence[BucketEntry], sizes: Sequence[int], end: int, max_bytes: float
+) -> Iterator[tuple[int, int]]:
+    """The indices at which a bucket that ends with member ``end - 1`` can begin, from the last to the first; each with
+    the bytes of the bucket.
 
     The merged call of computed operands takes the place of the last member. So no immovable node that needs a member
     can come before that place. Otherwise two calls could need each other, and the graph would have no order.
@@ -200,22 +208,25 @@ def _begins(members: Sequence[BucketEntry], sizes: Sequence[int], end: int, max_
         member = members[begin]
         total, until, last = total + sizes[begin], min(until, member.latest), max(last, member.position)
         # Larger buckets only get worse, so stop at the first that is not valid. One collective alone always is.
-        if begin < end - 1 and (total > max_bytes or (not member.from_shards and last >= until)):
+        if begin < end - 1 and (total > max_bytes or (not member.depends_on_model_only and last >= until)):
             return
-        yield begin
+        yield begin, total
 
 
 def _best(cuts: list[_Cut]) -> list[_Cut]:
-    """The Pareto-optimal cuts. If there are more than ``2 * _MAX_CUTS``, those of least lateness that end first, and
-    the best others."""
+    """The Pareto-optimal cuts. If there are more than ``2 * _MAX_CUTS``: the first ``_MAX_CUTS`` by lateness, then end,
+    and of the others the first ``_MAX_CUTS`` by lateness, then time on the stream."""
     kept: list[_Cut] = []
     # In ascending lateness, a cut is dominated if an earlier one is at least as good in both other respects.
-    for cut in sorted(cuts, key=lambda cut: (cut.late, cut.ends, cut.seconds)):
+    for cut in sorted(cuts, key=lambda cut: (cut.lateness, cut.ends, cut.seconds)):
         if all(cut.ends < other.ends or cut.seconds < other.seconds for other in kept):
             kept.append(cut)
     if len(kept) > 2 * _MAX_CUTS:
-        kept = kept[:_MAX_CUTS] + sorted(kept[_MAX_CUTS:], key=lambda cut: (cut.late, cut.seconds))[:_MAX_CUTS]
+        kept = kept[:_MAX_CUTS] + sorted(kept[_MAX_CUTS:], key=lambda cut: (cut.lateness, cut.seconds))[:_MAX_CUTS]
     return kept
+
+
+# ---- what may be merged
 
 
 def _kind(node: Node) -> tuple[Any, ...]:
@@ -249,16 +260,16 @@ def _first_after(at: int, places: Sequence[int]) -> float:
     return places[next_one] if next_one < len(places) else math.inf
 
 
-def _from_shards(step: StepGraph) -> set[Node]:
+def _depends_on_model_only(step: StepGraph) -> set[Node]:
     """The nodes that depend on parameters and buffers only: on no batch, collective, effect or random draw."""
     model = {entry.name for entry in step.inputs if entry.role in (Role.PARAMETER, Role.BUFFER)}
     nodes: set[Node] = set()
     for node in step.graph.nodes:
         if node.op == "placeholder":
-            early = node.name in model
+            is_one = node.name in model
         else:
-            early = not _is_anchored(node) and all(used in nodes for used in node.all_input_nodes)
-        if early:
+            is_one = not _is_anchored(node) and all(used in nodes for used in node.all_input_nodes)
+        if is_one:
             nodes.add(node)
     return nodes
 
@@ -319,13 +330,13 @@ def _coalesced(graph: torch.fx.Graph, starts: list[Node]) -> Node:
     return call
 
 
-def _order_after_merge(step: StepGraph, late: set[Node]) -> list[Node]:
-    """The order of the graph, made valid after merging: users of a call in ``late`` come after it, and operands of the
-    other calls come before them. All other nodes keep their order."""
+def _order_after_merge(step: StepGraph, at_last_member: set[Node]) -> list[Node]:
+    """The order of the graph, made valid after merging: users of a call in ``at_last_member`` come after it, and
+    operands of the other merged calls come before them. All other nodes keep their order."""
     order: dict[Node, None] = {}
     deferred: dict[Node, None] = {}
     # Members that came first have readers in front of the merged call. These readers are put behind it.
-    missing = late.union(*(call.users for call in late))
+    missing = at_last_member.union(*(call.users for call in at_last_member))
 
     def is_blocked(node: Node) -> bool:
         return any(used in missing or used in deferred for used in node.all_input_nodes)
@@ -337,7 +348,7 @@ def _order_after_merge(step: StepGraph, late: set[Node]) -> list[Node]:
             deferred[node] = None
             continue
         put(node, order)
-        if node in late:
+        if node in at_last_member:
             missing.difference_update((node, *node.users))
             for each in list(deferred):
                 if not is_blocked(each):

@@ -36,13 +36,13 @@ class Decisions:
     Attributes:
         regathers: pairs of a gathered value (its index in the result of :func:`gather_once`) and the indices of the
             uses before which it is gathered again.
-        buckets: the collectives of each coalesced call, as positions in the graph after ``regathers``.
+        bucket_positions: the collectives of each coalesced call, as positions in the graph after ``regathers``.
         order: the nodes in order of issue, as positions in the graph after merging buckets and splitting updates.
         transports: pairs of a collective's position in that graph and the name of its transport.
     """
 
     regathers: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    buckets: tuple[tuple[int, ...], ...] = ()
+    bucket_positions: tuple[tuple[int, ...], ...] = ()
     order: tuple[int, ...] = ()
     transports: tuple[tuple[int, str], ...] = ()
 
@@ -69,7 +69,7 @@ class Decisions:
         order = tuple(at for begin, length in found["order"] for at in range(begin, begin + length))
         regathers = tuple((number, tuple(uses)) for number, uses in found["regathers"])
         transports = tuple((at, name) for at, name in found["transports"])
-        fields = regathers, tuple(map(tuple, found["buckets"])), order, transports
+        fields = regathers, tuple(map(tuple, found["bucket_positions"])), order, transports
         check_fields(Decisions, fields)
         return Decisions(*fields)
 
@@ -106,7 +106,7 @@ def schedule_passes(decisions: Decisions) -> list[Pass]:
     """The passes that turn a step into its schedule. They are analysis-free: rank 0 has decided."""
     return [
         Reshard(decisions.regathers),
-        MergeBuckets(decisions.buckets),
+        MergeBuckets(decisions.bucket_positions),
         split_updates,
         SelectTransports(decisions.transports),
         IssueOrder(decisions.order),
@@ -130,12 +130,12 @@ class Reshard:
 
 @changes_bits("a library may sum an element in another order at another place of a buffer")
 class MergeBuckets:
-    """A pass that merges the collectives at the positions of ``Decisions.buckets`` into one call each."""
+    """A pass that merges the collectives at the positions of ``Decisions.bucket_positions`` into one call each."""
 
     __name__ = "merge_buckets"
 
-    def __init__(self, buckets: Sequence[Sequence[int]] = ()) -> None:
-        self.buckets = buckets
+    def __init__(self, positions: Sequence[Sequence[int]] = ()) -> None:
+        self.positions = positions
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """See :func:`weft.inductor.schedule.bucketing.merge_buckets`. Changes ``step``.
@@ -145,7 +145,7 @@ class MergeBuckets:
         """
         nodes, buckets = list(step.graph.nodes), []
         sequences = [{entry.start: entry for entry in sequence} for sequence in bucketable_sequences(step)]
-        for bucket in self.buckets:
+        for bucket in self.positions:
             starts = [nodes[at] for at in bucket]
             # A call has one operation, group and dtype: those of its first member would be taken for all.
             entries = next((of for of in sequences if of.keys() >= set(starts)), None)

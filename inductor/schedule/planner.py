@@ -3,18 +3,19 @@
 The planner compares a few candidates. A candidate says which gathered parameters are freed and gathered again
 (:mod:`weft.inductor.schedule.reshard`) and how large buckets can get (:mod:`weft.inductor.schedule.bucketing`). For
 each candidate the graph is rewritten, priced (:mod:`weft.inductor.cost.build_task_graph`), ordered within the memory
-limit (:mod:`weft.inductor.schedule.search_order`) and simulated with the transports that it will run with. The fastest
-candidate that fits is the schedule.
+limit (:mod:`weft.inductor.schedule.search_order`) and simulated with the transports that it will run with. The schedule
+has the fewest regathers that fit, and of the bucket sizes that are tried for these, the fastest.
 
 Gathering again costs communication, so as few parameters as possible are resharded. Those with the longest idle time
 per second of communication go first: the first layers' parameters, which backward needs last. How many must go is
 estimated from the memory over time in an order that needs little memory. If no order of the candidate fits, more
-parameters go.
+parameters go. *Regathers* are the all-gathers of a value after its first.
 
 Orders are searched with the times of the chosen transports, and as if no result lay in the symmetric arena, since the
 size of the arena follows from the order. The arena is then laid out for the order that was found. If the sum exceeds
-the limit, the search runs again with a limit that is lower by the excess. If no order with transports over peers
-fits, the library carries the collectives.
+the limit, the search runs again with a limit that is lower by the excess. Where the arena of the last order leaves a
+candidate far too little, its orders are not searched. If no order with transports over peers fits, the library carries
+the collectives.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ from weft.inductor.schedule import schedule_tables
 from weft.inductor.schedule.bucketing import (
     BucketEntry,
     Price,
+    balanced_bucket_bytes,
     bucketable_sequences,
     cut_into_buckets,
     merge_buckets,
-    reference_bucket_bytes,
 )
 from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, regather, structure
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
@@ -71,7 +72,7 @@ log = logging.getLogger(__name__)
 
 Node = torch.fx.Node
 
-# Candidates for the largest bucket, as multiples of `reference_bucket_bytes`, the most promising first. A choice.
+# Candidates for the largest bucket, as multiples of `balanced_bucket_bytes`, the most promising first. A choice.
 _BUCKET_SCALES = (1.0, 0.7, 1.4, 0.5)
 # Nodes of all candidates with other bucket sizes together: bounds the time of scheduling. A choice.
 _MAX_TRIAL_NODES = 8_000
@@ -79,11 +80,16 @@ _MAX_TRIAL_NODES = 8_000
 _UNCONSTRAINED_FRACTION = 0.75
 # Default memory limit as a fraction of the GPU's memory. Libraries, communicators and fragmentation need the rest.
 _USABLE_FRACTION = 0.9
-# Fixed overhead per collective inside a step, in seconds: waiting for free multiprocessors and for late ranks. Chosen
-# so that there are about as many calls as in the measured schedules. In traces of four H200, barriers and waiting
+# Fixed overhead per collective inside a step, in seconds: waiting for free multiprocessors and for late ranks. It only
+# decides how large buckets get, and was fitted to that: with it, the planner makes about as many calls as the schedules
+# that were measured had. The waits themselves are no single number. In traces of four H200, barriers and waiting
 # reductions took 49, 8 and 11 us in the median of a step (Llama 8B with 2,048 and 8,192 tokens, 1B), 171, 315 and 22 us
 # in the mean.
 _CALL_OVERHEAD = 8e-5
+# The target for the estimated peak is lowered in steps of at least this fraction of the limit, so that the search for
+# regathers ends. Also by how much a candidate may exceed the limit with the arena of the last order and still have its
+# orders searched, because arenas differ between orders by about as much. A choice.
+_TARGET_STEP = 1 / 128
 # Times that a candidate is ordered with a lower limit because its symmetric arena is larger than assumed.
 _MAX_REORDERS = 3
 
@@ -94,7 +100,7 @@ class ScheduleCandidate:
 
     Attributes:
         regathers: as in :class:`weft.inductor.schedule.decisions.Decisions`.
-        scale: the largest bucket, as a multiple of :func:`weft.inductor.schedule.bucketing.reference_bucket_bytes`.
+        scale: the largest bucket, as a multiple of :func:`weft.inductor.schedule.bucketing.balanced_bucket_bytes`.
     """
 
     regathers: tuple[tuple[int, tuple[int, ...]], ...]
@@ -109,8 +115,8 @@ class Schedule:
         step: the step, its nodes in order of issue.
         decisions: what turns the original step into ``step``.
         simulation: the predicted run, with the chosen transports, if all ranks have peer access to each other.
-        buckets: one report per collective, with the numbers that decided about it.
-        limit: memory limit in bytes; None where it is not known.
+        reports: one per collective, with the numbers that decided about it.
+        limit: memory limit in bytes. The default one may be exceeded, with a warning.
         candidates: how many candidates were evaluated.
         warnings: messages for the user.
         nodes: the node of each task of ``simulation``, of a copy of ``step`` with its transports; empty where the
@@ -120,8 +126,8 @@ class Schedule:
     step: StepGraph
     decisions: Decisions
     simulation: Simulation
-    buckets: list[BucketReport]
-    limit: int | None
+    reports: list[BucketReport]
+    limit: int
     candidates: int = 0
     warnings: list[str] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -153,7 +159,7 @@ def schedule(
     with torch_adapter.only_mode():  # in a fake world too, numbers are numbers
         planner = _Planner(step, cluster, memory_limit, keep_bits, unreachable_groups)
         result = planner.best()
-        _verify(step, result, result.limit)
+        _verify(step, result, planner.limit)
     log_warnings(result.warnings)
     seconds = time.perf_counter() - started
     log.debug("scheduled %d nodes in %.2f s, %d candidates", len(step), seconds, result.candidates)
@@ -179,13 +185,14 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
         MalformedGraph: the decisions were made for another graph.
         MalformedSchedule: as :func:`schedule`.
     """
-    captured = step
+    original = step
     with torch_adapter.only_mode():
-        step = apply(captured, decisions)
+        step = apply(original, decisions)
         simulation, nodes = _simulated(step.copy(), cluster, ComputeCosts(cluster.gpu))
         reports = _bucket_reports(step, cluster, simulation, nodes)
-        result = Schedule(step, decisions, simulation, reports, memory_limit, nodes=nodes)
-        _verify(captured, result, None)  # batches of this rank may be larger than those that the limit was held with
+        limit = usable_memory(cluster) if memory_limit is None else memory_limit
+        result = Schedule(step, decisions, simulation, reports, limit, nodes=nodes)
+        _verify(original, result, None)  # batches of this rank may be larger than those that the limit was held with
     return result
 
 
@@ -212,13 +219,17 @@ class _AppliedCandidate:
 
     Attributes:
         step: the rewritten step.
-        buckets: as in :class:`weft.inductor.schedule.decisions.Decisions`.
+        bucket_positions: see ``Decisions.bucket_positions`` (:class:`weft.inductor.schedule.decisions.Decisions`).
+        low_memory_order, low_memory_peak: the result of
+            :func:`weft.inductor.schedule.min_memory_order.min_memory_order`, and its peak in bytes.
         task_graph, nodes: of ``step``, with the times of the chosen transports and without the symmetric arena.
     """
 
     candidate: ScheduleCandidate
     step: StepGraph
-    buckets: tuple[tuple[int, ...], ...]
+    bucket_positions: tuple[tuple[int, ...], ...]
+    low_memory_order: list[int]
+    low_memory_peak: int
     task_graph: TaskGraph
     nodes: list[Node]
 
@@ -250,10 +261,12 @@ class _Planner:
         self.keep_bits = keep_bits
         self.requested_limit = limit
         self.limit = usable_memory(cluster) if limit is None else limit
+        self.reported_limit = self.limit
         self.costs = _CachedCosts(cluster.gpu)
         self.evaluated = 0
         self.warnings: list[str] = []
         self.excess = 0  # bytes by which the last candidate exceeded the limit
+        self.estimated = False  # whether that is an estimate: its orders were not searched
         self.unpredicted = 0  # bytes of the last order's peak that its search did not count: the arena
         self.least: _OrderedCandidate | None = None  # the candidate with the lowest peak
         self.by_peers: list[str] = []  # transports over peers of the last candidate
@@ -261,9 +274,9 @@ class _Planner:
         # Memory over time with every parameter gathered once: the starting point from which regathers are chosen.
         whole = step.copy()
         values = gather_once(whole)
-        ahead = [reference for of, _, _, reference in self.priced(whole) if of[0].from_shards]
-        # Room for one bucket of prefetched parameters.
-        self.reserve = int(max((size for size in ahead if size < math.inf), default=0))
+        prefetched = [balanced for of, _, _, balanced in self.priced(whole) if of[0].depends_on_model_only]
+        # Room for prefetched parameters: the largest balanced size of their buckets, though a bucket may be larger.
+        self.reserve = int(max((size for size in prefetched if size < math.inf), default=0))
         task_graph, nodes = build(whole, cluster, self.costs)
         order = min_memory_order(task_graph, precedence(task_graph))
         self.gaps = gaps(values, task_graph, nodes, order)
@@ -280,16 +293,16 @@ class _Planner:
         """The schedule of the fastest candidate; of those within ``TIME_TOLERANCE``, of the first."""
         # Other bucket sizes are tried only with the regathers of the first candidate that fits: both choices together
         # would take a product of candidates, and predicted times differ little between bucket sizes.
-        candidates = [self.fitting()]
+        candidates = [self.within_limit_or_least()]
         for scale in _BUCKET_SCALES[1 : 1 + _MAX_TRIAL_NODES // len(self.step)]:
-            candidate = self.evaluate(replace(candidates[0].applied.candidate, scale=scale))
-            candidates += [candidate] if candidate is not None else []
+            other = self.evaluate(replace(candidates[0].applied.candidate, scale=scale))
+            candidates += [other] if other is not None else []
         # Candidates are in the order of preference, so differences that are not significant do not change the schedule.
         slowest = min(candidate.simulation.seconds for candidate in candidates) * (1 + TIME_TOLERANCE)
         found = next(candidate for candidate in candidates if candidate.simulation.seconds <= slowest)
         applied = found.applied
-        carriers = tuple((at, node.meta["transport"]) for at, node in enumerate(applied.nodes) if is_collective(node))
-        decisions = Decisions(applied.candidate.regathers, applied.buckets, tuple(found.order), carriers)
+        transports = tuple((at, node.meta["transport"]) for at, node in enumerate(applied.nodes) if is_collective(node))
+        decisions = Decisions(applied.candidate.regathers, applied.bucket_positions, tuple(found.order), transports)
         reorder(applied.step, [applied.nodes[at] for at in found.order])
         reports = _bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
         return Schedule(
@@ -297,15 +310,15 @@ class _Planner:
             decisions,
             found.simulation,
             reports,
-            self.limit,
+            self.reported_limit,
             self.evaluated,
             self.warnings,
             found.nodes,
         )
 
-    def fitting(self) -> _OrderedCandidate:
-        """The candidate that fits with the fewest regathers. If none fits the default limit, the one of the lowest
-        peak.
+    def within_limit_or_least(self) -> _OrderedCandidate:
+        """The candidate within the limit with the fewest regathers. If none is within the default limit, the one of the
+        lowest peak.
 
         Raises:
             MemoryLimitUnreachable: none fits.
@@ -319,6 +332,7 @@ class _Planner:
             self.refused = [name for name in allowed_transports(self.cluster) if results_in_arena(name) or not longest]
             names = ", ".join(name for name in self.by_peers if name in self.refused)
             self.warnings.append(f"no schedule with {names} fits {self.limit:,} bytes: other transports are used")
+            self.unpredicted = 0  # it was the arena of these transports
         found = found or self.least
         assert found is not None
         if found.simulation.peak <= self.limit:
@@ -335,20 +349,27 @@ class _Planner:
 
     def fewest_regathers(self) -> _OrderedCandidate | None:
         """The candidate that fits with the fewest regathers, None where none fits."""
-        target, tried = self.limit, None
+        target, step, tried = self.limit, int(self.limit * _TARGET_STEP), None
+        candidate = self.candidate(target)
         # Regathers are prefetched, which needs room for a bucket that the low-memory order does not count.
-        if (candidate := self.candidate(target)) is not None and candidate.regathers:
-            candidate = self.candidate(target := target - self.reserve)
-        while candidate is not None:
-            if candidate != tried and (found := self.evaluate(candidate)) is not None:
-                return found
-            # Lower the target by the excess of the candidate, and by 1/128 of the limit so that the loop ends.
-            tried, target = candidate, target - max(self.excess, 0) - self.limit // 128
+        if candidate is not None and candidate.regathers:
+            tight, target = candidate, target - self.reserve
             candidate = self.candidate(target)
-        # The last resorts: regather everything, then without buckets, whose results are live together.
-        everything = ScheduleCandidate(self.regathers(0)[0], _BUCKET_SCALES[0])
-        found = self.evaluate(everything) if everything != tried else None
-        return found or self.evaluate(replace(everything, scale=0.0), last=True)
+            # No regathers leave that much room. Those that do without it are few, so they are tried before all others.
+            if candidate is None:
+                tried = tight
+                if (found := self.evaluate(tight)) is not None:
+                    return found
+        while candidate is not None:
+            if candidate != tried and (found := self.evaluate(candidate, hopeless=step)) is not None:
+                return found
+            # Lower the target by the excess of the candidate, and by a step so that the loop ends.
+            tried, target = candidate, target - max(self.excess, 0) - step
+            candidate = self.candidate(target)
+        # The last resorts: every regather that lowers the peak, then without buckets, whose results are live together.
+        most_regathers = ScheduleCandidate(self.regathers(0)[0], _BUCKET_SCALES[0])
+        found = self.evaluate(most_regathers) if most_regathers != tried or self.estimated else None
+        return found or self.evaluate(replace(most_regathers, scale=0.0), last=True)
 
     def candidate(self, target: int) -> ScheduleCandidate | None:
         """The candidate with the fewest regathers whose low-memory order is estimated to fit ``target`` bytes; None
@@ -364,20 +385,33 @@ class _Planner:
             uses.setdefault(gap.value, []).append(gap.use)
         return tuple((value, tuple(sorted(uses[value]))) for value in sorted(uses)), int(memory.max()) <= target
 
-    def evaluate(self, candidate: ScheduleCandidate, *, last: bool = False) -> _OrderedCandidate | None:
+    def evaluate(
+        self, candidate: ScheduleCandidate, *, last: bool = False, hopeless: float = math.inf
+    ) -> _OrderedCandidate | None:
         """Apply and order a candidate. None where no order that fits is found easily. For the ``last`` candidate the
-        search takes longer, and ``least`` is updated."""
+        search takes longer, and ``least`` is updated.
+
+        Args:
+            hopeless: if the candidate exceeds the limit by more than so many bytes with the arena of the last order, no
+                order is searched, and ``estimated`` is set.
+        """
         self.evaluated += 1
-        return self.ordered(self.applied(candidate), last)
+        applied = self.applied(candidate)
+        estimate = applied.low_memory_peak + self.unpredicted - self.limit
+        self.estimated = applied.low_memory_peak <= self.limit and estimate > hopeless
+        if self.estimated:
+            self.excess = estimate
+            return None
+        return self.ordered(applied, last)
 
     def applied(self, candidate: ScheduleCandidate) -> _AppliedCandidate:
         """Apply a candidate: regathers, buckets, split updates and transports, but no order."""
         # Other ranks repeat these rewrites in this order from the decisions (`schedule_passes`). Places of buckets are
         # taken after the regathers and before the merge: they are positions in that graph.
         step = regather(self.step.copy(), candidate.regathers)
-        buckets = [bucket for bucket in self.buckets(step, candidate.scale) if len(bucket) > 1]
+        buckets = [bucket for bucket in self.bucket_entries(step, candidate.scale) if len(bucket) > 1]
         place = {node: at for at, node in enumerate(step.graph.nodes)}
-        places = tuple(tuple(place[member.start] for member in bucket) for bucket in buckets)
+        positions = tuple(tuple(place[member.start] for member in bucket) for bucket in buckets)
         if is_enabled(MergeBuckets()):
             merge_buckets(step, buckets)
         if is_enabled(split_updates):
@@ -386,20 +420,20 @@ class _Planner:
         names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
         self.by_peers = [name for name in names if name != LIBRARY]
         task_graph, nodes = build(step, self.cluster, _TransportedCosts(self.costs, step))
-        return _AppliedCandidate(candidate, step, places, task_graph, nodes)
+        order = min_memory_order(task_graph, precedence(task_graph))
+        peak = simulate(task_graph, order).peak
+        return _AppliedCandidate(candidate, step, positions, order, peak, task_graph, nodes)
 
     def ordered(self, applied: _AppliedCandidate, last: bool) -> _OrderedCandidate | None:
         """An applied candidate in an order within the limit, None where none is found."""
-        task_graph = applied.task_graph
-        low_memory_order = min_memory_order(task_graph, precedence(task_graph))
-        counted = simulate(task_graph, low_memory_order).peak
+        task_graph, counted = applied.task_graph, applied.low_memory_peak
         # Without a limit an order is found sooner, and with this much room it is usually within the limit.
         if counted < _UNCONSTRAINED_FRACTION * self.limit:
             found = self.issued(applied, search_order(task_graph))
             if found.simulation.peak <= self.limit:
                 return found
         if last:
-            least = self.issued(applied, low_memory_order)
+            least = self.issued(applied, applied.low_memory_order)
             self.least = min(self.least or least, least, key=lambda candidate: candidate.simulation.peak)
         self.excess = counted - self.limit
         if self.excess > 0 and not last:
@@ -411,14 +445,14 @@ class _Planner:
                 order = search_order(task_graph, bound)
             except MemoryLimitUnreachable:
                 break
-            found, own = self.issued(applied, order), simulate(task_graph, order).peak
-            self.unpredicted = found.simulation.peak - own
+            found, searched = self.issued(applied, order), simulate(task_graph, order).peak
+            self.unpredicted = found.simulation.peak - searched
             self.excess = found.simulation.peak - self.limit
             if self.excess <= 0:
                 return found
-            if own <= counted:  # no lower peak than that of the low-memory order will be found
+            if searched <= counted:  # no lower peak than that of the low-memory order will be found
                 break
-            bound = max(counted, own - self.excess)
+            bound = max(counted, searched - self.excess)
         return None
 
     def issued(self, applied: _AppliedCandidate, order: Sequence[int]) -> _OrderedCandidate:
@@ -431,24 +465,24 @@ class _Planner:
         reorder(step, [nodes[at] for at in issue_order])
         return _OrderedCandidate(applied, issue_order, *_simulated(step, self.cluster, self.costs))
 
-    def buckets(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
+    def bucket_entries(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
         """The buckets of a step's collectives."""
         clock = [0.0, *accumulate(map(self.costs.seconds, step.graph.nodes))]
         buckets = []
-        for sequence, sizes, price, reference in self.priced(step):
-            buckets += cut_into_buckets(sequence, clock, sizes, price, scale * reference if scale else 0)
+        for sequence, sizes, price, balanced in self.priced(step):
+            buckets += cut_into_buckets(sequence, clock, sizes, price, scale * balanced if scale else 0)
         return buckets
 
     def priced(self, step: StepGraph) -> Iterator[tuple[list[BucketEntry], list[int], Price, float]]:
         """The sequences that buckets are cut from; each with the bytes of its members, the seconds of a call of so many
-        bytes, and the reference bucket size for the transport that is cheapest for all members as one call."""
+        bytes, and the balanced bucket size for the transport that is cheapest for all members as one call."""
         for sequence in bucketable_sequences(step, keep_bits=self.keep_bits):
             sent = [collective_of(step, member.start) for member in sequence]
             sizes = [each.bytes for each in sent]
             names = carriers(step, self.cluster, sequence[0].start, without=self.refused, **self.transport_rules)
             most = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
-            reference = reference_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
-            yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), reference
+            balanced = balanced_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
+            yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), balanced
 
 
 class _CachedCosts(ComputeCosts):

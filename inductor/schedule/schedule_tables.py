@@ -56,8 +56,8 @@ class Scheduled(Protocol):
         """The predicted run of the step."""
 
     @property
-    def buckets(self) -> Sequence[BucketReport]:
-        """One report per bucket, in the order of issue."""
+    def reports(self) -> Sequence[BucketReport]:
+        """One per collective, in the order of issue."""
 
 
 class ReportTable(NamedTuple):
@@ -115,9 +115,9 @@ def summary(simulation: Simulation) -> str:
 def tables(schedule: Scheduled) -> Iterator[ReportTable]:
     """Collectives by kind, then each bucket in order of its start."""
     columns = ["collective", "group", "transport", "count", "bytes", "alone ms", "exposed ms"]
-    yield ReportTable("communication", columns, list(_by_kind(schedule.buckets)))
+    yield ReportTable("communication", columns, list(_by_kind(schedule.reports)))
     columns = ["at ms", "collective", "group", "of", "bytes", "transport", "alone us", "took us", "exposed us"]
-    buckets = sorted(schedule.buckets, key=lambda bucket: bucket.began)
+    buckets = sorted(schedule.reports, key=lambda bucket: bucket.began)
     yield ReportTable("buckets", [*columns, "beside", "why"], [_row(bucket) for bucket in buckets])
 
 

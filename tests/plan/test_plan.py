@@ -105,7 +105,7 @@ def test_the_prediction_is_that_of_explain(planned: Planned) -> None:
     assert found.peak_bytes == simulation.peak
     assert sum(found.exposed_seconds.values()) == pytest.approx(simulation.exposed_seconds)
     assert [each.bytes for each in found.collectives] == [
-        each.bytes for each in sorted(explained.schedule.buckets, key=lambda bucket: bucket.began)
+        each.bytes for each in sorted(explained.schedule.reports, key=lambda bucket: bucket.began)
     ]
 
 

@@ -330,9 +330,9 @@ def test_damaged_schedules_are_made_again(directory: Path) -> None:
         replies += [{**reply, name: value} for name in reply for value in (None, 1, "x", [1], {}, [[]])]
         replies += [
             {"failed": "no"},
-            {"unreachable": None},
-            {"unreachable": [1, 2]},
-            {"unreachable": [9, 1, "a", 0, []]},
+            {"limit_error": None},
+            {"limit_error": [1, 2]},
+            {"limit_error": [9, 1, "a", 0, []]},
         ]
         damages = [
             *raw_damages(len(content), 3, 3, 2)[:5],

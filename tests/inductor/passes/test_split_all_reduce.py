@@ -260,10 +260,10 @@ def test_gradient_norms_are_computed_from_shards(captured: StepGraph, monkeypatc
 def test_both_collectives_use_copy_engines_and_share_calls(captured: StepGraph) -> None:
     with knobs.override(transports="copy_engine, copy_sum"):  # of so little, kernels would cost less
         made = schedule(kernel_graph(run_passes(captured, KERNEL_PASSES)), load_cluster("h200x8"))
-    carried = {(bucket.kind, bucket.transport): len(bucket.members) for bucket in made.buckets}
+    carried = {(bucket.kind, bucket.transport): len(bucket.members) for bucket in made.reports}
     assert carried["reduce_scatter", "copy_sum"] > 1
     assert carried["all_gather", "copy_engine"] > 1
-    halves = [name for bucket in made.buckets if bucket.kind != "all_reduce" for name in bucket.members]
+    halves = [name for bucket in made.reports if bucket.kind != "all_reduce" for name in bucket.members]
     assert len(halves) == 12
     assert all(name.endswith("weight") for name in halves)  # not the names of nodes
 

@@ -25,7 +25,7 @@ from torch import nn
 import weft
 from harness import RanksFailed, run_ranks
 from step_builder import StepBuilder
-from weft import errors, knobs
+from weft import errors, knobs, torch_adapter
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, group_of
@@ -81,13 +81,13 @@ def unbounded(llama: StepGraph) -> Schedule:
 
 
 def gathers(found: Schedule) -> int:
-    return sum(len(report.members) for report in found.buckets if report.kind == "all_gather")
+    return sum(len(report.members) for report in found.reports if report.kind == "all_gather")
 
 
 def test_without_a_limit_everything_is_gathered_once(llama: StepGraph, unbounded: Schedule) -> None:
     parameters = sum(entry.role.value == "parameter" for entry in llama.inputs)
     assert gathers(unbounded) == parameters == 39
-    assert sum(len(r.members) for r in unbounded.buckets if r.kind == "reduce_scatter") == parameters
+    assert sum(len(r.members) for r in unbounded.reports if r.kind == "reduce_scatter") == parameters
     assert unbounded.limit == int(0.9 * H200.gpu.memory)
 
 
@@ -95,7 +95,7 @@ def test_a_schedule_is_faster_than_the_order_of_the_graph(llama: StepGraph, unbo
     alone = simulate(build(llama, H200)[0])
     assert unbounded.simulation.seconds < 0.95 * alone.seconds
     assert unbounded.simulation.exposed_seconds < 0.5 * alone.exposed_seconds
-    assert len(unbounded.buckets) < 0.4 * len(llama.collectives())
+    assert len(unbounded.reports) < 0.4 * len(llama.collectives())
 
 
 def test_time_falls_and_memory_rises_with_the_limit(
@@ -131,13 +131,65 @@ def test_decisions_make_the_same_schedule_of_an_equal_graph(llama: StepGraph, un
     with mock.patch.object(planner, "_MAX_TRIAL_NODES", 0):
         made = schedule(llama, H200, limit)
     assert made.decisions.regathers
-    assert made.decisions.buckets
+    assert made.decisions.bucket_positions
     told = Decisions.read(made.decisions.text())
     assert told == made.decisions
     same = follow(llama.copy(), H200, told, limit)
+    assert same.limit == made.limit == limit
     assert str(same.step) == str(made.step)
-    assert same.buckets == made.buckets
+    assert same.reports == made.reports
     assert len(made.decisions.text()) < 10 * len(llama)
+
+
+def test_the_default_limit_is_reported_whoever_decided(llama: StepGraph, unbounded: Schedule) -> None:
+    followed = follow(llama.copy(), H200, unbounded.decisions)
+    assert followed.limit == unbounded.limit == planner.usable_memory(H200)
+
+
+def planner_within(llama: StepGraph, limit: int) -> planner._Planner:
+    return planner._Planner(llama, H200, limit, keep_bits=False)
+
+
+def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(
+    llama: StepGraph, unbounded: Schedule
+) -> None:
+    limit = int(0.88 * unbounded.simulation.peak)
+    with torch_adapter.only_mode():
+        within = planner_within(llama, limit)
+        within.reserve = limit  # no regathers leave that much
+        fewest = within.candidate(limit)
+        assert fewest is not None
+        assert 0 < count(fewest.regathers) < count(within.regathers(0)[0])
+        found = within.fewest_regathers()
+    assert found is not None
+    assert found.applied.candidate == fewest
+    assert found.simulation.peak <= limit
+    assert within.evaluated == 1
+
+
+def count(regathers: tuple[tuple[int, tuple[int, ...]], ...]) -> int:
+    return sum(len(uses) for _, uses in regathers)
+
+
+def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(
+    llama: StepGraph, unbounded: Schedule
+) -> None:
+    limit = int(0.88 * unbounded.simulation.peak)
+    searches = mock.Mock(side_effect=planner.search_order)
+    with torch_adapter.only_mode(), mock.patch.object(planner, "search_order", searches):
+        within = planner_within(llama, limit)
+        fewest = within.candidate(limit)
+        assert fewest is not None
+        within.unpredicted = limit
+        assert within.evaluate(fewest, hopeless=limit // 128) is None
+        assert within.estimated
+        assert not searches.called
+        # The last resort is searched for all that: arenas differ between orders.
+        found = within.fewest_regathers()
+        most = within.regathers(0)[0]
+    assert searches.called
+    assert found is not None
+    assert found.applied.candidate.regathers == most
 
 
 def test_decisions_for_another_graph_are_refused(llama: StepGraph, unbounded: Schedule) -> None:
@@ -163,14 +215,14 @@ def test_elements_and_waits_stand_together(unbounded: Schedule) -> None:
 def test_reports_and_logs_explain_the_buckets(
     unbounded: Schedule, llama: StepGraph, caplog: pytest.LogCaptureFixture
 ) -> None:
-    members = [member for report in unbounded.buckets for member in report.members]
+    members = [member for report in unbounded.reports for member in report.members]
     assert members.count("model.blocks.3.down.weight") == 2  # gathered, and its gradient reduced
-    merged = [report for report in unbounded.buckets if len(report.members) > 1]
+    merged = [report for report in unbounded.reports if len(report.members) > 1]
     assert merged
     assert all("less than one call each" in report.why for report in merged)
     with mock.patch.object(planner, "_MAX_TRIAL_NODES", 0), caplog.at_level(logging.DEBUG, "weft.inductor.schedule"):
         bounded = schedule(llama, H200, int(0.85 * unbounded.simulation.peak))
-    assert any("gathered again" in report.why for report in bounded.buckets)
+    assert any("gathered again" in report.why for report in bounded.reports)
     assert "scheduled" in caplog.text
     assert "buckets" in caplog.text
 
@@ -340,7 +392,7 @@ def trains(
     same = all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
     if found is None:
         return same, 0, 0.0, [line.split("(")[0].split()[-1] for line in source.splitlines() if "_c10d_" in line]
-    return same, gathers(found), found.simulation.peak, [(report.kind, report.members) for report in found.buckets]
+    return same, gathers(found), found.simulation.peak, [(report.kind, report.members) for report in found.reports]
 
 
 @pytest.mark.gloo
@@ -387,7 +439,7 @@ def asks_its_peers(rank: int, world: int, elsewhere: int | None) -> tuple[list[s
     made, report = found[-1]
     assert report is not None
     return (
-        sorted({bucket.transport for bucket in report.buckets}),
+        sorted({bucket.transport for bucket in report.reports}),
         sorted({type(node.target).__name__ for node in made.collectives()}),
         making.call_count,
     )
@@ -418,7 +470,7 @@ def calibrated_on_rank_0_only(rank: int, world: int) -> tuple[list[str], float]:
     mine = tuple(replace(each, name="pull_7") if each.name == "pull" else each for each in H200.transports)
     _, found = scheduled(graph, own if rank else replace(H200, transports=mine))
     assert found is not None
-    return [bucket.transport for bucket in found.buckets], found.simulation.seconds
+    return [bucket.transport for bucket in found.reports], found.simulation.seconds
 
 
 @pytest.mark.gloo
@@ -510,4 +562,4 @@ def test_a_cheaper_transport_that_begins_later_breaks_nothing(llama: StepGraph, 
     with knobs.override(transports="all"):
         graph = weft.capture(step, torch.zeros(8 * rows, 40, dtype=torch.bfloat16))
         made = schedule(retarget(graph.copy(), "cuda:0"), cluster)
-    assert sum(len(bucket.members) for bucket in made.buckets) == 2
+    assert sum(len(bucket.members) for bucket in made.reports) == 2

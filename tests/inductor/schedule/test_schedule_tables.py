@@ -15,7 +15,7 @@ from weft.inductor.schedule.schedule_tables import BucketReport, bucket_report, 
 @dataclass
 class Schedule:
     simulation: Simulation
-    buckets: list[BucketReport]
+    reports: list[BucketReport]
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def schedule() -> Schedule:
 
 
 def test_a_bucket_has_the_simulators_numbers(schedule: Schedule) -> None:
-    reduce, gather = schedule.buckets
+    reduce, gather = schedule.reports
     assert (gather.began, gather.seconds, gather.took) == (0, 4e-3, 4e-3)
     assert gather.exposed == pytest.approx(0.5e-3)
     assert gather.beside == (

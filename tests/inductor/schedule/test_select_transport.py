@@ -79,7 +79,7 @@ def trained(rank: int, world: int) -> str:
         number_collectives(graph)
         made, found = scheduled(run_passes(graph, PASSES), H200)
         assert found is not None
-        assert {"push", "pull"} <= {bucket.transport for bucket in found.buckets}
+        assert {"push", "pull"} <= {bucket.transport for bucket in found.reports}
         program = compile_aten(bind(made))
         sources.append(program.source)
         return program

@@ -112,7 +112,7 @@ def carried(found: Schedule) -> StepGraph:
 
 
 def names(found: Schedule) -> set[str]:
-    return {report.transport for report in found.buckets}
+    return {report.transport for report in found.reports}
 
 
 def recounted(step: StepGraph) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def test_a_limit_holds_with_all_that_peers_set_aside(
                 assert liveness(carried(found)).peak + found.simulation.task_graph.set_aside <= limit
                 told = Decisions.read(found.decisions.text())
                 same = follow(llama.copy(), SLOW_LIBRARY, told, limit)
-                assert (same.simulation.peak, same.buckets) == (found.simulation.peak, found.buckets)
+                assert (same.simulation.peak, same.reports) == (found.simulation.peak, found.reports)
                 gone = set(transports.split(",")) - names(found)
                 assert all(name in caplog.text for name in gone)
                 used.append(len(names(found) - {LIBRARY}))
@@ -230,7 +230,7 @@ def test_transports_with_results_in_the_arena_are_dropped_first(llama: StepGraph
             tried.append(planner.by_peers)
 
         with mock.patch.object(planner, "fewest_regathers", nothing_fits), pytest.raises(AssertionError):
-            planner.fitting()
+            planner.within_limit_or_least()
     assert tried[-1] == []
     assert not any(map(results_in_arena, tried[-2]))
     assert any(name.startswith("pull") for name in tried[-2])
