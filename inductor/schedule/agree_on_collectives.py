@@ -3,7 +3,8 @@
 Ranks have agreed on the collectives that they captured, and not on what they compute between those. Passes look at
 both: collectives are merged where nothing is computed between them, and a gather that nothing reads is dropped. So
 ranks compare what their passes came to. If they came to different lists, all of them compile the step again without
-these passes, and issue every collective as it was captured.
+these passes, and keep every collective as it was captured. A schedule may still merge and reorder those, because ranks
+agree on it (:mod:`weft.inductor.schedule.agree_on_schedule`).
 
 A rank may capture a step again alone, when a size changed on that rank only. Nobody is asked where its passes come to a
 list that all ranks agreed on before.
@@ -58,7 +59,7 @@ class AgreedCollectives:
 
     def all_issue(self, step: StepGraph, stage: str, *, ordered: bool) -> bool:
         """Whether all ranks' passes came to the collectives of ``step``. Where not, no rank may issue them, and all
-        issue each as it was captured.
+        compile the step again with each as it was captured.
 
         Ranks come together here, but for lists that they agreed on before.
 
@@ -96,8 +97,8 @@ def _all_have(own: str) -> bool:
         return True
     log.log(
         logging.WARNING if rank == 0 else logging.DEBUG,  # all ranks have found the same
-        "rank %s computes something else between the collectives of the step than rank 0: all ranks issue them one by "
-        "one, as the step does, and none in buckets. Compute the same on all ranks for buckets and overlap",
+        "rank %s computes something else between the collectives of the step than rank 0: no pass merges, drops or "
+        "rewrites them on any rank. Compute the same on all ranks for the fastest step",
         odd,
     )
     return False

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from harness import run_ranks
+from weft import knobs
 from weft.capture.agreement import agreement
 from weft.capture.node_kinds import is_collective
+from weft.inductor.compiler import schedule_of
 from weft.inductor.schedule import agree_on_collectives
 
 pytestmark = pytest.mark.gloo
@@ -61,6 +66,34 @@ def test_ranks_that_compute_different_things_issue_what_was_captured() -> None:
     for found in run_ranks(run, 2):
         # One bucket where all ranks come to it; two gathers where a rank works between them or leaves one unread.
         assert found == [([1], True), ([2], True), ([2], True), ([2], True)]
+
+
+def scheduled_after_a_mismatch(rank: int, world: int) -> tuple[list[int], list[str]]:
+    """Tensors in each call of the schedule, and warnings, where the ranks' lists of collectives differ."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(4)))
+    weft.fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    step = weft.compile(lambda x: model(x).sum(), mode="bitwise")
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    agree_on_collectives.log.addHandler(handler)
+    with (
+        knobs.override(cluster="h200x8"),
+        mock.patch("weft.inductor.compiler.device_kind", return_value="cuda"),
+        mock.patch.object(agree_on_collectives, "_line", return_value=f"other on rank {rank}"),
+    ):
+        step(torch.ones(3, 6))
+    found = schedule_of(step.entries[0].program)
+    assert found is not None
+    return [len(report.members) for report in found.reports], warnings
+
+
+def test_the_warning_does_not_deny_buckets_that_a_schedule_makes() -> None:
+    (calls, warnings), (others, _) = run_ranks(scheduled_after_a_mismatch, 2)
+    assert calls == others
+    assert max(calls) > 1
+    assert any("rank 1 computes something else" in line for line in warnings)
+    assert not any("one by one" in line or "bucket" in line for line in warnings)
 
 
 def recapture_alone(rank: int, world: int) -> tuple[list[int], int, bool]:
