@@ -27,6 +27,7 @@ from weft.capture.state.containers import ANY
 from weft.capture.state.state_reader import PlaceReader
 
 _requires_grad = operator.attrgetter("requires_grad")
+_forward = operator.attrgetter("forward")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,12 @@ class Guards:
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
         self._memory = MemoryGuard(captured, self._containers)
+        # The class of a module, and its forward, are found by no container: programs replace them, too.
+        self._modules = [(module, path, type(module)) for module, path in captured.state.modules.values()]
+        self._module_objects = [module for module, _, _ in self._modules]
+        self._module_types = [kind for _, _, kind in self._modules]
+        self._kinds = list(dict.fromkeys(self._module_types))
+        self._forwards = list(map(_forward, self._kinds))
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
         self._kept_places = PlaceReader([place for place in static if self._containers.keeps(place)])
@@ -96,6 +103,7 @@ class Guards:
         for _, path, requires_grad, hooks in self._flags:
             found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
         found += [Guard("tensor", str(guard)) for guard in self._tensors]
+        found += [Guard("class", f"{path or 'the module'} is a {kind.__qualname__}") for _, path, kind in self._modules]
         found += [Guard("size", condition) for condition in self._sizes.conditions]
         found.append(Guard("memory", "the same tensors of the state and of the arguments overlap"))
         found += [Guard("environment", f"{key} is {value!r}") for key, value in self._environment.items()]
@@ -110,6 +118,7 @@ class Guards:
             self._arguments.failure(leaves, spec)
             or self._containers.failure()
             or self._value_failure()
+            or self._class_failure()
             or self._leaf_failure()
             or next(filter(None, (guard.failure() for guard in self._tensors)), None)
             or self._sizes.failure()
@@ -130,6 +139,8 @@ class Guards:
                 and self._arguments.failure(leaves, spec) is None
                 and self._containers.holds()
                 and self._value_failure() is None
+                and list(map(type, self._module_objects)) == self._module_types
+                and list(map(_forward, self._kinds)) == self._forwards
                 and list(map(_requires_grad, self._leaves)) == self._requires_grad
                 and not any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks)
                 and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
@@ -181,6 +192,15 @@ class Guards:
             for place, at, before in zip(self._replaced, now, self._sharing, strict=True):
                 if at != before:
                     return f"the object of {place.path} is at {'other' if at < before else 'fewer'} places"
+        return None
+
+    def _class_failure(self) -> str | None:
+        for module, path, kind in self._modules:
+            if type(module) is not kind:
+                return f"the class of {path or 'the module'} is {type(module).__qualname__}, was {kind.__qualname__}"
+        for kind, forward in zip(self._kinds, self._forwards, strict=True):
+            if _forward(kind) is not forward:
+                return f"{kind.__qualname__}.forward is another function"
         return None
 
     def _numbered(self, objects: list[Any]) -> list[int]:

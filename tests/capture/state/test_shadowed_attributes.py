@@ -83,3 +83,29 @@ def test_an_attribute_in_place_of_one_of_the_class_is_followed_and_its_removal_t
             change(obj)
         assert torch.equal(compiled(X), obj(X))
     assert len(compiled.captures) <= 4
+
+
+class Tripled(Scaled):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+def test_another_class_of_a_module_is_followed() -> None:
+    model = nn.Sequential(linear(), Scaled())
+    compiled = weft.compile(lambda x: model(x))
+    for kind in (Scaled, Scaled, Tripled, Tripled, Scaled):
+        model[1].__class__ = kind
+        assert torch.equal(compiled(X), model(X))
+    assert len(compiled.captures) == 2
+    assert "class of model.1 is Tripled, was Scaled" in compiled.captures[1]
+
+
+def test_another_forward_of_a_librarys_class_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(linear(), linear())
+    compiled = weft.compile(lambda x: model(x))
+    assert torch.equal(compiled(X), model(X))
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.Linear, "forward", lambda self, x: x * 3)
+        assert torch.equal(compiled(X), X * 9)
+    assert torch.equal(compiled(X), model(X))
+    assert "Linear.forward is another function" in compiled.captures[1]
