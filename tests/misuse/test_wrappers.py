@@ -329,7 +329,7 @@ REPLICATE = [
     Misuse("m = linear(); weft.replicate([m, m])", "module[1]", "module[0]", V),
     Misuse("weft.replicate(nn.ModuleList([linear()]))", "ModuleList", "forward", V),
     Misuse("weft.replicate(replicated())", "replicate", "ReplicateLinear"),
-    Misuse("weft.replicate(sharded())", "weight", "DTensor"),
+    Misuse("weft.replicate(sharded())", "replicate", "FSDPLinear"),
     Misuse("weft.replicate(ddp())", "module", "DistributedDataParallel", T),
     Misuse("weft.replicate(linear(), mesh='dp')", "mesh", "'dp'", T),
     Misuse("weft.replicate(linear(), mesh=4)", "mesh", "4", T),

@@ -80,7 +80,7 @@ def test_captured_coalesced_collectives_are_scheduled_and_read_again(
         graph_cache._names[graph.graph] = "a graph that was compiled before"
         _, found = scheduled(graph, H200)
         assert found is not None
-        (bucket,) = found.buckets
+        (bucket,) = found.reports
         assert len(bucket.members) == 2
         assert "us less than one call each" in bucket.why
         with mock.patch.object(agree_on_schedule, "schedule", side_effect=AssertionError("it was decided before")):
@@ -103,7 +103,7 @@ def test_a_captured_batch_of_sends_is_scheduled() -> None:
         b.returns(b.call(WAIT, received, val=received.meta["val"]))
         step = b.build({"dp": dist.group.WORLD.group_name})
         found = schedule(step, H200)
-        assert [(bucket.kind, bucket.members) for bucket in found.buckets] == [
+        assert [(bucket.kind, bucket.members) for bucket in found.reports] == [
             ("send_recv", ("batch_p2p_ops_default",) * 2)
         ]
         ScheduleVerifier(step).check(found.step, "scheduling")
@@ -120,7 +120,7 @@ def test_parameters_of_a_captured_coalesced_gather_are_named_each() -> None:
 
     with weft.fake_world(4):
         graph = retarget(weft.capture(step, torch.ones(2, 8)).copy(), "cuda:0")
-        (bucket,) = schedule(graph, H200).buckets
+        (bucket,) = schedule(graph, H200).reports
     assert [name.rpartition(".")[2] for name in bucket.members] == ["weight", "bias"]
 
 
