@@ -142,9 +142,7 @@ def _leaf_template(
         if not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
             return leaf
         made = leaf.requires_grad and leaf.is_leaf
-        index = (
-            slots[id(leaf)] if id(leaf) in slots else slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
-        )
+        index = slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
         grad = leaf.grad if made else None
         kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
         attributes = tuple(
