@@ -4,6 +4,9 @@ A write to a tensor gives a new value to every tensor that overlaps it, and the 
 call must find the same tensors overlapping, at the same distance. It must not find two parameters apart that were
 parts of one flat tensor, nor one gradient for two parameters that had one each. Shapes, strides and dtypes are guarded
 elsewhere. Tensors that do not overlap may share a storage or not.
+
+Kept tensors are those of the state that stay the same objects from call to call, nearly always: only their addresses
+are compared. All others are new at each call.
 """
 
 from __future__ import annotations
@@ -51,12 +54,12 @@ class MemoryGuard:
         self._gradients: list[Container] = [container for _, container in arguments.gradients]
         self._paths = [labels[at] for at in self._at]
         self._paths += [labels[at] for at in self._nested for _ in _tensors(entries[at])]
-        self._paths += [each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key))]
-        self._state = len(self._paths)
         self._paths += [place.path for place in self._arguments]
         self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
+        self._paths += [each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key))]
         self._remember()
-        self._overlapping = overlapping([*self._tensors, *self._passed()])
+        self._overlapping = overlapping([*self._tensors, *self._new_tensors()])
+        self._new_overlap = any(at >= len(self._tensors) for at in self._overlapping)
         self._held = True
 
     def holds(self) -> bool:
@@ -66,7 +69,7 @@ class MemoryGuard:
     def failure(self) -> str | None:
         """Which tensors overlap that did not, or no longer do; None for none."""
         self._remember()
-        now, before = overlapping([*self._tensors, *self._passed()]), self._overlapping
+        now, before = overlapping([*self._tensors, *self._new_tensors()]), self._overlapping
         self._held = now == before
         for at in sorted(now.keys() | before.keys()):
             if now.get(at) != before.get(at):
@@ -76,21 +79,21 @@ class MemoryGuard:
         return None
 
     def _is_untouched(self) -> bool:
-        """Whether the tensors of the state are where they were, and the arguments are apart from them, as they were."""
-        if not self._held or self._mixed or self._generation != self._containers.generation:
+        """Whether the kept tensors are where they were, and the new ones have storages of their own, as in the captured
+        call. False only means that overlaps must be compared."""
+        if not self._held or self._new_overlap or self._generation != self._containers.generation:
             return False
         for inner_of, wrappers, inner in self._wrapped:
             if not all(map(operator.is_, map(inner_of, wrappers), inner)):
                 return False
-        passed = map(torch_adapter.storage_key, self._passed())
-        return self._in_place() and self._storages.isdisjoint(passed)
+        new = list(map(torch_adapter.storage_key, self._new_tensors()))
+        return self._in_place() and len(set(new)) == len(new) and self._storages.isdisjoint(new)
 
     def _remember(self) -> None:
-        """Store where the tensors of the state are now, for later comparisons."""
+        """Store where the kept tensors are now, for later comparisons."""
         entries = self._containers.entries()
         found = [entries[at] for at in self._at]
         found += [tensor for at in self._nested for tensor in _tensors(entries[at])]
-        found += [tensor for each, key in self._by_value for tensor in _tensors(each.get(key))]
         wrapped: dict[tuple[str, ...], list[tuple[Any, torch.Tensor]]] = defaultdict(list)
         self._tensors = []
         for tensor in found:
@@ -105,16 +108,13 @@ class MemoryGuard:
         self._generation = self._containers.generation
         self._in_place = torch_adapter.same_addresses(self._tensors)
         self._storages = set(map(torch_adapter.storage_key, self._tensors))
-        # By-value entries are other objects at each call.
-        self._mixed = bool(self._by_value) or not self._storages.isdisjoint(
-            map(torch_adapter.storage_key, self._passed())
-        )
 
-    def _passed(self) -> list[torch.Tensor]:
-        """The tensors of the call's arguments, and their gradients."""
-        passed = [place.get() for place in self._arguments]
-        grads = [each.obj.grad for each in self._gradients if each.obj.grad is not None]
-        return [*passed, *(inner_tensor(grad)[0] for grad in grads)]
+    def _new_tensors(self) -> list[torch.Tensor]:
+        """The tensors that are other objects at every call: the arguments, their gradients, and those in lists and
+        dictionaries that each call replaces."""
+        found = [each.obj.grad for each in self._gradients if each.obj.grad is not None]
+        found += [tensor for each, key in self._by_value for tensor in _tensors(each.get(key))]
+        return [*(place.get() for place in self._arguments), *(inner_tensor(tensor)[0] for tensor in found)]
 
 
 def _is_first(value: Any, leaves: dict[int, int], at: int) -> bool:

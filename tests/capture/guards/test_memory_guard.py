@@ -118,6 +118,20 @@ def state_in_tuples() -> Case:
     return Case(step, [together], lambda: list(state.pair))
 
 
+def state_in_lists_that_each_call_replaces() -> Case:
+    state = SimpleNamespace(pair=[torch.ones(4), torch.ones(4)])
+
+    def step() -> None:
+        first, second = state.pair
+        first.add_(1)
+        state.pair = [first * 2, second + first]
+
+    def together() -> None:
+        state.pair = [state.pair[0], state.pair[0]]
+
+    return Case(step, [together, together], lambda: list(state.pair))
+
+
 def overlap_at_another_distance() -> Case:
     flat = torch.arange(8.0)
     state = {"part": flat[1:5]}
@@ -139,6 +153,7 @@ CASES = [
     parameter_leaves_a_flat_tensor,
     parameters_are_tied_by_data,
     state_in_tuples,
+    state_in_lists_that_each_call_replaces,
     overlap_at_another_distance,
 ]
 
