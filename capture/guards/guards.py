@@ -1,9 +1,10 @@
 """Guards: the conditions under which a captured graph may serve a later call.
 
 All Python state that the walk found is guarded: simple values by equality, other objects by identity, tensors by
-shape, strides, dtype and device. The arguments, hooks, sizes and torch's global settings are guarded too. Values of
-tensors and numbers that change from call to call are inputs of the graph. Of such numbers only the type is guarded, and
-what the step's Python assumed of them. A call for which a guard fails is captured anew.
+shape, strides, dtype and device, modules by class, and which tensors overlap. The arguments, hooks, sizes and torch's
+global settings are guarded too. Values of tensors and numbers that change from call to call are inputs of the graph. Of
+such numbers only the type is guarded, and what the step's Python assumed of them. A call for which a guard fails is
+captured anew.
 """
 
 from __future__ import annotations

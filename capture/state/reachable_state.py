@@ -112,7 +112,7 @@ class ReachableState:
         self._seen: dict[int, Any] = {}
         self.sites: list[HookSite] = []
         self._attributes: list[tuple[torch.nn.Module, str]] = []
-        self._lacking: dict[int, frozenset[str]] = {}  # by the id of a module: the attributes that count already
+        self._counted_attributes: dict[int, frozenset[str]] = {}  # by id of a module
         self._later: list[tuple[torch.optim.Optimizer, str]] = []
         self._keys: list[tuple[Any, str]] = []
         self._locks: list[Container] = []
@@ -141,8 +141,8 @@ class ReachableState:
                 # Functions met since then name more attributes. Objects met before may have these attributes.
                 known = self._names.count
                 for module, where in list(self.modules.values()):
-                    if self._kinds[type(module)].own and id(module) in self._lacking:
-                        self._what_a_module_lacks(module, where)
+                    if self._kinds[type(module)].own and id(module) in self._counted_attributes:
+                        self._count_absent(module, where)
                 for kind in list(self._classes):
                     self._methods(kind)
                 for known_object, where, _ in list(self._objects.values()):
@@ -217,7 +217,7 @@ class ReachableState:
                 self.containers.append(Container(vars(tensor), path, names, _label(path), names))
 
     def end_walk(self) -> None:
-        """Let go of all objects but those that guards, inputs and effects need: some are held weakly by the program."""
+        """Drop all references that guards, inputs and effects do not need: the program may hold objects weakly."""
         for known in (self._seen, self._objects, self._tensors, self._functions, self._schedulers, self.modules):
             known.clear()
         self.in_memory.clear()
@@ -388,14 +388,14 @@ class ReachableState:
         prefix = f"{path}." if path else ""
         keys = frozenset(vars(module)) - BOOKKEEPING | frozenset(self._names)
         absent = self._absent(self._kinds[type(module)], module) - vars(module).keys()
-        self._lacking[id(module)] = absent.union(vars(module))
+        self._counted_attributes[id(module)] = absent.union(vars(module))
         self._container(Container(vars(module), path, keys | absent, label=lambda key: f"{prefix}{key}", absent=absent))
 
-    def _what_a_module_lacks(self, module: torch.nn.Module, path: str) -> None:
-        """The attributes that would take the place of methods of its class; the names grow while the walk goes on."""
-        known = self._lacking[id(module)]
+    def _count_absent(self, module: torch.nn.Module, path: str) -> None:
+        """Let it count that no attribute takes the place of a method; again once code with more names was met."""
+        known = self._counted_attributes[id(module)]
         if absent := self._absent(self._kinds[type(module)], module) - known:
-            self._lacking[id(module)] = known | absent
+            self._counted_attributes[id(module)] = known | absent
             self._container(Container(vars(module), path, absent, _label(path), absent))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
