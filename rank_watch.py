@@ -280,9 +280,11 @@ class RankWatch:
                     return
             if wait.heard.get(rank, (0, 0.0))[0] != beats:
                 wait.heard[rank] = beats, now
-        silent = [rank for rank, (_, since) in wait.heard.items() if now - since > wait.silent_s]
-        if silent:
-            wait.silent = sorted(silent)
+        silences = {rank: now - since for rank, (_, since) in wait.heard.items()}
+        if max(silences.values(), default=0.0) > wait.silent_s:
+            # The last beats of ranks that stopped together were read up to one beat apart, and a little more.
+            together = wait.silent_s - 1.5 * self._beat_s()
+            wait.silent = sorted(rank for rank, silence in silences.items() if silence > together)
             wait.why = (
                 f"{listed(wait.silent)} did not answer for {wait.silent_s:g} s: the process is dead or stopped. Look "
                 f"at its log first{''.join(raised.get(rank, '') for rank in wait.silent)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -64,3 +65,24 @@ def test_what_is_asked_is_answered_or_raised() -> None:
     assert rank_watch.answered("a test", 0, lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         rank_watch.answered("a test", 0, lambda: 1 // 0)
+
+
+def test_ranks_that_stopped_together_are_named_together() -> None:
+    """Of ranks 1 and 2 the last states were read most of a beat apart; rank 3 still answers."""
+    store = dist.HashStore()
+    watch = rank_watch.RankWatch(0, 4, store, alive=lambda: True, compared=lambda number: None)
+    watch.stop()
+    wait = rank_watch.RankWait([1, 2, 3], None, silent_s=16.0)
+
+    def read(now: float, *beats: int) -> None:
+        for rank, beat in zip(wait.ranks, beats, strict=True):
+            store.set(rank_watch._state(rank), json.dumps([beat, None]))
+        watch._read(wait, now)
+
+    read(100.0, 7, 7, 7)
+    read(100.9, 7, 8, 8)
+    read(115.8, 7, 8, 22)
+    assert not wait.why
+    read(116.1, 7, 8, 22)
+    assert wait.silent == [1, 2]
+    assert wait.why.startswith("ranks 1, 2 did not answer for 16 s")
