@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from weft.capture.state.containers import ANY
 from weft.capture.state.state_reader import PlaceReader
 
 _requires_grad = operator.attrgetter("requires_grad")
-_forward = operator.attrgetter("forward")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Guards:
         self._module_objects = [module for module, _, _ in self._modules]
         self._module_types = [kind for _, _, kind in self._modules]
         self._kinds = list(dict.fromkeys(self._module_types))
-        self._forwards = list(map(_forward, self._kinds))
+        self._forwards = _forwards_of(self._kinds)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
         self._kept_places = PlaceReader([place for place in static if self._containers.keeps(place)])
@@ -141,7 +141,7 @@ class Guards:
                 and self._containers.holds()
                 and self._value_failure() is None
                 and list(map(type, self._module_objects)) == self._module_types
-                and list(map(_forward, self._kinds)) == self._forwards
+                and _forwards_of(self._kinds) == self._forwards
                 and list(map(_requires_grad, self._leaves)) == self._requires_grad
                 and not any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks)
                 and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
@@ -199,8 +199,8 @@ class Guards:
         for module, path, kind in self._modules:
             if type(module) is not kind:
                 return f"the class of {path or 'the module'} is {type(module).__qualname__}, was {kind.__qualname__}"
-        for kind, forward in zip(self._kinds, self._forwards, strict=True):
-            if _forward(kind) is not forward:
+        for kind, now, before in zip(self._kinds, _forwards_of(self._kinds), self._forwards, strict=True):
+            if now != before:
                 return f"{kind.__qualname__}.forward is another function"
         return None
 
@@ -220,6 +220,11 @@ class Guards:
 
 def _listed(hooks: tuple[HookKey, ...]) -> str:
     return ", ".join(getattr(key.hook, "__qualname__", repr(key.hook)) for key in hooks) or "none"
+
+
+def _forwards_of(kinds: list[type]) -> list[Any]:
+    """The ``forward`` of each class; None for a class that has it for its objects only, as TorchScript's do."""
+    return list(map(getattr, kinds, repeat("forward"), repeat(None)))
 
 
 def _global_state() -> dict[str, Any]:
