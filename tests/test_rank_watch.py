@@ -85,4 +85,4 @@ def test_ranks_that_stopped_together_are_named_together() -> None:
     assert not wait.why
     read(116.1, 7, 8, 22)
     assert wait.silent == [1, 2]
-    assert wait.why.startswith("ranks 1, 2 did not answer for 16 s")
+    assert wait.why.startswith("ranks 1-2 did not answer for 16 s")
