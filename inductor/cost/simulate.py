@@ -277,6 +277,14 @@ class LiveMemory:
         return other
 
 
+def peak_memory(task_graph: TaskGraph, order: Sequence[int]) -> int:
+    """The peak of a valid order in bytes: that of :func:`simulate`, found without the times."""
+    live_memory = LiveMemory(task_graph)
+    for task in order:
+        live_memory.issue(task)
+    return live_memory.peak
+
+
 class StorageUses:
     """The storages of a task graph by task.
 

@@ -121,7 +121,7 @@ def cut_into_buckets(
     # make a later bucket less late.
     cuts_of = [[_Cut(0.0, -math.inf, 0.0, 0, None)]]
     for end in range(1, len(members) + 1):
-        cuts = []
+        cuts: list[tuple[float, float, float, int, _Cut | None]] = []
         soonest, last = math.inf, -math.inf
         for begin, total in _begins(members, sizes, end, max_bytes):
             seconds = price(total, end - begin)
@@ -130,7 +130,7 @@ def cut_into_buckets(
             for before in cuts_of[begin]:
                 ends = max(before.ends, last) + seconds
                 lateness = max(before.lateness, ends - soonest)
-                cuts.append(_Cut(lateness, ends, before.seconds + seconds, end, before))
+                cuts.append((lateness, ends, before.seconds + seconds, end, before))
         cuts_of.append(_best(cuts))
     cut: _Cut | None = min(cuts_of[-1], key=lambda candidate: (candidate.lateness, candidate.seconds, candidate.ends))
     buckets = []
@@ -213,14 +213,16 @@ def _begins(
         yield begin, total
 
 
-def _best(cuts: list[_Cut]) -> list[_Cut]:
-    """The Pareto-optimal cuts. If there are more than ``2 * _MAX_CUTS``: the first ``_MAX_CUTS`` by lateness, then end,
-    and of the others the first ``_MAX_CUTS`` by lateness, then time on the stream."""
+def _best(cuts: Iterable[tuple[float, float, float, int, _Cut | None]]) -> list[_Cut]:
+    """The Pareto-optimal ones of many cuts, given as plain tuples. If there are more than ``2 * _MAX_CUTS``: the first
+    ``_MAX_CUTS`` by lateness, then end, and of the others the first ``_MAX_CUTS`` by lateness, then time on the
+    stream."""
     kept: list[_Cut] = []
     # In ascending lateness, a cut is dominated if an earlier one is at least as good in both other respects.
-    for cut in sorted(cuts, key=lambda cut: (cut.lateness, cut.ends, cut.seconds)):
-        if all(cut.ends < other.ends or cut.seconds < other.seconds for other in kept):
-            kept.append(cut)
+    for cut in sorted(cuts, key=operator.itemgetter(0, 1, 2)):
+        _, ends, seconds, *_ = cut
+        if all(ends < other.ends or seconds < other.seconds for other in kept):
+            kept.append(_Cut(*cut))
     if len(kept) > 2 * _MAX_CUTS:
         kept = kept[:_MAX_CUTS] + sorted(kept[_MAX_CUTS:], key=lambda cut: (cut.lateness, cut.seconds))[:_MAX_CUTS]
     return kept

@@ -51,19 +51,22 @@ class MemoryForecast:
         other._live, other._ahead, other._left = self._live.clone(), self._ahead[:], self._left[:]
         return other
 
-    def most(self, place: int, task: int) -> tuple[int, int]:
-        """The peak from ``place`` up to, not including, the place of ``task``, in bytes, and its last place."""
-        live = self._live[place : self._place[task]]
-        most = int(live.max())
-        return most, place + int((live == most).nonzero()[-1])
+    def most(self, place: int, task: int) -> int:
+        """The peak from ``place`` up to, not including, the place of ``task``, in bytes."""
+        return int(self._live[place : self._place[task]].max())
+
+    def last_place_of(self, most: int, place: int, task: int) -> int:
+        """The last place of the peak ``most`` that :meth:`most` returned for these arguments."""
+        return place + int((self._live[place : self._place[task]] == most).nonzero()[-1])
 
     def issue_ahead(self, task: int, allocated: int, place: int) -> None:
         """Record that ``task``, which allocates ``allocated`` bytes, is issued at ``place``, ahead of its own place."""
         own = self._place[task]
-        if allocated:
-            self._live[place:own].add_(allocated)  # `+=` would copy the slice onto itself as well
         self._live[own] = _NOTHING
         self._ahead[own] = True
+        # Bytes to add from a place up to its own. Most storages that it frees are freed at ``place``: their sizes are
+        # summed, because a change of the tensor takes longer than an addition.
+        added = {place: allocated}
         # If it was the last user of a storage, the live range now ends at the last user that remains in its place.
         for at in self._used[task]:
             users, left = self._users[at], self._left[at]
@@ -73,4 +76,7 @@ class MemoryForecast:
                 left -= 1
             self._left[at] = left
             freed = max(users[left - 1] + 1 if left else 0, place)
-            self._live[freed:own].sub_(self._sizes[at])
+            added[freed] = added.get(freed, 0) - self._sizes[at]
+        for begin, size in added.items():
+            if size:
+                self._live[begin:own].add_(size)  # `+=` would copy the slice onto itself as well

@@ -188,11 +188,11 @@ class PartialSchedule:
         more = sum(self.allocated[task] for task in lacking) - self.live_memory.freed(lacking)
         if more <= 0:
             return True
-        most, until = self.forecast.most(self.at, task)
+        most = self.forecast.most(self.at, task)
         if most + more <= self.limit:
             return True
         # Retry only after the reference has passed that place: until then memory is rarely freed there.
-        self._no_room[task] = until
+        self._no_room[task] = self.forecast.last_place_of(most, self.at, task)
         return False
 
     def make_room(self, task: int) -> None:

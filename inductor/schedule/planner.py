@@ -41,7 +41,7 @@ from weft.inductor.cost.build_task_graph import build
 from weft.inductor.cost.cluster import Cluster, Gpu
 from weft.inductor.cost.collective_cost import Collective, collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts
-from weft.inductor.cost.simulate import Simulation, simulate
+from weft.inductor.cost.simulate import Simulation, peak_memory, simulate
 from weft.inductor.cost.task_graph import TaskGraph
 from weft.inductor.graph.collectives import payload_of
 from weft.inductor.graph.node_order import reorder, together
@@ -421,7 +421,7 @@ class _Planner:
         self.by_peers = [name for name in names if name != LIBRARY]
         task_graph, nodes = build(step, self.cluster, _TransportedCosts(self.costs, step))
         order = min_memory_order(task_graph, precedence(task_graph))
-        peak = simulate(task_graph, order).peak
+        peak = peak_memory(task_graph, order)
         return _AppliedCandidate(candidate, step, positions, order, peak, task_graph, nodes)
 
     def ordered(self, applied: _AppliedCandidate, last: bool) -> _OrderedCandidate | None:
@@ -445,7 +445,7 @@ class _Planner:
                 order = search_order(task_graph, bound)
             except MemoryLimitUnreachable:
                 break
-            found, searched = self.issued(applied, order), simulate(task_graph, order).peak
+            found, searched = self.issued(applied, order), peak_memory(task_graph, order)
             self.unpredicted = found.simulation.peak - searched
             self.excess = found.simulation.peak - self.limit
             if self.excess <= 0:
