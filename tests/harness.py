@@ -113,7 +113,7 @@ def run_ranks(
             return _results(ranks, failed, job)
         finally:
             for rank in ranks:
-                rank.kill()
+                rank.end(timeout)
 
 
 @dataclass(frozen=True)
@@ -238,10 +238,11 @@ class _Rank:
         else:
             self.error = pickle.loads(payload)
 
-    def kill(self) -> None:
+    def end(self, timeout: float) -> None:
+        """Wait `timeout` seconds for a rank that has returned, which may complete a save at its end; kill others."""
         if self.process.is_alive() and not (self.reported and self.error is None):
             self.process.kill()
-        self.process.join(GRACE)
+        self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
