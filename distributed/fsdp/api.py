@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -288,9 +289,12 @@ def _move_buffers(modules: dict[nn.Module, str], device: torch.device) -> None:
 
 def _shard_for_state_dicts(state: ShardedState) -> None:
     """State dicts hold shards, also between a forward and its backward."""
+    # A submodule that outlives the model, as a loop variable does, must not keep the shards of the others.
+    weak_state = weakref.ref(state)
 
     def shard(*_: Any) -> None:
-        state.shard()
+        if (alive := weak_state()) is not None:
+            alive.shard()
 
     for module in {slot.module: None for member in state.members for slot in member.slots}:
         module.register_state_dict_pre_hook(shard)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,3 +147,25 @@ def state_dict_body(rank: int, world: int) -> None:
 
 def test_state_dicts() -> None:
     run_ranks(state_dict_body, 2)
+
+
+def alive_after_the_model(rank: int, world: int, wrapper: str, kept: str, train: bool) -> set[str]:
+    """The names of the parameters that are alive when the model is gone and one part of it is kept."""
+    model, optimizer = wrapped(wrapper, world, 0)
+    if train:
+        step(model, optimizer, 1)
+    parameters = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+    part = model.get_parameter(kept) if kept.endswith("weight") else model.get_submodule(kept)
+    del model, optimizer
+    gc.collect()
+    assert part is not None
+    return {name for name, parameter in parameters.items() if parameter() is not None}
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["not trained", "trained"])
+@pytest.mark.parametrize("kept", ["3", "1.weight"])
+def test_a_part_that_outlives_the_model_keeps_its_own_parameters_only(kept: str, train: bool) -> None:
+    own = {"3": {"3.weight"}}.get(kept, {kept})
+    assert run_ranks(alive_after_the_model, 2, "weft", kept, train) == [own, own]
+    by_torch = run_ranks(alive_after_the_model, 2, "torch", kept, train)
+    assert all(own <= names for names in by_torch)
