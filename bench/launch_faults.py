@@ -47,9 +47,12 @@ def script(folder: Path) -> list[str]:
     return [str(SLOW_EXAMPLE), "--processes", str(RANKS), *arguments]
 
 
-def start(folder: Path, restarts: int, faults: str = "", a_step: float = 0.02) -> subprocess.Popen[bytes]:
-    """Launch the run whose checkpoints are in ``folder``."""
-    environment = {"OMP_NUM_THREADS": "1", "FAULTS": faults, "SECONDS_A_STEP": str(a_step), "CUDA_VISIBLE_DEVICES": ""}
+def start(
+    folder: Path, restarts: int, faults: str = "", until: float = math.inf, a_step: float = 0.02
+) -> subprocess.Popen[bytes]:
+    """Launch the run whose checkpoints are in ``folder``, with faults until that time of the monotonic clock."""
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SECONDS_A_STEP": str(a_step)}
+    environment |= {"FAULTS": faults, "FAULTS_UNTIL": str(until)}
     script_, *options = script(folder)
     command = [
         *WEFT,
@@ -197,7 +200,7 @@ def _faulty_run(folder: Path, draw: random.Random, wanted: dict[int, float], unt
         # The last launch has no faults, so that every run can end.
         more = launches < 11 and time.monotonic() < until
         plan = [_fault(draw, attempt) for attempt in range(4) for _ in range(FAULTS_AN_ATTEMPT)] if more else []
-        wrong = finish(start(folder, 3, ",".join(plan)), folder)
+        wrong = finish(start(folder, 3, ",".join(plan), until), folder)
         if wrong or any(step == STEPS for step, _ in losses(folder)):
             break
     happened: Counter[str] = Counter()

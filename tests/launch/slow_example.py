@@ -2,7 +2,7 @@
 
 SECONDS_A_STEP: how long each takes more than it does. FAULTS: `rank:step:attempt:what` for each fault that happens by
 itself, where `what` is kill, store (the same, for rank 0, which holds the store), term, raise, stop (a hung process),
-slow or full (a disk).
+slow or full (a disk). FAULTS_UNTIL: the time of the monotonic clock after which none happens.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ def slow_stopping() -> bool:
     global _calls
     stop = _stopping()
     time.sleep(float(os.environ.get("SECONDS_A_STEP", "0.02")))
+    if time.monotonic() > float(os.environ.get("FAULTS_UNTIL", "inf")):
+        return stop
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     for fault in filter(None, os.environ.get("FAULTS", "").split(",")):
         rank, call, when, what = fault.split(":")
