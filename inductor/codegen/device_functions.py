@@ -38,7 +38,7 @@ def tanh(x):
     """Hyperbolic tangent, within 3 units of the last place."""
     if x.dtype == tl.float64:
         t = expm1(2.0 * tl.minimum(tl.abs(x), 30.0))
-        return tl.where(x != x, x, tl.where(x < 0, -t, t) / (t + 2.0))
+        return tl.where((x != x) | (x == 0.0), x, tl.where(x < 0, -t, t) / (t + 2.0))
     # q: the least greatest relative error of x + x**3 * q(x**2) for |x| < 0.625, fitted by Lawson's iteration.
     u = x * x
     q = -0.005704986862838268
@@ -47,7 +47,9 @@ def tanh(x):
     q = q * u + 0.13331441581249237
     q = q * u - 0.3333328068256378
     size = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * 2.8853900817779268) + 1.0)
-    return tl.where(u < 0.390625, x + x * u * q, tl.where(x < 0, -size, size))
+    # A zero is returned as it is: -0.0 plus the polynomial's 0.0 would be 0.0.
+    near = tl.where(x == 0.0, x, x + x * u * q)
+    return tl.where(u < 0.390625, near, tl.where(x < 0, -size, size))
 
 
 @triton.jit
@@ -98,7 +100,8 @@ def expm1(x):
     q = q * x + 1.0 / 24.0
     q = q * x + 1.0 / 6.0
     q = q * x + 0.5
-    return tl.where(tl.abs(x) < 0.7, x + x * x * q, tl.exp(x) - 1.0)
+    near = tl.where(x == 0.0, x, x + x * x * q)  # -0.0 keeps its sign
+    return tl.where(tl.abs(x) < 0.7, near, tl.exp(x) - 1.0)
 
 
 @triton.jit
@@ -118,13 +121,14 @@ def truncate(x):
 @triton.jit
 def nearest_even(x):
     """The nearest integer, halves to even: adding 2**23 leaves no bits after the point."""
-    if x.dtype == tl.float64:
-        size = tl.abs(x)
-        whole = (size + 4503599627370496.0) - 4503599627370496.0
-        return tl.where(size < 4503599627370496.0, tl.where(x < 0, -whole, whole), x)
+    # Zeros are returned as they are, and the sign of a small negative number is put back by a product: Triton 3.6
+    # computes ``-whole`` as ``0 - whole``, which is 0.0 for what rounds to -0.0.
     size = tl.abs(x)
+    if x.dtype == tl.float64:
+        whole = (size + 4503599627370496.0) - 4503599627370496.0
+        return tl.where((size < 4503599627370496.0) & (size > 0), tl.where(x < 0, whole * -1.0, whole), x)
     whole = (size + 8388608.0) - 8388608.0
-    return tl.where(size < 8388608.0, tl.where(x < 0, -whole, whole), x)
+    return tl.where((size < 8388608.0) & (size > 0), tl.where(x < 0, whole * -1.0, whole), x)
 
 
 @triton.jit
@@ -140,7 +144,7 @@ def power(x, y):
     odd = whole & (tl.floor(half) != half)
     finite = tl.abs(base) != float("inf")
     negative = (base < 0) | (1.0 / base == float("-inf"))
-    signed = tl.where(negative & odd, -size, tl.where((base < 0) & finite & ~whole, float("nan"), size))
+    signed = tl.where(negative & odd, size * -1.0, tl.where((base < 0) & finite & ~whole, float("nan"), size))
     return signed.to(x.dtype)
 
 
@@ -185,6 +189,8 @@ def remainder(a, b):
     step = tl.where((dividend < 0) != (divisor < 0), -divisor, divisor)
     over = (remains != 0) & ((remains < 0) != (dividend < 0))
     remains = tl.where(over, remains + step, remains)
+    # A remainder of zero has the dividend's sign.
+    remains = tl.where(remains == 0, dividend * 0.0, remains)
     remains = tl.where((tl.abs(divisor) == float("inf")) & (tl.abs(dividend) != float("inf")), dividend, remains)
     return remains.to(a.dtype)
 

@@ -118,7 +118,7 @@ def _negative(value: Call, a: Text) -> Text:
 def _division(value: Call, a: Text, b: Text) -> Text:
     """Correctly rounded where every element has its own divisor; elsewhere within two units in the last place.
 
-    A divisor that is a power of two becomes an exact product, up to 2**100, whose reciprocal is a normal number.
+    A divisor that is a power of two becomes an exact product where its reciprocal is a normal number of float32.
     """
     numerator, divisor = value.args
     if isinstance(divisor, Const) and _is_power_of_two(divisor.value):
@@ -129,7 +129,9 @@ def _division(value: Call, a: Text, b: Text) -> Text:
 
 
 def _is_power_of_two(value: float) -> bool:
-    return value != 0 and math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and abs(value) < 2.0**100
+    """Whether a number is a power of two, with a reciprocal that float32 holds exactly."""
+    # Below 2**-127 the reciprocal would be infinite in float32, above 2**126 subnormal, which GPUs may flush to zero.
+    return 2.0**-100 < abs(value) < 2.0**100 and abs(math.frexp(value)[0]) == 0.5
 
 
 def _square_root(value: Call, a: Text) -> Text:

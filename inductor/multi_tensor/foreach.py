@@ -224,7 +224,8 @@ EXPRESSIONS: dict[OpOverload, Callable[..., str]] = {
     aten._foreach_addcdiv.ScalarList: lambda a, b, c, value: f"tl.fma(tl.div_rn({b}, {c}), {value}, {a})",
     aten._foreach_maximum.List: lambda a, b: f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
     aten._foreach_sqrt.default: lambda a: f"tl.sqrt_rn({a})",
-    aten._foreach_neg.default: lambda a: f"-{a}",
+    # Not ``-a``, which Triton 3.6 computes as ``0 - a``: a zero would lose its sign.
+    aten._foreach_neg.default: lambda a: f"{a} * -1.0",
     aten._foreach_abs.default: lambda a: f"tl.abs({a})",
     aten._foreach_reciprocal.default: lambda a: f"tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), {a})",
     aten._foreach_copy.default: lambda a: a,

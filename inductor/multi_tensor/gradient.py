@@ -29,5 +29,6 @@ def gradient_lines(scalars: Collection[str], dtype: torch.dtype, maximize: bool)
     return [
         *([f"grad = {rounded('(grad * coefficient)', dtype)}"] if "coefficient" in scalars else []),
         *(["grad = tl.div_rn(grad, grad_scale + tl.zeros_like(grad))"] if "grad_scale" in scalars else []),
-        *(["grad = -grad"] if maximize else []),
+        # Not ``-grad``, which Triton 3.6 computes as ``0 - grad``: zeros of a first momentum would lose their sign.
+        *(["grad = grad * -1.0"] if maximize else []),
     ]

@@ -134,3 +134,48 @@ def test_scalars_of_multi_tensor_kernels_keep_their_bits(number: float) -> None:
     tensors = [torch.tensor(X), torch.tensor(X[:3])]
     for found, x in zip(interpret(call, [tensors]), tensors, strict=True):
         assert same_bits(found, x * number)
+
+
+def test_a_list_of_tensors_negated_in_a_kernel_keeps_the_signs_of_zeros() -> None:
+    call = Foreach((Step(torch.ops.aten._foreach_neg.default, (Lists(0, False),), ()),), ((0, -1),))
+    (found,) = interpret(call, [[torch.tensor(X)]])
+    assert same_bits(found, -torch.tensor(X))
+
+
+@pytest.mark.parametrize("dtype", [f32, f64], ids=str)
+@pytest.mark.parametrize("exponent", [-140, -130, -127, -126, -100, -99, 99, 100, 126])
+def test_division_by_a_power_of_two_gives_the_bits_of_eager(exponent: int, dtype: torch.dtype) -> None:
+    divisor = 2.0**exponent
+    values = torch.tensor([1.5 * 2.0 ** (exponent // 2), *X[1:]], dtype=dtype)
+    buffers = {"x": values, "y": torch.zeros(len(X), dtype=dtype)}
+    quotient = op("div", load("x", 1, dtype=dtype), Const(divisor, dtype), dtype=dtype)
+    generated = check(Nest((len(X),), (store("y", quotient, 1),)), buffers)
+    kernel = compile_kernels([generated.source], torch.device("cpu"))[0]
+    kernel.launch(generated.grid(), 0, *(buffers[name] for name in generated.buffers))
+    assert same_bits(buffers["y"], values / torch.tensor(divisor, dtype=dtype)), generated.source.text
+
+
+SMALL = torch.tensor([0.3, -0.3, 0.0, -0.0, 4.0, -4.0, 5.5, -5.5])
+
+
+@pytest.mark.parametrize("dtype", [f32, f64], ids=str)
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        *((name, None) for name in ("round", "trunc", "ceil", "tanh", "expm1", "log1p")),
+        *((name, other) for name in ("fmod", "remainder") for other in (2.0, -2.0)),
+        ("pow", 3.0),
+    ],
+)
+def test_results_of_zero_have_the_sign_of_eager(name: str, other: float | None, dtype: torch.dtype) -> None:
+    x = SMALL.to(dtype)
+    buffers = {"x": x, "y": torch.zeros_like(x)}
+    args = (load("x", 1, dtype=dtype), *(() if other is None else (Const(other, dtype),)))
+    result = op({"remainder": "mod"}.get(name, name), *args, dtype=dtype)
+    generated = check(Nest((len(x),), (store("y", result, 1),)), buffers)
+    kernel = compile_kernels([generated.source], torch.device("cpu"))[0]
+    kernel.launch(generated.grid(), 0, *(buffers[name] for name in generated.buffers))
+    wanted = getattr(torch, name)(x, *(() if other is None else (torch.tensor(other, dtype=dtype),)))
+    zero = wanted == 0
+    assert zero.any()
+    assert same_bits(buffers["y"][zero], wanted[zero]), (buffers["y"], wanted)

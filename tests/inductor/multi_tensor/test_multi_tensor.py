@@ -198,6 +198,16 @@ def test_sgd_equals_torch(first: bool, nesterov: bool, maximize: bool, weight_de
     assert_close(interpret(call, [params, grads, momenta, Symbol(0.05), torch.tensor(0.5), None, None]), expected)
 
 
+def test_the_first_momentum_of_a_negated_gradient_keeps_the_signs_of_zeros() -> None:
+    call = Sgd(0.9, 0.0, 0.0, False, True, True)
+    grad, leaf = torch.tensor([0.0, -0.0, 1.0]), torch.nn.Parameter(torch.ones(3))
+    leaf.grad = grad.clone()
+    optimizer = torch.optim.SGD([leaf], lr=0.1, momentum=0.9, maximize=True, foreach=False)
+    optimizer.step()
+    new = interpret(call, [[torch.ones(3)], [grad], [torch.zeros(3)], 0.1, None, None, None])
+    assert torch.equal(new[1].signbit(), optimizer.state[leaf]["momentum_buffer"].signbit())
+
+
 def test_sgd_without_momentum() -> None:
     call = Sgd(0.0, 0.1, 0.0, False, False, False)
     params, grads = randoms(SIZES, 0), randoms(SIZES, 1)
