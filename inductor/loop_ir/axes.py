@@ -56,6 +56,8 @@ def align(left: Index, left_sizes: Sequence[Int], right: Index, right_sizes: Seq
 
     Parts of one axis appear from the inside out. Axes that an access does not change along are in no factor.
     """
+    # Equal pairs from different offsets are other elements. A shift by whole steps is `solve_access`'s to find, for
+    # inlining; fused loops have to meet at the same point.
     if left.indirect or right.indirect or left.offset != right.offset:
         return None
     a, b = _by_stride(left, left_sizes), _by_stride(right, right_sizes)
@@ -63,6 +65,8 @@ def align(left: Index, left_sizes: Sequence[Int], right: Index, right_sizes: Seq
     while a and b:
         (x, stride, n), (y, other, m) = a.pop(), b.pop()
         # Loops are matched from the innermost out: the first different stride is a different order of elements.
+        # Symbolic strides compare by structure: two expressions that are equal but written differently are not
+        # joined, which costs a fusion and no correctness.
         if stride != other:
             return None
         if n == m:
@@ -86,7 +90,9 @@ def align(left: Index, left_sizes: Sequence[Int], right: Index, right_sizes: Seq
 
 def _by_stride(index: Index, sizes: Sequence[Int]) -> list[tuple[int, Int, Int]]:
     """(axis, stride, size) with the smallest stride last."""
+    # An axis of one element has an arbitrary stride in torch, so it says nothing about the order of elements.
     found = [(axis, stride, sizes[axis]) for axis, stride in index.strides if sizes[axis] != 1]
+    # By magnitude: a reversed axis is walked as fast as its mirror image. Their signs are compared in `align`.
     return sorted(found, key=lambda entry: -size_hint(entry[1]))
 
 
@@ -95,6 +101,7 @@ def size_hint(value: Int) -> float:
     if isinstance(value, int):
         return abs(value)
     # Only the order matters, not the size. A prime equals no product of smaller constants.
+    # It ranks and estimates: nothing that must hold is concluded from it.
     return abs(float(value.xreplace({symbol: sympy.Integer(4099) for symbol in value.free_symbols})))
 
 
@@ -102,6 +109,8 @@ def _divides(n: Int, m: Int) -> bool:
     if isinstance(n, int) and isinstance(m, int):
         return m % n == 0
     return (
+        # Lenient where sympy knows too little (`is_integer` is None). With symbols `align` asks this only of a size
+        # that `_common` returned, which had to be shown to divide.
         not sympy.denom(sympy.cancel(sympy.sympify(m) / n)).free_symbols
         and (sympy.sympify(m) / n).is_integer is not False
     )
@@ -116,6 +125,7 @@ def _quotient(n: Int, m: Int) -> Int:
 
 def _common(n: Int, m: Int) -> Int:
     """The smaller of two sizes where one divides the other, or 1."""
+    # Stricter than `_divides`: here the quotient must be known to be whole, since it decides how a loop is split.
     for small, large in ((n, m), (m, n)):
         quotient = sympy.cancel(sympy.sympify(large) / small)
         if not sympy.denom(quotient).free_symbols and quotient.is_integer and sympy.denom(quotient) == 1:
@@ -145,8 +155,11 @@ def solve_access(
     Args:
         mask: where the reader reads at all.
     """
+    # A gather, the same loops, or a window. Each must be exact: an inlined value is recomputed at the point that is
+    # found, and a wrong point is a wrong number without an error.
     if read.indirect:
         return _picked(write, write_sizes, read, read_sizes)
+    # The common case, and the only one that symbolic sizes allow.
     factors = align(write, write_sizes, read, read_sizes)
     if factors is not None:
         return _solved(factors, write_sizes, read, read_sizes)
@@ -165,6 +178,8 @@ def _picked(write: Index, write_sizes: Sequence[Int], read: Index, read_sizes: S
     axes: dict[int, int] = {}
     for number, (_, stride) in enumerate(read.indirect):
         # Equal strides mean that the picked value counts along this axis of the writer.
+        # The first of several equal strides: axes of one element aside, a layout without overlap has no two equal
+        # strides.
         axis = next((a for a, s in write.strides if s == stride and a not in axes), None)
         if axis is None:
             return None
@@ -173,6 +188,8 @@ def _picked(write: Index, write_sizes: Sequence[Int], read: Index, read_sizes: S
     factors = align(others, write_sizes, Index(read.strides, read.offset), read_sizes)
     if factors is None:
         return None
+    # Whether the picked value is below the axis's length is not checked: the load that is replaced had the same
+    # index.
     return _solved(factors, write_sizes, read, read_sizes)._replace(gathered=axes)
 
 
@@ -214,8 +231,11 @@ def _window(
     """Each loop of the reader steps along one loop of the writer, pieces of it along several."""
     writer = sorted(((s, write_sizes[a], a) for a, s in write.strides), reverse=True)
     # The search takes the largest stride first, which is the outermost loop only among positive strides.
+    # A flipped reader would also start its walk at the end of the span that `_shift` starts from the beginning.
     if any(s < 0 for s, _, _ in writer) or any(s < 0 for _, s in read.strides):
         return None
+    # A padded read is inside of what was written only where its mask holds, so the mask's limits take part in the
+    # proof.
     limited = {axis for terms in limits for axis, _ in terms}
     split: list[tuple[int, int, Int]] = []
     sizes: list[Int] = []
@@ -223,21 +243,25 @@ def _window(
     for axis, stride in read.strides:
         left = read_sizes[axis]
         while left != 1:
+            # The outermost loop of the writer that one step of the reader is a whole number of steps along.
             found = next(((s, n, a) for s, n, a in writer if s <= stride and stride % s == 0), None)
             if found is None:
                 return None
             step, length, loop = found
+            # Steps of the reader until it leaves that loop, rounded up: the last one may start inside.
             span = -(-length * step // stride)
             # An axis with a limit stays whole, as the limit is not known for its pieces.
             here = left if axis in limited or left <= span else span
             # Pieces must fill the axis, and each must end where a step of the writer's outer loop begins.
             if here <= 1 or left % here or (here != left and length * step % stride):
                 return None
+            # -1 marks a piece: limits are known for whole axes of the reader only.
             along[loop].append((len(sizes), axis if here == read_sizes[axis] else -1, stride // step))
             split.append((axis, len(sizes), here))
             sizes.append(here)
             left, stride = left // here, stride * here
     _keep_others(split, sizes, read_sizes)
+    # What is left to show: at every point that is read, the position along each of the writer's loops is inside it.
     spans = {loop: _span(steps, sizes, limits) for loop, steps in along.items()}
     constants = _shift(read.offset - write.offset, writer, spans)
     if constants is None:
@@ -254,8 +278,11 @@ def _span(steps: Sequence[tuple[int, int, int]], sizes: Sequence[Int], limits: _
     least = most = 0
     for new, old, factor in steps:
         low, end = limits.get(((old, 1),), (0, sizes[new]))
+        # Factors are positive here, as all strides are, so ends of the parts give ends of the sum.
         least += int(max(low, 0)) * factor
         most += int(min(end, sizes[new]) - 1) * factor
+    # A limit of the sum itself, such as `2 * d0 + d1 - 1 >= 0` of a padded window, is narrower than those of its
+    # parts.
     low, end = limits.get(tuple(sorted((old, factor) for _, old, factor in steps)), (least, most + 1))
     return int(max(low, least)), int(min(end - 1, most))
 
@@ -265,20 +292,25 @@ def _shift(
 ) -> dict[int, Int] | None:
     """``offset`` as steps along the writer's loops, so that none is left where something is read."""
     assert isinstance(offset, int)
+    # The first element that is read, counted from the writer's first: lower limits of the mask make up for a negative
+    # offset (padding).
     left = offset + sum(spans[axis][0] * stride for stride, _, axis in writer)
     constants: dict[int, Int] = {}
     for stride, size, axis in writer:
         low, high = spans[axis]
+        # Largest stride first, as a number is written in a mixed radix: the remainder belongs to the inner loops.
         first, left = divmod(left, stride)
         # Outside of the writer's loop lies what this nest did not write.
         if not 0 <= first <= first + high - low < size:
             return None
         constants[axis] = first - low
+    # A remainder means elements between the writer's: it never wrote them.
     return None if left else constants
 
 
 def _limits(mask: Value) -> _Limits:
     """What a mask, of comparisons of positions with numbers, says about them."""
+    # Half-open, `low <= sum < end`, as `range` has it.
     limits: dict[tuple[tuple[int, Int], ...], tuple[float, float]] = {}
     waiting = [mask]
     while waiting:
@@ -290,9 +322,11 @@ def _limits(mask: Value) -> _Limits:
             waiting += value.args
         if value.op not in _COMPARED:
             continue
+        # The constants of both sides move to the right, so that the key is the sum of axes alone.
         index, bound = (affine(arg) for arg in value.args)
         if index is None or bound is None or bound.strides or not isinstance(bound.offset - index.offset, int):
             continue
+        # All comparisons of a conjunction hold, so their intervals intersect.
         low, end = limits.get(index.strides, (-math.inf, math.inf))
         least, first_over = _COMPARED[value.op](bound.offset - index.offset)
         limits[index.strides] = max(low, least), min(end, first_over)
@@ -310,6 +344,7 @@ _COMPARED: dict[str, Callable[[int], tuple[float, float]]] = {
 
 def affine(value: Value) -> Index | None:
     """A whole number as a sum of axes and a constant, None where it is none."""
+    # Not loads of POSITIONS: those are made by canonicalisation, after inlining has asked.
     if isinstance(value, Position):
         return Index([(value.axis, 1)])
     if isinstance(value, Const) and not value.dtype.is_floating_point:
@@ -331,6 +366,7 @@ def add_scaled(a: Index, b: Index, factor: Int) -> Index:
     """``a + factor * b``, where ``b`` has no indirect terms."""
     strides = dict(a.strides)
     for axis, stride in b.strides:
+        # Terms that cancel become a stride of 0, which Index drops: `(d0 + d1) - d1` is d0 again.
         strides[axis] = strides.get(axis, 0) + factor * stride
     return Index(strides.items(), a.offset + factor * b.offset, a.indirect)
 
@@ -345,6 +381,7 @@ def split_axes(factors: Iterable[tuple[int, int, Int]], sizes: Sequence[Int]) ->
     terms: dict[int, list[tuple[int, Int]]] = {}
     step: dict[int, Int] = {}
     for old, new, size in factors:
+        # From the inside out: a piece is stepped over by the product of the pieces inside it.
         terms.setdefault(old, []).append((new, step.get(old, 1)))
         step[old] = step.get(old, 1) * size
     return {axis: AxisExpression(tuple(terms.get(axis, ()))) for axis in range(len(sizes))}
@@ -357,6 +394,7 @@ def substitute(index: Index, substitution: Substitution) -> Index:
     taken: list[tuple[Value, Int]] = []
     for axis, stride in index.strides:
         place = substitution[axis]
+        # A gathered position becomes an indirect term with the stride that its axis had.
         taken += ((value, stride) for value in place.gathered)
         offset = offset + stride * place.constant if place.constant != 0 else offset
         for new, factor in place.terms:
@@ -373,6 +411,8 @@ def substitute_values(roots: Iterable[Value], substitution: Substitution) -> dic
         if isinstance(value, Position):
             return _position(substitution[value.axis])
         if isinstance(value, Reduce):
+            # A reduced axis that was split is reduced along all of its pieces; an axis of size 1 that went away,
+            # along none.
             over = [new for axis in value.over for new, _ in substitution[axis].terms]
             return Reduce(value.kind, value.args, over, value.dtype)
         return value
@@ -424,9 +464,12 @@ def merge(nest: Nest) -> Nest:
     that is stored or reduced (a broadcast).
     """
     values = nest.values()
+    # All accesses have a say: fewer axes mean fewer divisions in a kernel, and one that two accesses walk differently
+    # cannot be written as one index.
     indices = [store.index for store in nest.stores] + [value.index for value in values if isinstance(value, Load)]
     # A position is the number along one axis; joined axes have only a common number.
     apart = {value.axis for value in values if isinstance(value, Position)}
+    # Joining a reduced axis with a kept one would leave no axis to reduce over.
     overs = [frozenset(value.over) for value in values if isinstance(value, Reduce)]
     order = _outside_in(nest, indices)
     groups: list[list[int]] = []
@@ -439,6 +482,7 @@ def merge(nest: Nest) -> Nest:
             groups[-1].append(axis)
         else:
             groups.append([axis])
+    # In order and unjoined: nothing changes. A mere change of order does, so that equal loops become equal nests.
     if groups == [[axis] for axis in range(len(nest.sizes))]:
         return nest
     sizes = tuple(_product(nest.sizes[axis] for axis in group) for group in groups)
@@ -452,6 +496,7 @@ def _join(outer: int, inner: int, size: Int, indices: Sequence[Index], overs: Se
     if any((outer in over) != (inner in over) for over in overs):
         return False
     # One step outside must be as far as all steps inside, in every access.
+    # Also where both strides are 0: an access that ignores both axes does not tell them apart.
     return all(index.stride(outer) == index.stride(inner) * size for index in indices)
 
 
@@ -459,6 +504,7 @@ def _outside_in(nest: Nest, indices: Sequence[Index]) -> list[int]:
     """Axes by the stride of what is stored, largest first; axes that are only read along come by their reads."""
 
     def key(axis: int) -> tuple[float, int]:
+        # Stores come first in `indices`, so the first stride that is not 0 is a store's where there is one.
         strides = [index.stride(axis) for index in indices]
         return -size_hint(next((stride for stride in strides if stride != 0), 0)), axis
 

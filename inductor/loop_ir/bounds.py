@@ -32,12 +32,15 @@ Limits = dict[tuple[tuple[Atom, int], ...], tuple[float, float]]  # the least an
 
 def extent(buffer: Buffer) -> Int:
     """Elements from the first of a buffer to behind its last."""
+    # Not the product of the sizes: a transposed or padded buffer reaches further, one with a stride of 0 less far.
     pairs = zip(buffer.sizes, buffer.strides, strict=True)
     return 1 + sum((size - 1) * stride for size, stride in pairs if size != 1)
 
 
 def is_negative(number: Int) -> bool:
     """Whether a size or a difference of sizes is provably negative."""
+    # False means "not shown", so every caller treats a symbolic size as possibly fine. Symbols of sizes are
+    # nonnegative.
     return number < 0 if isinstance(number, int) else bool(sympy.expand(number).is_negative)
 
 
@@ -49,11 +52,13 @@ def fault(index: Index, mask: Value | None, sizes: Sequence[Int], buffer: Buffer
         mask: where the access happens; everywhere without one.
     """
     length = extent(buffer)
+    # Only the axes of the index count: others do not move it, whatever their size.
     numbers = (length, index.offset, *(s for _, s in (*index.strides, *index.indirect)))
     if not all(isinstance(number, int) for number in (*numbers, *(sizes[axis] for axis in index.axes))):
         # What a mask or data rules out is not known with symbolic sizes, so only plain accesses are proved wrong.
         return None if mask is not None or index.indirect else _symbolic_fault(index, sizes, length)
     assert isinstance(length, int)
+    # The cheap proof first: points are evaluated only where it fails.
     bounds = _Bounds(sizes, mask)
     low, high = bounds.of(index)
     if low >= 0 and high < length:
@@ -62,8 +67,10 @@ def fault(index: Index, mask: Value | None, sizes: Sequence[Int], buffer: Buffer
 
 
 def _symbolic_fault(index: Index, sizes: Sequence[Int], length: Int) -> str | None:
+    # Both ends of the reach: a flip walks backwards, so that its start is its largest element.
     last, first = index.offset, index.offset
     for axis, stride in index.strides:
+        # A symbolic stride without a known sign could extend either end, so nothing is shown.
         reach = stride * (sizes[axis] - 1)
         if isinstance(stride, int) and stride < 0:
             first = first + reach
@@ -82,6 +89,7 @@ class _Bounds:
     def __init__(self, sizes: Sequence[Int], mask: Value | None) -> None:
         self.sizes = sizes
         self.ranges = Ranges(sizes)
+        # By form without its constant, so that `d0 >= 1` and `d0 < 5` are one entry, an interval.
         self.limits: Limits = {}
         for condition in [] if mask is None else _conditions(mask):
             self._limit(condition)
@@ -91,6 +99,8 @@ class _Bounds:
         form: Form = dict(index.strides)  # type: ignore[arg-type]
         offset = index.offset
         for value, stride in index.indirect:
+            # An indirect value with finite bounds is arithmetic of axes (a pooling window), which a mask may limit:
+            # it is judged like a stride. An infinite bound would make every gather from a table unprovable.
             terms, constant = linear(value)
             if all(math.isfinite(bound) for bound in self._form(terms)):
                 _add(form, terms, stride)  # type: ignore[arg-type]
@@ -103,6 +113,7 @@ class _Bounds:
         return all(math.isfinite(bound) for bound in self._form(linear(value)[0]))
 
     def _limit(self, condition: Call) -> None:
+        # A comparison of two forms limits their difference: `2 * d0 < d1 + 3` is about `2 * d0 - d1`.
         left, right = (linear(arg) for arg in condition.args)
         form = dict(left[0])
         _add(form, right[0], -1)
@@ -120,8 +131,11 @@ class _Bounds:
         for atom, factor in form.items():
             ends = [factor * end for end in self._atom(atom)]
             low, high = low + min(ends), high + max(ends)
+        # A limited sum replaces its atoms as a whole. `d0 + d1` limited to the picture's width is narrower than the
+        # ranges of d0 and d1 added: a padded pooling window is proved inside this way only.
         for key, limit in self.limits.items():
             part = dict(key)
+            # Floor division can be inexact; the comparison of all coefficients below refuses such a factor.
             first, coefficient = key[0]
             factor = form.get(first, 0) // coefficient
             if key in used or factor == 0 or any(form.get(atom) != factor * c for atom, c in part.items()):
@@ -129,6 +143,7 @@ class _Bounds:
             rest = {atom: c for atom, c in form.items() if atom not in part}
             # Each limit is used once on a path, so the recursion ends.
             least, most = self._form(rest, used | {key})
+            # The limit of a form and the plain bounds of its atoms both hold, so their intersection does.
             own = self._form(part, used | {key})
             ends = [factor * max(limit[0], own[0]), factor * min(limit[1], own[1])]
             low, high = max(low, min(ends) + least), min(high, max(ends) + most)
@@ -137,6 +152,7 @@ class _Bounds:
     def _atom(self, atom: Atom) -> tuple[float, float]:
         if isinstance(atom, int):
             size = self.sizes[atom]
+            # Axes of the index have known sizes here; those of a mask alone need not.
             return (0, size - 1) if isinstance(size, int) else (0, math.inf)
         return self.ranges.of(atom) or (-math.inf, math.inf)
 
@@ -156,6 +172,7 @@ def linear(value: Value) -> tuple[Form, int]:
         _add(form, other, sign)
         return form, constant + sign * more
     if isinstance(value, Call) and value.op == "mul":
+        # A product stays linear where one side is a constant. A product of two axes is an atom of its own.
         for (form, constant), (other, factor) in (map(linear, value.args), map(linear, value.args[::-1])):
             if not other:
                 return {atom: c * factor for atom, c in form.items() if factor}, constant * factor
@@ -180,6 +197,7 @@ def _add(form: Form, other: Form, factor: int) -> None:
 
 
 def _key(form: Form) -> tuple[tuple[Atom, int], ...]:
+    # A canonical order, so that equal forms are one key. Values sort by text: identity differs from run to run.
     return tuple(sorted(form.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]))))
 
 
@@ -195,6 +213,8 @@ _COMPARED: dict[str, Callable[[int], tuple[float, float]]] = {
 
 def _conditions(mask: Value) -> Iterator[Call]:
     """Comparisons of integers that all hold where the mask does."""
+    # Only conjunctions: what an "or" or a "not" says is left out, which makes limits wider, never wrong. Comparisons
+    # of floats round, and "ne" limits no interval.
     if isinstance(mask, Call) and mask.op == "and":
         for arg in mask.args:
             yield from _conditions(arg)
@@ -206,6 +226,7 @@ def _conditions(mask: Value) -> Iterator[Call]:
 
 
 def _witness(index: Index, mask: Value | None, bounds: _Bounds, length: int) -> str | None:
+    # Axes of the mask take part, as a point counts only where the mask holds.
     terms = [(value, stride) for value, stride in index.indirect if bounds.bounded(value)]
     used = set(index.axes).union(*(value.axes for value, _ in terms), mask.axes if mask is not None else ())
     if not all(isinstance(bounds.sizes[axis], int) for axis in used):
@@ -226,6 +247,7 @@ def _witness(index: Index, mask: Value | None, bounds: _Bounds, length: int) -> 
     holds = values.of(mask) if mask is not None else torch.ones(len(points), dtype=torch.bool)
     if holds is None:
         return None
+    # A witness is checked with the mask's own arithmetic, so a fault is never an artefact of the intervals.
     outside = (holds & ((element < 0) | (element >= length))).nonzero()
     if not len(outside):
         return None
@@ -242,6 +264,8 @@ def _points(axes: Sequence[int], bounds: _Bounds) -> torch.Tensor:
         # A linear form takes its extremes at corners; a mask moves these to its limits.
         candidates = [sorted(_near_limits(axis, size, bounds)) for axis, size in zip(axes, sizes, strict=True)]
         if math.prod(len(list(one)) for one in candidates) > _MAX_POINTS:
+            # Too many limits: corners alone may miss a fault, which the verifier then does not report; it reports no
+            # false one.
             candidates = [{0, size - 1} for size in sizes]
     columns = [torch.tensor(sorted(one), dtype=torch.int64) for one in candidates]
     if not columns:
@@ -253,6 +277,8 @@ def _near_limits(axis: int, size: int, bounds: _Bounds) -> set[int]:
     found = {0, size - 1}
     for key, limit in bounds.limits.items():
         factor = abs(dict(key).get(axis, 0))
+        # A limit `factor * d <= end` bends the form near `end / factor`: the points around it are where a shift by
+        # one shows.
         for end in limit if factor else ():
             if math.isfinite(end):
                 # Wrong limits are mostly off by one.
@@ -267,6 +293,7 @@ class _PointValues:
         self.at, self.points = at, points
 
     def of(self, root: Value) -> torch.Tensor | None:
+        # All points at once, as one vector: a Python loop over 16384 points for each access would dominate a compile.
         known: dict[Value, torch.Tensor | None] = {}
         for value in ordered([root]):
             known[value] = self._value(value, [known[operand] for operand in value.operands()])

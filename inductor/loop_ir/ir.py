@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 else:
     Int = int | sympy.Expr
 
+# Arithmetic in a narrower type than float32 would round after every operation of a fused chain; PyTorch's own CUDA
+# kernels compute halves in float32 (`opmath_t`) as well. float64 stays float64: eager computes in it.
 _HALVES = frozenset({torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
 
 
@@ -38,6 +40,8 @@ def register_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALVES else dtype
 
 
+# Names are the identity of memory in the whole back end: operations conflict, fuse and order by them. Two nests that
+# store to one name store disjoint elements of it (a concatenation), see `lowering/verify.py`.
 @serializable
 @dataclass(frozen=True)
 class Buffer:
@@ -56,14 +60,19 @@ class Buffer:
     strides: tuple[Int, ...]
 
 
+# Hash-consing (Ershov, 1958). Common subexpressions need no pass: building a value twice gives the first object. All
+# the rest of the compiler may therefore compare values by `is` and keep them as keys of dictionaries and sets.
 class _Interned(type):
     """Makes equal nodes the same object."""
 
     _all: ClassVar[WeakValueDictionary[Any, Any]] = WeakValueDictionary()
 
     # Weak values: a step's nodes go with the step, and a long session does not accumulate them.
+    # One table for all classes: the first word of a key tells the kinds of node apart.
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Operands are interned already, so the key holds them by identity, and no tree is walked.
+        # The node is built before the table is asked: its key needs its attributes, and a duplicate is dropped at
+        # once.
         node = super().__call__(*args, **kwargs)
         return _Interned._all.setdefault(node.key(), node)
 
@@ -71,8 +80,12 @@ class _Interned(type):
 class Value(metaclass=_Interned):
     """A number computed at each point of a loop nest, of register type ``dtype``."""
 
+    # No `__eq__` and no `__hash__` of their own: identity is equality once nodes are interned. A subclass that
+    # defined them would make every set of values walk trees.
     __slots__ = ("__weakref__", "axes", "dtype")
     dtype: torch.dtype
+    # Computed when a node is made, from those of its operands: fusion and code generation ask for it at every
+    # decision (what can leave a loop, what is a scalar, who has to store).
     axes: frozenset[int]  # the axes it changes along
 
     def key(self) -> tuple[Any, ...]:
@@ -106,8 +119,10 @@ class Index:
         indirect: Iterable[tuple[Value, Int]] = (),
     ) -> None:
         # In one order and without zeros: equal positions must be equal keys.
+        # A stride that is symbolic and happens to be zero at run time stays: it is not known here, and is harmless.
         self.strides = tuple(sorted(((a, s) for a, s in strides if s != 0), key=lambda pair: pair[0]))
         self.offset = offset
+        # Not sorted: `Load.operands` and `with_operands` pair values with strides by their place in this tuple.
         self.indirect = tuple(indirect)
         # Computed once: indices are keys of the table of interned nodes, and are hashed at each construction.
         self._hash = hash((self.strides, offset, self.indirect))
@@ -156,8 +171,8 @@ class Load(Value):
         self.axes = index.axes | (mask.axes if mask is not None else frozenset())
 
     def key(self) -> tuple[Any, ...]:
-        # 0.0 == -0.0 and nan != nan: text tells the constants of floats apart as their bits do.
         """See :meth:`Value.key`."""
+        # 0.0 == -0.0 and nan != nan: text tells the constants of floats apart as their bits do.
         other = repr(float(self.other)) if self.dtype.is_floating_point else self.other
         return "load", self.buffer, self.index, self.dtype, self.mask, other
 
@@ -179,6 +194,8 @@ class Load(Value):
 
 
 # A buffer that does not exist: its element ``k`` is ``k``. Integers that are affine in the axes become loads of it.
+# A load, not a Position, because substitution, merging of axes and splitting of loops already know how to rewrite an
+# index, and the code generator prints one term for each run of axes instead of one for each axis.
 POSITIONS = "positions"
 
 
@@ -211,6 +228,8 @@ class Scalar(Value):
     __slots__ = ("expression",)
 
     def __init__(self, expression: sympy.Expr, dtype: torch.dtype) -> None:
+        # Equal along all axes: a kernel gets it as an argument. What the host computes of it is decided by
+        # `codegen/canonical.py`.
         self.expression, self.dtype, self.axes = expression, dtype, frozenset()
 
     def key(self) -> tuple[Any, ...]:
@@ -227,6 +246,7 @@ class Position(Value):
     __slots__ = ("axis",)
 
     def __init__(self, axis: int) -> None:
+        # Always int64, as torch's own index tensors are; `value_ranges` shows later where 32 bits are enough.
         self.axis, self.dtype, self.axes = axis, torch.int64, frozenset({axis})
 
     def key(self) -> tuple[Any, ...]:
@@ -273,6 +293,9 @@ class Reduce(Value):
 
     def __init__(self, kind: str, args: tuple[Value, ...], over: Iterable[int], dtype: torch.dtype) -> None:
         self.kind, self.args, self.over, self.dtype = kind, args, tuple(sorted(over)), dtype
+        # The result is the same at all points of the reduced axes, and other values may use it there (`x - max(x)`):
+        # one nest holds a softmax. `over` may name axes that no argument changes along: each point counts (a sum of
+        # ones).
         self.axes = frozenset().union(*(arg.axes for arg in args)) - frozenset(self.over)
 
     def key(self) -> tuple[Any, ...]:
@@ -330,6 +353,8 @@ class Store:
     @property
     def axes(self) -> frozenset[int]:
         """The axes whose points store: those of the index, the value and the mask."""
+        # An axis in none of the three stores once, not once a point. With ``mode="add"`` this decides the result: an
+        # addition repeated along an unused axis would count its length.
         mask = self.mask.axes if self.mask is not None else frozenset()
         return self.index.axes | self.value.axes | mask
 
@@ -347,6 +372,8 @@ class Store:
         return f"{self.buffer}[{self.index}] {sign} {self.value}{condition}"
 
 
+# Stores are in order only for one point: a later one may read what an earlier one stored there. Points run in no
+# order, as the programs of a grid do; `loop_ir/verify.py` forbids what would depend on one.
 @dataclass(frozen=True)
 class Nest:
     """A loop over ``sizes`` with its stores. Prints as text; equal nests are equal and hash alike."""
@@ -373,6 +400,7 @@ class Nest:
         """Every value, once, operands before what uses them."""
         return self._values
 
+    # Cached, since a nest never changes: fusion and code generation walk it at every question that they ask of it.
     @functools.cached_property
     def _values(self) -> list[Value]:
         return ordered(value for store in self.stores for value in store.values())
@@ -394,6 +422,7 @@ def ordered(roots: Iterable[Value]) -> list[Value]:
             stack += waiting[::-1]
             continue
         stack.pop()
+        # A value may wait on the stack more than once, under several users: only its first place counts.
         done.setdefault(value)
     return list(done)
 
@@ -411,6 +440,7 @@ def rewrite(roots: Iterable[Value], change: Any) -> dict[Value, Value]:
     for value in ordered(roots):
         operands = value.operands()
         replaced = tuple(new[operand] for operand in operands)
+        # An unchanged node is kept, not rebuilt: `change` may then recognise it by identity.
         new[value] = change(value if replaced == operands else value.with_operands(replaced))
     return new
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 
+# Register dtypes only, which is why no promotion appears here: lowerings have converted the operands before they make
+# a call, and the verifier refuses a call of mixed dtypes instead of guessing what Triton would promote to.
 class Signature(Enum):
     """The register dtypes of an operation: what its operands may be, and what its result is.
 
@@ -80,12 +82,16 @@ OPS: dict[str, Op] = {
     "sign": Op(1, torch.sign),
     "minimum": Op(2, torch.minimum),  # NaN wins
     "maximum": Op(2, torch.maximum),  # NaN wins
+    # Costs only rank operations: 1 is an instruction, 2 to 6 the special function unit with what surrounds it, more a
+    # routine of many instructions. They decide what is computed twice (`fusion/inline.py`), and no time is predicted
+    # from them.
     "pow": Op(2, torch.pow, NUMBERS, 16),
     "floordiv": Op(2, lambda a, b: torch.div(a, b, rounding_mode="floor"), NUMBERS, 8),
     "truncdiv": Op(2, lambda a, b: torch.div(a, b, rounding_mode="trunc"), NUMBERS, 8),
     "mod": Op(2, torch.remainder, NUMBERS, 8),  # the sign of the divisor
     "fmod": Op(2, torch.fmod, NUMBERS, 8),  # the sign of the dividend
     # floats
+    # `fma` rounds once in a kernel. `eager` rounds the product too, so comparisons with it need a tolerance.
     "div": Op(2, torch.true_divide, FLOATS, 4),
     "fma": Op(3, lambda a, b, c: a * b + c, FLOATS),
     "sqrt": Op(1, torch.sqrt, FLOATS, 4),
@@ -132,10 +138,13 @@ OPS: dict[str, Op] = {
     "round_bfloat16": Op(1, lambda a: a.to(torch.bfloat16).float(), Signature.ROUNDING),
     "round_float16": Op(1, lambda a: a.to(torch.float16).float(), Signature.ROUNDING),
     # Philox: (seed, position) -> uniform in [0, 1), normal
+    # `eager` draws from torch's generator, so nothing may fold or evaluate these two: the numbers would be others.
     "rand": Op(2, lambda seed, at: torch.rand(at.shape), Signature.RANDOM, 40),
     "randn": Op(2, lambda seed, at: torch.randn(at.shape), Signature.RANDOM, 60),
 }
 
+# Identities are what masked tails and empty accumulators hold, so they must not change any result: -inf for a
+# maximum, not the lowest finite number, as a row of -inf alone has the maximum -inf.
 REDUCTIONS: dict[str, Reduction] = {
     "sum": Reduction(1, 1, (0.0,), Signature.SUM),
     "prod": Reduction(1, 1, (1.0,)),
@@ -144,10 +153,13 @@ REDUCTIONS: dict[str, Reduction] = {
     "any": Reduction(1, 1, (0.0,), BOOLS),
     "all": Reduction(1, 1, (1.0,), BOOLS),
     # value, position (int64) -> the greatest value, the first position of it
+    # The identity of a position is replaced by the largest int64 where it could win a tie (`lowering/split.py`).
     "argmax": Reduction(2, 2, (-math.inf, 0.0)),
     "argmin": Reduction(2, 2, (math.inf, 0.0)),
     # value -> mean, sum of squared deviations, count
     "welford": Reduction(1, 3, (0.0, 0.0, 0.0), FLOATS),
     # value -> greatest value m, sum of exp(value - m)
+    # `welford` and `online_softmax` are made by code generation only (`codegen/reduction_forms.py`). No lowering
+    # writes them.
     "online_softmax": Reduction(1, 2, (-math.inf, 0.0), FLOATS),
 }

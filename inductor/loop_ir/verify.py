@@ -64,6 +64,7 @@ def verify_nest(
 
 def points_stored(nest: Nest, store: Store) -> Int:
     """How many elements a store without mask writes, if no element is written twice."""
+    # Axes that the index does not change along store again to the same elements, so they add none.
     return math.prod(nest.sizes[axis] for axis in store.index.axes)
 
 
@@ -101,11 +102,14 @@ class _NestVerifier:
         if not self.nest.stores:
             self.fail("it stores nothing")
         for axis, size in enumerate(self.nest.sizes):
+            # Lowering leaves operations without elements to ATen. A symbolic size may be 0: the kernel then has an
+            # empty grid or an empty loop.
             if isinstance(size, int) and size < 1:
                 self.fail(f"axis d{axis} has {size} points")
             self._known(size, None)
 
     def _value(self, value: Value, stored: Mapping[str, Store]) -> None:
+        # A half in a register would round in the middle of a fused chain, and Triton would promote it silently.
         if value.dtype != register_dtype(value.dtype):
             self.fail(f"a value is kept in a register as {value.dtype}", value)
         if not value.axes <= self.axes:
@@ -124,11 +128,13 @@ class _NestVerifier:
             self._reduction_result(value)
 
     def _load(self, load: Load, stored: Store | None) -> None:
+        # It has no memory, so nothing can lie outside of it, and a mask would have nothing to protect.
         if load.buffer == POSITIONS:
             if load.dtype != torch.int64 or load.mask is not None or load.index.indirect:
                 self.fail("a position is an int64 without mask or indirect terms", load)
             return
         self._access(load.buffer, load.index, load.mask, load.dtype, load)
+        # Such a constant fails only when Triton compiles the kernel, with no user's line in sight.
         if not load.dtype.is_floating_point and not math.isfinite(load.other):
             self.fail(f"{load.other} is no {load.dtype}", load)
         if stored is not None and (stored.index != load.index or stored.mode != "set"):
@@ -139,6 +145,8 @@ class _NestVerifier:
         buffer = self.buffers.get(name)
         if buffer is None:
             self.fail(f"buffer {name} does not exist", at)
+        # Conversions are operations of their own. A load or store that converted as well would round twice or
+        # truncate unseen.
         if dtype != register_dtype(buffer.dtype):
             self.fail(f"{name} holds {buffer.dtype}, in registers {register_dtype(buffer.dtype)}, not {dtype}", at)
         if mask is not None and mask.dtype != torch.bool:
@@ -148,17 +156,21 @@ class _NestVerifier:
                 self.fail(f"an index is {value.dtype}", at)
         for number in (index.offset, *(stride for _, stride in (*index.strides, *index.indirect))):
             self._known(number, at)
+        # Loads and stores alike: an access outside is a silent wrong number on a GPU, seldom a fault.
         outside = fault(index, mask, self.nest.sizes, buffer)
         if outside is not None:
             self.fail(f"{name}[{_index(index, {})}] leaves its buffer: {outside}", at)
 
     def _known(self, number: Int, at: Value | Store | None) -> None:
+        # A symbol that no input defines cannot be computed at the launch: the error would come at run time, from a
+        # generated lambda.
         if self.symbols is not None and isinstance(number, sympy.Expr):
             unknown = sorted(str(symbol) for symbol in number.free_symbols if symbol not in self.symbols)
             if unknown:
                 self.fail(f"symbols {', '.join(unknown)} are no inputs of the step", at)
 
     def _const(self, const: Const) -> None:
+        # `type() is`, not isinstance: True is an int, and prints as a bool, which Triton adds as int1.
         kind = bool if const.dtype == torch.bool else float if const.dtype.is_floating_point else int
         if type(const.value) is not kind:
             self.fail(f"constant {const.value!r} is no {const.dtype}", const)
@@ -170,6 +182,8 @@ class _NestVerifier:
         if len(call.args) != op.arity:
             self.fail(f"{call.op} takes {op.arity} values, not {len(call.args)}", call)
         dtypes = [arg.dtype for arg in call.args]
+        # The result too: a call stores its dtype instead of deriving it, so a wrong one would be believed by all
+        # later stages.
         if not _FITS[op.signature](dtypes, call.dtype):
             listed = ", ".join(map(str, dtypes))
             self.fail(f"{call.op} takes {op.signature.value}, not ({listed}) -> {call.dtype}", call)
@@ -194,6 +208,8 @@ class _NestVerifier:
             self.fail("it reads one of several results of what has one", result)
         if not 0 <= result.at < REDUCTIONS[reduce.kind].results:
             self.fail(f"{reduce.kind} has no result {result.at}", result)
+        # Results of argmax have the types of its operands; those of kinds with one operand (welford) all have the
+        # reduction's own.
         dtype = reduce.args[result.at].dtype if len(reduce.args) > 1 else reduce.dtype
         if result.dtype != dtype:
             self.fail(f"result {result.at} of {reduce.kind} is {dtype}, not {result.dtype}", result)
@@ -206,6 +222,7 @@ class _NestVerifier:
         reduced: dict[Value, frozenset[int]] = {}
         for value in self.nest.values():
             tensors = [operand for operand in value.operands() if not isinstance(operand, (Const, Scalar))]
+            # Along axes that *all* operands were reduced along. Numbers have no axes, so they take no part.
             below = frozenset.intersection(*(reduced[operand] for operand in tensors)) if tensors else frozenset[int]()
             if isinstance(value, Reduce):
                 inner = frozenset().union(*(arg.axes for arg in value.args))
@@ -229,17 +246,23 @@ class _NestVerifier:
         self._access(store.buffer, store.index, store.mask, store.value.dtype, store)
         if isinstance(store.value, Reduce) and REDUCTIONS[store.value.kind].results > 1:
             self.fail(f"{store.value.kind} has several results, of which one must be chosen", store)
+        # Additions commute, so points may share an element; what is checked below is about overwriting.
         if store.mode == "add":
             return
         # Programs run in no order: which of the values would remain in memory is undefined.
         lost = {axis for axis in store.value.axes - store.index.axes if self.nest.sizes[axis] != 1}
         if lost:
             self.fail(f"the points along axes {sorted(lost)} store different values in one element", store)
+        # A mask may let one of the colliding points through, and data may be a permutation: neither can be judged
+        # here.
         if not store.index.indirect and store.mask is None:
             self._injective(store)
 
     def _injective(self, store: Store) -> None:
         """No two points store to one element; tried for each two axes."""
+        # Pairs do not find a collision that needs three axes. Exact injectivity of strides is a subset-sum problem;
+        # layouts of torch are wrong in pairs when they are wrong (a stride of 0, an `expand`, an overlapping
+        # `as_strided`).
         for (a, s), (b, t) in itertools.combinations(store.index.strides, 2):
             n, m = self.nest.sizes[a], self.nest.sizes[b]
             if not all(isinstance(number, int) for number in (s, t, n, m)):
@@ -253,6 +276,7 @@ class _NestVerifier:
         """Two stores to one buffer write different elements; tried for the first element of each."""
         if one.buffer != other.buffer or "add" in (one.mode, other.mode):
             return
+        # Masks may exclude each other, which is not decided here.
         if one.mask is None and other.mask is None and overlap(one, self.nest, other, self.nest):
             self.fail(f"two stores write to one element of {one.buffer}", other)
 
@@ -261,6 +285,7 @@ def overlap(one: Store, one_nest: Nest, other: Store, other_nest: Nest) -> bool:
     """Whether the first element of one store is provably among those of the other."""
     if one.index.indirect or other.index.indirect:
         return False
+    # Two dense blocks that overlap contain the first element of one another; stores interleaved otherwise may escape.
     return _contains(one, one_nest, other.index.offset) or _contains(other, other_nest, one.index.offset)
 
 
@@ -268,6 +293,7 @@ def _contains(store: Store, nest: Nest, element: Int) -> bool:
     left = element - store.index.offset
     pairs = [(stride, nest.sizes[axis]) for axis, stride in store.index.strides]
     if not isinstance(left, int) or not all(isinstance(n, int) and n > 0 for pair in pairs for n in pair):
+        # With symbols: equal offsets overlap whatever the sizes, other differences are not decided.
         return left == 0
     # Greedy from the largest stride. It finds every element of a dense layout, and never one that is not stored.
     for stride, size in sorted(pairs, reverse=True):
@@ -299,6 +325,7 @@ def _same(
     kind: Callable[[torch.dtype], bool], result: torch.dtype | None = None
 ) -> Callable[[list[torch.dtype], torch.dtype], bool]:
     """All operands have one dtype of a kind, and the result has the same, or ``result``."""
+    # One dtype for all: Triton would promote mixed operands by rules of its own, which are not torch's.
     return lambda operands, dtype: (
         len(set(operands)) == 1 and kind(operands[0]) and dtype == (operands[0] if result is None else result)
     )
@@ -317,6 +344,7 @@ _FITS: Mapping[Signature, Callable[[list[torch.dtype], torch.dtype], bool]] = {
     Signature.WHERE: lambda operands, dtype: operands[0] == torch.bool and operands[1] == operands[2] == dtype,
     Signature.CAST: lambda operands, dtype: True,
     Signature.ROUNDING: lambda operands, dtype: operands[0] == dtype == torch.float32,
+    # A sum of bools counts them (`aten.sum` gives int64), so that no cast is needed before it.
     Signature.SUM: lambda operands, dtype: (
         (operands[0] == dtype and _numbers(dtype)) or (operands[0] == torch.bool and _integers(dtype))
     ),
