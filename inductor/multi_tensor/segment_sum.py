@@ -90,8 +90,10 @@ class SegmentSum(IndexSum):
         keys, order = indices
         kept = (keys >= 0) & (keys < self.size) & (keys != self.skipped)
         wide = torch.promote_types(rows.dtype, torch.float32)
-        sums = torch.zeros(self.size, rows.shape[1], dtype=wide, device=rows.device)
-        sums.index_add_(0, keys.clamp(0, self.size - 1), rows[order].to(wide).mul(self.scale) * kept[:, None])
+        # One more row of the table takes the rows whose index is ignored. Times 0 instead, a NaN of theirs would stay.
+        sums = torch.zeros(self.size + 1, rows.shape[1], dtype=wide, device=rows.device)
+        sums.index_add_(0, torch.where(kept, keys, self.size), rows[order].to(wide).mul(self.scale))
+        sums = sums[:-1]
         return [[(sums + base[0] if base else sums).to(rows.dtype)]]
 
     def plan(self, arguments: Sequence[Any]) -> LaunchPlan:

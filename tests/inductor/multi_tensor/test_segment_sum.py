@@ -65,6 +65,20 @@ def near(found: Tensor, wanted: Tensor, index: Tensor, base: Tensor | None = Non
 # ---- the kernels
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_values_of_the_padding_index_reach_no_row(bad: float) -> None:
+    index = torch.tensor([0, 2, 3, 2, 0])
+    rows = torch.ones(5, 16)
+    rows[index == 2] = bad
+    call = SegmentSum(4, skipped=2)
+    wanted = aten.embedding_dense_backward(rows, index, 4, 2, False)
+    assert torch.equal(by_kernels(call, rows, index), wanted)
+    keys, order = torch.sort(index.int(), stable=True)
+    for indices in ([keys, order], [index]):
+        ((found,),) = call([rows], indices, [])
+        assert torch.equal(found, wanted)
+
+
 @settings(max_examples=examples(ci=8, exploring=250))
 @given(
     st.integers(0, 2**20),
