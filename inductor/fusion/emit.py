@@ -77,6 +77,7 @@ class _Emitter:
         self.lowered = lowered
         self.step = lowered.step
         self.mode = torch_adapter.fake_mode_of(lowered.step.graph)
+        # A new graph, not a changed one: the order of nodes changes as a whole, and the old one stays to be compared.
         self.graph = torch.fx.Graph()
         self.nodes: dict[Node, Node] = {}
         self.node_of_buffer: dict[str, Node] = {}  # the latest node whose result is the buffer
@@ -86,6 +87,7 @@ class _Emitter:
     def run(
         self, items: Sequence[FusedLoops | Extern], kernels: Sequence[GeneratedKernel | None], guard: Guard
     ) -> StepGraph:
+        # Inputs keep their order, which is the step's interface, even if no kernel reads them.
         for node in self.step.placeholders:
             self._keep(node, self.graph.node_copy(node))
         for item, generated in zip(items, kernels, strict=True):
@@ -95,6 +97,7 @@ class _Emitter:
                 assert generated is not None, "a kernel that was not generated"
                 with guard(item.nodes):
                     self._kernel(item, generated)
+        # Views among the results are made here, when nothing else asked for them.
         self.graph.output(torch.fx.map_arg(self.step.results, self._node))
         step = self.step
         return StepGraph(self.graph, list(step.inputs), list(step.outputs), dict(step.groups))
@@ -106,10 +109,13 @@ class _Emitter:
         if node in self.nodes:
             return self.nodes[node]
         operand = self.lowered.operands.get(node)
+        # The node's whole buffer exists already, as a kernel's result.
         if operand is not None and operand.buffer in self.node_of_buffer and self._is_whole(node):
             return self._keep(node, self.node_of_buffer[operand.buffer])
+        # Operands are emitted on demand: views that only kernels read are never made.
         new = self.graph.node_copy(node, self._node)
         base = new.args[0] if new.args else None
+        # A view of what a kernel made: its fake tensor must alias the new base, for the verifier and for live ranges.
         if operand is not None and isinstance(base, Node) and operand.buffer != node.name:
             new.meta["val"] = _window(base.meta["val"], node.args[0].meta["val"], node.meta["val"])  # type: ignore
         return self._keep(node, new)
@@ -134,6 +140,8 @@ class _Emitter:
         if name == SEEDS:
             return self._seeds()
         if name not in self.node_of_buffer:
+            # `node.1` is element 1 of an ATen call's results; names of kernels' results were entered when they were
+            # emitted.
             source, _, at = name.rpartition(".")
             node = next(n for n in self.nodes if n.name == source)
             self.node_of_buffer[name] = self._element(self.nodes[node], int(at))
@@ -148,6 +156,7 @@ class _Emitter:
         """One draw of the generator per step: the seeds of all random operations in kernels."""
         if SEEDS not in self.node_of_buffer:
             buffer = self.lowered.buffers[SEEDS]
+            # Before everything else, so that the draw happens once and at one place of the generator's sequence.
             last = next(reversed(self.step.placeholders), None)
             with self.graph.inserting_after(self.nodes[last]) if last else self.graph.inserting_before():
                 drawn = self.graph.call_function(
@@ -164,6 +173,8 @@ class _Emitter:
         writes = kernel.nest.writes
         inputs = [name for name in generated.buffers if name not in writes]
         # Several kernels may store parts of one buffer (a concatenation): the later ones take it as an argument.
+        # Functional: a continued buffer is an operand and a result, so the graph orders the kernels that write its
+        # parts.
         continued = [name for name in writes if name in self.node_of_buffer]
         outputs = [buffers[name] for name in writes]
         symbols = _symbols(kernel, outputs)
@@ -174,6 +185,7 @@ class _Emitter:
         arguments += [self._number(symbol) for symbol in symbols]
         new = self.graph.call_function(call, tuple(arguments))
         vals = [self.node_of_buffer[b.name].meta["val"] if b.name in continued else self._fake(b) for b in outputs]
+        # The first node's frames and module path stand for all; `Origin` lists the others.
         new.meta = meta_of(kernel.nodes[0], val=vals, fused_ops=len(set(kernel.nodes) - self.computed))
         self.computed.update(kernel.nodes)
         for at, name in enumerate(writes):
@@ -258,6 +270,7 @@ def _symbols(kernel: FusedLoops, outputs: Sequence[Buffer]) -> list[sympy.Symbol
     for number in numbers:
         if not isinstance(number, int):
             found |= number.free_symbols
+    # By name: sets have no order, and arguments must be in one order on every rank.
     return sorted(found, key=str)
 
 

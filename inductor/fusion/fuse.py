@@ -23,6 +23,7 @@ import torch
 
 from weft import knobs
 from weft.capture.node_kinds import is_effect
+from weft.inductor.codegen.kernel_plan import MAX_REGISTER_ROW
 from weft.inductor.fusion.lifetimes import Lifetimes
 from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.loop_ir.axes import (
@@ -51,7 +52,7 @@ _MAX_DISTANCE = 200  # operations between two nests that only share reads: longe
 _MAX_MEMBERS = 48
 _MAX_BUFFERS = 28
 _CACHED_BYTES = 1 << 20  # a buffer this small stays in the L2 cache in whatever order it is read
-_MAX_ROW_ELEMENTS = 16384 * 32  # elements in registers of one row, over all buffers of a row kernel
+_MAX_ROW_ELEMENTS = MAX_REGISTER_ROW * 32  # elements in registers of one row, over all buffers of a row kernel
 _MIN_SHARED_READ = 65536  # bytes that two readers must share to be joined for that alone
 
 
@@ -99,9 +100,11 @@ class _FusionGroup:
     members: list[tuple[int, Substitution]]
     reads: dict[str, set[Index]]
     writes: dict[str, Index | None]
+    # As sets of axes, since this is what decides the shape of a kernel (`codegen/kernel_plan.py`).
     reduced: set[frozenset[int]]
     first: int
     last: int
+    # Calls take part as nodes of the dependence graph only.
     fixed: bool = False  # an extern
 
     @property
@@ -121,6 +124,7 @@ class _Fuser:
         self.readers: dict[str, list[int]] = {}
         self.refused: set[tuple[int, int, int]] = set()
         self.refusals: Counter[str] = Counter()
+        # Each operation starts as a group of its own, and a group keeps the number of one of its members.
         for at, operation in enumerate(lowered.operations):
             self.groups[at] = _group(at, operation)
             self.group_of[at] = at
@@ -131,6 +135,7 @@ class _Fuser:
         # Data does not order effects such as random draws and collectives. Eager does, and ranks must agree on it.
         effects = [at for at, group in self.groups.items() if group.fixed and is_effect(lowered.operations[at].node)]
         self.next_effect = dict(itertools.pairwise(effects))
+        # Between operations, and never changed: groups may be split again, and their edges are derived from these.
         self.successors = {at: self._successors(at) for at in self.groups}
         self.after: dict[int, set[int]] = {}
         self.before: dict[int, set[int]] = {}
@@ -149,12 +154,15 @@ class _Fuser:
 
     def _successors(self, at: int) -> set[int]:
         operation = self.lowered.operations[at]
+        # Flow dependences only. There are no others between loops: a buffer is written before it is read, and never
+        # again.
         after = {reader for name in operation.writes for reader in self.readers.get(name, ())}
         # Loops that write one buffer write different elements of it. An ATen call may write all of it, so its
         # order among the writers stays.
         after |= {
             w for name in operation.writes for w in self.writers[name] if w > at and isinstance(operation, Extern)
         }
+        # A chain of edges, one to the next effect, orders all of them.
         if at in self.next_effect:
             after.add(self.next_effect[at])
         return after - {at}
@@ -162,6 +170,8 @@ class _Fuser:
     # ---- joining
 
     def join_all(self) -> None:
+        # A heap by negative bytes: the pair that saves most first. Ties go to the earliest groups, so all ranks join
+        # alike.
         queue = [entry for at in self.groups for entry in self._candidates(at) if entry[1] < entry[2]]
         heapq.heapify(queue)
         while queue:
@@ -173,6 +183,7 @@ class _Fuser:
             pair = a, b, len(self.groups[a].members) + len(self.groups[b].members)
             if pair in self.refused:
                 continue
+            # The joined group has `a`'s number, new neighbours and new loops, so its candidates are estimated again.
             if self._join(a, b):
                 for entry in self._candidates(a):
                     heapq.heappush(queue, entry)
@@ -191,13 +202,16 @@ class _Fuser:
             for operation in self._sharers(name, group):
                 other = self.group_of[operation]
                 if other != at and not self.groups[other].fixed:
+                    # The largest shared buffer, not the sum: a lower bound that one buffer proves, and cheap.
                     saved[other] = max(saved.get(other, 0.0), bytes_)
+        # Producers and consumers at any distance: the buffer between them is alive over it in either case.
         far = {o for o in saved if not self._is_near(group, self.groups[o]) and not self._linked(at, o)}
         return [(-bytes_, min(at, other), max(at, other)) for other, bytes_ in saved.items() if other not in far]
 
     def _sharers(self, name: str, group: _FusionGroup) -> list[int]:
         """The operations that ``group`` may be joined with because of a buffer."""
         writers, readers = self.writers.get(name, []), self.readers.get(name, [])
+        # Readers of what the group writes count at any size, as they are its consumers.
         return [*writers, *readers] if name in group.writes or self.lowered.bytes(name) >= _MIN_SHARED_READ else writers
 
     def _is_near(self, a: _FusionGroup, b: _FusionGroup) -> bool:
@@ -207,6 +221,7 @@ class _Fuser:
         return b in self.after[a] or a in self.after[b]
 
     def _join(self, a: int, b: int) -> bool:
+        # What stays if the guard swallows a fault of weft's: the pair is refused, and both remain as they were.
         joined: _FusionGroup | str = "joining them fails"
         with self.guard(self._computed(self.groups[a], self.groups[b])):
             joined = self._combined(a, b)
@@ -219,6 +234,7 @@ class _Fuser:
     def _combined(self, a: int, b: int) -> _FusionGroup | str:
         """Two groups as one, or why they cannot be."""
         one, two = self.groups[a], self.groups[b]
+        # The cheap refusals come first: most pairs end at one of them.
         if len(one.members) + len(two.members) > _MAX_MEMBERS or len(one.buffers | two.buffers) > _MAX_BUFFERS:
             return "too large"
         both_ways = (one, two), (two, one)
@@ -227,6 +243,7 @@ class _Fuser:
             return "recomputed in backward so that it is not kept"
         if self._path_between(a, b) or self._path_between(b, a):
             return "an operation must run between them"
+        # The kernel runs at the position of the later one, when all operands are there.
         if self._extends_lifetimes(*sorted((one, two), key=lambda group: group.last)):
             return "large buffers would live longer"
         joined = self._joined(one, two)
@@ -239,6 +256,7 @@ class _Fuser:
     def _extends_lifetimes(self, early: _FusionGroup, late: _FusionGroup) -> bool:
         """Whether computing the first group at the position of the second would extend the live ranges of large
         buffers."""
+        # What the later group reads as well is alive until then anyway.
         return self.lifetimes.would_extend(early.reads.keys() - late.reads.keys(), early.writes, late.last)
 
     def _is_recomputed(self, group: _FusionGroup) -> bool:
@@ -258,6 +276,7 @@ class _Fuser:
         """Whether something else must run after ``a`` and before ``b``."""
         last = self.groups[b].last
         seen = {a, b}
+        # A direct edge is no obstacle: inside a kernel the value is handed over in a register.
         stack = [n for n in self.after[a] if n != b]
         while stack:
             at = stack.pop()
@@ -269,6 +288,8 @@ class _Fuser:
             # Refusing a join is always correct, so a long search ends with that.
             if len(seen) > 4000:
                 return True
+            # Groups that begin after `b` ends cannot come before it in the step's order, so the search stops there;
+            # `_order` repairs the rare case that this misses.
             stack += (n for n in self.after[at] if n not in seen and self.groups[n].first <= last)
         return False
 
@@ -280,8 +301,11 @@ class _Fuser:
         for name in shared:
             for left in _accesses(one, name):
                 for right in _accesses(two, name):
+                    # Two readers at different offsets (halves of a tensor) read different elements, and share
+                    # nothing.
                     if name not in one.writes and name not in two.writes and left.offset != right.offset:
                         continue
+                    # An empty list means that the buffer has one element: it relates no loops.
                     factors = align(left, one.sizes, right, two.sizes)
                     if factors:
                         joined = _over_common_axes(one, two, factors)
@@ -299,11 +323,13 @@ class _Fuser:
             # Programs of a kernel run in no order: a point can read only what it stored itself.
             if written and len({*_accesses(left, name), *_accesses(right, name)}) != 1:
                 return False
+            # None: written under a mask or in several ways, so the value at a point is not the stored value.
             if written and None in (left.writes.get(name, 0), right.writes.get(name, 0)):
                 return False
         mine, others = _axes_of(left), _axes_of(right)
         if len(both.reduced) > 1:
             # Rows and columns of one space, not a sum and the sum of its parts; what is done once a row adds none.
+            # Mean and rstd of a norm are such: one number a row, beside a kernel that walks rows and sums columns.
             once = any(
                 _is_row_part(narrow, wide, over) and not part.reduced
                 for narrow, wide, part in ((mine, others, left), (others, mine, right))
@@ -313,6 +339,8 @@ class _Fuser:
                 return False
         else:
             over = next(iter(both.reduced), frozenset())
+            # Equal loops, or one that runs once a row of the other. A part with fewer axes otherwise would be
+            # repeated along the rest.
             if not (mine == others or _is_row_part(mine, others, over) or _is_row_part(others, mine, over)):
                 return False
             # A reduction's axes must be loops of each part as a whole, or not at all.
@@ -321,9 +349,11 @@ class _Fuser:
         if both.reduced:
             if not self._along_memory(both):
                 return False
+            # The narrower of two reductions is the row: the other goes over rows.
             width = min((_width(both.sizes, over) for over in both.reduced), default=1.0)
-            # Longer rows are processed in a loop (codegen/kernel_plan.py) and need not fit.
-            if width <= 16384 and width * len(both.buffers) > _MAX_ROW_ELEMENTS:
+            # Longer rows are processed in a loop and need not fit. A row in registers holds an element of each buffer
+            # at each position.
+            if width <= MAX_REGISTER_ROW and width * len(both.buffers) > _MAX_ROW_ELEMENTS:
                 return False
         return True
 
@@ -337,6 +367,7 @@ class _Fuser:
             for index in _accesses(group, name):
                 inner = [axis for axis, stride in index.strides if stride == 1]
                 whole = any(index.axes & over for over in group.reduced)
+                # An access that changes along no reduced axis is made once, outside of the loop.
                 if inner and whole and not index.indirect:
                     kinds.add(next((over for over in group.reduced if inner[0] in over), frozenset()))
         return len(kinds) <= 1
@@ -346,6 +377,7 @@ class _Fuser:
             self.group_of[at] = a
         self.groups[a] = joined
         del self.groups[b]
+        # The neighbours of both become neighbours of `a`; the edges between the two disappear.
         for links, back in ((self.after, self.before), (self.before, self.after)):
             merged = (links[a] | links.pop(b)) - {a, b}
             links[a] = merged
@@ -363,6 +395,7 @@ class _Fuser:
             if isinstance(operation, Extern):
                 result.append(operation)
                 continue
+            # In the order of the step, so that each store comes after the values that it reads.
             loops = [self.lowered.operations[member] for member, _ in sorted(group.members, key=_first)]
             nodes = tuple(dict.fromkeys(node for loop in loops for node in loop.nodes))
             with self.guard(nodes):
@@ -379,12 +412,15 @@ class _Fuser:
         while len(order := self._topological()) < len(self.groups):
             waiting = [at for at in self.groups.keys() - set(order) if len(self.groups[at].members) > 1]
             assert waiting, "operations of a graph wait for each other"
+            # The group that reaches furthest is most likely the one with a path around it. The position breaks ties,
+            # for all ranks alike.
             self._split(max(waiting, key=lambda at: (self.groups[at].last - self.groups[at].first, at)))
         return order
 
     def _topological(self) -> list[int]:
         """Kahn's algorithm, the earliest group first. Groups on a cycle, and those behind one, are left out."""
         waiting = {at: len(needs) for at, needs in self.before.items()}
+        # Ready groups in the order of the step, so that live ranges stay close to those of the captured order.
         ready = [(self.groups[at].first, at) for at, count in waiting.items() if count == 0]
         heapq.heapify(ready)
         order = []
@@ -400,6 +436,7 @@ class _Fuser:
     def _split(self, at: int) -> None:
         """Let each operation of a group be a group of its own again."""
         self.refusals["joins that wait for each other"] += 1
+        # Operations alone have no cycles, so splitting groups ends them.
         for member, _ in self.groups.pop(at).members:
             self.groups[member] = _group(member, self.lowered.operations[member])
             self.group_of[member] = member
@@ -419,6 +456,7 @@ class _Fuser:
                 if store.mode == "set" and store.mask is None:
                     known[store.buffer] = (store.index, convert(store.value, buffer.dtype))
                 stores.append(store)
+        # A buffer that only members read is never stored: this is what fusion saves.
         return Nest(tuple(group.sizes), tuple(s for s in stores if self._needed(s.buffer, inside)))
 
     def _needed(self, name: str, inside: set[int]) -> bool:
@@ -440,6 +478,7 @@ def _group(at: int, operation: Loop | Extern) -> _FusionGroup:
     for store in nest.stores:
         plain = store.mode == "set" and store.mask is None and store.buffer not in writes and not store.index.indirect
         writes[store.buffer] = store.index if plain else None
+    # The identity: a group of one has its member's axes.
     same = {axis: AxisExpression(((axis, 1),)) for axis in range(len(nest.sizes))}
     reduced = {frozenset(value.over) for value in nest.values() if isinstance(value, Reduce)}
     return _FusionGroup(list(nest.sizes), [(at, same)], reads, writes, reduced, at, at)
@@ -452,6 +491,7 @@ def _accesses(group: _FusionGroup, name: str) -> list[Index]:
 
 
 def _rank(one: _FusionGroup, two: _FusionGroup, name: str) -> int:
+    # The lesser of both sides: loops that only one of them has are not matched by this buffer.
     return min(max((len(i.strides) for i in _accesses(g, name)), default=0) for g in (one, two))
 
 
@@ -464,6 +504,7 @@ def _axes_of(group: _FusionGroup) -> frozenset[int]:
 
 def _is_row_part(narrow: frozenset[int], wide: frozenset[int], over: frozenset[int]) -> bool:
     """Whether ``narrow`` runs once a row where ``wide`` runs along the row too."""
+    # Exactly the reduced axes are missing from the narrow part: neither fewer, nor some of the row's.
     return bool(over) and narrow | over == wide and not narrow & over
 
 
@@ -488,6 +529,7 @@ def _over_common_axes(
     for group, pairs in ((one, left), (two, right)):
         known = {axis for axis, _, _ in pairs}
         for axis, size in enumerate(group.sizes):
+            # Axes that the shared buffer does not have stay as they are, one group's own.
             if axis not in known and size != 1:
                 pairs.append((axis, len(sizes), size))
                 sizes.append(size)
@@ -512,6 +554,7 @@ def _moved(group: _FusionGroup, pairs: list[tuple[int, int, Int]], sizes: list[I
         [(at, _through(old, substitution)) for at, old in group.members],
         {name: {substitute(index, substitution) for index in indices} for name, indices in group.reads.items()},
         {name: None if index is None else substitute(index, substitution) for name, index in group.writes.items()},
+        # A reduced axis that was split is reduced along all its pieces.
         {frozenset(new for axis in over for new, _ in substitution[axis].terms) for over in group.reduced},
         group.first,
         group.last,
@@ -522,6 +565,7 @@ def _through(old: Substitution, substitution: Mapping[int, AxisExpression]) -> S
     """Axes written in a group's axes, written in the joined group's."""
     return {
         axis: AxisExpression(
+            # Composition of two linear substitutions; groups have no constants, as `align` asks for equal offsets.
             tuple((new, factor * step) for mid, factor in place.terms for new, step in substitution[mid].terms)
         )
         for axis, place in old.items()
@@ -535,10 +579,12 @@ def _forward_stores(stores: Sequence[Store], known: Mapping[str, tuple[Index, Va
         if not isinstance(value, Load) or value.buffer not in known:
             return value
         index, stored = known[value.buffer]
+        # `_legal` refuses groups with such a load. Left as it is, it is reported by the verifier.
         if index != value.index:
             return value
         if value.mask is None:
             return stored
+        # The reader's own mask still decides what it sees.
         return Call("where", (value.mask, stored, literal(value.other, stored.dtype)), stored.dtype)
 
     new = rewrite([root for store in stores for root in store.values()], forward)

@@ -38,6 +38,8 @@ class GenerateKernels:
     def __call__(self, step: StepGraph) -> StepGraph:
         """A new graph: kernels, and the calls that have no lowering, in the order in which fusion leaves them."""
         timed, faults, left_out = self._runner.timed, self._runner.faults, self._runner.left_out
+        # Each step notes the faults of all operations and goes on. One error is raised for all of them at its end, so
+        # that a single further compilation leaves out everything that failed.
         on_aten = left_out.names("operation")
         lowered = timed("lower", lambda: lower(step, list(step.graph.nodes), on_aten, faults.collect))
         faults.raise_first()
@@ -46,6 +48,8 @@ class GenerateKernels:
         join = "fusion" not in left_out
         items = timed("fuse", lambda: fuse(inlined, supports, faults.collect, join=join))
         faults.raise_first()
+        # Texts for all items before the graph: a kernel that cannot be generated is known while the nests can still
+        # be blamed.
         kernels = timed("generate", lambda: generated_kernels(inlined, items, faults.collect))
         faults.raise_first()
         graph = timed("generate", lambda: emit(inlined, items, kernels, faults.blame_nodes))

@@ -52,6 +52,7 @@ def inline(lowered: Lowered, guard: Guard = unguarded) -> Lowered:
     Args:
         guard: the context in which each nest is worked on.
     """
+    # Operations by buffer, counted: `_inline_producers` asks whether a reader is the only one.
     writers: dict[str, int] = {}
     readers: dict[str, int] = {}
     for operation in lowered.operations:
@@ -65,12 +66,17 @@ def inline(lowered: Lowered, guard: Guard = unguarded) -> Lowered:
     for at, operation in enumerate(lowered.operations):
         if isinstance(operation, Loop):
             with guard(operation.nodes):
+                # One form for equal loops first: a producer over [B * S, C] and a reader over [B, S, C] then have the
+                # same axes.
                 operation = replace(operation, nest=merge(squeeze(operation.nest)))
                 operation = _inline_producers(operation, at, producers, lowered, readers, lifetimes)
+                # After inlining, so that chains collapse: a producer already holds what it took from its own
+                # producers.
                 producer = _producer(operation, writers)
                 if producer is not None:
                     producers[producer.store.buffer] = producer
         operations.append(operation)
+    # Buffers of dropped nests stay described; nobody refers to them.
     inlined = replace(lowered, operations=_without_dead_loops(operations, lifetimes.results))
     if knobs.verify_graphs:
         verify_lowered(inlined, inlined.operations, "inlining", guard)
@@ -99,6 +105,7 @@ def _producer(loop: Loop, writers: dict[str, int]) -> _Producer | None:
     if store.mode != "set" or store.mask is not None or store.index.indirect or writers[store.buffer] != 1:
         return None
     values = nest.values()
+    # A reduction in its reader would run again for every element that is read.
     if any(isinstance(value, Reduce) for value in values):
         return None
     cost = sum(OPS[value.op].cost for value in values if isinstance(value, Call))
@@ -115,16 +122,20 @@ def _inline_producers(
 ) -> Loop:
     """Operation ``at`` with its operands inlined, where that pays."""
     nest, inlined = loop.nest, list(loop.inlined)
+    # The reads as they were: what a producer brings along was not worth inlining into it, so it is not tried again
+    # here.
     for name in list(dict.fromkeys(load.buffer for load in nest.reads)):
         producer = producers.get(name)
         if producer is None or lifetimes.would_extend(producer.loop.reads, (name,), at):
             continue
+        # Only then the producer's nest disappears, with its store and its load.
         alone = readers[name] == 1 and name not in lifetimes.results
         if not (_adds_no_traffic(producer, nest, name, lowered) or (alone and _computes_once(producer, nest, name))):
             continue
         taken = _substituted(nest, name, producer, lowered.buffers[name].dtype)
         if taken is not None and len(taken.values()) <= _MAX_VALUES and len(taken.reads) <= _MAX_READS:
             nest = taken
+            # The producer's operands are now read here: their live ranges grow, and later decisions must know.
             lifetimes.read(producer.loop.reads, at)
             inlined += (*producer.loop.inlined, producer.loop.node)
             for buffer in {load.buffer for load in producer.nest.reads}:
@@ -139,6 +150,8 @@ def _adds_no_traffic(producer: _Producer, nest: Nest, name: str, lowered: Lowere
         return False
     # Operands that change along fewer axes (a bias, a scale) are small and come from the caches.
     whole = frozenset(range(len(producer.nest.sizes)))
+    # Bytes for each point of the producer, against the bytes of its result: reading operands instead of the result
+    # must not move more.
     read = sum(
         lowered.buffers[load.buffer].dtype.itemsize if load.buffer in lowered.buffers else 8
         for load in producer.nest.reads
@@ -162,6 +175,7 @@ def _computes_once(producer: _Producer, nest: Nest, name: str) -> bool:
         return False
     points = _point_count(producer.nest.sizes)
     most = [points * (_MAX_MASKED_RATIO if cheap and load.mask is not None else 1) for load in loads]
+    # Estimates, from hints: a wrong one costs time, not correctness.
     walked = [_point_count([nest.sizes[axis] for axis in _computed_axes(nest, load)]) for load in loads]
     return all(here <= limit for here, limit in zip(walked, most, strict=True))
 
@@ -188,6 +202,7 @@ def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype)
         load = next((load for load in nest.reads if load.buffer == name), None)
         if load is None:
             return nest
+        # The same at every point: no correspondence of loops is needed, and any index will do.
         constant = not producer.store.value.axes
         if constant:
             value = convert(producer.store.value, dtype)
@@ -197,6 +212,7 @@ def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype)
         # Every load must be replaced, or the producer's buffer would still be needed.
         if found is None:
             return None
+        # The reader's loops are split where the producer has two loops for one of them.
         split = split_axes(found.factors, nest.sizes)
         stores = nest.stores
         if any(len(place.terms) != 1 for place in split.values()) or list(split) != [
@@ -208,12 +224,15 @@ def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype)
             stores = tuple(map_values(store, new, substitute(store.index, split)) for store in stores)
             load = moved
         nest = Nest(tuple(found.sizes), stores)
+        # The indices of a gather become positions along the producer's axes.
         terms = load.index.indirect
         gathered = {axis: AxisExpression((), 0, (_as_position(terms[at][0]),)) for axis, at in found.gathered.items()}
         substitution = found.substitution | gathered
+        # Positions included: a producer that draws random numbers or counts sees its own position again.
         value = substitute_values([producer.store.value], substitution)[producer.store.value]
         if load.mask is not None:
             value = _masked(value, load.mask, load.other)
+        # In the buffer's register type, which the load had.
         nest = _replaced(nest, load, convert(value, dtype))
 
 

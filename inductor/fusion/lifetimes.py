@@ -30,8 +30,11 @@ class Lifetimes:
         self._lowered = lowered
         results = (node for node in lowered.step.results if isinstance(node, torch.fx.Node))
         self.results = frozenset(lowered.operands[node].buffer for node in results if node in lowered.operands)
+        # Inputs of the step are not freed in it, so reading one of them later costs nothing.
         self._freed = {name for operation in lowered.operations for name in operation.writes} - self.results
+        # Operations come in order, so the last reader's position is the one that stays.
         self._last = {name: at for at, operation in enumerate(lowered.operations) for name in operation.reads}
+        # A running count: calls between two positions are one subtraction.
         self._calls = list(accumulate(map(_is_call, lowered.operations)))
 
     def would_extend(self, reads: Iterable[str], writes: Iterable[str], at: int) -> bool:
@@ -47,6 +50,8 @@ class Lifetimes:
 
     def _outlived(self, reads: Iterable[str], at: int) -> Iterator[str]:
         """Those of ``reads`` that are freed before a call that runs before operation ``at``."""
+        # Only past a call, such as the GEMM of a loss's next chunk: if each row's logit were picked after all chunks,
+        # the logits of all of them would be alive at once (1 GiB in a model of 1B parameters).
         return (name for name in reads if name in self._freed and self._calls[self._last[name]] < self._calls[at])
 
 
