@@ -43,6 +43,7 @@ from weft.inductor.loop_ir.ir import (
 )
 from weft.inductor.loop_ir.ops import OPS
 
+# Torch's own classes for division of sizes. All of them print as `//` and `%` where no operand is negative.
 _QUOTIENTS = (FloorDiv, ModularIndexing, Mod, PythonMod, CleanDiv)
 
 
@@ -63,7 +64,11 @@ class Canonical:
 def canonical(nest: Nest) -> Canonical:
     """The canonical form of a nest."""
     # Simplifying may remove the last use of an axis, so axes are dropped before it and after.
+    # Merging comes last: positions that became indices no longer keep axes apart, and fewer axes mean fewer
+    # divisions.
     nest = axes.merge(axes.squeeze(_without_unused_axes(simplified(axes.squeeze(nest)))))
+    # Loads first, in the order of evaluation, then stores: the order depends on the nest alone, so equal nests agree
+    # on it.
     buffers = list(dict.fromkeys([load.buffer for load in nest.reads if not is_position(load)] + nest.writes))
     scalars = _scalars(nest)
     names = {POSITIONS: POSITIONS} | {buffer: f"b{k}" for k, buffer in enumerate(buffers)}
@@ -73,14 +78,18 @@ def canonical(nest: Nest) -> Canonical:
 
 def symbol(k: int) -> sympy.Symbol:
     """The name of number ``k`` in a canonical nest."""
+    # Not `positive`: a batch may be empty. sympy must not simplify with more than what holds.
     return sympy.Symbol(f"s{k}", integer=True, nonnegative=True)
 
 
 def simplified(nest: Nest) -> Nest:
     """The nest with positions as loads from :data:`POSITIONS`, and with constants folded.
 
-    Folding runs the operation's eager form, so a folded value has the bits that the kernel would compute.
+    Folding runs the operation's eager form, so a folded value has eager's bits. A kernel's approximate functions, such
+    as that of exponentials, may differ from it in the last.
     """
+    # One bottom-up pass: each rule sees operands that are simplified already, and none of them creates work for
+    # another.
     roots = [root for store in nest.stores for root in store.values()]
     new = rewrite(roots, lambda value: _simpler(value, nest.sizes))
     stores = [map_values(store, new) for store in nest.stores]
@@ -89,6 +98,7 @@ def simplified(nest: Nest) -> Nest:
 
 def _without_unused_axes(nest: Nest) -> Nest:
     """The nest with size 1 along axes that no store and no reduction uses any more."""
+    # A reduction uses an axis that its operand does not change along: it counts each point of it.
     used = frozenset().union(*(store.axes for store in nest.stores), *(reduce.over for reduce in nest.reduces))
     return Nest(tuple(size if axis in used else 1 for axis, size in enumerate(nest.sizes)), nest.stores)
 
@@ -104,6 +114,7 @@ def _simpler(value: Value, sizes: Sequence[Int]) -> Value:
     if isinstance(value, Call) and value.dtype == torch.int64 and (index := _affine(value)) is not None:
         return Load(POSITIONS, index, torch.int64)
     if isinstance(value, Load) and isinstance(value.mask, Const):
+        # A mask that never holds leaves no load at all, so its buffer may drop out of the kernel's arguments.
         return Load(value.buffer, value.index, value.dtype) if value.mask.value else _other(value)
     # All reduced axes had one element and were squeezed: the reduction is its argument.
     if isinstance(value, Reduce) and not value.over and value.kind in _ONE:
@@ -111,6 +122,7 @@ def _simpler(value: Value, sizes: Sequence[Int]) -> Value:
     if isinstance(value, Reduce) and value.kind == "sum":
         return _sum_of_single_term(value, sizes)
     if isinstance(value, ReductionResult) and isinstance(value.reduce, Reduce) and not value.reduce.over:
+        # Only without axes; reductions that keep one are in the form that code generation chooses later.
         return _part_of_single_term(value.reduce, value)
     return value
 
@@ -125,6 +137,7 @@ def _affine(value: Value) -> Index | None:
         return value.index
     if isinstance(value, Const) and not value.dtype.is_floating_point:
         return Index(offset=int(value.value))
+    # Whole numbers only: a float scalar has a fraction that an index cannot have.
     if isinstance(value, Scalar) and value.dtype == torch.int64:
         return Index(offset=value.expression)
     if not isinstance(value, Call) or value.op not in ("add", "sub", "mul"):
@@ -135,6 +148,7 @@ def _affine(value: Value) -> Index | None:
         return None
     if value.op != "mul":
         return axes.add_scaled(a, b, -1 if value.op == "sub" else 1)
+    # A product of two positions is quadratic.
     if a.strides and b.strides:
         return None
     return axes.add_scaled(Index(), a, b.offset) if a.strides else axes.add_scaled(Index(), b, a.offset)
@@ -142,6 +156,8 @@ def _affine(value: Value) -> Index | None:
 
 def _without_positions(index: Index) -> Index:
     """The index with affine indirect terms folded into its strides."""
+    # A gather at an affine position is a strided read: without the indirect term it is vectorised and its bounds are
+    # proved.
     total = Index(index.strides, index.offset, [pick for pick in index.indirect if not is_position(pick[0])])
     for value, stride in index.indirect:
         if is_position(value):
@@ -159,14 +175,18 @@ def _sum_of_single_term(total: Reduce, sizes: Sequence[Int]) -> Value:
     if not (len(total.over) == 1 and isinstance(term, Call) and term.op == "where" and term.dtype == total.dtype):
         return total
     (axis,), (condition, value, zero) = total.over, term.args
+    # The comparison with the reduced axis may be and-ed with others (a label that counts).
     conditions = _conjuncts(condition)
     here = next((c for c in conditions if axis in c.axes), None)
     others = [c for c in conditions if c is not here]
     if not (isinstance(zero, Const) and zero.value == 0 and isinstance(here, Call) and here.op == "eq"):
         return total
+    # The single term may not depend on the axis otherwise: its position is taken out of the loop.
     if any(axis in other.axes for other in (value, *others)):
         return total
     along = Load(POSITIONS, Index([(axis, 1)]), torch.int64)
+    # Compared by identity, as values are interned. Both sides the position itself: `at` is then of the axis, and
+    # refused.
     at = next((arg for arg in here.args if arg is not along), along)
     if along not in here.args or axis in at.axes or at.dtype != torch.int64:
         return total
@@ -187,11 +207,13 @@ def _both(a: Value, b: Value) -> Value:
 
 
 def _other(load: Load) -> Value:
+    # The verifier wants the Python type of a constant to be that of its dtype.
     cast = bool if load.dtype == torch.bool else float if load.dtype.is_floating_point else int
     return Const(cast(load.other), load.dtype)
 
 
 def _computed(call: Call) -> Value:
+    # On the CPU in the constant's own dtype: float32 arithmetic rounds as it would in the kernel's registers.
     args = [torch.tensor(arg.value, dtype=arg.dtype) for arg in call.args if isinstance(arg, Const)]
     return Const(OPS[call.op].eager(*args).to(call.dtype).item(), call.dtype)
 
@@ -222,6 +244,7 @@ def _scalars(nest: Nest) -> list[Scalar]:
                 for part in sorted(set(_host_parts(expression)), key=str):
                     found.setdefault(Scalar(part, torch.int64))
 
+    # Sizes first, then what stores and values need: again an order that the nest alone decides.
     add(*nest.sizes)
     for store in nest.stores:
         _add_index(add, store.index)
@@ -240,12 +263,14 @@ def _host_parts(expression: Any) -> list[Any]:
     decides how quotients round. Roundings of fractions, minima and the like are computed on the host: Triton
     has no functions for them, and a result of theirs may be negative, so no quotient is taken of it in a kernel.
     """
+    # A constant is part of the text.
     if expression.is_Integer:
         return []
     parts = [part for arg in expression.args for part in _host_parts(arg)]
     power = expression.is_Pow and expression.args[1].is_Integer and expression.args[1] > 0
     if (expression.is_Add or expression.is_Mul or power) and all(arg.is_integer for arg in expression.args):
         return parts
+    # Only of symbols as they are. A quotient of something that the host computes could meet a negative number.
     if isinstance(expression, _QUOTIENTS) and all(part.is_Symbol for part in parts):
         return parts
     return [expression]
@@ -264,6 +289,8 @@ def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symb
     }
 
     def size(value: Int) -> Int:
+        # `xreplace`, not `subs`: whole subexpressions that the host computes are replaced without being simplified
+        # first.
         return value.xreplace(new_symbol) if isinstance(value, sympy.Expr) else value
 
     def index(old: Index) -> Index:

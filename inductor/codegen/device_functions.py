@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 
+# Triton's own `tl.max` prefers numbers to NaN, so reductions get these two; torch's extremes let NaN win.
 @triton.jit
 def greatest(a, b):
     """The greater of two; NaN wins."""
@@ -21,6 +22,7 @@ def least(a, b):
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
+# A combine function for `tl.reduce`, which has no product of its own.
 @triton.jit
 def times(a, b):
     """The product of two."""
@@ -33,6 +35,7 @@ def sign(x):
     return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
+# libdevice has some of the functions below, but not in the interpreter, where every kernel is tested.
 @triton.jit
 def tanh(x):
     """Hyperbolic tangent, within 3 units of the last place."""
@@ -40,6 +43,7 @@ def tanh(x):
         t = expm1(2.0 * tl.minimum(tl.abs(x), 30.0))
         return tl.where((x != x) | (x == 0.0), x, tl.where(x < 0, -t, t) / (t + 2.0))
     # q: the least greatest relative error of x + x**3 * q(x**2) for |x| < 0.625, fitted by Lawson's iteration.
+    # The other form, 1 - 2 / (exp(2 * x) + 1), cancels near 0, hence a polynomial there.
     u = x * x
     q = -0.005704986862838268
     q = q * u + 0.02063908614218235
@@ -91,6 +95,7 @@ def expm1(x):
         near = (u - 1.0) * x / tl.log(u)
         return tl.where(u == 1.0, x, tl.where((u - 1.0 == -1.0) | (u == float("inf")), u - 1.0, near))
     # Taylor's series: the first term left out is below 1e-9 of the sum for |x| < 0.7.
+    # Above the bound exp(x) - 1 has lost at most a bit or two.
     q = 1.0 / 3628800.0
     q = q * x + 1.0 / 362880.0
     q = q * x + 1.0 / 40320.0
@@ -137,10 +142,12 @@ def power(x, y):
     base = x.to(tl.float64)
     exponent = y.to(tl.float64)
     size = tl.exp2(exponent * tl.log2(tl.abs(base)))
+    # Special values of C99's pow, in its order: x**0 and 1**y are 1, even for NaN.
     size = tl.where((exponent == 0.0) | (base == 1.0), 1.0, size)
     size = tl.where((tl.abs(base) == 1.0) & (tl.abs(exponent) == float("inf")), 1.0, size)
     whole = tl.floor(exponent) == exponent
     half = exponent * 0.5
+    # An odd power keeps the sign of the base, that of zero and infinity included.
     odd = whole & (tl.floor(half) != half)
     finite = tl.abs(base) != float("inf")
     negative = (base < 0) | (1.0 / base == float("-inf"))
@@ -154,6 +161,7 @@ def integer_power(x, y):
     result = x * 0 + 1
     square = x + y * 0
     left = tl.where(y < 0, 0, y)
+    # Square and multiply. Thirty-one steps cover every exponent below 2**31.
     for _ in tl.static_range(0, 31):
         result = tl.where(left & 1 != 0, result * square, result)
         square = square * square
@@ -166,6 +174,7 @@ def integer_power(x, y):
 @triton.jit
 def floor_divide(a, b):
     """The quotient of integers, rounded down."""
+    # Triton divides integers as C does, towards zero.
     quotient = a // b
     remains = a - quotient * b
     return tl.where((remains != 0) & ((remains < 0) != (b < 0)), quotient - 1, quotient)
@@ -224,6 +233,8 @@ def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr, ALIGNED: tl.const
     Does nothing below sm_90, in the interpreter, and for unaligned arguments: the instruction needs addresses that are
     multiples of 16 bytes.
     """
+    # Inline text, as Triton has no operation for it. `is_pure=False` keeps the compiler from dropping what gives no
+    # result.
     if ARCH >= 90 and ALIGNED:
         tl.inline_asm_elementwise(
             f"{{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
@@ -240,6 +251,7 @@ def prefetch(pointer, BYTES: tl.constexpr, ARCH: tl.constexpr, ALIGNED: tl.const
 def load_packed(pointer, COUNT: tl.constexpr, ALIGNED: tl.constexpr):
     """``COUNT`` words of 32 bits from a pointer on; for unaligned arguments the pointer may be in the middle of one."""
     if ALIGNED or pointer.dtype.element_ty.primitive_bitwidth == 32:
+        # Read once from memory and then kept in registers, so the line need not stay in the cache.
         at = pointer.to(tl.pointer_type(tl.int32)) + tl.arange(0, COUNT)
         return tl.load(at, eviction_policy="evict_first")
     else:
@@ -289,6 +301,7 @@ def opaque_copy(words, ARCH: tl.constexpr):
 @triton.jit
 def philox_words(seed, count):
     """Four words of 32 random bits for each number (Salmon and others, 2011): all bits of both arguments count."""
+    # All 64 bits of the position are in the counter: numbers repeat after 2**64 elements, not 2**32.
     low = count.to(tl.int64).to(tl.uint32)
     high = (count.to(tl.int64) >> 32).to(tl.uint32)
     return tl.philox(seed, low, high, low * 0, low * 0)
@@ -297,6 +310,7 @@ def philox_words(seed, count):
 @triton.jit
 def uniform(seed, at):
     """A number in [0, 1) for each position: word ``at % 4`` of counter ``at // 4``."""
+    # Word selection by bits, so that a tile of any shape gives the same numbers as one that draws four at a time.
     a, b, c, d = philox_words(seed, at >> 2)
     low = tl.where(at & 1 == 0, a, b)
     high = tl.where(at & 1 == 0, c, d)
@@ -307,6 +321,7 @@ def uniform(seed, at):
 def uniform_quads(seed, quad):
     """The numbers of :func:`uniform` for the positions 4 * quad, ..., 4 * quad + 3, along two dimensions more."""
     a, b, c, d = philox_words(seed, quad)
+    # `join` adds a last dimension: this order makes the reshaped words a, b, c, d.
     return tl.uint_to_uniform_float(tl.join(tl.join(a, c), tl.join(b, d)))
 
 

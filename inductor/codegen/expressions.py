@@ -14,6 +14,7 @@ import torch
 from weft.inductor.codegen.triton_text import dtype_name, literal_text
 from weft.inductor.loop_ir.ir import Call, Const
 
+# Python's order of precedence, weakest first: a kernel's text is parsed as Python before Triton compiles it.
 COMPARE, OR, XOR, AND, SHIFT, SUM, PRODUCT, UNARY, ATOM = range(9)
 
 
@@ -32,6 +33,7 @@ class Text:
 
     def at(self, level: int) -> str:
         """The expression where an operator of ``level`` is around it."""
+        # Parentheses also fix the order of float operations, so leaving out one too many would change results.
         return self.code if self.level >= level else f"({self.code})"
 
     def __str__(self) -> str:
@@ -41,6 +43,7 @@ class Text:
 def infix(operator: str, level: int, left: Text, right: Text) -> Text:
     """``left operator right``."""
     outer = level + 1 if level == COMPARE else level  # Python chains comparisons: a < b < c
+    # The right side one level up: operators group to the left, and `a - (b - c)` needs its parentheses.
     return Text(f"{left.at(outer)} {operator} {right.at(level + 1)}", level)
 
 
@@ -51,6 +54,7 @@ def call(function: str, *args: Text | str) -> Text:
 
 def cast(text: Text, dtype: torch.dtype) -> Text:
     """``text`` as ``dtype``."""
+    # Without a level argument: the method call binds as tightly as an atom.
     return Text(f"{text.at(ATOM)}.to({dtype_name(dtype)})")
 
 
@@ -59,17 +63,20 @@ def literal(value: float, dtype: torch.dtype) -> Text:
     text = literal_text(value, dtype)
     if dtype == torch.bool:
         return Text(text)
+    # `-1.0.to(...)` would apply the method to 1.0.
     level = UNARY if text.startswith("-") else ATOM
     return Text(text, level, narrow=not dtype.is_floating_point and abs(value) < 2**31)
 
 
 def typed(value: float, dtype: torch.dtype) -> Text:
     """A number as a value of its own."""
+    # A bare literal has no dtype: as a value of its own it is int32 or float32 to Triton, whatever the IR says.
     return call("tl.full", "[]", literal(value, dtype), dtype_name(dtype))
 
 
 def extreme(kind: float, dtype: torch.dtype) -> float:
     """``kind`` (an infinity or a finite number) as far as ``dtype`` goes."""
+    # The identities of :data:`REDUCTIONS` are floats; an integer type has bounds in place of infinities.
     if not math.isinf(kind) or dtype.is_floating_point:
         return kind
     if dtype == torch.bool:
@@ -99,12 +106,14 @@ def _helper(name: str) -> Write:
 
     def write(value: Call, *texts: Text) -> Text:
         pairs = zip(value.args, texts, strict=True)
+        # A function asks for `x.dtype` and calls methods of x; a Python number has neither.
         return call(name, *(typed(arg.value, arg.dtype) if isinstance(arg, Const) else text for arg, text in pairs))
 
     return write
 
 
 def _by_kind(floats: Write, integers: Write) -> Write:
+    # By the operand, not the result: comparisons and casts have another dtype than what they take.
     return lambda value, *args: (floats if value.args[0].dtype.is_floating_point else integers)(value, *args)
 
 
@@ -120,8 +129,11 @@ def _division(value: Call, a: Text, b: Text) -> Text:
 
     A divisor that is a power of two becomes an exact product where its reciprocal is a normal number of float32.
     """
+    # Correct rounding costs more instructions. It is kept where a result can be compared with eager's, element by
+    # element. A divisor of a whole row (a sum, a norm) already differs from eager's by the order of its sum.
     numerator, divisor = value.args
     if isinstance(divisor, Const) and _is_power_of_two(divisor.value):
+        # Exact in binary, so it has the same bits as the quotient, in one instruction.
         return infix("*", PRODUCT, a, literal(1.0 / divisor.value, value.dtype))
     if value.dtype == torch.float32 and divisor.axes and divisor.axes >= numerator.axes:
         return call("tl.div_rn", a, b)
@@ -135,6 +147,7 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _square_root(value: Call, a: Text) -> Text:
+    # `tl.sqrt` of float32 is approximate, of float64 correctly rounded.
     return call("tl.sqrt_rn" if value.dtype == torch.float32 else "tl.sqrt", a)
 
 
@@ -147,14 +160,17 @@ def exponential(a: Text, dtype: torch.dtype) -> Text:
     exponent left (three instructions more); here such results are 0."""
     if dtype != torch.float32:
         return call("tl.exp", a)
+    # The GPU has an instruction for 2**x only.
     return call("tl.exp2", infix("*", PRODUCT, a, Text(repr(math.log2(math.e)))))
 
 
 def _extremum(name: str, boolean: str, level: int) -> Write:
     def write(value: Call, a: Text, b: Text) -> Text:
         if value.dtype == torch.bool:
+            # Of bools, the minimum is "and", the maximum "or".
             return infix(boolean, level, a, b)
         if value.dtype.is_floating_point:
+            # Triton's default, like C's fmin, prefers the number; torch's extremes let NaN win.
             return call(f"tl.{name}", a, b, "propagate_nan=tl.PropagateNan.ALL")
         return call(f"tl.{name}", a, b)
 
@@ -163,6 +179,7 @@ def _extremum(name: str, boolean: str, level: int) -> Write:
 
 def _logical(sign: str, level: int) -> Write:
     def write(value: Call, a: Text, b: Text) -> Text:
+        # Triton's `&` of integers works on bits: 1 & 2 is 0, although both are true.
         a, b = (truth(text, arg.dtype) for text, arg in zip((a, b), value.args, strict=True))
         return infix(sign, level, a, b)
 
@@ -177,6 +194,7 @@ def truth(text: Text, dtype: torch.dtype) -> Text:
 def _not(value: Call, a: Text) -> Text:
     if value.dtype == torch.uint8:
         return infix("^", XOR, a, Text("255"))  # 3.6 writes ~a as a ^ -1, which its interpreter refuses
+    # `~` of an int1 is its negation.
     if value.args[0].dtype == torch.bool or value.op == "bitwise_not":
         return Text(f"~{a.at(UNARY)}", UNARY)
     return infix("==", COMPARE, a, Text("0"))
@@ -186,12 +204,14 @@ def _to(value: Call, a: Text) -> Text:
     source = value.args[0].dtype
     if value.dtype == torch.bool:
         return truth(a, source)
+    # Halves count as float32 here: rounding is the store's, or `round_bfloat16`'s.
     if value.dtype == source or (a.narrow and value.dtype == torch.int32):
         return a
     return cast(a, value.dtype)
 
 
 def _rounded(half: str) -> Write:
+    # Two casts that a compiler must not cancel, since the first one rounds.
     return lambda value, a: Text(f"{a.at(ATOM)}.to({half}).to(tl.float32)")
 
 
@@ -227,6 +247,7 @@ _WRITE: dict[str, Write] = {
     "trunc": _by_kind(_helper("truncate"), lambda value, a: a),
     "round": _by_kind(_helper("nearest_even"), lambda value, a: a),
     "isnan": lambda value, a: infix("!=", COMPARE, a, a),
+    # Comparisons instead of functions of libdevice, which the interpreter has not.
     "isinf": lambda value, a: infix("==", COMPARE, call("tl.abs", a), Text('float("inf")')),
     # Triton's // and % of integers are those of C.
     "truncdiv": _by_kind(_helper("truncated_quotient"), _operator("//", PRODUCT)),

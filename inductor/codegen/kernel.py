@@ -54,6 +54,7 @@ class GeneratedKernel:
         programs = 1
         for size, block in self.blocks:
             known = int(size.xreplace(symbols)) if isinstance(size, sympy.Expr) else size
+            # Along one axis of the grid: CUDA limits the other two to 65,535 programs.
             programs *= -(-known // block)
         return programs, 1, 1
 
@@ -66,6 +67,8 @@ def supports(nest: Nest) -> str | None:
     """
     try:
         form = canonical.canonical(nest)
+        # float32 for all: where a plan depends on bytes it must not decide support (see `_row_and_column` in
+        # kernel_plan.py).
         plan_kernel(form.nest, {f"b{k}": torch.float32 for k in range(len(form.buffers))})
     except UnsupportedNest as error:
         return str(error)
@@ -85,12 +88,15 @@ def generate(
         UnsupportedNest: :func:`supports` says why.
     """
     form = canonical.canonical(nest)
+    # Dtypes in memory are not part of the nest, but of the text (casts at loads and stores), so they are part of the
+    # key.
     dtypes = tuple(buffers[name] for name in form.buffers)
     kinds = tuple(scalar.dtype for scalar in form.scalars)
     source, order, blocks = _generate_canonical(form.nest, dtypes, kinds, multiprocessors)
     return GeneratedKernel(source, tuple(form.buffers[at] for at in order), form.scalars, blocks)
 
 
+# For the whole process: the key holds no names of a step, so a second step or a recapture finds the same kernels.
 @functools.cache
 def _generate_canonical(
     nest: Nest, dtypes: tuple[torch.dtype, ...], kinds: tuple[torch.dtype, ...], multiprocessors: int
@@ -104,20 +110,26 @@ def _generate_canonical(
     nest = choose_reduction_forms(nest, layout)
     layout = plan_register_tiles(layout, nest, types)
     pointers = _pointers(nest, types)
+    # Arguments are sorted by kind (read, both, written), so the call has to know which of its buffers each is.
     order = tuple(int(buffer[1:]) for buffer in pointers)
     signature = {pointers[buffer]: pointer_type(types[buffer]) for buffer in pointers}
     signature |= {f"s{k}": argument_type(kind) for k, kind in enumerate(kinds)}
+    # Block sizes are constants: Triton needs the shapes of tiles when it compiles.
     constants = {dim.block_name: dim.block for dim in layout.tile}
     body = KernelBody(nest, layout, types, pointers).statements()
+    # Only where the text uses them: an unused constant would make equal kernels different.
     for name, value in (("ARCH", 0), ("ALIGNED", True)):
         constants |= {name: value} if any(name in line for line in body) else {}
     title = _kernel_name(nest, layout)
+    # The name carries a hash of the text, so that a profile tells two kernels of one title apart. It is the same on
+    # every rank.
     content = parameter_list(signature, constants) + "\n".join(indented(body))
     source = write_kernel(
         f"{title}_{hashlib.sha256(content.encode()).hexdigest()[:6]}",
         body,
         signature,
         constants,
+        # What torch's allocator gives is aligned. `KernelCall` has a variant for the tensors that are not.
         divisible=pointers.values(),
         num_warps=layout.num_warps,
         registers=layout.registers,
@@ -128,6 +140,7 @@ def _generate_canonical(
 
 def _pointers(nest: Nest, types: Mapping[str, torch.dtype]) -> dict[str, str]:
     """The argument that each buffer is: ``in0``, ..., ``io0``, ... (read and written), ``out0``, ..."""
+    # A buffer that is read and written by one kernel is one argument, of its own kind.
     read, written = {load.buffer for load in nest.reads}, set(nest.writes)
     found: dict[str, str] = {}
     for prefix, group in (("in", read - written), ("io", read & written), ("out", written - read)):
@@ -140,6 +153,7 @@ def _kernel_name(nest: Nest, layout: KernelPlan) -> str:
     values = nest.values()
     reduces = dict.fromkeys(value.kind for value in values if isinstance(value, Reduce))
     calls = dict.fromkeys(value.op for value in values if isinstance(value, Call) and value.op not in ("to", "where"))
+    # `sorted` is stable, so equal costs keep the order of the nest.
     dear = sorted(calls, key=lambda op: -OPS[op].cost)[:3]
     words = [layout.shape, *reduces, *dear] if calls or reduces else ["copy"]
     return "_".join(words)[:48]
@@ -152,6 +166,8 @@ def _helpers(text: str) -> list[str]:
     waiting = [text]
     while waiting:
         # Functions that are called, and those that are passed to `tl.reduce`.
+        # Comments of a helper count as its text. One that has the name of another helper before a comma pulls that
+        # in.
         called = {name for name in re.findall(r"(?<![.\w])(\w+)(?=[(,)])", waiting.pop()) if name in sources}
         waiting += [sources[name] for name in called - needed]
         needed |= called
@@ -163,5 +179,7 @@ def _device_functions() -> dict[str, str]:
     file = Path(__file__).with_name("device_functions.py")
     text = file.read_text()
     lines = text.splitlines()
+    # By their source lines, decorators included: `inspect` would need them imported, and importing compiles nothing
+    # of use.
     functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return {f.name: "\n".join(lines[f.decorator_list[0].lineno - 1 : f.end_lineno]) for f in functions}

@@ -16,7 +16,8 @@ import torch
 from weft.inductor.codegen import expressions, reductions
 from weft.inductor.codegen.canonical import is_position
 from weft.inductor.codegen.expressions import ATOM, Text
-from weft.inductor.codegen.kernel_plan import Dim, KernelPlan, depths
+from weft.inductor.codegen.kernel_plan import Dim, KernelPlan
+from weft.inductor.codegen.live_values import depths
 from weft.inductor.codegen.positions import Positions, Scope, size_text
 from weft.inductor.codegen.register_tiling import block_start, packed_load, reread_loads
 from weft.inductor.codegen.row_passes import RowPass, row_passes
@@ -37,6 +38,7 @@ class KernelBody(ValueWriter):
         self, nest: Nest, plan: KernelPlan, dtypes: Mapping[str, torch.dtype], pointers: Mapping[str, str]
     ) -> None:
         super().__init__(nest, plan, dtypes, pointers)
+        # The pass in which a value is first known: a value of depth d needs d passes of the loop behind it.
         self.depth = depths(nest, self.looped)
         self.last = max((self.depth[value] for value in self.values), default=0)
         self.loaded = {load.buffer for load in nest.reads}
@@ -48,6 +50,8 @@ class KernelBody(ValueWriter):
         """The function's body, without indentation."""
         for phase in range(self.last + 1):
             self.phase = phase
+            # What a pass of the loop needs from outside comes before it: numbers of the row, and results of earlier
+            # passes.
             self._outside_loop(phase)
             if self.plan.loop and (self._accumulated(phase) or self._stores(phase, inside=True)):
                 self._loop(self.plan.loop, phase)
@@ -65,6 +69,7 @@ class KernelBody(ValueWriter):
         # In this order users come before their operands, so all users are decided when a value is.
         for value in reversed(self.values):
             users = [user for user in self.values if value in user.operands()]
+            # All of them: one user outside the loop would need the tile in registers there anyway.
             needed = all(self._inside(user.axes) or self._along_loop(user) or user in found for user in users)
             # Scalars and positions hardly need registers; a reduction would be repeated in each iteration.
             tiled = bool(self.at.tile(value.axes)) and not is_position(value) and not isinstance(value, Reduce)
@@ -78,6 +83,7 @@ class KernelBody(ValueWriter):
     def _phase_of_store(self, store: Store) -> int:
         """The pass in or after which a store happens: the first possible one, but the last where the buffer is also
         read, because later passes read it again."""
+        # As early as possible else, since later passes then need not compute the value again.
         return self.last if store.buffer in self.loaded else max(self.depth[value] for value in store.values())
 
     def _accumulated(self, phase: int) -> list[Reduce]:
@@ -127,18 +133,23 @@ class KernelBody(ValueWriter):
     def _loop(self, dim: Dim, phase: int) -> None:
         if phase == 0 and self.plan.resident_blocks:
             self._load_resident_blocks(dim)
+        # Several reductions of one depth accumulate in one pass.
         gathered = {reduce: self._accumulator(reduce) for reduce in self._accumulated(phase)}
         for accumulator in gathered.values():
             self.body.lines += accumulator.before()
         resident = [load for load in self.pass_values[phase] if load in self.resident]
         # What was read last is still in a cache. The last pass accumulates nothing, so its order changes no sum.
         backwards = bool(resident) and phase == self.last
+        # Programs of a grid start in order, and each multiprocessor has one: the next row here is one round of
+        # programs ahead.
         for row in self.plan.grid if backwards else ():  # of the program that the multiprocessor takes next
             ahead, size = self.plan.multiprocessors, self.plan.resident_blocks * dim.block
             self.body.lines += self._prefetches(resident, row, ahead, dim, size, self.body)
         plan, at, part = self.plan, self.at, self._has_partial_tail(dim)
         # A mask in the loop would cost a comparison and a selection for every element, so the tail has its own code.
         full = replace(dim, size=dim.size // dim.block * dim.block) if part else dim
+        # The plan says whether a dimension is masked, so the full blocks are written under a plan whose loop ends
+        # with them.
         self.plan = replace(plan, dims=tuple(full if one is dim else one for one in plan.dims))
         self.at = Positions(self.plan, self.nest.sizes, self.body)
         first = self._resident_block_lines(full, resident, phase, gathered)
@@ -148,6 +159,7 @@ class KernelBody(ValueWriter):
         self.plan, self.at = plan, at
         if part:
             rest.append([f"{dim.name}_start = {full.size}", *self._iteration(phase, gathered).statements()])
+        # Backwards the tail comes first: it was read last.
         for lines in reversed(rest) if backwards else rest:
             self.body.lines += lines
         for reduce, accumulator in gathered.items():
@@ -174,6 +186,7 @@ class KernelBody(ValueWriter):
                 # Later passes take a copy that the compiler cannot see through. It would keep the float32 values of the
                 # first pass otherwise, which need twice the registers of 16-bit elements.
                 name = self.resident[load][block] if phase == 0 else f"opaque_copy({self.resident[load][block]}, ARCH)"
+                # As if the load had been written ahead: the writer of loads takes it from there.
                 self.early_loads[load] = f"unpack({name}, {self.pointers[load.buffer]})"
             self.body.lines += [f"{dim.name}_start = {block * dim.block}"]
             self.body.lines += self._iteration(phase, gathered).statements()
@@ -181,6 +194,8 @@ class KernelBody(ValueWriter):
 
     def _has_partial_tail(self, dim: Dim) -> bool:
         """Whether a loop along a row is full blocks and then a masked tail."""
+        # With a second dimension in the tile, its mask is needed in any case; with a symbolic size, the tail is
+        # unknown.
         return self.plan.tile == (dim,) and dim.masked and isinstance(dim.size, int) and dim.size > dim.block
 
     def _iteration(self, phase: int, gathered: Mapping[Reduce, reductions.Accumulator]) -> Scope:
@@ -192,6 +207,8 @@ class KernelBody(ValueWriter):
         for at, part in enumerate(parts):
             self.later = [*(later.values for later in parts[at + 1 :]), *self._later_passes()]
             if at > 0:
+                # A scope of its own for names, not for statements: a tile of an earlier row pass must be loaded
+                # again, not referred to.
                 inner = Scope(inner, scope)
                 # Without a barrier compilers reuse the first load of a row for the second, which costs its registers.
                 inner.lines.append("tl.debug_barrier()")
@@ -205,6 +222,7 @@ class KernelBody(ValueWriter):
         in LayerNorm's backward of 16384 columns: 188 us without, 173 with.
         """
         loop, row = self.plan.loop, next(dim for dim in self.plan.dims if dim.tiling == "whole")
+        # With several rows to a block, the next block's rows would be several instructions each.
         if loop is None or loop.block > 1:
             return []
         loads = [v for v in values if isinstance(v, Load) and not is_position(v) and self._inside(v.axes)]
@@ -224,6 +242,8 @@ class KernelBody(ValueWriter):
             if size_hint(rows.size) > ahead and all(isinstance(n, int) and n * itemsize % 16 == 0 for n in steps):
                 start = self._pointer(load.buffer, outside, outside.axes, frozenset(), scope)
                 n, last = rows.name, size_text(rows.size - 1)
+                # Clamped to the last row: an address behind the buffer may be unmapped, and rows that repeat do no
+                # harm.
                 step = f"(tl.minimum({n} + {ahead}, {last}) - {n}) * {outside.stride(rows.axes[0])}"
                 lines.append(f"prefetch({start} + {step}, {size * itemsize}, ARCH, ALIGNED)")
         return lines
@@ -257,6 +277,7 @@ class KernelBody(ValueWriter):
         lines = indented(scope.statements())
         if isinstance(dim.size, int):
             stages = str(self.plan.stages)
+            # Decided when the kernel is compiled, as its text is the same for all GPUs.
             if self.plan.pipeline_bytes > _SHARED_BEFORE_HOPPER:
                 stages += " if ARCH >= 90 else 1"
             loads_ahead = self.plan.stages > 1
@@ -266,6 +287,7 @@ class KernelBody(ValueWriter):
             walk = f"tl.range({bounds}, num_stages={stages})" if loads_ahead else f"range({bounds})"
             return [f"for {start} in {walk}:", *lines]
         # Triton's interpreter fails on a range whose bounds are not constants.
+        # Triton pipelines no `while`; only loops of symbolic length are written so.
         return [f"{start} = 0", f"while {start} < {size}:", *lines, f"    {start} += {step}"]
 
     def _compute(
@@ -288,7 +310,10 @@ class KernelBody(ValueWriter):
             if value in scope.names:
                 continue  # a result of a reduction with several
             text = self._expression(value, scope)
+            # A load is never written inline: its place in the order of statements is decided here, not by the
+            # compiler.
             inline = uses[value] <= 1 and value not in elsewhere and len(text.code) <= _MAX_INLINE_CHARACTERS
+            # Names for these would only make the text longer; a position that is one variable has a name already.
             plain = isinstance(value, (Const, Scalar)) or (is_position(value) and text.level == ATOM)
             if plain or (inline and (isinstance(value, (Call, ReductionResult)) or is_position(value))):
                 scope.names[value] = text

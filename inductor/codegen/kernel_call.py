@@ -80,6 +80,7 @@ class KernelCall:
         origins: Sequence[Origin] = (),
         bytes: int = 0,
     ) -> None:
+        # FX prints a call by its target's name, so graphs show which kernel runs.
         self.__name__ = self.__qualname__ = generated.source.name
         self.generated = generated
         self.inputs = tuple(inputs)
@@ -100,13 +101,17 @@ class KernelCall:
             self._layouts = [(tuple(b.sizes), tuple(b.strides)) for b in self.outputs]
         else:
             scalars = [scalar.expression for scalar in generated.scalars]
+            # One compiled lambda for all numbers of the call, since evaluating sympy expressions would take longer
+            # than the kernel.
             self._evaluate = _function(self.symbols, [scalars, *((b.sizes, b.strides) for b in self.outputs)])
+        # The kernel's order of arguments and the call's are both fixed, so the mapping is computed once.
         at = {name: position for position, name in enumerate((*(b.name for b in self.inputs), *self.continued))}
         output_at = {buffer.name: position for position, buffer in enumerate(self.outputs)}
         self._input_positions = [at.get(name, -1) for name in generated.buffers]
         self._output_positions = [output_at.get(name, -1) for name in generated.buffers]
         self._continues = [at.get(buffer.name, -1) for buffer in self.outputs]
         self._tensors = len(self.inputs) + len(self.continued)
+        # None: not looked at yet.
         self._relaid: dict[int, Layout] | None = None
 
     @property
@@ -131,6 +136,7 @@ class KernelCall:
         self.kernel, self._compile = kernel, compile_
 
     def __call__(self, *args: Any, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
+        # Strides are read at the first call only; a check of every argument at every call costs host time.
         if self._relaid is None:
             self._relaid = self._unexpected_layouts(args)
         if self._relaid:
@@ -140,6 +146,7 @@ class KernelCall:
         else:
             numbers, *layouts = self._evaluate(*args[self._tensors :])
             grid = self.generated.grid(numbers)
+        # Without planned memory, results are allocated here.
         if out is None:
             outputs = [
                 args[at] if at >= 0 else torch.empty_strided(sizes, strides, dtype=output.dtype, device=output.device)
@@ -152,6 +159,7 @@ class KernelCall:
             for input_at, output_at in zip(self._input_positions, self._output_positions, strict=True)
         ]
         # CUDA refuses an empty grid.
+        # A symbolic size was 0. The outputs are empty then, and right.
         if 0 not in grid:
             self._launch(grid, tensors, numbers)
         return outputs
@@ -161,14 +169,17 @@ class KernelCall:
         the GPU stops with an error where a 16-byte load is not aligned to 16 bytes."""
         assert self.kernel is not None, f"{self.__name__} was not compiled"
         stream = _stream(tensors[0])
+        # At each call: a slice of a batch may start anywhere, and another one at the next call.
         if all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors):
             self.kernel.launch(grid, stream, *tensors, *numbers)
         elif (variant := self._unaligned_variant()) is not None:
             variant.launch(grid, stream, *tensors, *numbers)
         else:
+            # Slow, and always right: the last resort of a step that must run.
             copies = [_aligned(tensor) for tensor in tensors]
             self.kernel.launch(grid, stream, *copies, *numbers)
             for tensor, copy, made in zip(tensors, copies, self._output_positions, strict=True):
+                # Outputs only; inputs are not written.
                 if made >= 0 and copy is not tensor:
                     tensor.copy_(copy)
 
@@ -196,6 +207,7 @@ class KernelCall:
         for at, expected in enumerate(self.inputs):
             strides = args[at].stride()
             actual = zip(expected.sizes, expected.strides, strides, strict=True)
+            # A dimension of one element may have any stride.
             if any(_known(size, here) and size != 1 and here != there for size, here, there in actual):
                 log.info("%s reads %s after a copy: its strides are %s", self.__name__, expected.name, tuple(strides))
                 found[at] = expected.sizes, expected.strides
@@ -216,6 +228,7 @@ class KernelCall:
             try:
                 self._unaligned = self._compile([self.generated.source.unaligned()])[0]
             except Exception as error:
+                # A fault of the compiler may be worked around; running out of memory, or an interrupt, may not.
                 if knobs.strict or not is_fault(error):
                     raise
                 self._unaligned_failed = True
@@ -236,6 +249,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of the same layout at an aligned address."""
     if tensor.data_ptr() % _ALIGNMENT == 0:
         return tensor
+    # The whole span of memory with its gaps, so that the copy has the same strides, which the kernel has built in.
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     flat = tensor.as_strided((reach,), (1,)).clone() if tensor.numel() else tensor.new_empty(0)
     return flat.as_strided(tensor.shape, tensor.stride(), 0)
@@ -244,6 +258,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 def _function(symbols: Sequence[sympy.Symbol], tree: Any) -> Any:
     """A function of the symbols that gives ``tree`` with its expressions evaluated."""
     text = f"lambda {', '.join(map(str, symbols))}: {expression_text(tree)}"
+    # The text is printed from sympy expressions of this step, never from input.
     return eval(text, {"math": __import__("math")})
 
 

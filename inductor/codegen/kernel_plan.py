@@ -21,20 +21,21 @@ unless they say something else.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from weft.errors import UnsupportedNest
+from weft.inductor.codegen.axis_order import Access, accesses_by_bytes, axis_order, contiguous_axis, point_count
 from weft.inductor.codegen.canonical import is_position
 from weft.inductor.codegen.kernel_source import registers_per_thread
+from weft.inductor.codegen.live_values import depths, live_across_reductions
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.loop_ir.axes import size_hint
-from weft.inductor.loop_ir.ir import Index, Int, Load, Nest, Reduce, Value, ordered
+from weft.inductor.loop_ir.ir import Index, Int, Nest
 from weft.inductor.loop_ir.ops import REDUCTIONS
 
 MAX_REGISTER_ROW = 16384  # elements of a row that one program keeps in registers
@@ -76,6 +77,7 @@ class Dim:
     @property
     def masked(self) -> bool:
         """Whether blocks may reach over the end."""
+        # A symbolic size may be anything, and 0 needs the mask too: no element exists, but the tile does.
         return self.block > 1 and not (isinstance(self.size, int) and self.size % self.block == 0 and self.size)
 
     @property
@@ -149,13 +151,6 @@ def product(sizes: Iterable[Int]) -> Int:
     return math.prod(sizes)  # type: ignore[no-matching-overload]
 
 
-class _Access(NamedTuple):
-    index: Index
-    bytes: float
-    itemsize: int
-    loaded: bool
-
-
 def plan_kernel(
     nest: Nest, dtypes: Mapping[str, torch.dtype], multiprocessors: int = HOPPER_MULTIPROCESSORS
 ) -> KernelPlan:
@@ -168,75 +163,26 @@ def plan_kernel(
     Raises:
         UnsupportedNest: its reductions do not go together in one kernel.
     """
-    accesses = _accesses(nest, dtypes)
+    accesses = accesses_by_bytes(nest, dtypes)
     shape = _shape(nest, accesses, multiprocessors)
+    # Offsets depend on the dimensions, and 64 bits on the offsets, so width is decided last, for every shape alike.
     return _with_wide(shape, nest, accesses)
 
 
-def _shape(nest: Nest, accesses: list[_Access], multiprocessors: int) -> KernelPlan:
+def _shape(nest: Nest, accesses: list[Access], multiprocessors: int) -> KernelPlan:
+    # Sets of axes, not reductions, decide the shape: all reductions over one set share their loop and their tile.
     overs = {frozenset(reduce.over) for reduce in nest.reduces}
     everything = frozenset(range(len(nest.sizes)))
     if not overs:
         return _pointwise(nest, accesses, multiprocessors)
     if len(overs) == 1:
         over = next(iter(overs))
-        order = _memory_order(nest, accesses, everything)
+        order = axis_order(nest, accesses, everything)
+        # Reduced along memory: threads of one program read a row together. Else each thread sums columns of its own.
         if order and order[-1] in over:
             return _row(nest, accesses, over, multiprocessors)
         return _column(nest, accesses, over, multiprocessors)
     return _mixed(nest, accesses, overs, multiprocessors)
-
-
-# ---- what the memory looks like
-
-
-def _accesses(nest: Nest, dtypes: Mapping[str, torch.dtype]) -> list[_Access]:
-    """Each access once, the one that moves most bytes first; of equals a store first."""
-    loads = [(load.buffer, load.index) for load in nest.reads if not is_position(load)]
-    accesses = []
-    for buffer, index in dict.fromkeys([*((store.buffer, store.index) for store in nest.stores), *loads]):
-        itemsize = dtypes[buffer].itemsize
-        accesses.append(_Access(index, itemsize * _count(nest, index.axes), itemsize, (buffer, index) in loads))
-    return sorted(accesses, key=lambda access: -access.bytes)
-
-
-def _count(nest: Nest, axes: frozenset[int] | Sequence[int]) -> float:
-    return math.prod(size_hint(nest.sizes[axis]) for axis in axes)
-
-
-def _contiguous(nest: Nest, index: Index) -> int | None:
-    """The axis along which neighbours are adjacent in memory."""
-    axes = [axis for axis, stride in index.strides if stride == 1 and nest.sizes[axis] != 1]
-    # Overlapping windows (i + j) have stride 1 along two axes.
-    return max(axes, key=lambda axis: size_hint(nest.sizes[axis]), default=None)
-
-
-def _memory_order(nest: Nest, accesses: list[_Access], axes: frozenset[int]) -> list[int]:
-    """``axes`` ordered by stride, largest first; the accesses that move most bytes decide.
-
-    The innermost axis is the one along which most bytes are contiguous: there a vector load brings useful elements
-    only.
-    """
-
-    def compare(a: int, b: int) -> int:
-        # The largest access that tells the two axes apart decides; a stride of 0 says nothing about memory.
-        for index, *_ in accesses:
-            one, two = size_hint(index.stride(a)), size_hint(index.stride(b))
-            if one and two and one != two:
-                return 1 if one < two else -1
-        return a - b
-
-    order = sorted(axes, key=functools.cmp_to_key(compare))
-    votes: dict[int, float] = {}
-    for index, weight, *_ in accesses:
-        inner = _contiguous(nest, index)
-        if inner in axes:
-            votes[inner] = votes.get(inner, 0.0) + weight
-    if votes:
-        inner = max(votes, key=lambda axis: (votes[axis], axis))
-        order.remove(inner)
-        order.append(inner)
-    return order
 
 
 def _dim(nest: Nest, name: str, axes: Sequence[int], tiling: Tiling, block: int) -> Dim:
@@ -255,39 +201,44 @@ def _covering_block(length: int) -> int:
 
 def _clamped(block: int, size: Int) -> int:
     """``block``, or the next power of two of a shorter dimension."""
+    # Tiles have powers of two elements in Triton.
     return min(block, _next_power_of_two(size)) if isinstance(size, int) else block
 
 
 # ---- the shapes
 
 
-def _pointwise(nest: Nest, accesses: list[_Access], multiprocessors: int) -> KernelPlan:
-    order = _memory_order(nest, accesses, frozenset(range(len(nest.sizes))))
+def _pointwise(nest: Nest, accesses: list[Access], multiprocessors: int) -> KernelPlan:
+    order = axis_order(nest, accesses, frozenset(range(len(nest.sizes))))
     rival = _transposed(nest, accesses, order[-1]) if order else None
     if rival is not None:
         return _two_dimensional(nest, accesses, order, rival, multiprocessors)
+    # A single point: scalars only, one thread at work in one warp.
     if not order:
         return KernelPlan("pointwise", (), 1, multiprocessors)
-    total = _count(nest, order)
+    total = point_count(nest, order)
     # Small tensors get smaller blocks, down to 128, so that each multiprocessor has one to two programs.
+    # 1024 elements are two 16-byte loads of a half in each of 64 threads, enough in flight to cover memory's latency.
     block = min(1024, max(128, _next_power_of_two(total / (2 * multiprocessors))))
     dim = _dim(nest, "x", order, "grid", block)
     warps = max(1, block // _elements_of_thread(accesses) // _THREADS)
     return KernelPlan("pointwise", (dim,), warps, multiprocessors)
 
 
-def _elements_of_thread(accesses: list[_Access]) -> int:
+def _elements_of_thread(accesses: list[Access]) -> int:
     """16, or 8 where what is loaded and stored for 16 would take most registers of a thread. Measured on an H200, rope
     (256 bytes for 16) takes 86.8 us with 16 and 85.8 with 8; SwiGLU's backward (160 bytes) reaches a copy's rate."""
+    # Registers hold what was loaded until it is stored. What is one number for all points is held once.
     moved = sum(access.itemsize for access in accesses if access.index.axes)
     return 16 if 16 * moved <= _MAX_BYTES_PER_THREAD else 8
 
 
-def _transposed(nest: Nest, accesses: list[_Access], inner: int) -> int | None:
+def _transposed(nest: Nest, accesses: list[Access], inner: int) -> int | None:
     """Another axis that much memory is contiguous along, while it is strided along ``inner``."""
     votes: dict[int, float] = {}
     for index, weight, *_ in accesses:
-        axis = _contiguous(nest, index)
+        axis = contiguous_axis(nest, index)
+        # A stride of 0 along `inner` is a broadcast: no traffic along it, so nothing to gain from a tile.
         if axis is not None and axis != inner and index.stride(inner) not in (0, 1):
             votes[axis] = votes.get(axis, 0.0) + weight
     rival = max(votes, key=lambda axis: (votes[axis], axis), default=None)
@@ -300,9 +251,10 @@ def _transposed(nest: Nest, accesses: list[_Access], inner: int) -> int | None:
 
 
 def _two_dimensional(
-    nest: Nest, accesses: list[_Access], order: list[int], rival: int, multiprocessors: int
+    nest: Nest, accesses: list[Access], order: list[int], rival: int, multiprocessors: int
 ) -> KernelPlan:
     inner = order[-1]
+    # Other axes are scalars of a program: tiles have two dimensions at most.
     rest = [axis for axis in order if axis not in (rival, inner)]
     widest = max(access.itemsize for access in accesses)
     # 64 x 64 elements of 2 bytes, 32 x 64 of 4: 8 KiB, and at least 128 contiguous bytes along both axes.
@@ -314,23 +266,27 @@ def _two_dimensional(
     return KernelPlan("pointwise", tuple(dims), 8 if x * y >= 4096 else 4, multiprocessors)
 
 
-def _row(nest: Nest, accesses: list[_Access], over: frozenset[int], multiprocessors: int) -> KernelPlan:
-    outer = _memory_order(nest, accesses, frozenset(range(len(nest.sizes))) - over)
-    inner = _memory_order(nest, accesses, over)
+def _row(nest: Nest, accesses: list[Access], over: frozenset[int], multiprocessors: int) -> KernelPlan:
+    outer = axis_order(nest, accesses, frozenset(range(len(nest.sizes))) - over)
+    inner = axis_order(nest, accesses, over)
     length = product(nest.sizes[axis] for axis in inner)
-    rows = _count(nest, outer)
+    rows = point_count(nest, outer)
+    # Whole rows: loaded once, whatever the number of reductions. Otherwise each reduction that another needs costs a
+    # pass.
     if isinstance(length, int) and _fits(nest, over, length):
         r = _covering_block(length)
+        # Short rows share a program, several to a tile, as long as each multiprocessor still gets one or two programs.
         x = min(_next_power_of_two(rows / (2 * multiprocessors)), 1024 // r) if outer and r < 512 else 1
         dims = (_dim(nest, "x", outer, "grid", x), _dim(nest, "r", inner, "whole", r))
         return KernelPlan("row", _nonempty(dims), _warps(x * r), multiprocessors)
+    # One row at a time here: the tile along it fills the threads.
     warps, tile = _loop_over_long_row(nest, accesses, over, rows, multiprocessors)
     dims = (_dim(nest, "x", outer, "grid", 1), _dim(nest, "r", inner, "loop", _clamped(tile, length)))
     return KernelPlan("row", _nonempty(dims), warps, multiprocessors)
 
 
 def _loop_over_long_row(
-    nest: Nest, accesses: list[_Access], over: frozenset[int], rows: float, multiprocessors: int
+    nest: Nest, accesses: list[Access], over: frozenset[int], rows: float, multiprocessors: int
 ) -> tuple[int, int]:
     """The warps of a program that loops over a row, and the elements of its tile.
 
@@ -341,9 +297,11 @@ def _loop_over_long_row(
     many multiprocessors idle.
     """
     depth = depths(nest, over)
+    # Nothing along the row is stored after a reduction of it: a single pass, which no cache helps.
     if not any(depth[store.value] and not store.axes.isdisjoint(over) for store in nest.stores):
         return 8, LOOP_TILE
     loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(over)]
+    # Bytes of one row that a later pass reads again. What all rows share stays in the cache by itself.
     waiting = sum(access.bytes for access in loads if access.index.axes - over) / max(1.0, rows)
     crowd = 4 * multiprocessors
     alone = rows <= multiprocessors or (rows >= crowd and crowd * waiting > L2_REUSE_BYTES)
@@ -357,74 +315,44 @@ def _loop_over_long_row(
 
 def _fits(nest: Nest, over: frozenset[int], length: int) -> bool:
     """Whether a row stays in registers from its first load to its last store."""
-    live = max(2, _live_across_reductions(nest, over))
+    live = max(2, live_across_reductions(nest, over))
+    # By the padded length: masked elements occupy registers as well.
     return length <= MAX_REGISTER_ROW and _next_power_of_two(length) * live <= _REGISTERS
 
 
-def _live_across_reductions(nest: Nest, over: frozenset[int], shared: frozenset[Value] = frozenset()) -> int:
-    """How many values of every position of a row are live across a reduction of the row, at the worst reduction.
-
-    These are values that are computed before and used after it, or the loads that they come from, whichever are fewer:
-    a value can be recomputed from loads that are live. What is used after a reduction only is loaded there. Loads in
-    ``shared`` are live anyway and do not count.
-    """
-    depth = depths(nest, over)
-    uses: dict[Value, list[int]] = {}
-    for user in nest.values():
-        # A reduction of the row reads its operand before its result exists: one barrier earlier.
-        when = depth[user] - (isinstance(user, Reduce) and not over.isdisjoint(user.over))
-        for operand in user.operands():
-            uses.setdefault(operand, []).append(when)
-    for store in nest.stores:
-        for value in store.values():
-            uses.setdefault(value, []).append(depth[store.value])
-    wide = [v for v in uses if not v.axes.isdisjoint(over) and not is_position(v)]
-    first = {v: min(uses[v]) if isinstance(v, Load) else depth[v] for v in wide}
-    most = 0
-    # A reduction of the row is a barrier: no position goes on before all have been read.
-    for barrier in range(1, max(depth.values()) + 1):
-        crossing = [v for v in wide if first[v] < barrier <= max(uses[v])]
-        loads = {v for v in ordered(crossing) if isinstance(v, Load) and v in first and first[v] < barrier} - shared
-        most = max(most, min(len(crossing), len(loads)))
-    return most
-
-
-def depths(nest: Nest, over: frozenset[int]) -> dict[Value, int]:
-    """For each value, the longest chain of reductions along ``over`` that it depends on, itself included."""
-    depth: dict[Value, int] = {}
-    for value in nest.values():
-        below = max((depth[operand] for operand in value.operands()), default=0)
-        depth[value] = below + (isinstance(value, Reduce) and not over.isdisjoint(value.over))
-    return depth
-
-
 def _warps(elements: int) -> int:
+    # 8 to 32 elements a thread: the longer the row, the more of its loads a thread has in flight.
     if elements <= 512:
         return 1 if elements <= 256 else 2
     return 4 if elements <= 2048 else 8 if elements <= 8192 else 16
 
 
 def _nonempty(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+    # A reduction to one number has no grid dimension: one program.
     return tuple(dim for dim in dims if dim.axes)
 
 
-def _column(nest: Nest, accesses: list[_Access], over: frozenset[int], multiprocessors: int) -> KernelPlan:
-    outer = _memory_order(nest, accesses, frozenset(range(len(nest.sizes))) - over)
-    inner = _memory_order(nest, accesses, over)
+def _column(nest: Nest, accesses: list[Access], over: frozenset[int], multiprocessors: int) -> KernelPlan:
+    outer = axis_order(nest, accesses, frozenset(range(len(nest.sizes))) - over)
+    inner = axis_order(nest, accesses, over)
     length = product(nest.sizes[axis] for axis in inner)
-    columns = _count(nest, outer)
+    columns = point_count(nest, outer)
     # 16 columns of 2 bytes are one 32-byte sector; fewer would waste a part of each load.
+    # 64 at most: beyond that a tile has fewer rows, and a column's sum fewer elements in flight.
     x = min(64, max(16, _next_power_of_two(columns / (2 * multiprocessors)))) if outer else 1
     x = _clamped(x, product(nest.sizes[axis] for axis in outer))
     if streamed := _streamed(nest, over, outer):
         dims = (_dim(nest, "r", inner, "loop", 2), _dim(nest, "x", outer, "grid", streamed))
         loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(over)]
+        # Two rows of `streamed` columns over 256 columns a warp: 16 elements a thread, and no partial sum crosses
+        # threads.
         ahead, warps = sum(2 * streamed * load.itemsize for load in loads), streamed // 256
         # What is one number a row would be copied once for each column.
         wide = all(outer[-1] in load.index.axes for load in loads)
         stages = 2 if wide and _OCCUPANCY_WARPS // warps * ahead <= _PIPELINE_BYTES else 1
         return KernelPlan("column", _nonempty(dims), warps, multiprocessors, stages, (stages - 1) * ahead)
-    kept = max(1, _live_across_reductions(nest, over))
+    kept = max(1, live_across_reductions(nest, over))
+    # The whole column in one tile: no loop, no accumulators.
     if isinstance(length, int) and _next_power_of_two(length) * x * kept <= 2 * LOOP_TILE:
         r = _covering_block(length)
         dims = (_dim(nest, "r", inner, "whole", r), _dim(nest, "x", outer, "grid", x))
@@ -445,10 +373,12 @@ def _streamed(nest: Nest, over: frozenset[int], outer: Sequence[int]) -> int:
     103 with the loads of the next two rows in flight; those of the next four gave the same.
     """
     depth = depths(nest, over)
+    # A store that depends on a column's sum needs a second pass over the rows, which streaming has not.
     stored = [depth[store.value] for store in nest.stores if not store.axes.isdisjoint(over)]
     width = nest.sizes[outer[-1]] if outer else 1
     if not stored or any(stored) or not isinstance(width, int):
         return 0
+    # Whole blocks only: a masked tail would cost a comparison for every element of every row.
     return next((columns for columns in _STREAMED_COLUMNS if width % columns == 0), 0)
 
 
@@ -465,10 +395,12 @@ def _warps_of_columns(nest: Nest, over: frozenset[int], rows: int, columns: int)
     warps = max(1, tile // (512 if stored else 2048 // max(1, loads)))
     if stored:
         warps = max(warps, min(2 * columns // _THREADS, tile // 256))
+    # Rounded down to a power of two, which Triton asks of the number of warps.
     return min(16, 1 << (warps.bit_length() - 1))
 
 
-def _mixed(nest: Nest, accesses: list[_Access], overs: set[frozenset[int]], multiprocessors: int) -> KernelPlan:
+def _mixed(nest: Nest, accesses: list[Access], overs: set[frozenset[int]], multiprocessors: int) -> KernelPlan:
+    # Axes that no reduction runs over are mostly the parts of a split reduction: one program for each.
     along, across = _row_and_column(nest, accesses, overs)
     rest = frozenset(range(len(nest.sizes))) - along - across
     length = product(nest.sizes[axis] for axis in along)
@@ -477,26 +409,29 @@ def _mixed(nest: Nest, accesses: list[_Access], overs: set[frozenset[int]], mult
     c = _covering_block(length)
     sums, kept, shared = _resident(nest, along, across)
     resident = max(2, kept + sums)
+    # If a row and its column sums do not fit together, rows are read again behind each reduction instead.
     multi_pass = c * resident > _REGISTERS
     # With several passes over a row, only the column sums and one value of each position must fit.
     if length > MAX_REGISTER_ROW or (multi_pass and c * (sums + 1) > _REGISTERS):
         raise UnsupportedNest(f"rows of {length} elements, reduced along both ways, do not fit into registers")
     rows = product(nest.sizes[axis] for axis in across)
+    # Short rows are processed several at a time; a column then has partial sums within the tile too.
     n = _clamped(max(1, LOOP_TILE // c), rows)
     dims = (
-        _dim(nest, "p", _memory_order(nest, accesses, rest), "grid", 1),
-        _dim(nest, "n", _memory_order(nest, accesses, across), "loop", n),
-        _dim(nest, "c", _memory_order(nest, accesses, along), "whole", c),
+        _dim(nest, "p", axis_order(nest, accesses, rest), "grid", 1),
+        _dim(nest, "n", axis_order(nest, accesses, across), "loop", n),
+        _dim(nest, "c", axis_order(nest, accesses, along), "whole", c),
     )
     # Column sums fill the registers of a thread sooner than a row alone does, and a thread has 255 at most.
     registers = n * c * (resident + shared + 2) // _THREADS
     warps = 16 if n * c > LOOP_TILE else next((few for few in (4, 8) if registers <= 240 * few), 16)
+    # A weight is the same for every row: kept in registers if they suffice, else read from the L1 cache for each row.
     reloads_shared = c * (resident + shared) > _REGISTERS
     loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(along)]
     tile = sum(c * load.itemsize * (reloads_shared if load.index.axes.isdisjoint(across) else n) for load in loads)
     fitting = _REGISTERS // (n * c * (resident + shared))
     # Programs that run on one multiprocessor share its shared memory.
-    beside = max(1, min(fitting, math.ceil(_count(nest, rest) / multiprocessors)))
+    beside = max(1, min(fitting, math.ceil(point_count(nest, rest) / multiprocessors)))
     # Pipelined loads bypass the L1 cache, where a multi-pass kernel has to find the row again.
     stages = 1 if multi_pass else _stages(tile, _PIPELINE_BYTES // beside)
     return KernelPlan(
@@ -508,8 +443,9 @@ def _resident(nest: Nest, along: frozenset[int], across: frozenset[int]) -> tupl
     """Registers for every position of a row while a program loops over rows: column sums, values that are live across
     a reduction of the row, and values that all rows share (a weight)."""
     shared = frozenset(v for v in nest.reads if v.axes >= along and v.axes.isdisjoint(across) and not is_position(v))
+    # One accumulator for each column, which lives through the whole loop.
     sums = {v for v in nest.reduces if not across.isdisjoint(v.over) and not v.axes.isdisjoint(along)}
-    return len(sums), _live_across_reductions(nest, along, shared), len(shared)
+    return len(sums), live_across_reductions(nest, along, shared), len(shared)
 
 
 def _stages(tile: int, room: int) -> int:
@@ -529,14 +465,16 @@ def _stages(tile: int, room: int) -> int:
 
 
 def _row_and_column(
-    nest: Nest, accesses: list[_Access], overs: set[frozenset[int]]
+    nest: Nest, accesses: list[Access], overs: set[frozenset[int]]
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The axes of the rows, and those of the loop over rows."""
     if len(overs) > 2:
         raise UnsupportedNest(f"reductions over {len(overs)} different sets of axes")
+    # Sorted, as sets have no order of their own: the plan must be the same on every rank.
     one, two = sorted(overs, key=sorted)
     if one & two:
         raise UnsupportedNest("reductions over sets of axes that overlap")
+    # The reduction that feeds the other must finish within an iteration of the loop: it is the one along rows.
     deep = [(a, b) for a, b in ((one, two), (two, one)) if _feeds(nest, a, b)]
     if len(deep) == 2:
         raise UnsupportedNest("row reductions of column reductions of row reductions")
@@ -545,7 +483,7 @@ def _row_and_column(
     else:
         # By elements, not bytes: `supports` plans with other dtypes, and its answer must hold here.
         counted = [access._replace(bytes=access.bytes / access.itemsize) for access in accesses]
-        order = _memory_order(nest, sorted(counted, key=lambda access: -access.bytes), one | two)
+        order = axis_order(nest, sorted(counted, key=lambda access: -access.bytes), one | two)
         along, across = (one, two) if order[-1] in one else (two, one)
     depth = depths(nest, across)
     # A column's sum is complete only after the loop over the rows.
@@ -563,13 +501,14 @@ def _feeds(nest: Nest, first: frozenset[int], second: frozenset[int]) -> bool:
 # ---- 64 bits where 32 are too few
 
 
-def _with_wide(plan: KernelPlan, nest: Nest, accesses: list[_Access]) -> KernelPlan:
+def _with_wide(plan: KernelPlan, nest: Nest, accesses: list[Access]) -> KernelPlan:
     # One block of margin: positions in a masked tail lie behind the end and must not wrap around.
     wide = {dim for dim in plan.dims if not isinstance(dim.size, int) or dim.size >= _INT32 - dim.block}
     for index, *_ in accesses:
         reach = {dim: _reach(nest, index, dim) for dim in plan.dims}
         narrow = sorted((dim for dim in plan.dims if dim not in wide), key=lambda dim: -reach[dim])
         # An offset is a sum over dimensions: the longest become 64 bits until the others fit into 32.
+        # 64-bit arithmetic takes several instructions on a GPU, so it is spent only along dimensions that need it.
         while narrow and sum(reach[dim] for dim in narrow) + size_hint(index.offset) >= _INT32:
             wide.add(narrow.pop(0))
     dims = tuple(
@@ -585,5 +524,6 @@ def _reach(nest: Nest, index: Index, dim: Dim) -> float:
         stride, size = index.stride(axis), nest.sizes[axis]
         if not isinstance(stride, int) or not isinstance(size, int):
             return math.inf if stride != 0 else 0.0
+        # Both directions count: a negative stride reaches as far below as a positive one above.
         reach += abs(stride) * (size - 1)
     return reach

@@ -44,6 +44,7 @@ class KernelSource:
     num_stages: int
     registers: int | None = None
 
+    # By content: sources are keys of caches on disk and between processes, where objects differ.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KernelSource) and self.content == other.content
 
@@ -58,11 +59,14 @@ class KernelSource:
     @functools.cached_property
     def content(self) -> str:
         """The same for two sources exactly where they compile to the same (64 hexadecimal digits)."""
+        # Cached, since a source is frozen; it is asked at every look-up of a kernel.
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """All of it as one line, the order of the arguments included."""
         fields = asdict(self)
+        # A list keeps the order, which `json` objects promise to nobody. Constants and `divisible` have no order of
+        # meaning, so they are sorted.
         fields["signature"] = list(self.signature.items())
         fields["constants"] = sorted(self.constants.items())
         fields["divisible"] = sorted(self.divisible)
@@ -81,7 +85,10 @@ class KernelSource:
         """Run the text and return its `@triton.jit` function. Tracebacks show the lines of the text."""
         file = f"<weft kernel {self.name} {self.content[:8]}>"
         # Without a time of modification linecache never looks for a file of that name.
+        # Tracebacks and the debugger then show the line of the generated text.
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
+        # A namespace of its own, since Triton looks up helpers in a function's globals: two kernels may carry
+        # different texts of one name.
         names: dict[str, Any] = {"__name__": f"weft_kernel_{self.content[:8]}"}
         exec(compile(self.text, file, "exec"), names)
         return names[self.name]

@@ -32,10 +32,14 @@ def split_at_mask_boundaries(nest: Nest) -> Nest:
     Returns the same nest where it has reductions, where no mask changes along its rows, or where the split nest would
     not have fewer loads.
     """
+    # A reduction runs over the whole row: cut in pieces, it would need one accumulator for all of them.
     for axis, size in enumerate(() if nest.reduces else nest.sizes):
+        # Along rows only: there a comparison is made for every element of a vector. Across them it is one for each
+        # program.
         if not isinstance(size, int) or any(store.index.stride(axis) != 1 for store in nest.stores):
             continue
         # Pieces of equal length share one loop; the greatest common divisor has a boundary at each change.
+        # Without boundaries this is the whole size, and `count` is 1.
         length = math.gcd(size, *_boundaries(nest, axis, size))
         count = size // max(1, length)
         # Two pieces that shared a sector of memory would both move it.
@@ -43,6 +47,7 @@ def split_at_mask_boundaries(nest: Nest) -> Nest:
             cut = _cut(nest, axis, count)
             # A store whose mask never holds is dropped in `cut`, but every buffer must still have a store.
             fewer = _loads(cut) < count * _loads(nest)
+            # The first axis that qualifies decides: there is one contiguous axis at most in the stores.
             return cut if fewer and set(cut.writes) == set(nest.writes) else nest
     return nest
 
@@ -57,8 +62,10 @@ def _boundaries(nest: Nest, axis: int, size: int) -> Iterator[int]:
         if not isinstance(value, Call) or value.op not in _CHANGES:
             continue
         place, number = value.args
+        # Conditions on other axes as well (a triangle) have no boundary that is the same for all rows.
         if is_position(place) and isinstance(place, Load) and isinstance(number, Const) and place.axes == {axis}:
             boundary = number.value + _CHANGES[value.op] - place.index.offset
+            # A boundary at an end cuts nothing: the comparison is decided for the whole row.
             if place.index.stride(axis) == 1 and 0 < boundary < size:
                 yield int(boundary)
 
@@ -69,10 +76,13 @@ def _cut(nest: Nest, axis: int, count: int) -> Nest:
     places = {at: AxisExpression(((at, 1),)) for at in range(len(sizes))}
     stores: list[Store] = []
     for piece in range(count):
+        # The same loop for all pieces, shifted by its constant: values that do not see the shift are one value.
         stores += substitute_stores(nest.stores, places | {axis: AxisExpression(((axis, 1),), constant=piece * length)})
+    # Within a piece positions are bounded more tightly, which is what decides the comparisons.
     ranges = Ranges(sizes)
     new = rewrite([root for store in stores for root in store.values()], lambda value: _decided(value, ranges))
     stores = [map_values(store, new) for store in stores]
+    # By identity: constants are interned.
     plain = (replace(store, mask=None) if store.mask is _TRUE else store for store in stores)
     return simplified(Nest(sizes, tuple(store for store in plain if store.mask is not _FALSE)))
 
@@ -88,6 +98,7 @@ def _decided(value: Value, ranges: Ranges) -> Value:
         return _compared(value, ranges)
     if value.op in ("and", "or"):
         neutral, final = (_TRUE, _FALSE) if value.op == "and" else (_FALSE, _TRUE)
+        # Short-circuit of either side: no operand has effects.
         if final in value.args:
             return final
         a, b = value.args
@@ -96,11 +107,13 @@ def _decided(value: Value, ranges: Ranges) -> Value:
     if value.op == "not" and isinstance(value.args[0], Const):
         return _FALSE if value.args[0].value else _TRUE
     if value.op == "where" and isinstance(value.args[0], Const):
+        # The branch not taken disappears with its loads.
         return value.args[1] if value.args[0].value else value.args[2]
     return value
 
 
 def _compared(value: Call, ranges: Ranges) -> Value:
+    # Integers only: a float has no range, so comparisons of data stay.
     left, right = (ranges.of(arg) for arg in value.args)
     if left is None or right is None:
         return value

@@ -22,12 +22,14 @@ class Scope:
     def __init__(self, outer: Scope | None = None, goes_on: Scope | None = None) -> None:
         self.outer = outer
         # Index variables and masks: name -> expression.
+        # In the order of their definition, and each once: index variables may refer to earlier ones.
         self.head: dict[str, str] = {} if goes_on is None else goes_on.head
         self.lines: list[str] = [] if goes_on is None else goes_on.lines
         self.names: dict[Value, Text] = {}
 
     def text(self, value: Value) -> Text:
         """How a value that was computed is written."""
+        # Outwards only: a name inside a loop has another value in each iteration, and means nothing behind the loop.
         if value in self.names or self.outer is None:
             return self.names[value]
         return self.outer.text(value)
@@ -56,10 +58,12 @@ class Positions:
         """The shape of a tile along ``dims``, as it is written."""
         if not dims:
             return "[]"
+        # Size 1 along the others, so that tiles broadcast against each other as NumPy's arrays do.
         return f"[{', '.join(dim.block_name if dim in dims else '1' for dim in self.plan.tile)}]"
 
     def _home(self, dim: Dim, scope: Scope) -> Scope:
         # The index of a loop changes with each iteration; all others are computed once, before any loop.
+        # Loop-invariant code motion is done here, by the place of the definition; the interpreter has none.
         return scope if dim.tiling == "loop" else self.body
 
     def index(self, dim: Dim, scope: Scope) -> str:
@@ -68,6 +72,7 @@ class Positions:
         if dim.name not in head and (start := self._start(dim)) is not None:
             offsets = f"tl.arange(0, {dim.block_name}){self._along(dim)}"
             code = offsets if not start else f"{start} + {offsets}" if dim.block > 1 else start
+            # `tl.arange` is int32. A grid's index is wide by its `program_id`, which is cast instead.
             if dim.wide and dim.tiling != "grid":
                 code = f"tl.full([], {start}, tl.int64)" if dim.block == 1 else f"({code}).to(tl.int64)"
             head[dim.name] = code
@@ -85,7 +90,10 @@ class Positions:
     def _program(self, dim: Dim) -> str:
         """Which block of a dimension the program takes."""
         # Grids are launched along one axis, as CUDA limits the others to 65,535 programs.
+        # So a program divides its number into the blocks of each dimension, as an index of a row-major array is taken
+        # apart.
         grid = self.plan.grid
+        # Cast before the product with the block, which is where 32 bits would overflow.
         pid = "tl.program_id(0).to(tl.int64)" if any(other.wide for other in grid) else "tl.program_id(0)"
         if len(grid) == 1:
             return pid
@@ -101,12 +109,14 @@ class Positions:
     def _along(self, dim: Dim) -> str:
         if len(self.plan.tile) < 2:
             return ""
+        # Tiles have two dimensions at most.
         return "[:, None]" if dim == self.plan.tile[0] else "[None, :]"
 
     def mask(self, dim: Dim, scope: Scope) -> str:
         """The variable that says where a dimension has elements."""
         name = f"{dim.name}mask"
         index = self.index(dim, scope)
+        # `setdefault`: the mask is one comparison for all accesses of the block.
         self._home(dim, scope).head.setdefault(name, f"{index} < {size_text(dim.size)}")
         return name
 
@@ -119,6 +129,8 @@ class Positions:
         sizes = [self.sizes[axis] for axis in dim.axes]
         name = f"{dim.name}{first}" if first == last else f"{dim.name}{first}{last}"
         code = index
+        # Dividing by the sizes inside, then the remainder by the run's own size; the outermost run needs no
+        # remainder.
         if last != end:
             code += f" // {size_text(product(sizes[last + 1 :]))}"
         if first != 0:
@@ -130,6 +142,7 @@ class Positions:
         """The terms of a dimension in an offset: one for each run of neighbouring axes with a common stride."""
         terms = []
         last = len(dim.axes) - 1
+        # From the innermost axis out, since a run grows outwards as long as strides multiply out.
         while last >= 0:
             stride = index.stride(dim.axes[last])
             first, reach = last, product([stride, self.sizes[dim.axes[last]]])
@@ -162,4 +175,5 @@ def size_text(size: Int) -> str:
     if isinstance(size, int):
         return str(size)
     text = PythonPrinter().doprint(size)
+    # The text stands inside products and quotients.
     return text if isinstance(size, (sympy.Symbol, sympy.Integer)) else f"({text})"

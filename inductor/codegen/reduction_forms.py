@@ -27,6 +27,7 @@ def choose_reduction_forms(nest: Nest, plan: KernelPlan) -> Nest:
     """
     looped = frozenset(plan.loop.axes) if plan.loop else frozenset()
     ranges = Ranges(nest.sizes)
+    # Lowerings write the two-pass form. The other direction is for nests that are given in one-pass form.
     nest = _changed(nest, lambda value: narrow_comparisons(_two_pass_form(value, nest, looped), plan, ranges))
     if plan.multi_pass:
         nest = _changed(nest, lambda value: _factored(value, looped))
@@ -47,6 +48,7 @@ def _changed(nest: Nest, change: Callable[[Value], Value]) -> Nest:
 def _two_pass_form(value: Value, nest: Nest, looped: frozenset[int]) -> Value:
     if not isinstance(value, ReductionResult) or not isinstance(value.reduce, Reduce):
         return value
+    # In a loop the one-pass form is what is wanted.
     if not looped.isdisjoint(value.reduce.over):
         return value
     (x, *_), over, dtype = value.reduce.args, value.reduce.over, value.dtype
@@ -66,10 +68,12 @@ def _factored(value: Value, looped: frozenset[int]) -> Value:
     """A sum along a row with the factors that all terms share taken out, where these depend on a reduction."""
     if not isinstance(value, Reduce) or value.kind != "sum" or not looped.isdisjoint(value.over):
         return value
+    # A product commutes and associates up to rounding, so the order of its factors is free here.
     factors = _factors(value.args[0], value.dtype)
     # Only factors that need a reduction: others cost no pass, and taking them out changes the rounding.
     common = [factor for factor in factors if factor.axes.isdisjoint(value.over) and _reduced(factor)]
     own = [factor for factor in factors if factor not in common]
+    # Without a factor of its own the sum would be of a constant, and a sum of integers gains nothing.
     if not common or not own or not value.dtype.is_floating_point:
         return value
     product = lambda a, b: Call("mul", (a, b), value.dtype)
@@ -107,6 +111,7 @@ def _sum_squares(x: Value, mean: Value, over: tuple[int, ...]) -> Value:
 
 def _pairs(nest: Nest, looped: frozenset[int]) -> Iterator[dict[Value, Value]]:
     """Pairs of reductions along a loop that one reduction can replace, as what becomes of each of them."""
+    # Quadratic in the reductions of one nest, of which there are a few.
     reduces = [reduce for reduce in nest.reduces if not looped.isdisjoint(reduce.over)]
     for second in reduces:
         if second.kind != "sum":
@@ -121,6 +126,7 @@ def _pairs(nest: Nest, looped: frozenset[int]) -> Iterator[dict[Value, Value]]:
                 greatest = ReductionResult(both, 0, x.dtype)
                 # `rewrite` replaces operands first: when it reaches the sum, the sum already refers to the new maximum.
                 yield {first: greatest, _sum_exp(x, greatest, first.over): ReductionResult(both, 1, x.dtype)}
+            # A variance is found by its shape: the squares of what is reduced less its own mean.
             for mean in _means(nest, first):
                 x = first.args[0]
                 if second is _sum_squares(x, mean, first.over):
@@ -136,6 +142,7 @@ def _means(nest: Nest, total: Reduce) -> Iterator[Value]:
     count = 1.0
     for axis in total.over:
         size = nest.sizes[axis]
+        # Constants are compared by value, and the count of a symbolic size is not one.
         if not isinstance(size, int):
             return
         count *= size

@@ -31,6 +31,7 @@ class Across:
 
     def reduce(self, function: str, text: str) -> str:
         """``tl.sum(text, 1)[:, None]`` or so."""
+        # Last first, so that the numbers of the remaining dimensions stay valid.
         for position in self.positions:
             text = function.format(text, position)
         return text + self.suffix
@@ -50,6 +51,7 @@ def across(kind: str, text: str, dtype: torch.dtype, how: Across) -> str:
     """One result of a tile."""
     if dtype == torch.bool:
         kind = {"max": "any", "min": "all"}.get(kind, kind)
+    # Triton reduces no int1. As int32, the maximum of 0 and 1 is "any".
     if kind in ("any", "all"):
         return f"{how.reduce(_ACROSS[kind], f'({text}).to(tl.int32)')} != 0"
     return how.reduce(_extremum(kind, dtype) if kind in ("max", "min") else _ACROSS[kind], text)
@@ -70,6 +72,7 @@ def arg_across(
     kind: str, value: str, position: str, mask: str | None, dtype: torch.dtype, how: Across
 ) -> tuple[str, str]:
     """The extreme value of a tile and, given its name in place of ``{best}``, the first position that has it."""
+    # In two steps, value then position: `tl.argmax` does not order NaN as torch does.
     best = how.reduce(_extremum(kind.removeprefix("arg"), dtype), value)
     here = f"{value} == {{best}}"
     if dtype.is_floating_point:
@@ -96,6 +99,7 @@ class Accumulator:
         self.thread_layout = thread_layout
 
     def _full(self, value: str, dtype: torch.dtype) -> str:
+        # With its dtype: a loop variable must have one type from its first iteration on.
         return f"tl.full({self.shape}, {value}, {dtype_name(dtype)})"
 
     def before(self) -> list[str]:
@@ -105,6 +109,8 @@ class Accumulator:
     def step(self, args: Sequence[str], mask: str | None) -> list[str]:
         """The statements that accumulate one tile; ``mask`` says where it has elements (None: everywhere)."""
         name, dtype = self.name, self.dtypes[0]
+        # The value is masked, not only its load: what is computed from a masked load need not be neutral (a constant
+        # added).
         arg = args[0] if mask is None else f"tl.where({mask}, {args[0]}, {identity(self.kind, dtype)})"
         if dtype == torch.bool:
             sign = "|" if self.kind in ("any", "max") else "&"
@@ -139,6 +145,7 @@ class ArgAccumulator(Accumulator):
             same = f"({same} | ({value} != {value}) & ({name} != {name}))"
         better = f"{more} | {same} & ({position} < {name}_at)"
         if mask is not None:
+            # An element behind the end is never better, so its value needs no masking.
             better = f"({better}) & {mask}"
         return [
             f"{name}_better = {better}",
@@ -222,6 +229,7 @@ class Welford(Accumulator):
     def after(self) -> tuple[list[str], list[str]]:
         """Combine the accumulators: mean, sum of squared deviations from it, and count."""
         mean, square, count = (f"{self.name}_{part}" for part in ("mean", "square", "count"))
+        # Every accumulator has its own count: lanes of a masked tail have seen fewer elements.
         total, center = f"{self.name}_total", f"{self.name}_center"
         statements = [
             f"{total} = {self.how.reduce('tl.sum({}, {})', count)}",

@@ -23,7 +23,8 @@ from dataclasses import replace
 import torch
 
 from weft.inductor.codegen.canonical import is_position
-from weft.inductor.codegen.kernel_plan import LOOP_TILE, Dim, KernelPlan, depths
+from weft.inductor.codegen.kernel_plan import LOOP_TILE, Dim, KernelPlan
+from weft.inductor.codegen.live_values import depths
 from weft.inductor.loop_ir.ir import Index, Load, Nest, Value
 from weft.inductor.loop_ir.ops import REDUCTIONS
 
@@ -42,6 +43,7 @@ def vector_width(index: Index, axis: int, itemsize: int) -> int:
     """
     if index.stride(axis) != 1 or index.indirect:
         return 1
+    # The base pointer is aligned, so alignment in a row is what all offsets have in common; 0 divides everything.
     steps = [index.offset, *(stride for other, stride in index.strides if other != axis)]
     return math.gcd(LOAD_BYTES // itemsize, *(step if isinstance(step, int) else 1 for step in steps))
 
@@ -68,7 +70,10 @@ def plan_register_tiles(plan: KernelPlan, nest: Nest, dtypes: Mapping[str, torch
     beside = {vector_width(load.index, dim.axes[0], dtypes[load.buffer].itemsize) for load in reread}
     sizes = {store: dtypes[store.buffer].itemsize for store in nest.stores if not store.axes.isdisjoint(dim.axes)}
     moved = sum(size for s, size in sizes.items() if {vector_width(s.index, dim.axes[0], size)} != beside)
+    # In registers of a thread: accumulators, further loads of a block, and the second copy of what moves between
+    # threads.
     room = _TILE_REGISTERS - each * (gathered + loads - 1) - 2 * each * moved // REGISTER_BYTES
+    # Full blocks only: the tail is masked, and a packed word has no mask for half of it.
     resident = min(room // block, dim.size // _BLOCK) if block else 0
     if resident <= 0 or resident * _BLOCK * _MIN_FRACTION < dim.size:
         return plan
@@ -107,6 +112,7 @@ def _packs_into_registers(load: Load, dim: Dim, itemsize: int) -> bool:
     """Whether the vectors of a load are whole 32-bit words, of two elements or one."""
     if itemsize not in (2, REGISTER_BYTES) or load.index.indirect or load.index.stride(dim.axes[0]) != 1:
         return False
+    # A word that begins in the middle of an aligned one would need two loads.
     return vector_width(load.index, dim.axes[0], itemsize) * itemsize >= REGISTER_BYTES
 
 

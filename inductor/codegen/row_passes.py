@@ -50,9 +50,11 @@ def row_passes(
     reductions = [v for v in whole.values if isinstance(v, Reduce) and not along.isdisjoint(v.over)]
     # Within a pass, reductions of fewer values first: what the others need besides is not in registers yet.
     reductions.sort(key=lambda reduce: (depth[reduce], len(_needed([reduce], set(), inside))))
+    # By depth: reductions of one depth do not depend on each other.
     row_reductions = [list(group) for _, group in itertools.groupby(reductions, lambda reduce: depth[reduce])]
     first = _first_passes(whole.values, row_reductions)
     last = len(row_reductions)
+    # One pass for each depth, and one more for what comes after the last reduction.
     roots: list[list[Value]] = [*(list[Value](group) for group in row_reductions), []]
     stores: list[list[Store]] = [[] for _ in roots]
     accumulated: list[list[Reduce]] = [[] for _ in roots]
@@ -83,6 +85,7 @@ def row_passes(
     later = {value for values in found[1:] for value in values}
     # A load with a mask or an indirect index has to wait for these, so it is not issued early.
     early_loads = [v for v in rows if v in later and v not in found[0] and not v.operands()]
+    # Early loads belong to the first pass. Passes that came out empty are left out.
     parts = zip(found, accumulated, stores, [*row_reductions, []], strict=True)
     return [
         RowPass(*part, [] if at else early_loads, frozenset(live_out)) for at, part in enumerate(parts) if any(part)
@@ -101,6 +104,7 @@ def _first_passes(values: Sequence[Value], row_reductions: Sequence[Sequence[Red
 
 def _of_rows(load: Load, along: frozenset[int], across: frozenset[int]) -> bool:
     """Whether a load is of one row; weights, which all rows share, are not."""
+    # Weights stay in the cache over all rows, so their loads need not be issued early.
     return not (along.isdisjoint(load.axes) or across.isdisjoint(load.axes) or is_position(load))
 
 
@@ -113,6 +117,7 @@ def _needed(roots: Sequence[Value], done: set[Value], inside: frozenset[Value]) 
         if value in needed:
             continue
         needed.add(value)
+        # What an earlier pass left in a register ends the search.
         if value not in done:
             stack += (operand for operand in value.operands() if operand in inside)
     return needed

@@ -40,11 +40,13 @@ def thread_layout(plan: KernelPlan, values: Iterable[Value], dtypes: Mapping[str
         dtypes: of the buffers.
     """
     dim = plan.loop
+    # With two dimensions Triton's layout orders threads along both, and elements of a thread are no simple reshape.
     if dim is None or plan.tile != (dim,):
         return None
     loads = [value for value in values if isinstance(value, Load) and not is_position(value)]
     found = [vector_width(load.index, dim.axes[-1], dtypes[load.buffer].itemsize) for load in loads]
     # Values of one tile have one layout, so the widest vector decides for all.
+    # A wrong guess would cost moves between threads, not correctness: a reshape keeps the elements of a tile.
     beside = max(found, default=1)
     threads = 32 * plan.num_warps
     repeats, rest = divmod(dim.block, threads * beside)

@@ -67,16 +67,20 @@ def literal_text(value: float, dtype: torch.dtype) -> str:
     if not dtype.is_floating_point:
         return str(int(value))
     value = float(value)
+    # Python has no literal for these, and `math.inf` would be a global of the kernel.
     if not math.isfinite(value):
         return f'float("{value}")'
     if value == 0 and math.copysign(1, value) < 0:
         bits = 64 if dtype == torch.float64 else 32
         return f"tl.full([], {-(2 ** (bits - 1))}, tl.int{bits}).to(tl.float{bits}, bitcast=True)"
+    # `repr` is the shortest text that reads back as the same double: nothing is rounded on the way.
     return repr(value)
 
 
 def float32_literal(value: float) -> str:
     """``value`` as a float32 literal, rounded to nearest even as a C++ cast rounds it."""
+    # Rounded here, as Triton rounds a constant only where it meets a tensor, and folds constants in double before
+    # that.
     return literal_text(torch.tensor(value, dtype=torch.float32).item(), torch.float32)
 
 

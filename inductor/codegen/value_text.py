@@ -47,6 +47,7 @@ class ValueWriter:
         self.values = nest.values()
         self.body = Scope()
         self.at = Positions(plan, nest.sizes, self.body)
+        # Filled by the subclass, before anything is written.
         self.reloaded = frozenset[Value]()
         self.pass_values: dict[int, list[Value]] = {}
         self.phase = 0
@@ -56,6 +57,7 @@ class ValueWriter:
 
     def _inside(self, axes: frozenset[int]) -> bool:
         """Whether something that changes along ``axes`` belongs into the loop."""
+        # Every value that changes along the loop is computed in it, and no other: all else is hoisted.
         return not axes.isdisjoint(self.looped)
 
     def _within(self, value: Value) -> bool:
@@ -85,7 +87,10 @@ class ValueWriter:
     def _position(self, value: Load, scope: Scope) -> Text:
         """An integer that is affine in the axes, with 32 bits where its range allows."""
         index = value.index
+        # 64-bit integers take two registers and several instructions each, so most positions are int32; `narrow`
+        # tells users.
         narrow = self.ranges.fits(value)
+        # One term for each run of axes; their sum is exact, as the range of the whole is known to fit.
         terms = []
         for dim in self.plan.dims:
             counts = dim.tiling == "loop" and dim.block == 1  # its variable is a plain int to the interpreter
@@ -94,6 +99,7 @@ class ValueWriter:
             if narrow and counts and not dim.wide and len(index.axes) == len(index.axes & frozenset(dim.axes)):
                 found = [f"tl.full([], {' + '.join(found)}, tl.int32)"]
             terms += found
+            # A wide dimension's variable is int64 already, and makes the sum int64.
             narrow = narrow and not (dim.wide and found)
         terms += [size_text(index.offset)] if index.offset != 0 else []
         code = " + ".join(terms)
@@ -105,6 +111,7 @@ class ValueWriter:
         One Philox counter gives four random numbers, so such a group needs one counter instead of four.
         """
         tile = self.plan.tile
+        # Groups lie along the last dimension, whose neighbours are neighbours in the shape.
         if not (tile and isinstance(value, Load) and is_position(value) and tile[-1].block % 4 == 0):
             return None
         index, dim = value.index, tile[-1]
@@ -121,6 +128,7 @@ class ValueWriter:
         return f"{self._position(Load(value.buffer, rest, value.dtype), scope)} + {name}"
 
     def _constant(self, value: Const) -> Text:
+        # Types that Triton gives a bare literal, or that take the type of what is next to it without a loss.
         plain = value.dtype in (torch.float32, torch.int64, torch.int32, torch.bool)
         return literal(value.value, value.dtype) if plain else typed(value.value, value.dtype)
 
@@ -140,10 +148,12 @@ class ValueWriter:
             elif text.narrow and value.dtype == torch.int64 and not fits:
                 text = expressions.cast(Text(text.code, text.level), torch.int64)
             operands.append(text)
+        # C's division and Python's agree here, so no instructions correct the sign.
         if value.op in _OF_NONNEGATIVE and all(self.ranges.nonnegative(arg) for arg in value.args):
             text = expressions.infix(_OF_NONNEGATIVE[value.op], PRODUCT, *operands)
         else:
             text = expressions.write(value, operands)
+        # One 64-bit operand makes the result 64 bits in Triton, whether or not its range needs them.
         whole = [text.narrow for text, arg in zip(operands, value.args, strict=True) if arg.dtype == torch.int64]
         return Text(text.code, text.level, narrow=fits and all(whole))
 
@@ -166,6 +176,7 @@ class ValueWriter:
 
     def _across(self, reduce: Reduce) -> tuple[Across, frozenset[Dim]]:
         """How a reduction goes across its tile, and the dimensions of the tile."""
+        # Only dimensions of the tile: along a loop's scalar index the accumulator adds up, one element at a time.
         over = self.at.tile(reduce.over)
         dims = over | self.at.tile(axis for arg in reduce.args for axis in arg.axes)
         tile = self.plan.tile
@@ -174,6 +185,7 @@ class ValueWriter:
         if not left:
             return Across(tuple(range(len(tile)))[::-1] if dims else (), ""), dims
         positions = tuple(at for at in reversed(range(len(tile))) if tile[at] in over)
+        # The result must broadcast against tiles again, so the reduced dimension comes back with size 1.
         suffix = "" if not positions or len(tile) == 1 else "[:, None]" if left[0] == 0 else "[None, :]"
         return Across(positions, suffix), dims
 
@@ -204,6 +216,7 @@ class ValueWriter:
 
     def _mask_of_reduction(self, reduce: Reduce, scope: Scope) -> str | None:
         """The mask of a reduction's tile, None where it has no tail or where the tail is known to add nothing."""
+        # Only reduced dimensions: garbage in the tail of another one stays in its own, unstored, elements.
         dims = [dim for dim in self.plan.dims_of(frozenset(reduce.over)) if dim.masked]
         if not dims or (reduce.kind == "sum" and all(self._zero_outside(reduce.args[0], dim) for dim in dims)):
             return None
@@ -212,6 +225,7 @@ class ValueWriter:
     def _zero_outside(self, value: Value, dim: Dim) -> bool:
         """Whether a value is known to be 0 in the masked tail of a dimension."""
         if isinstance(value, Load):
+            # The load is masked along the dimension, and `other` stands in its tail.
             return value.other == 0 and not is_position(value) and dim in self.plan.dims_of(value.axes)
         # All factors of a product, not one: zero times infinity is NaN.
         if isinstance(value, Call) and value.op in ("mul", "neg", "abs", "to", "add", "sub"):
@@ -260,6 +274,7 @@ class ValueWriter:
     def _pointer(self, buffer: str, index: Index, axes: frozenset[int], dims: frozenset[Dim], scope: Scope) -> str:
         """The address of ``buffer[index]``, as a tile along ``dims``."""
         # Scalar terms are added to the pointer itself: elements of a tile share a base and differ in small offsets.
+        # 32-bit offsets then suffice for tensors of any size, as long as one tile's reach fits.
         alone = [size_text(index.offset)] if index.offset != 0 else []
         tiled = []
         for dim in self.plan.dims:
@@ -317,10 +332,13 @@ class ValueWriter:
 
     def _eviction(self, load: Load) -> str | None:
         """The eviction policy of a load: what a later pass or another program loads again is kept, the rest is not."""
+        # The same for all programs: a weight, a table.
         if not any(dim.tiling == "grid" for dim in self.plan.dims_of(load.axes)):
             return "evict_last" if self.plan.grid and load.axes else None
+        # A program's row, held whole: loaded once, and the default policy is as good as any.
         if not self._inside(load.axes):
             return None
+        # A load that was issued early is itself one of the later passes' loads, so it has to be found once more.
         again = sum(load in values for values in self.later)
         return "evict_last" if again > (load in self.early_loads) else "evict_first"
 
@@ -360,7 +378,9 @@ class ValueWriter:
             missing = [at for at, axis in enumerate(dim.axes) if axis not in store.axes]
             if not missing or (len(missing) == len(dim.axes) and dim.tiling != "grid"):
                 continue
+            # The condition is a tile along this dimension, so the store has to be one too.
             axes |= frozenset(dim.axes)
+            # The first block along a dimension of the grid stores for all of them.
             if len(missing) == len(dim.axes):
                 conditions.append(f"({self.at.index(dim, scope)} == 0)")
             else:

@@ -122,7 +122,7 @@ def test_random_multi_pass_kernels_equal_the_reference(case: tuple[Nest, dict[st
     nest, lengths = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_plan, "_REGISTERS", 3 * 64)
-        patch.setattr(kernel_plan, "_live_across_reductions", lambda *given: 4)
+        patch.setattr(kernel_plan, "live_across_reductions", lambda *given: 4)
         kernel._generate_canonical.cache_clear()
         if supports(nest) is None:
             check(nest, tensors(**lengths), tolerance=1e-3)
