@@ -19,6 +19,7 @@ from weft.inductor.lowering.registry import Lower, Lowering, Node, register_lowe
 
 Formula = Callable[..., "Expression | None"]
 
+# Types that a formula computes in float32, and that some of eager's results depend on nevertheless.
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -50,6 +51,8 @@ def elementwise(
 def _lowering(
     formula: Formula, promote_to_float: bool, as_bools: bool, round_numbers: bool, masks: tuple[str, ...]
 ) -> Lower:
+    # Read once, at registration: the names say which arguments are operands (by position, as in the schema) and which
+    # are options (keyword only).
     parameters = inspect.signature(formula).parameters.values()
     operands = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     options = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
@@ -57,22 +60,30 @@ def _lowering(
     def lower(out: Lowering, node: Node) -> bool:
         args = arguments(node)
         tensors = dict(zip(operands, args.values(), strict=False))
+        # Operands only: torch does not let options such as `alpha` take part in type promotion.
         numbers = [tensors[name] for name in operands if name not in masks and tensors[name] is not None]
+        # Also an option (`alpha`) may be complex, with real tensors.
         if any(isinstance(number, complex) for number in args.values()) or not has_distinct_elements(out):
             return False
         dtype = torch.bool if as_bools else promoted(*numbers)
         if promote_to_float and not dtype.is_floating_point:
+            # Eager's rule for true division and transcendental functions of integers.
             dtype = torch.get_default_dtype()
         sizes = out.result().sizes
         values: list[Expression | None] = []
         for name in operands:
             arg, wanted = tensors[name], torch.bool if name in masks else dtype
+            # Eager's comparisons cast both sides to the common type: bfloat16 0.1 == 0.1 is True. In float32 it would
+            # be False.
             if round_numbers and dtype in HALVES and isinstance(arg, (int, float)):
                 values.append(constant(arg, dtype))
             else:
+                # Converted here, not by `out.value`: to a bool, a conversion is a comparison with zero.
                 values.append(None if arg is None else Expression(out.value(arg, sizes, dtype=None)).to(wanted))
+        # Under a name that no schema uses.
         args["promoted"] = dtype
         result = formula(*values, **{name: args[name] for name in options})
+        # Nothing was stored so far, so the node may still become an ATen call.
         if result is None:
             return False
         store_result(out, result)
@@ -86,6 +97,7 @@ def arguments(node: Node) -> dict[str, Any]:
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
     named = {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
+    # In the order of the schema, which formulas rely on. An argument without value or default raises, which is right.
     return {argument.name: {**defaults, **named, **node.kwargs}[argument.name] for argument in schema}
 
 
@@ -93,9 +105,12 @@ def promoted(*args: Any) -> torch.dtype:
     """The type that torch computes with on tensors and numbers; numbers weigh less than tensors."""
     values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
     values = [v if isinstance(v, torch.Tensor) else _concrete(v) for v in values]
+    # `result_type` takes two; of a tensor alone, its own dtype is the answer.
     if len(values) == 1:
         only = values[0]
         return only.dtype if isinstance(only, torch.Tensor) else torch.result_type(only, only)
+    # Between two numbers it gives the default dtype, so three operands can come out wider than eager's. That is
+    # harmless: the result is stored in the fake tensor's dtype.
     dtype = torch.result_type(values[0], values[1])
     for i, value in enumerate(values[2:], 2):
         dtype = torch.promote_types(dtype, torch.result_type(values[i - 1], value))
@@ -114,12 +129,15 @@ def has_distinct_elements(out: Lowering, result: int = 0) -> bool:
 
     A stride that only the data decides is a product of sizes, and 0 only where there is no element.
     """
+    # Along an axis of stride 0, programs would store different values in one element, in no order.
     operand = out.result(result)
     return all(stride != 0 or size == 1 for size, stride in zip(operand.sizes, operand.strides, strict=True))
 
 
 def store_result(out: Lowering, value: Expression, result: int = 0) -> None:
     """Store a value at each element of a result, in the result's dtype."""
+    # The last conversion: to the register type here, and to the memory's type by the store itself, where halves
+    # round.
     out.store(value.to(out.fake(result).dtype).value, result=result)
 
 

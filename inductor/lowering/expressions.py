@@ -14,7 +14,9 @@ import torch
 from weft.inductor.loop_ir.ir import Call, Const, Value
 from weft.inductor.lowering.registry import convert, number
 
+# Everything else has the dtype of its operands, which :func:`call` has made equal.
 _BOOL_RESULTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "isnan", "isinf"})
+# Torch's meaning of these operations on bool tensors. Arithmetic on Triton's int1 wraps: True + True is False there.
 _ON_BOOLEANS = {
     "add": "or",
     "mul": "and",
@@ -32,6 +34,7 @@ class Expression:
     """A value under construction."""
 
     __slots__ = ("value",)
+    # `==` builds a comparison, so an Expression in a set or as a key would call it and find every object equal.
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, value: Value) -> None:
@@ -49,6 +52,7 @@ class Expression:
 
     def to(self, dtype: torch.dtype) -> Expression:
         """In the register type of ``dtype``; a number is true where it is not zero."""
+        # As a comparison: the IR's `to` changes a register's type, and 0.5 is true although its integer is 0.
         if dtype == torch.bool and self.dtype != torch.bool and not isinstance(self.value, Const):
             return self != 0
         return Expression(convert(self.value, dtype))
@@ -66,8 +70,11 @@ class Expression:
         return call("sub", self.coerce(other), self)
 
     def __mul__(self, other: Any) -> Expression:
+        # Formulas have factors that are mostly 1 (`alpha`, `scale`); x * 1 is x to the bit, NaN and -0.0 included. x
+        # + 0 is not (-0.0 + 0 is 0.0), so sums have no such rule.
         return self if _is_one(other) else call("mul", self, other)
 
+    # IEEE multiplication commutes to the bit, so equal products written either way are one value.
     def __rmul__(self, other: Any) -> Expression:
         return self * other
 
@@ -118,13 +125,16 @@ class Expression:
 def call(op: str, *args: Any) -> Expression:
     """An operation of :data:`weft.inductor.loop_ir.ops.OPS`; numbers take the type of the last argument that has
     one."""
+    # The last, since the first operand of `where` is its condition.
     typed = [arg for arg in args if isinstance(arg, Expression)][-1]
     operands = [typed.coerce(arg) for arg in args]
     dtype = operands[-1].dtype
     if dtype == torch.bool:
         op = _ON_BOOLEANS.get(op, op)
+        # As integers, so that False < True does not depend on how a backend signs a single bit.
         if op in _ORDERED:
             operands = [operand.to(torch.int32) for operand in operands]
+    # An implicit promotion here would be Triton's, not torch's: a lowering converts, or it is wrong.
     assert op == "where" or all(o.dtype == operands[0].dtype for o in operands), (op, [o.dtype for o in operands])
     result = torch.bool if op in _BOOL_RESULTS else dtype
     return Expression(Call(op, tuple(operand.value for operand in operands), result))
@@ -132,6 +142,7 @@ def call(op: str, *args: Any) -> Expression:
 
 def where(condition: Expression, yes: Any, no: Any) -> Expression:
     """``yes`` where the condition holds, ``no`` elsewhere; one of the two may be a number."""
+    # A number takes the type of the other branch, not of the condition.
     if not isinstance(yes, Expression):
         yes = no.coerce(yes)
     return call("where", condition, yes, yes.coerce(no))
@@ -144,6 +155,7 @@ def logical_and(a: Expression, b: Expression) -> Expression:
 
 def number_of(arg: Any, dtype: torch.dtype) -> Value:
     """A number or number node as a value of register type ``dtype``."""
+    # With the type in the message: `int(arg)` further down would say less. Eager raises at such a number too.
     if isinstance(arg, float) and not dtype.is_floating_point and not math.isfinite(arg):
         raise OverflowError(f"{arg} has no {dtype}")
     return convert(number(arg, dtype), dtype)
@@ -151,13 +163,17 @@ def number_of(arg: Any, dtype: torch.dtype) -> Value:
 
 def constant(value: bool | int | float, dtype: torch.dtype) -> Expression:
     """A number as a tensor of ``dtype`` holds it: a half keeps the bits that it has, integers wrap."""
+    # By torch itself: its casts define what a filled tensor holds.
     rounded = torch.tensor(value).to(dtype).item()
     return Expression(convert(Const(rounded, _exact(rounded)), dtype))
 
 
 def _exact(value: bool | int | float) -> torch.dtype:
+    # The widest type of the kind: the constant has been rounded, and converting it to the register's type loses
+    # nothing.
     return torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
 
 
 def _is_one(other: Any) -> bool:
+    # Without bool: `x * True` promotes, where x is a bool too.
     return isinstance(other, (int, float)) and not isinstance(other, bool) and other == 1

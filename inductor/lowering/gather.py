@@ -30,10 +30,12 @@ _MAX_COMPARISONS = 2**24  # comparisons of an index with a place that take the t
 def _picked(operand: Operand, axes: Sequence[int | None], dim: int, at: Value) -> Expression:
     """The element at the nest's axes, at position ``at`` along dimension ``dim``."""
     index = operand.index([None if d == dim else axis for d, axis in enumerate(axes)])
+    # Along a dimension of size 1 only 0 is legal, and the operand has no stride there.
     indirect = [(at, operand.strides[dim])] if operand.sizes[dim] != 1 else []
     return Expression(operand.load(Index(index.strides, index.offset, indirect)))
 
 
+# Offsets are int64: the product of an int32 index with a stride overflows for tables of 2**31 elements.
 def _whole(value: Value) -> Value:
     return convert(value, torch.int64)
 
@@ -42,6 +44,7 @@ def _whole(value: Value) -> Value:
 def _embedding(out: Lowering, node: Node) -> None:
     table = out.operand(node.args[0])
     sizes = out.result().sizes
+    # Not wrapped: negative numbers are no rows of an embedding in eager either.
     at = _whole(out.value(node.args[1], sizes[:-1]))
     store_result(out, _picked(table, [None, len(sizes) - 1], 0, at))
 
@@ -52,6 +55,7 @@ def _index_select(out: Lowering, node: Node) -> bool:
     if not source.sizes:
         return False
     dim = arguments(node)["dim"] % len(source.sizes)
+    # Along the gathered axis alone. A 0-dim index stands for one of length 1.
     at = _whole(index.load(index.index([dim] * len(index.sizes))))
     store_result(out, _picked(source, range(len(source.sizes)), dim, at))
     return True
@@ -61,6 +65,7 @@ def _index_select(out: Lowering, node: Node) -> bool:
 def _gather(out: Lowering, node: Node) -> bool:
     source = out.operand(node.args[0])
     sizes = out.result().sizes
+    # Index and source may differ in size along other dimensions; loops run over the index's, as torch says.
     if not sizes or len(source.sizes) != len(sizes):
         return False
     at = _whole(out.value(node.args[2], sizes))
@@ -74,9 +79,11 @@ def _index(out: Lowering, node: Node) -> bool:
     source, indices = out.operand(args["self"]), list(args["indices"])
     sizes = out.result().sizes
     dims = [dim for dim, index in enumerate(indices) if index is not None]
+    # A mask selects by position, and the data decides how many elements: no loop has that size.
     if any(indices[dim].meta["val"].dtype in (torch.bool, torch.uint8) for dim in dims):
         return False
     depth = max(len(out.operand(indices[dim]).sizes) for dim in dims)
+    # NumPy's rule: dimensions of adjacent indices stand where the first was, those of separated ones come first.
     together = dims == list(range(dims[0], dims[-1] + 1))
     first = dims[0] if together else 0
     axes = list(range(first, first + depth))
@@ -85,6 +92,7 @@ def _index(out: Lowering, node: Node) -> bool:
     index = source.index(plain)
     indirect = []
     for dim in dims:
+        # Indices broadcast against each other, over axes that they share.
         at = out.value(indices[dim], [sizes[axis] for axis in axes], axes)
         if source.sizes[dim] != 1:
             indirect.append((_wrapped(at, source.sizes[dim]), source.strides[dim]))
@@ -95,6 +103,7 @@ def _index(out: Lowering, node: Node) -> bool:
 def _wrapped(at: Value, size: Int) -> Value:
     """A position that counts from the end where it is negative."""
     position = Expression(_whole(at))
+    # `aten.index` counts from the end for negative numbers; `gather` and `embedding` do not.
     return where(position < 0, position + Expression(integer(size)), position).value
 
 
@@ -117,11 +126,14 @@ class _SumByIndex:
 
     def __init__(self, out: Lowering, rows: Any, sizes: Sequence[Int], places: Int, over: Sequence[int]) -> None:
         self.out, self.rows, self.places = out, rows, places
+        # Places are the outermost axis: each of its points is a row of the result, and looks at every index.
         self.row_sizes = tuple(sizes)
         self.sizes = (places, *sizes)
         self.over = [dim + 1 for dim in over]
 
     def few(self) -> bool:
+        # The work is places times elements, where a sort would be linear: fine for a table of token types, ruinous
+        # for a vocabulary.
         return few_places(size_hint(self.places), math.prod(map(size_hint, self.row_sizes)))
 
     def index(self, indices: Any) -> Expression:
@@ -132,11 +144,14 @@ class _SumByIndex:
     def store(self, at: Expression, axes: Sequence[int], base: Any = None, scale: Any = 1) -> None:
         """Finish. ``axes``: which axis each dimension of the result is; ``base``: a tensor that is added to."""
         dtype = self.out.fake().dtype
+        # Sums of halves are rounded once; ATen's atomic additions round at each.
         wide = register_dtype(dtype) if dtype.is_floating_point else torch.int64
+        # No atomics: every run adds the same elements in the same order.
         mine = at == Expression(Position(0))
         operand = self.out.operand(self.rows)
         row = operand.index(range(len(self.sizes) - len(operand.sizes), len(self.sizes)))
         stages = StagedReduction(self.out, self.sizes, self.over, row)
+        # Masked, so rows of other places cost a comparison and no memory traffic.
         value = Expression(operand.load(row, mine.value, 0)).to(wide) * scale
         total = Expression(stages.reduce("sum", value.value)[0])
         if base is not None:
@@ -151,10 +166,12 @@ def _embedding_backward(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     rows = out.operand(args["grad_output"]).sizes
     sums = _SumByIndex(out, args["grad_output"], rows, out.result().sizes[0], range(len(rows) - 1))
+    # Frequencies would need a count of each index first.
     if args["scale_grad_by_freq"] or not sums.few():
         return False
     at = sums.index(args["indices"])
     if args["padding_idx"] >= 0:
+        # -1 is no place, so those rows are added nowhere.
         at = where(at == args["padding_idx"], at.coerce(-1), at)
     sums.store(at, [0, len(rows)])
     return True
@@ -166,9 +183,12 @@ def _index_put(out: Lowering, node: Node) -> bool:
     indices, target = list(args["indices"]), out.result().sizes
     if indices[-1] is not None and indices[-1].meta["val"].dtype == torch.bool:
         return _masked_put(out, args)
+    # Without accumulation the last of several values for one element would win, in an order that eager leaves
+    # undefined too; ATen's own choice is kept.
     if not args["accumulate"] or len(indices) != 1 or indices[0].meta["val"].dtype == torch.uint8:
         return False
     indexed = out.operand(indices[0]).sizes
+    # `values` broadcasts to the indexed dimensions, then the rest of the target's.
     sizes = (*indexed, *target[1:])
     sums = _SumByIndex(out, args["values"], sizes, target[0], range(len(indexed)))
     if not sums.few():
@@ -194,6 +214,7 @@ def _masked_put(out: Lowering, args: dict[str, Any]) -> bool:
     axes = [*range(masked.start), None, *range(masked.stop, len(sizes))]
     value = Expression(values.load(values.index(axes[len(axes) - len(values.sizes) :])))
     x = Expression(out.value(args["self"], sizes))
+    # The mask has no other axes, so it is read once for all elements behind one selected position.
     chosen = Expression(out.value(mask, [sizes[axis] for axis in masked], masked))
     store_result(out, where(chosen, x + value if args["accumulate"] else value, x))
     return True
@@ -203,6 +224,7 @@ def _masked_put(out: Lowering, args: dict[str, Any]) -> bool:
 def _index_add(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     target, rows = out.result().sizes, out.operand(args["source"]).sizes
+    # Along other dimensions sums by index are rare.
     if args["dim"] != 0 or not target or not isinstance(args["alpha"], (int, float)):
         return False
     sums = _SumByIndex(out, args["source"], rows, target[0], [0])
@@ -218,6 +240,7 @@ def _scatter_add(out: Lowering, node: Node) -> bool:
     target, rows = out.result().sizes, out.operand(args["src"]).sizes
     dim = args["dim"] % max(len(target), 1)
     others = [axis for axis in range(len(target)) if axis != dim]
+    # torch lets index be smaller than source and target; then only a part of the source counts.
     same = out.operand(args["index"]).sizes == rows and all(rows[axis] == target[axis] for axis in others)
     if not target or not same:
         return False

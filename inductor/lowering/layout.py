@@ -33,9 +33,12 @@ def _cat(out: Lowering, node: Node) -> bool:
     assert isinstance(tensors, (list, tuple))
     target, start = out.result(), 0
     dim = dim % len(target.sizes)
+    # Torch still lets a 1-d empty tensor be concatenated with anything.
     parts = [t for t in tensors if len(out.operand(t).sizes) == len(target.sizes) and out.operand(t).sizes[dim] != 0]
     if not has_distinct_elements(out) or any(size == 0 for size in target.sizes):
         return False
+    # Boundaries must be known: the selection compares positions with them, and code generation splits rows there
+    # (`codegen/mask_splitting.py`).
     if len(parts) <= _MAX_SELECTED and all(isinstance(out.operand(part).sizes[dim], int) for part in parts):
         _select_part(out, parts, dim)
         return True
@@ -44,12 +47,14 @@ def _cat(out: Lowering, node: Node) -> bool:
     for tensor in parts:
         sizes = out.operand(tensor).sizes
         value = Expression(out.value(tensor, sizes)).to(target.dtype).value
+        # Nests that store disjoint parts of one buffer: what computes a part may store it in place.
         out.store(value, sizes, offset=start * target.strides[dim])
         start = start + sizes[dim]
     return True
 
 
 def _small(part: Operand) -> bool:
+    # A symbolic size may be large, and counts as large.
     known = [size for size in part.sizes if isinstance(size, int)]
     return len(known) == len(part.sizes) and math.prod(known) < _SMALL_PART_ELEMENTS
 
@@ -61,10 +66,12 @@ def _select_part(out: Lowering, parts: Sequence[Any], dim: int) -> None:
     position = Expression(Position(dim))
     joined: Expression | None = None
     start = sum(out.operand(part).sizes[dim] for part in parts)
+    # From the last: the final `where` asks for the first part, and the last part needs no question.
     for part in reversed(parts):
         operand = out.operand(part)
         start = start - operand.sizes[dim]
         inside = logical_and(position >= start, position < start + operand.sizes[dim])
+        # Masked even in the last branch: outside of a part, its index lies outside of its buffer.
         load = operand.load(_at(operand, range(rank), {dim: -start}), inside.value, 0)
         value = Expression(load).to(dtype)
         joined = value if joined is None else where(inside, value, joined)
@@ -88,10 +95,12 @@ def _pad(out: Lowering, node: Node) -> bool:
     known = all(isinstance(pad, int) for pad in pads) and not isinstance(args["value"], torch.fx.Node)
     if not known or not has_distinct_elements(out):
         return False
+    # `pad` lists pairs from the last dimension on, before and after.
     rank, shifts, guards = len(source.sizes), {}, []
     for at in range(len(pads) // 2):
         axis, before, after = rank - 1 - at, pads[2 * at], pads[2 * at + 1]
         shifts[axis] = -before
+        # Negative padding crops: a position is then inside by itself, and needs no mask.
         if before > 0 or after > 0:
             guards.append((Expression(Position(axis)) - before, source.sizes[axis]))
     index = _at(source, range(rank), shifts)
@@ -99,6 +108,8 @@ def _pad(out: Lowering, node: Node) -> bool:
     if mask is None:
         store_result(out, Expression(source.load(index)))
     else:
+        # The padding value is selected, instead of being the load's `other`: as a constant it is rounded to the dtype
+        # first.
         load = Expression(source.load(index, mask.value, 0))
         store_result(out, where(mask, load, constant(args["value"], out.fake().dtype)))
     return True
@@ -109,6 +120,7 @@ def _flip(out: Lowering, node: Node) -> bool:
     source = out.operand(node.args[0])
     dims = {dim % len(source.sizes) for dim in node.args[1]}  # type: ignore[union-attr, operator]
     index = source.index()
+    # A negative stride from the last element on. Torch has no such tensors; an index may.
     strides = [(axis, -stride if axis in dims else stride) for axis, stride in index.strides]
     last = sum((source.sizes[axis] - 1) * stride for axis, stride in index.strides if axis in dims)
     store_result(out, Expression(source.load(Index(strides, index.offset + last))))
@@ -124,6 +136,7 @@ def _slice_scatter(out: Lowering, node: Node) -> bool:
     base, part = out.operand(args["self"]), out.operand(args["src"])
     dim = args["dim"] % len(base.sizes)
     start = _bounded(args["start"], base.sizes[dim])
+    # With steps, an element would be inside by the remainder of its position; too rare.
     if start is None or args["step"] != 1 or not has_distinct_elements(out):
         return False
     position = Expression(Position(dim))
@@ -140,6 +153,7 @@ def _select_scatter(out: Lowering, node: Node) -> bool:
     at = args["index"]
     if not isinstance(at, int) or not isinstance(base.sizes[dim], int) or not has_distinct_elements(out):
         return False
+    # Python's remainder makes a negative index count from the end.
     inside = Expression(Position(dim)) == at % base.sizes[dim]
     axes = [axis for axis in range(len(base.sizes)) if axis != dim]
     return _written(out, args["self"], part, part.index(axes), inside)
@@ -147,6 +161,8 @@ def _select_scatter(out: Lowering, node: Node) -> bool:
 
 def _written(out: Lowering, base: Any, part: Operand, index: Index, inside: Expression) -> bool:
     dtype = out.fake().dtype
+    # A new base as a whole: this is how a capture writes an assignment through a view
+    # (`capture/record/functional_ops.py`).
     new = Expression(part.load(index, inside.value, 0)).to(dtype)
     store_result(out, where(inside, new, load_operand(out, base, dtype)))
     return True
@@ -158,6 +174,7 @@ def _bounded(start: Any, size: Int) -> int | None:
         return 0
     if not isinstance(start, int) or (not isinstance(size, int) and start < 0):
         return None
+    # Slices are clamped, as Python's are.
     return min(max(start + size, 0) if start < 0 else start, size) if isinstance(size, int) else start
 
 

@@ -35,10 +35,12 @@ def lower(step: StepGraph, order: Sequence[Node], on_aten: Collection[str] = (),
         on_aten: names of nodes that stay ATen calls.
         guard: the context in which each node is lowered. A node whose exception it suppresses stays an ATen call.
     """
+    # Here, not at the top: importing them takes time that only a step with kernels should pay.
     import weft.inductor.lowering.all_lowerings  # noqa: F401 - registers the lowerings
 
     kind = device_kind(order)
     lowered = Lowered(step, kind, multiprocessors=multiprocessors(kind))
+    # In the order of the step, which the operations keep: a nest may read only what an earlier operation stored.
     for node in order:
         if node.op == "placeholder":
             _own_buffer(lowered, node)
@@ -48,6 +50,7 @@ def lower(step: StepGraph, order: Sequence[Node], on_aten: Collection[str] = (),
         device = lowered.seeds[0].meta["val"]
         while not isinstance(device, torch.Tensor):
             device = device[0]
+        # One tensor for all seeds, so that a step draws from torch's generator once.
         lowered.buffers[SEEDS] = Buffer(SEEDS, torch.int64, device.device, (len(lowered.seeds),), (1,))
     if knobs.verify_graphs:
         verify_lowered(lowered, lowered.operations, "lowering", guard)
@@ -61,22 +64,28 @@ def device_kind(nodes: Iterable[Node]) -> str:
 
 
 def _lower_node(lowered: Lowered, node: Node, on_aten: bool, guard: Guard) -> None:
+    # Views first: a view has no lowering and must not become an ATen call, which would need its base in memory.
     if _is_view(lowered, node):
         return
     lowering = None if on_aten else LOWERINGS.get(node.target)
     with guard((node,)):
         if lowering is not None and _to_loops(lowered, node, lowering):
             return
+    # Reached for a lowering that returned False, for one that failed under the guard, and where there is none.
     lowered.reasons[str(node.target)] += 1
     _own_buffer(lowered, node)
+    # A call keeps its operands as tensors in memory: what it reads is a buffer that no fusion may remove.
     lowered.operations.append(Extern(node, frozenset(_read(lowered, node)), frozenset(_written(lowered, node))))
 
 
 def _to_loops(lowered: Lowered, node: Node, lowering: Lower) -> bool:
     """Add the loop nests of a node. False where its lowering does not cover it."""
+    # Buffers and nests collect in `out` until the lowering is known to cover the case, so a refusal leaves no trace.
     out = Lowering(node, lowered.operands, lowered.seeds, lowered.multiprocessors)
+    # The cheap and general conditions first, so that lowerings need not repeat them.
     if not (out.takes_operands() and _known(lowered, node) and _lowered(lowering, out)):
         return False
+    # A node with several results gets operands when `getitem` picks one (`_is_view`).
     result = out.result() if isinstance(node.meta["val"], torch.Tensor) else None
     lowered.buffers.update(out.buffers)
     lowered.operations += (Loop(nest, node) for nest in out.nests)
@@ -87,12 +96,14 @@ def _to_loops(lowered: Lowered, node: Node, lowering: Lower) -> bool:
 
 def _lowered(lowering: Lower, out: Lowering) -> bool:
     """Whether the lowering covers this case. What has no elements is left to ATen."""
+    # None counts as covered: a lowering without a case to refuse returns nothing.
     return lowering(out, out.node) is not False and not any(0 in nest.sizes for nest in out.nests)
 
 
 def _is_view(lowered: Lowered, node: Node) -> bool:
     """Give ``node`` its operand where it is a view, or a result, of a value that has one."""
     val = node.meta.get("val")
+    # `getitem` on results of a lowered node reads their buffers; on those of an ATen call too, if they are strided.
     if node.target is operator.getitem:
         if val is None:  # a result that was not asked for
             return True
@@ -103,8 +114,11 @@ def _is_view(lowered: Lowered, node: Node) -> bool:
             lowered.operands[node] = Operand(name, buffer.dtype, buffer.sizes, buffer.strides)
             return True
         return False
+    # A wait returns its operand's memory, but only after the collective: as a view of it, it could be read before.
     if not isinstance(val, torch.Tensor) or node.target is WAIT or not looks_into(node):
         return False
+    # The first operand that has a buffer. A view with another dtype (`view(dtype)`) reads the same memory as other
+    # elements, which an index in elements cannot say.
     source = next((n for n in node.all_input_nodes if n in lowered.operands), None)
     if source is None or val.layout is not torch.strided or val.dtype != source.meta["val"].dtype:
         return False
@@ -117,6 +131,8 @@ def _is_view(lowered: Lowered, node: Node) -> bool:
     # A lazy conjugate or negative has the base's memory but not its values.
     if val.is_conj() != source_val.is_conj() or val.is_neg() != source_val.is_neg():
         return False
+    # Fake tensors count from the start of a storage, operands from the start of a buffer: the difference of both is
+    # what the view moves by.
     offset = base.offset + size_of(val.storage_offset()) - size_of(source_val.storage_offset())
     sizes, strides = tuple(map(size_of, val.shape)), tuple(map(size_of, val.stride()))
     # `as_strided` may start before its source. Elements before the buffer's start belong to no buffer here.
@@ -130,10 +146,12 @@ def _own_buffer(lowered: Lowered, node: Node) -> None:
     """The buffers of an input, or of what an ATen call returns."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
+        # Sparse tensors have no strides; only ATen calls can take them.
         if val.layout is torch.strided:
             buffer = lowered.buffers[node.name] = _buffer(node.name, val)
             lowered.operands[node] = Operand(buffer.name, buffer.dtype, buffer.sizes, buffer.strides)
     elif isinstance(val, (list, tuple)):
+        # Names of results end in their number (`node.1`), as `Lowering.result` names those of lowered nodes.
         for at, item in enumerate(val):
             if isinstance(item, torch.Tensor) and item.layout is torch.strided:
                 lowered.buffers[f"{node.name}.{at}"] = _buffer(f"{node.name}.{at}", item)
@@ -145,6 +163,7 @@ def _buffer(name: str, val: torch.Tensor) -> Buffer:
 
 def _known(lowered: Lowered, node: Node) -> bool:
     """Whether the node makes tensors where the step computes, from tensors that are windows on buffers."""
+    # Work on the host beside a GPU step (a counter, a scalar) stays with ATen: kernels are for one device.
     here = all(tensor.device.type == lowered.device_kind for tensor in tensors_of(node))
     return here and all(
         n in lowered.operands
@@ -158,6 +177,7 @@ def _read(lowered: Lowered, node: Node) -> Iterator[str]:
         if source in lowered.operands:
             yield lowered.operands[source].buffer
         else:
+            # A call that picks from a list of tensors reads what the list's node wrote.
             yield from _written(lowered, source)
 
 
@@ -165,6 +185,7 @@ def _written(lowered: Lowered, node: Node) -> Iterator[str]:
     """Buffers of the results; of a call that returns lists, its name, for the order of what picks from them."""
     val: Any = node.meta.get("val")
     if isinstance(val, (list, tuple)):
+        # Nested lists have no buffers by name, but their order still counts.
         if any(isinstance(item, (list, tuple)) for item in val):
             yield node.name
         yield from (name for at in range(len(val)) if (name := f"{node.name}.{at}") in lowered.buffers)

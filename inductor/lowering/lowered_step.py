@@ -25,6 +25,7 @@ class NestItem:
 
     nest: Nest
 
+    # By name, cached: fusion and live ranges ask for it at every pair of operations.
     @functools.cached_property
     def reads(self) -> frozenset[str]:
         """Names of the buffers that it loads from."""
@@ -41,6 +42,7 @@ def computed_nodes(item: Any) -> tuple[Node, ...]:
     return item.nodes
 
 
+# Frozen: passes replace a loop (`dataclasses.replace`) instead of changing it, so that earlier stages can be shown.
 @dataclass(frozen=True)
 class Loop(NestItem):
     """A loop nest and the node it comes from.
@@ -68,6 +70,7 @@ class Extern:
     """
 
     node: Node
+    # Names alone, without indices: a call may read or write any element of a buffer, so its order is kept as a whole.
     reads: frozenset[str]
     writes: frozenset[str]
 
@@ -96,14 +99,17 @@ class Lowered:
 
     step: StepGraph
     device_kind: str
+    # Topological: every operation comes after those whose buffers it reads.
     operations: list[Operation] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     operands: dict[Node, Operand] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     seeds: list[Node] = field(default_factory=list)
+    # Part of the lowering, as it decides how reductions are split.
     multiprocessors: int = HOPPER_MULTIPROCESSORS
 
     def bytes(self, name: str) -> float:
         """About how large a buffer is; 0 of a name that is none's."""
+        # An estimate where sizes are symbolic. SEEDS and the names of nested lists have no buffer at times.
         buffer = self.buffers.get(name)
         return buffer.dtype.itemsize * math.prod(map(size_hint, buffer.sizes)) if buffer else 0.0

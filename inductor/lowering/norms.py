@@ -28,15 +28,20 @@ class _Rows:
         self.out, self.x = out, out.operand(x)
         self.sizes = self.x.sizes
         self.rank = len(self.sizes)
+        # `normalized_shape` names trailing dimensions by their number.
         self.inner = tuple(range(self.rank - normalized, self.rank))
+        # Statistics of halves are float32 in eager too, which stores mean and rstd of them in float32.
         self.dtype = torch.float64 if self.x.dtype == torch.float64 else torch.float32
 
     def full(self, arg: Any) -> Expression:
         """A tensor of the whole space, or one that broadcasts to it."""
+        # Weights align at the trailing dimensions, mean and rstd keep reduced ones as size 1: broadcasting covers
+        # both.
         return Expression(self.out.value(arg, self.sizes)).to(self.dtype)
 
     def total(self, value: Expression) -> Expression:
         """The sum along each row."""
+        # Not staged: there are as many programs as rows, and rows of a normalisation are short enough for one.
         return Expression(Reduce("sum", (value.value,), self.inner, self.dtype))
 
     def mean(self, value: Expression) -> Expression:
@@ -62,6 +67,7 @@ def _layer_norm(out: Lowering, node: Node) -> bool:
         result = result * rows.full(args["weight"])
     if args["bias"] is not None:
         result = result + rows.full(args["bias"])
+    # One nest: mean and rstd come along at the rows' points only, since their indices have no inner axis.
     out.nest(rows.sizes, [rows.target(0, result), rows.target(1, mean), rows.target(2, rstd)])
     return True
 
@@ -72,11 +78,15 @@ def _layer_norm_backward(out: Lowering, node: Node) -> bool:
     rows = _Rows(out, args["input"], len(args["normalized_shape"]))
     grad = rows.full(args["grad_out"])
     rstd = rows.full(args["rstd"])
+    # Recomputed from the input, which forward kept anyway, instead of kept as a tensor of its own.
     normal = (rows.full(args["input"]) - rows.full(args["mean"])) * rstd
+    # A frozen weight, or an input that needs no gradient, has no result.
     wanted = [out.fake(result) is not None for result in range(3)]
     if wanted[0]:
         inner = grad if args["weight"] is None else grad * rows.full(args["weight"])
+        # The projection that removes from the gradient what mean and variance absorb: its mean, and its part along x.
         dx = rstd * (inner - rows.mean(inner) - normal * rows.mean(inner * normal))
+        # A nest apart from the column sums: fusion joins the two where a kernel supports both kinds of reduction.
         out.nest(rows.sizes, [rows.target(0, dx)])
     _column_sums(rows, [(1, grad * normal)] * wanted[1] + [(2, grad)] * wanted[2])
     return True
@@ -86,6 +96,7 @@ def _column_sums(rows: _Rows, sums: list[tuple[int, Expression]]) -> None:
     """Sums over all rows, each into a result of its own, in nests that they share."""
     out = rows.out
     outer = [axis for axis in range(rows.rank) if axis not in rows.inner]
+    # Both sums have one split, so that one kernel computes them over the same parts.
     stages = StagedReduction(out, rows.sizes, outer, rows.x.index())
     stores = []
     for result, value in sums:

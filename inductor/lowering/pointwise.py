@@ -27,6 +27,7 @@ def _binary(op: str, *targets: Any, **options: bool) -> None:
 # ---- arithmetic
 
 
+# Two roundings, as ATen's `a + alpha * b`; a compiler may contract them to one fused multiply-add in both.
 @elementwise(aten.add.Tensor, aten.add.Scalar)
 def _add(x: Expression, y: Expression, *, alpha: Any) -> Expression:
     return x + y * alpha
@@ -38,6 +39,7 @@ def _sub(x: Expression, y: Expression, *, alpha: Any) -> Expression:
 
 
 _binary("mul", aten.mul.Tensor, aten.mul.Scalar)
+# Division by a constant power of two becomes a product later (`codegen/expressions.py`), where the divisor is known.
 _binary("div", aten.div.Tensor, aten.div.Scalar, promote_to_float=True)
 _binary("minimum", aten.minimum.default)
 _binary("maximum", aten.maximum.default)
@@ -48,6 +50,8 @@ _unary("reciprocal", aten.reciprocal.default, promote_to_float=True)
 @elementwise(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div_mode(x: Expression, y: Expression, *, rounding_mode: str | None) -> Expression | None:
     if rounding_mode is None:
+        # Without a mode it is true division, whose promotion the registration (shared with the other modes) leaves to
+        # us.
         dtype = x.dtype if x.is_float else torch.get_default_dtype()
         return x.to(dtype) / y.to(dtype)
     return _truncated(x, y) if rounding_mode == "trunc" else _floored(x, y)
@@ -66,20 +70,26 @@ def _floored(x: Expression, y: Expression) -> Expression:
     """Python's floor division. A quotient just below a whole number may round up to it; the remainder tells."""
     if not x.is_float:
         return call("floordiv", x, y)
+    # The steps are those of ATen's `div_floor_floating`, and of CPython's `float_floor_div`: floor(x / y) alone gives
+    # 10 for 1.0 // 0.1, whose exact quotient lies below 10.
     remainder = call("fmod", x, y)
     quotient = (x - remainder) / y
     quotient = where(logical_and(remainder != 0, (y < 0) != (remainder < 0)), quotient - 1, quotient)
+    # The quotient is a whole number up to rounding; it may have been rounded to just below.
     whole = call("floor", quotient)
     whole = where(quotient - whole > 0.5, whole + 1, whole)
+    # x / 0 is an infinity or NaN, as in eager; the steps above give NaN from fmod.
     return where(y == 0, x / y, whole)
 
 
+# Two remainders: Python's, with the divisor's sign, and C's, with the dividend's.
 _binary("mod", aten.remainder.Tensor, aten.remainder.Scalar)
 _binary("fmod", aten.fmod.Tensor, aten.fmod.Scalar)
 
 
 @elementwise(aten.abs.default)
 def _abs(x: Expression) -> Expression:
+    # The absolute value of int8's least number wraps to itself, in torch too.
     return x if x.dtype in (torch.bool, torch.uint8) else abs(x)
 
 
@@ -98,15 +108,20 @@ _MOST_PRODUCTS = 8  # a power up to this is a few products
 
 @elementwise(aten.pow.Tensor_Scalar)
 def _pow(x: Expression, *, exponent: Any) -> Expression | None:
+    # An exponent that is a node is known only when the step runs, so no form can be chosen for it.
     if not isinstance(exponent, (int, float)):
         return None
     if not x.is_float:
+        # Negative powers of integers raise in eager, and large ones wrap: both are left to ATen.
         whole = isinstance(exponent, int) and 0 <= exponent <= _MOST_PRODUCTS and x.dtype != torch.bool
         return _product(x, exponent) if whole else None
+    # The special cases of ATen's `pow_tensor_scalar`: sqrt(-0.0) is -0.0 and sqrt(-inf) NaN, while pow gives 0.0 and
+    # inf.
     if exponent == 0.5:
         return call("sqrt", x)
     if exponent == -0.5:
         return call("rsqrt", x)
+    # Products are exact to an ulp or two where `exp2(y * log2(x))` in float32 is not, and need no float64.
     if abs(exponent) <= _MOST_PRODUCTS and exponent == int(exponent):
         power = _product(x, abs(int(exponent)))
         return call("reciprocal", power) if exponent < 0 else power
@@ -117,12 +132,14 @@ def _product(x: Expression, count: int) -> Expression:
     """``x`` to the power ``count`` by squaring."""
     if count < 2:
         return x if count else x.coerce(1)
+    # The square is one value, so it is computed once (nodes are interned).
     half = _product(x, count // 2)
     return half * half * x if count % 2 else half * half
 
 
 @elementwise(aten.pow.Tensor_Tensor)
 def _pow_tensor(x: Expression, y: Expression) -> Expression | None:
+    # Integers to the power of tensors wrap and raise at run time, element by element: ATen's.
     return call("pow", x, y) if x.is_float else None
 
 
@@ -149,6 +166,7 @@ _unary("erf", aten.erf.default, promote_to_float=True)
 
 
 def _rounding(op: str, *targets: Any) -> None:
+    # No promotion: eager's rounding functions keep integers as they are.
     elementwise(*targets)(lambda x: call(op, x) if x.is_float else x)
 
 
@@ -160,6 +178,7 @@ _rounding("round", aten.round.default)
 
 @elementwise(aten.isnan.default)
 def _isnan(x: Expression) -> Expression:
+    # False at every element, in the shape of x.
     return call("isnan", x) if x.is_float else (x != x)
 
 
@@ -175,6 +194,7 @@ def _logical_not(x: Expression) -> Expression:
 
 # ---- comparisons and logic
 
+# Masks and labels depend on equality to the bit, which is why numbers are rounded to a half first.
 _binary("eq", aten.eq.Tensor, aten.eq.Scalar, round_numbers=True)
 _binary("ne", aten.ne.Tensor, aten.ne.Scalar, round_numbers=True)
 _binary("lt", aten.lt.Tensor, aten.lt.Scalar, round_numbers=True)
@@ -199,6 +219,7 @@ def _where(condition: Expression, x: Expression, y: Expression) -> Expression:
 
 @elementwise(aten.clamp.default, aten.clamp.Tensor)
 def _clamp(x: Expression, low: Expression | None, high: Expression | None) -> Expression:
+    # In this order the upper bound wins where the bounds cross, as torch documents.
     at_least = x if low is None else call("maximum", x, low)
     return at_least if high is None else call("minimum", at_least, high)
 
@@ -212,11 +233,13 @@ _binary("minimum", aten.clamp_max.default, aten.clamp_max.Tensor)
 
 @elementwise(aten.relu.default)
 def _relu(x: Expression) -> Expression:
+    # NaN wins in `maximum`, so a NaN passes through as in eager; `where(x > 0, x, 0)` would hide it.
     return call("maximum", x, 0)
 
 
 @elementwise(aten.leaky_relu.default)
 def _leaky_relu(x: Expression, *, negative_slope: Any) -> Expression:
+    # NaN > 0 is false, and NaN * slope is NaN.
     return where(x > 0, x, x * negative_slope)
 
 
@@ -227,6 +250,7 @@ def _hardtanh(x: Expression, *, min_val: Any, max_val: Any) -> Expression:
 
 @elementwise(aten.elu.default)
 def _elu(x: Expression, *, alpha: Any, scale: Any, input_scale: Any) -> Expression:
+    # `expm1`, not exp - 1: near 0 the difference of two numbers near 1 would keep few digits.
     return where(x > 0, x * scale, call("expm1", x * input_scale) * alpha * scale)
 
 
@@ -238,6 +262,8 @@ def _silu(x: Expression) -> Expression:
 @elementwise(aten.silu_backward.default)
 def _silu_backward(grad: Expression, x: Expression) -> Expression:
     sigmoid = call("sigmoid", x)
+    # As ATen writes it. The forward's sigmoid is recomputed: storing it would cost more traffic than its
+    # instructions.
     return grad * sigmoid * (1 + x * (1 - sigmoid))
 
 
@@ -247,9 +273,11 @@ _TANH_SLOPE, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 @elementwise(aten.gelu.default)
 def _gelu(x: Expression, *, approximate: str, promoted: torch.dtype) -> Expression:
     if approximate == "none":
+        # x * 0.5 * (1 + erf(x / sqrt(2))) is this; one function for the share saves the sum and the scaling.
         return x * call("normal_cdf", x)
     if promoted in HALVES:
         return x * _tanh_share(x)
+    # The order of ATen's kernel, as float32 keeps the difference.
     return 0.5 * x * (1 + call("tanh", _TANH_SLOPE * (x + _TANH_CUBE * (x * x * x))))
 
 
@@ -257,6 +285,7 @@ def _gelu(x: Expression, *, approximate: str, promoted: torch.dtype) -> Expressi
 def _gelu_backward(grad: Expression, x: Expression, *, approximate: str, promoted: torch.dtype) -> Expression:
     square = x * x
     if approximate == "none":
+        # exp(-x**2 / 2) as a power of two, whose factor is folded into the constant: the GPU's instruction is `ex2`.
         pdf = call("exp2", (-0.5 * math.log2(math.e)) * square) * (1 / math.sqrt(2 * math.pi))
         return grad * (call("normal_cdf", x) + x * pdf)
     inner = _TANH_SLOPE * (1 + 3 * _TANH_CUBE * square)

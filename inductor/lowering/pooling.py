@@ -21,6 +21,8 @@ from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lo
 aten = torch.ops.aten
 
 # Loads of one point, which are all unrolled: windows of up to 5 x 5.
+# Unrolled loads are all live until they are combined: larger windows run out of registers, and ATen reads them in a
+# loop.
 _MAX_READS = 25
 
 
@@ -36,6 +38,7 @@ class _Window(NamedTuple):
     @property
     def overlap(self) -> int:
         """In how many windows an element may lie."""
+        # Rounded up: with stride 2 and size 3, every second element lies in two windows.
         return -(-self.size // self.stride)
 
     def start(self, axis: int) -> Expression:
@@ -46,11 +49,16 @@ class _Window(NamedTuple):
 def _windows(args: dict[str, Any], pooled: Operand, result: Operand) -> list[_Window] | None:
     """The windows along the last two dimensions; None where they are not covered (dilated, cut off, large)."""
     size, padding = _pair(args["kernel_size"]), _pair(args["padding"])
+    # An empty list is torch's way to say that the stride is the window's size.
     stride = _pair(args["stride"] or size)
+    # `ceil_mode` has windows that reach over the end; dilated windows have gaps. Both change what a window's elements
+    # are.
     if args["ceil_mode"] or _pair(args.get("dilation", 1)) != (1, 1):
         return None
     lengths, counts = pooled.sizes[-2:], result.sizes[-2:]
     windows = [_Window(size[d], stride[d], padding[d], lengths[d], counts[d]) for d in range(2)]
+    # Forward reads a window's elements, backward the windows of an element; one bound for both keeps them on one
+    # side.
     reads = max(math.prod(w.size for w in windows), math.prod(w.overlap for w in windows))
     return windows if reads <= _MAX_READS else None
 
@@ -70,6 +78,7 @@ def _taps(x: Operand, windows: list[_Window], outside: float) -> Iterator[tuple[
     plane."""
     rank = len(x.sizes)
     h, w = windows
+    # The nest's axes are those of the result; along the two pooled ones a step moves by the window's stride.
     index = x.index()
     steps = {rank - 2: h.stride, rank - 1: w.stride}
     strides = [(axis, stride * steps.get(axis, 1)) for axis, stride in index.strides]
@@ -77,9 +86,11 @@ def _taps(x: Operand, windows: list[_Window], outside: float) -> Iterator[tuple[
         for j in range(w.size):
             row, column = h.start(rank - 2) + i, w.start(rank - 1) + j
             shift = (i - h.padding) * x.strides[-2] + (j - w.padding) * x.strides[-1]
+            # Without padding every tap is inside (`ceil_mode` is excluded), so no mask and no comparison is made.
             padded = h.padding or w.padding
             mask = logical_and(_inside(row, h.length), _inside(column, w.length)).value if padded else None
             load = x.load(Index(strides, index.offset + shift), mask, outside)
+            # Flat in the plane, as torch's indices of max pooling are.
             yield Expression(load), row * Expression(integer(w.length)) + column
 
 
@@ -90,9 +101,13 @@ def _covering_windows(windows: list[_Window], rank: int) -> Iterator[tuple[Expre
             positions, covered = [], []
             for back, axis, window in zip((i, j), (rank - 2, rank - 1), windows, strict=True):
                 padded = Expression(Position(axis)) + window.padding
+                # The last window that starts at or before the element, and those before it: the candidates that may
+                # reach it.
                 at = call("floordiv", padded, window.stride) - back
                 offset = padded - at * window.stride
                 positions.append(at)
+                # With a stride above the size some elements are in no window; at the borders some windows do not
+                # exist.
                 covered.append(logical_and(_inside(at, window.count), offset < window.size))
             yield positions[0], positions[1], logical_and(*covered)
 
@@ -100,6 +115,7 @@ def _covering_windows(windows: list[_Window], rank: int) -> Iterator[tuple[Expre
 def _at_window(x: Operand, row: Expression, column: Expression, mask: Expression) -> Expression:
     """An element per window, read at the nest's outer axes."""
     outer = x.index([*range(len(x.sizes) - 2), None, None])
+    # A quotient of a position is not affine, so the window's number is an indirect term.
     indirect = [(at.value, stride) for at, stride, n in zip((row, column), x.strides[-2:], x.sizes[-2:], strict=True)]
     return Expression(x.load(Index(outer.strides, outer.offset, indirect), mask.value, 0))
 
@@ -109,11 +125,13 @@ def _max_pool(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     x, result = out.operand(args["self"]), out.result()
     windows = _windows(args, x, result)
+    # A dimension of size 1 has no stride in the operand's index, so its windows could not step.
     if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not has_distinct_elements(out):
         return False
     h, w = (window.start(axis) for axis, window in enumerate(windows, len(x.sizes) - 2))
     width = Expression(integer(windows[1].length))
     greatest: Expression | None = None
+    # The first element inside the picture: ATen's answer where no element is above -inf.
     found = call("maximum", h, 0) * width + call("maximum", w, 0)
     for value, position in _taps(x, windows, -math.inf):
         if greatest is None:
@@ -138,6 +156,7 @@ def _max_pool_backward(out: Lowering, node: Node) -> bool:
     if windows is None or not has_distinct_elements(out):
         return False
     rank = len(sizes)
+    # The gradient asks each window for the position that its forward stored; the input is not needed.
     here = Expression(Position(rank - 2)) * Expression(integer(sizes[-1])) + Expression(Position(rank - 1))
     total: Expression | None = None
     for row, column, covered in _covering_windows(windows, rank):
@@ -157,6 +176,7 @@ def _divisor(args: dict[str, Any], windows: list[_Window], at: list[Expression],
     if fixed is not None or whole:
         number = math.prod(window.size for window in windows) if fixed is None else fixed
         return at[0].to(dtype).coerce(number)
+    # Without the padding, windows at the border have fewer elements; ATen divides by their number.
     spans = []
     for window, position in zip(windows, at, strict=True):
         start = position * window.stride - window.padding
@@ -174,6 +194,7 @@ def _avg_pool(out: Lowering, node: Node) -> bool:
         return False
     rank, dtype = len(x.sizes), register_dtype(x.dtype)
     values = [value for value, _ in _taps(x, windows, 0)]
+    # In the order of the window, row by row: as ATen's loop adds.
     total = values[0]
     for value in values[1:]:
         total = total + value
@@ -193,6 +214,7 @@ def _avg_pool_backward(out: Lowering, node: Node) -> bool:
     total: Expression | None = None
     for row, column, covered in _covering_windows(windows, len(out.result().sizes)):
         share = _at_window(grad, row, column, covered) / _divisor(args, windows, [row, column], dtype)
+        # The divisor may be 0 or negative for a window that does not exist: selected away, not multiplied by 0.
         part = where(covered, share, 0)
         total = part if total is None else total + part
     assert total is not None

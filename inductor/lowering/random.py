@@ -21,13 +21,17 @@ aten = torch.ops.aten
 
 def random_values(out: Lowering, kind: str, result: int = 0) -> Expression:
     """A float32 for each element of a result: ``rand`` is uniform in [0, 1), ``randn`` normal."""
+    # The number depends on the seed and the element's position alone, not on blocks or programs: fusion,
+    # recomputation and another GPU give the same numbers.
     sizes = out.result(result).sizes
+    # The position in the shape, not in memory: a layout must not change the numbers.
     at = linear(sizes, range(len(sizes))) if sizes else Expression(out.seed()).coerce(0)
     return Expression(Call(kind, (out.seed(), at.value), torch.float32))
 
 
 def _functional(op: Any) -> Any:
     """What a capture writes for an in-place operation."""
+    # The capture replaces in-place operations by functional forms, which are operations of weft's own.
     found = written_arguments(op)
     assert found is not None
     return found.functional
@@ -37,11 +41,14 @@ def _functional(op: Any) -> Any:
 def _dropout(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     p = args["p"]
+    # p = 1 is left to ATen: 1 / (1 - p) is infinite, and infinity times 0 NaN.
     if not isinstance(p, (int, float)) or args["train"] is False or p >= 1:
         return False
     # The backward reads the mask, so it is stored in any case, and what uses it here reads it too.
     store_result(out, random_values(out, "rand", 1) >= p, result=1)
     mask = out.result(1)
+    # A load of what was just stored: fused, it becomes the value in a register; else it reads a byte instead of
+    # repeating Philox.
     kept = Expression(mask.load(mask.index()))
     store_result(out, where(kept, load_operand(out, args["input"], out.fake().dtype) * (1 / (1 - p)), 0))
     return True
@@ -52,6 +59,7 @@ def _bernoulli(out: Lowering, node: Node) -> bool:
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     if not isinstance(p, (int, float)) or _own_generator(node) or not has_distinct_elements(out):
         return False
+    # `rand` is below 1, so p = 1 gives ones only, and never below 0, so p = 0 gives zeros only.
     store_result(out, random_values(out, "rand") < p)
     return True
 
@@ -59,6 +67,7 @@ def _bernoulli(out: Lowering, node: Node) -> bool:
 @register_lowering(aten.rand.default, aten.rand_like.default, aten.randn.default, aten.randn_like.default)
 def _standard(out: Lowering, node: Node) -> bool:
     # A half rounds numbers just below 1 up to 1, and a double has more digits than are drawn.
+    # Normal numbers of halves are left to ATen here with them.
     kind = "randn" if "randn" in str(node.target) else "rand"
     if out.fake().dtype != torch.float32 or _own_generator(node) or not has_distinct_elements(out):
         return False
@@ -82,6 +91,7 @@ def _uniform(out: Lowering, node: Node) -> bool:
 def _normal(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     mean, std = args["mean"], args["std"]
+    # A half may be rounded from float32 here: a normal distribution has no bound that rounding could reach.
     if out.fake().dtype == torch.float64 or _own_generator(node) or not has_distinct_elements(out):
         return False
     if not isinstance(mean, (int, float)) or not isinstance(std, (int, float)):
@@ -91,4 +101,5 @@ def _normal(out: Lowering, node: Node) -> bool:
 
 
 def _own_generator(node: Node) -> bool:
+    # A user's generator has a state that eager advances; seeds come from the default generator.
     return node.kwargs.get("generator") is not None

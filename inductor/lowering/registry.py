@@ -21,11 +21,14 @@ from weft.inductor.loop_ir.ir import Buffer, Call, Const, Index, Int, Load, Nest
 Node = torch.fx.Node
 Lower = Callable[["Lowering", Node], bool | None]
 
+# By overload (`aten.add.Tensor`), not by packet: overloads differ in broadcasting, promotion and arguments.
 LOWERINGS: dict[Any, Lower] = {}
 
 # The buffer of seeds that the program draws once a step (int64), one for each random operation.
 SEEDS = "rng.seed"
 
+# What is missing has no arithmetic that matches eager's in Triton: complex numbers, float8 (eager has few operations
+# on it), uint16 to uint64, quantised types. Operations on these run as ATen's kernels.
 _LOWERED_DTYPES = frozenset(
     {
         torch.float64,
@@ -47,6 +50,7 @@ def register_lowering(*targets: Any) -> Callable[[Lower], Lower]:
 
     def register(lower: Lower) -> Lower:
         for target in targets:
+            # The second registration would win by the order of imports, which nobody sees.
             assert target not in LOWERINGS, f"{target} has two lowerings"
             LOWERINGS[target] = lower
         return lower
@@ -71,6 +75,8 @@ class Operand:
     def index(self, axes: Sequence[int | None] | None = None, offset: Int = 0) -> Index:
         """The element at the nest's ``axes`` (one a dimension, None for position 0; by default 0, 1, ...)."""
         axes = range(len(self.sizes)) if axes is None else axes
+        # A dimension of size 1 has no stride: torch leaves an arbitrary one there, and broadcasting walks it with
+        # stride 0. This one line is all that broadcasting needs.
         pairs = [(a, s) for a, s, n in zip(axes, self.strides, self.sizes, strict=True) if a is not None and n != 1]
         return Index(_summed(pairs), self.offset + offset)
 
@@ -99,6 +105,8 @@ class Lowering:
 
     def __init__(self, node: Node, operands: Mapping[Node, Operand], seeds: list[Node], multiprocessors: int) -> None:
         self.node = node
+        # By node of the graph. Nodes that are views have an operand on their base's buffer, so lowerings never see a
+        # view.
         self.operands = operands
         self.seeds = seeds
         self.multiprocessors = multiprocessors
@@ -128,6 +136,7 @@ class Lowering:
         if isinstance(arg, Node) and isinstance(arg.meta["val"], torch.Tensor):
             operand = self.operands[arg]
             axes = list(range(len(sizes)) if axes is None else axes)
+            # Torch aligns shapes at the last dimension: leading axes are missing from an operand of lower rank.
             value: Value = operand.load(operand.index(axes[len(axes) - len(operand.sizes) :]))
         else:
             value = number(arg, dtype)
@@ -135,6 +144,7 @@ class Lowering:
 
     def seed(self) -> Value:
         """The seed of this node's random numbers (int64), another at every step."""
+        # By node, not by call: a lowering may ask twice for the seed of the same numbers (a mask that is read again).
         if self.node not in self.seeds:
             self.seeds.append(self.node)
         return Load(SEEDS, Index(offset=self.seeds.index(self.node)), torch.int64)
@@ -151,6 +161,7 @@ class Lowering:
         val = self.node.meta["val"]
         name = f"{self.node.name}.{result}" if isinstance(val, (list, tuple)) else self.node.name
         fake = self.fake(result)
+        # The layout that eager chooses, recorded by the fake tensor. ATen kernels and the user read the result by it.
         sizes, strides = tuple(map(size_of, fake.shape)), tuple(map(size_of, fake.stride()))
         return self._buffer(name, fake.dtype, sizes, strides)
 
@@ -164,6 +175,8 @@ class Lowering:
         return self._buffer(f"{self.node.name}.{suffix}", dtype, tuple(sizes), tuple(strides))
 
     def _buffer(self, name: str, dtype: torch.dtype, sizes: tuple[Int, ...], strides: tuple[Int, ...]) -> Operand:
+        # Asked for more than once by a lowering that stores a result and reads it again: the first description
+        # stands.
         self.buffers.setdefault(name, Buffer(name, dtype, self.device, sizes, strides))
         return Operand(name, dtype, sizes, strides)
 
@@ -171,6 +184,7 @@ class Lowering:
     def device(self) -> torch.device:
         """The device of the results."""
         val = self.node.meta["val"]
+        # A result that was not asked for (`output_mask`) is None.
         return next(v for v in (val if isinstance(val, (list, tuple)) else [val]) if v is not None).device
 
     def store(
@@ -190,6 +204,8 @@ class Lowering:
             offset: elements from the result's start.
             mask: where to store.
         """
+        # A nest of its own, not a further store of the last one: fusion joins nests where their loops correspond, and
+        # knows better.
         target = self.result(result)
         sizes = target.sizes if sizes is None else sizes
         self.nest(sizes, [Store(target.buffer, target.index(axes, offset), value, mask)])
@@ -204,8 +220,12 @@ class Lowering:
         val = self.node.meta["val"]
         tensors = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
         tensors += [n.meta["val"] for n in self.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        # No elements: nothing to launch, while shapes still follow eager's rules, so ATen does it. Several devices: a
+        # kernel cannot read a tensor on the host, as ATen does with a 0-dim one.
         if any(t.device != tensors[0].device or any(type(n) is int and n == 0 for n in t.shape) for t in tensors):
             return False
+        # A lazy conjugate or negative has the memory of another value (`aliasing.is_lazy`): a load of it would be
+        # wrong.
         return all(t.dtype in _LOWERED_DTYPES and t.layout is torch.strided and not is_lazy(t) for t in tensors)
 
 
@@ -214,6 +234,7 @@ def size_of(value: Any) -> Int:
     if type(value) is int:
         return value
     expression = torch_adapter.expression(value)
+    # A size that guards made constant is an int, so that loops over it count as static.
     return int(expression) if expression.is_Integer else expression
 
 
@@ -222,15 +243,20 @@ def number(arg: Any, dtype: torch.dtype | None = None) -> Value:
     val = arg.meta["val"] if isinstance(arg, Node) else arg
     # A replayed CUDA graph repeats the scalar arguments of its recording, so numbers that change are read from memory.
     if isinstance(arg, Node) and "scalar_in_memory" in arg.meta:
+        # float64 in memory, whatever the number's kind: Python's floats survive, and integers up to 2**53.
         buffer, at = arg.meta["scalar_in_memory"]
         return Load(buffer, Index(offset=at), torch.float64)
+    # Before int: True is an int, and would become a number that adds.
     if isinstance(val, bool):
         return Const(val, torch.bool)
     if isinstance(val, int):
         return Const(val, torch.int64)
     if isinstance(val, float):
+        # ATen passes a Python number to a kernel in the type that the kernel computes in (`opmath_t`): float32 next
+        # to halves. Rounding it to bfloat16 first would change `x * 0.1`.
         return Const(val, dtype if dtype == torch.float64 else torch.float32)
     expression = torch_adapter.expression(val)
+    # A SymFloat has float64, as a Python float has; its user converts it.
     whole = isinstance(val, torch.SymInt)
     if expression.is_number:
         return Const(int(expression), torch.int64) if whole else Const(float(expression), torch.float64)
@@ -240,8 +266,10 @@ def number(arg: Any, dtype: torch.dtype | None = None) -> Value:
 def convert(value: Value, dtype: torch.dtype) -> Value:
     """``value`` in the register type of ``dtype``."""
     wanted = register_dtype(dtype)
+    # Halves share a register type: between them nothing changes here, and a cast that rounds is `casts.cast`'s.
     if value.dtype == wanted:
         return value
+    # Converted now, so that equal constants are one object and arithmetic on them folds.
     if isinstance(value, Const):
         return literal(value.value, wanted)
     return Call("to", (value,), wanted)

@@ -63,44 +63,57 @@ def choose_split(
     Args:
         strides: of the largest operand, by axis.
     """
+    # Hints stand for symbolic sizes, so the choice depends on the graph and the GPU alone, never on a batch at run
+    # time.
     low, high = _part_bounds(sizes, over, strides, multiprocessors)
     if high < 2:
         return None
     # Ties go to parts along the axis with the largest stride: each part then stays contiguous in memory.
     slow_first = sorted(over, key=lambda axis: -size_hint(strides[axis]))
     static = [axis for axis in slow_first if isinstance(sizes[axis], int)]
+    # As many parts as fit under the bound: more parts mean more programs.
     best = max(_products([sizes[axis] for axis in static], high), key=lambda d: (math.prod(d), d), default=())
     # Exact splits match the loops of other kernels; a masked tail is the way out where there are few divisors.
     if math.prod(best) * 2 > low:
         return {axis: AxisSplit(d, sizes[axis] // d) for axis, d in zip(static, best, strict=True)}
+    # One masked axis is enough, and two would need a mask over both.
     longest = max(over, key=lambda axis: size_hint(sizes[axis]))
     size = sizes[longest]
     if isinstance(size, int):
         inner = -(-size // high)
+        # Rounded up twice, so that no part is empty: 100 elements in 8 parts are 7 of 13 and one of 9.
         return {longest: AxisSplit(-(-size // inner), inner, masked_tail=True)}
+    # With a symbolic size the number of parts is fixed; short tensors leave some of them empty.
     return {longest: AxisSplit(high, FloorDiv(size + high - 1, high), masked_tail=True)}
 
 
 def _part_bounds(sizes: Sequence[Int], over: Sequence[int], strides: Sequence[Int], processors: int) -> tuple[int, int]:
     """The least and most parts."""
+    # Axes of one element and broadcast axes say nothing about memory.
     wide = [axis for axis, size in enumerate(sizes) if size != 1 and strides[axis] != 0]
     if not wide:
         return 1, 1
     reduced = math.prod(size_hint(sizes[axis]) for axis in over)
     kept = math.prod(size_hint(size) for axis, size in enumerate(sizes) if axis not in over)
+    # The axis along which memory is contiguous is reduced: rows.
     if min(wide, key=lambda axis: size_hint(strides[axis])) in over:
+        # Each result is a program, so the GPU is full; a second launch would only add its overhead.
         if kept >= processors:
             return 1, 1
+        # Parts below 1024 elements cost more in partial results than they gain in programs.
         high = int(min(2 * processors / kept, reduced / _MIN_ROW_PART))
         return min(int(processors / kept), high), high
+    # Columns share programs, 64 to each.
     if kept >= 2 * processors * _COLUMNS:
         return 1, 1
+    # A part of fewer rows than _MIN_ROWS would write nearly as much as it reads.
     high = int(min(max(processors, min(reduced / _MIN_COLUMN_ROWS, 2 * processors)), reduced / _MIN_ROWS))
     return (min(processors, high), high) if high >= processors / 2 else (1, 1)
 
 
 def _products(sizes: Sequence[Int], most: int) -> Iterator[tuple[int, ...]]:
     """Choices of a divisor of each size with a product of at most ``most``."""
+    # `most` is at most twice the multiprocessors, so this is a few hundred divisions for each axis.
     divisors = [[d for d in range(1, min(int(n), most) + 1) if n % d == 0] for n in sizes]
     return (choice for choice in itertools.product(*divisors) if math.prod(choice) <= most)
 
@@ -122,6 +135,7 @@ class StagedReduction:
             largest: the index at which the largest operand is read; its strides decide the split.
         """
         self.out, self.whole = out, tuple(sizes)
+        # Every nest of the operation is split alike, so one operand has to speak for all.
         strides = [largest.stride(axis) for axis in range(len(sizes))]
         self.splits = choose_split(sizes, over, strides, out.multiprocessors)
         self.over = tuple(sorted(over))
@@ -139,23 +153,28 @@ class StagedReduction:
         """The results of a reduction of values of the whole space, in the nest of the second stage."""
         if self.splits is None:
             return _results(kind, args, self.over)
-        reduce_part = self.reduce_part(kind, args)
-        return _results(kind, [self.store_partial(part) for part in reduce_part], self.over)
+        # The same kind twice: a sum of sums, a maximum of maxima. Means and variances are not of that sort; see
+        # `moments`.
+        parts = self.reduce_part(kind, args)
+        return _results(kind, [self.store_partial(part) for part in parts], self.over)
 
     def reduce_part(self, kind: str, args: Sequence[Value]) -> list[Value]:
         """The results of one part, in the nest of the first stage."""
         # Points in the tail must not change the result, so they get the neutral element of the reduction.
-        mask_tail = [self.mask_tail(self.in_parts(arg), _neutral_element(kind, at, arg)) for at, arg in enumerate(args)]
-        return _results(kind, mask_tail, self._inner[1])
+        masked = [self.mask_tail(self.in_parts(arg), _neutral_element(kind, at, arg)) for at, arg in enumerate(args)]
+        return _results(kind, masked, self._inner[1])
 
     def store_partial(self, value: Value) -> Value:
         """Store a partial result, and return the load of it in the nest of the second stage."""
+        # In the register's type: a partial sum that was rounded to a half would lose what float32 kept. The number of
+        # buffers makes the name unique within the node.
         target = self.out.temporary(f"part{len(self.out.buffers)}", value.dtype, self.sizes)
         self._stores.append(Store(target.buffer, target.index(), value))
         return target.load(target.index())
 
     def sum_part(self, value: Value) -> Value:
         """The sum of a value over each part, in the nest of the first stage."""
+        # Unlike `reduce_part`, of a value that is already in the nest of the first stage.
         return Reduce("sum", (value,), self._inner[1], value.dtype)
 
     def reduce_partials(self, kind: str, value: Value) -> Value:
@@ -164,6 +183,8 @@ class StagedReduction:
 
     def finish(self, stores: Sequence[Store]) -> None:
         """Add the nests to the lowering: that of the first stage, if there is one, and that of the second."""
+        # The order of the list is the order of launches: partial results are complete before the second nest reads
+        # them.
         if self._stores:
             self.out.nest(self._inner[0], self._stores)
         self.out.nest(self.sizes, stores)
@@ -173,6 +194,7 @@ class StagedReduction:
         """Sizes of the nest over parts, and the axes it reduces."""
         assert self.splits is not None
         sizes = [*self.sizes, *(split.inner for split in self.splits.values())]
+        # An axis that is reduced but not split belongs to the first stage as a whole; in the second it has size 1.
         for axis in self.over:
             if axis not in self.splits:
                 sizes[axis] = self.whole[axis]
@@ -182,6 +204,7 @@ class StagedReduction:
     def in_parts(self, value: Value) -> Value:
         """A value of the whole space in the nest of the first stage."""
         assert self.splits is not None
+        # Kept axes keep their numbers, and the inner parts follow behind all of them: that is what `_inner` says too.
         substitution = {axis: AxisExpression(((axis, 1),)) for axis in range(len(self.whole))}
         for inner, (axis, split) in enumerate(self.splits.items(), len(self.whole)):
             substitution[axis] = AxisExpression(((axis, split.inner), (inner, 1)))
@@ -197,13 +220,16 @@ class StagedReduction:
             # The tail's index lies outside of the buffer, so its loads are masked as well as the result.
             if not isinstance(old, Load):
                 return old
-            reduce_part = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
-            return Load(old.buffer, old.index, old.dtype, reduce_part, old.other)
+            both = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
+            return Load(old.buffer, old.index, old.dtype, both, old.other)
 
+        # The loads are masked for their addresses, the result for its value: an operation on masked loads need not
+        # give the neutral element (exp(0) is 1).
         return Call("where", (mask, rewrite([value], mask_load)[value], literal(other, value.dtype)), value.dtype)
 
     def _mask(self) -> Value | None:
         for inner, (axis, split) in enumerate((self.splits or {}).items(), len(self.whole)):
+            # `choose_split` masks one axis at most, so the first found is the only one.
             if split.masked_tail:
                 start = Call("mul", (Position(axis), integer(split.inner)), torch.int64)
                 at = Call("add", (start, Position(inner)), torch.int64)
@@ -218,11 +244,13 @@ class StagedReduction:
             return integer(math.prod(self._inner[0][axis] for axis in inner))
         one = Call("where", (mask, Const(1, torch.int64), Const(0, torch.int64)), torch.int64)
         length = math.prod(self._inner[0][axis] for axis in inner if axis < len(self.whole))
+        # Only the split axis has a tail; the others count in full.
         counted = Reduce("sum", (one,), [axis for axis in inner if axis >= len(self.whole)], torch.int64)
         return counted if length == 1 else Call("mul", (counted, integer(length)), torch.int64)
 
 
 def _results(kind: str, args: Sequence[Value], over: Sequence[int]) -> list[Value]:
+    # Bools stay bools: only `any`, `all`, "max" and "min" get here with them.
     reduce = Reduce(kind, tuple(args), over, args[0].dtype)
     if REDUCTIONS[kind].results == 1:
         return [reduce]
@@ -235,11 +263,13 @@ def _neutral_element(kind: str, at: int, arg: Value) -> bool | int | float:
     if kind.startswith("arg") and at == 1:
         return 2**63 - 1
     number = REDUCTIONS[kind].identity[at]
+    # The infinities of max and min are False and True.
     if arg.dtype == torch.bool:
         return number != 0 if math.isfinite(number) else number > 0
     if arg.dtype.is_floating_point:
         return number
     if math.isfinite(number):
         return int(number)
+    # The bounds of the register's type, which is that of memory for integers.
     limits = torch.iinfo(arg.dtype)
     return limits.max if number > 0 else limits.min

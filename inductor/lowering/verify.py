@@ -45,6 +45,7 @@ def known_symbols(lowered: Lowered) -> frozenset[sympy.Symbol]:
     """The symbols that inputs, sizes that the data decides, and numbers of a step stand for."""
     found: set[sympy.Symbol] = set()
     for node in lowered.step.graph.nodes:
+        # Sizes of results too: what the data decides (`nonzero`) defines a symbol where the result appears.
         for val in _leaves(node.meta.get("val")):
             numbers = (*val.shape, *val.stride()) if _is_strided(val) else (val,)
             for number in numbers:
@@ -55,6 +56,7 @@ def known_symbols(lowered: Lowered) -> frozenset[sympy.Symbol]:
 
 def origin(nodes: Sequence[Node]) -> str:
     """The operations and the user's line that a nest comes from."""
+    # The last node first: a fused nest is named after what it stores, and inlined operations come before.
     frames = (frame for node in nodes[::-1] for frame in node.meta.get("frames") or ())
     frame = next(frames, None)
     names = ", ".join(f"{node.name} ({node.target})" for node in nodes)
@@ -73,13 +75,16 @@ class _StepVerifier:
     def __init__(self, lowered: Lowered, stage: str) -> None:
         self.lowered, self.stage = lowered, stage
         self.symbols = known_symbols(lowered)
+        # Inputs are whole from the start. `whole` only grows: a functional step never invalidates a buffer.
         self.whole = {node.name for node in lowered.step.placeholders} | {SEEDS}
+        # Buffers that were read: storing to one of them later would change what an earlier reader should have seen.
         self.read: set[str] = set()
         self.stores: dict[str, list[tuple[Nest, Store]]] = {}
 
     def run(self, items: Sequence[NestItem | Extern], guard: Guard) -> None:
         self._windows()
         for item in items:
+            # A call is trusted to write its results as a whole: there is no nest to look into.
             if isinstance(item, Extern):
                 self._reads(item.reads & self.lowered.buffers.keys(), (item.node,))
                 self.whole |= item.writes
@@ -93,6 +98,7 @@ class _StepVerifier:
         operands = self.lowered.operands
         results = [node for node in self.lowered.step.results if isinstance(node, Node) and node in operands]
         for node in results:
+            # A result that no nest stores would be returned as uninitialised memory.
             if not self._is_whole(operands[node].buffer):
                 self._fail(f"result {node.name} is never computed as a whole", (node,))
 
@@ -105,6 +111,7 @@ class _StepVerifier:
             buffer = self.lowered.buffers[operand.buffer]
             if operand.dtype != buffer.dtype:
                 self._fail(f"{node.name} is {operand.dtype}, its buffer {buffer.name} is {buffer.dtype}", (node,))
+            # Negative strides do not occur in torch, so the last element is the one furthest out.
             last = operand.offset + sum((n - 1) * s for n, s in zip(operand.sizes, operand.strides, strict=True))
             if 0 not in operand.sizes and (is_negative(extent(buffer) - 1 - last) or is_negative(operand.offset)):
                 self._fail(f"{node.name} is a window that reaches element {last} of {buffer.name}", (node,))
@@ -112,12 +119,16 @@ class _StepVerifier:
     def _nest(self, nest: Nest, nodes: tuple[Node, ...]) -> None:
         buffers = self.lowered.buffers
         verify_nest(nest, buffers, stage=self.stage, origin=origin(nodes), symbols=self.symbols)
+        # What the nest stores itself is read at the same point; `verify_nest` has checked that.
         self._reads({load.buffer for load in nest.reads} - set(nest.writes), nodes, nest)
         for store in nest.stores:
             name = store.buffer
+            # In a functional step each buffer is written once, by one or by several nests, before anybody reads it.
             if name in self.whole or name in self.read:
                 self._fail(f"{name} is written after it was computed", nodes, nest, store)
             for earlier_nest, earlier in self.stores.get(name, ()):
+                # Masks and indices from data are not decided here; within one nest, `verify_nest` has compared the
+                # stores.
                 plain = earlier_nest is not nest and _plain(earlier) and _plain(store)
                 if plain and overlap(earlier, earlier_nest, store, nest):
                     self._fail(f"two nests store to one element of {name}", nodes, nest, store)
@@ -137,9 +148,12 @@ class _StepVerifier:
         stores = self.stores.get(name)
         if not stores:
             return False
+        # Counting needs no geometry: stores that are injective and do not overlap cover a buffer exactly when there
+        # are as many elements. A masked or indirect store is taken to complete it.
         if all(_plain(store) for _, store in stores):
             stored = sum(points_stored(nest, store) for nest, store in stores)
             missing = _elements(self.lowered.buffers[name]) - stored
+            # Too few or too many; a symbolic difference of unknown sign passes.
             if is_negative(missing) or is_negative(-missing):
                 return False
         self.whole.add(name)
@@ -151,4 +165,5 @@ def _plain(store: Store) -> bool:
 
 
 def _elements(buffer: Buffer) -> Int:
+    # An expanded dimension (stride 0) is one element in memory.
     return math.prod(size for size, stride in zip(buffer.sizes, buffer.strides, strict=True) if stride != 0)
