@@ -39,7 +39,9 @@ PARAMS, GRADS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, STEPS, LR, COEFFICIENT, G
 # Floats a tensor in the scratch memory: step size, sqrt of the second bias correction, 1 / that, decay.
 _RATES = 4
 # Scales changes so that their remainders are exact, but below 2**-126; a power of two is taken back without an error.
+# A numerator above 2**104 would overflow, but its square in exp_avg_sq has overflowed long before.
 _SCALE = 2.0**24
+# Tensors whose rates a program of the first kernel computes.
 _BLOCK = 128
 
 
@@ -70,10 +72,12 @@ class Adam(MultiTensor):
     @property
     def updated(self) -> tuple[int, ...]:
         """Parameters and optimizer states; the steps too, if they advance here."""
+        # MAX_EXP_AVG_SQS is an empty list without AMSGrad.
         return PARAMS, EXP_AVGS, EXP_AVG_SQS, MAX_EXP_AVG_SQS, *((STEPS,) if self.advance else ())
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, lr, coefficient, grad_scale, found_inf = arguments
+        # The reference: ATen's own fused optimizer, out of place.
         grads = clipped_gradients(params, grads, coefficient)
         if self.advance:
             steps = aten._foreach_add.Scalar(steps, 1)
@@ -96,6 +100,7 @@ class Adam(MultiTensor):
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
+        # ATen returns the gradients too, at position 1; they are not updated here.
         new = [results[0], *results[2:]]
         return [*new, steps] if self.advance else new
 
@@ -107,7 +112,9 @@ class Adam(MultiTensor):
         plan.scratch["rates"] = (count * _RATES, torch.float32)
         # Powers and roots depend on a tensor's step only: computed here, once a tensor, not once an element.
         self._add_rates(plan, count, CallScalar("lr", LR, arguments[LR]))
+        # The columns of a pass over the elements.
         walked = [PARAMS, GRADS, *states[1:]]
+        # Dtypes are part of a kernel's text, so each combination is a launch.
         for tensors in group_by_dtypes([arguments[which] for which in walked]):
             self._add_update(plan, walked, tensors, arguments)
         return plan
@@ -119,19 +126,23 @@ class Adam(MultiTensor):
             *lr.setup,
             "tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
             "inside = tensor < COUNT",
+            # Rows of a pointer table are an address and a flag, hence the factor 2.
             "step_at = tl.load(steps + tensor * 2, mask=inside, other=0).to(tl.pointer_type(tl.float32))",
             "step = tl.load(step_at, mask=inside, other=0.0)",
             *(["step += 1.0", "tl.store(step_at, step, mask=inside)"] if self.advance else ()),
             *_power("power1", self.beta1),
             *_power("power2", self.beta2),
             f"rate = rates + tensor * {_RATES}",
+            # Correctly rounded, as in ATen's kernel: one such number decides all elements of a tensor.
             "correction = tl.sqrt_rn(1.0 - power2)",
             "tl.store(rate, tl.div_rn(lr + tl.zeros_like(power1), 1.0 - power1), mask=inside)",
             "tl.store(rate + 1, correction, mask=inside)",
             "tl.store(rate + 2, tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), correction), mask=inside)",
             f"tl.store(rate + 3, lr * {float32_literal(self.weight_decay)} + tl.zeros_like(power1), mask=inside)",
         ]
+        # Steps are 0-dim tensors anywhere in memory, so the kernel gets their addresses.
         plan.pointers["steps"] = [(CallArgument(STEPS, at),) for at in range(count)]
+        # A rate that is a number of the text needs no argument; one in memory may change under a replayed CUDA graph.
         passed = [] if lr.parameter is None else [(lr.parameter.argument, lr.parameter.type, CallArgument(lr.argument))]
         signature = {"steps": "*i64", "rates": "*fp32", **{name: type_ for name, type_, _ in passed}}
         places = (PointerTable("steps"), Scratch("rates"), *(place for _, _, place in passed))
@@ -141,6 +152,7 @@ class Adam(MultiTensor):
     def _add_update(self, plan: LaunchPlan, walked: list[int], tensors: list[int], arguments: Sequence[Any]) -> None:
         fakes = {which: arguments[which][tensors[0]] for which in walked}
         columns = [
+            # Gradients are read only: the user may look at them after the step.
             Column(_NAMES[which], fake.dtype, store="" if which == GRADS else _NAMES[which])
             for which, fake in fakes.items()
         ]
@@ -157,15 +169,19 @@ class Adam(MultiTensor):
             [PointerParameter("rates", "*fp32", Scratch("rates"))],
             setup=_LOAD_RATES,
             body=self._body([n.name for n in numbers], fakes[PARAMS].dtype),
+            # GradScaler's contract: an overflow leaves parameters and states as they are.
             skip="found_inf == 1.0" if arguments[FOUND_INF] is not None else "",
         )
 
     def _body(self, scalars: list[str], dtype: torch.dtype) -> list[str]:
         body = gradient_lines(scalars, dtype, self.maximize)
         if self.weight_decay != 0:
+            # AdamW scales the parameter by 1 - lr * weight_decay; Adam adds the decay to the gradient.
             decay = "tl.fma(param, -decay, param)"
             body.append(f"param = {decay}" if self.decoupled else f"grad = {_fma('param', self.weight_decay, 'grad')}")
         body += [
+            # beta * avg + (1 - beta) * grad, with grad - beta * grad for the last term: the roundings of ATen's
+            # compiled kernel.
             f"exp_avg = {_fma('exp_avg', self.beta1, _fma('grad', -self.beta1, 'grad'))}",
             "square = grad * grad",
             f"exp_avg_sq = {_fma('exp_avg_sq', self.beta2, _fma('square', -self.beta2, 'square'))}",
@@ -173,15 +189,19 @@ class Adam(MultiTensor):
         second = "exp_avg_sq"
         if self.amsgrad:
             second = "max_exp_avg_sq"
+            # Not a maximum: a NaN in either must come out as ATen's comparison leaves it.
             body.append(f"{second} = tl.where({second} < exp_avg_sq, exp_avg_sq, {second})")
         return [
             *body,
+            # Correctly rounded, as ATen's `sqrt` and `/` of float32 are; approximate ones would drift from eager over
+            # a training.
             *square_root_lines("root", second),
             *quotient_lines("ratio", "root", "correction", "inverse_correction"),
             f"denominator = ratio + {float32_literal(self.eps)}",
             f"change = step_size * exp_avg * {_SCALE!r}",
             *reciprocal_lines("inverse_denominator", "denominator"),
             *quotient_lines("change", "change", "denominator", "inverse_denominator"),
+            # The scale is a power of two, so taking it back inside the fused multiply-add rounds nothing.
             f"param = tl.fma(change, {-1 / _SCALE!r}, param)",
         ]
 
@@ -210,6 +230,7 @@ def _fma(a: str, b: float, c: str) -> str:
 def _power(result: str, base: float) -> list[str]:
     """Lines for ``base ** step``, rounded once: squares in float64, since Triton's own ``exp2`` is approximate."""
     return [
+        # Exact: steps are whole numbers, up to 2**24 in float32.
         "exponent = step.to(tl.int32)",
         f"square = tl.full([BLOCK], {float32_literal(base)}, tl.float64)",
         "power = tl.full([BLOCK], 1.0, tl.float64)",

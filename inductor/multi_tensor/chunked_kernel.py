@@ -20,6 +20,7 @@ import torch
 from weft.inductor.codegen.triton_text import as_pointer, chunk_loop, dtype_name
 
 # Dtypes of columns.
+# float64 is left to ATen: registers are float32.
 COLUMN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Dtypes of scalars that kernels read from device memory.
 SCALAR_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -65,6 +66,7 @@ class ScalarParameter:
         return [f"{self.name} = tl.load({self.argument}).to(tl.float32)"] if self.type.startswith("*") else []
 
 
+# Two casts; where the dtype is float32 there is nothing to round.
 def rounded(register: str, dtype: torch.dtype) -> str:
     """The register as it would read back from memory of type ``dtype``."""
     return register if dtype == torch.float32 else f"{register}.to({dtype_name(dtype)}).to(tl.float32)"
@@ -87,23 +89,29 @@ def chunked_kernel_lines(
         skip: condition under which nothing is done to a chunk, "" for none.
         finish: lines after the loop.
     """
+    # The addresses of a row, then its flag of alignment.
     width = len(columns) + 1
     lines = [
         "chunk = chunks + tl.program_id(0) * 4",
         "tensor = tl.load(chunk)",
+        # 64 bits: a tensor may have more than 2**31 elements.
         "start = tl.load(chunk + 1).to(tl.int64) * CHUNK",
         "count = tl.load(chunk + 2)",
         "label = tl.load(chunk + 3)",
         f"row = pointers + tensor * {width}",
+        # Addresses are data, not arguments: one launch serves any number of tensors, and a kernel's arguments are
+        # limited.
         *(f"{c.name}_at = {as_pointer(f'tl.load(row + {at})', c.dtype)} + start" for at, c in enumerate(columns)),
         f"aligned = tl.load(row + {width - 1})",
         *(line for s in scalars for line in s.lines()),
         *setup,
     ]
     if skip:
+        # An empty chunk instead of a branch around the loop. It takes the masked path, which runs no block.
         lines.append(f"count = tl.where({skip}, 0, count)")
 
     def block(mask: str) -> list[str]:
+        # 0 changes no sum (norms) and no element that is stored.
         filled = f"{mask}, other=0.0" if mask else ""
         loads = [f"{c.name} = tl.load({c.name}_at + at{filled}).to(tl.float32)" for c in columns if c.load]
         stores = [f"tl.store({c.name}_at + at, {c.store}.to({dtype_name(c.dtype)}){mask})" for c in columns if c.store]

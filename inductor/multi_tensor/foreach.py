@@ -32,6 +32,7 @@ from weft.torch_adapter import OpOverload
 aten = torch.ops.aten
 
 
+# Operands are described by positions, so equal chains over other tensors are equal calls, with one kernel.
 @serializable
 class Lists(NamedTuple):
     """An operand of a step: list number ``at`` of the call's arguments, or what step ``at`` computed."""
@@ -74,6 +75,7 @@ class Foreach(MultiTensor):
     """
 
     steps: tuple[Step, ...]
+    # Steps that nobody reads outside the chain are missing here: they never reach memory.
     kept: tuple[tuple[int, int], ...]
 
     @property
@@ -89,17 +91,20 @@ class Foreach(MultiTensor):
                 return computed[operand.at] if operand.computed else arguments[operand.at]
             value = arguments[operand.at] if isinstance(operand, Scalars) else operand
             # Overloads for numbers take no tensor, but a call may keep its numbers in one.
+            # A read of it waits for the GPU, which only the reference does.
             in_memory = isinstance(value, torch.Tensor) and type_ != "Tensor"
             return value.tolist() if in_memory else value
 
         for step in self.steps:
             types = {argument.name: str(argument.type) for argument in step.op._schema.arguments}
+            # By the schema: whether an operand is a number or a tensor decides which overload runs.
             words = [word(operand, type_) for operand, type_ in zip(step.operands, types.values(), strict=False)]
             computed.append(step.op(*words, **{name: word(operand, types[name]) for name, operand in step.named}))
         return [list(computed[step]) for step, _ in self.kept]
 
     def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
         """One launch for each combination of dtypes across the lists."""
+        # All lists that any step takes; their tensors are the columns of one pass.
         lists = sorted({o.at for step in self.steps for o in step.operands if isinstance(o, Lists) and not o.computed})
         plan = LaunchPlan.on_device_of(arguments)
         for tensors in group_by_dtypes([arguments[which] for which in lists]):
@@ -107,17 +112,20 @@ class Foreach(MultiTensor):
         return plan
 
     def _add(self, plan: LaunchPlan, lists: list[int], tensors: list[int], arguments: Sequence[Any]) -> None:
+        # One body for each combination of dtypes, because roundings differ with them.
         writer = _Body(self, lists, {which: arguments[which][tensors[0]].dtype for which in lists}, arguments)
         stored = {old: step for step, old in self.kept if old >= 0}
         columns = [
             Column(
                 f"list{which}",
                 writer.dtypes[which],
+                # A list that is only overwritten (`_foreach_zero`, the target of a copy) costs no reads.
                 which in writer.read,
                 f"step{stored[which]}" if which in stored else "",
             )
             for which in lists
         ]
+        # Lists in new memory come first among the results, so their number among `kept` is their number as a result.
         fresh = [(result, step) for result, (step, old) in enumerate(self.kept) if old < 0]
         columns += [Column(f"result{result}", writer.computed[step], False, f"step{step}") for result, step in fresh]
         rows: list[tuple[Place, ...]] = [
@@ -133,6 +141,7 @@ class Foreach(MultiTensor):
             tensors,
             [CallScalar(f"scalar{at}", at, arguments[at]) for at in writer.numbers],
             [PointerParameter(f"scalars{at}", "*fp32", CallArgument(at)) for at in writer.number_lists],
+            # A number for each tensor: the label of a chunk is the tensor's position in the call.
             setup=[f"scalar{at} = tl.load(scalars{at} + label)" for at in writer.number_lists],
             body=writer.lines,
         )
@@ -159,6 +168,8 @@ class _Body:
         self.number_lists: dict[int, None] = {}
         self.lines: list[str] = []
         for at, step in enumerate(call.steps):
+            # A chain has only operations whose results have the dtypes of their first list
+            # (`passes/foreach_chains.py`).
             first = step.operands[0]
             assert isinstance(first, Lists)
             dtype = self.computed[first.at] if first.computed else dtypes[first.at]
@@ -166,20 +177,25 @@ class _Body:
             # A list that is only overwritten need not be loaded.
             used = step.operands[1:] if step.op in UNREAD else step.operands
             value = EXPRESSIONS[step.op](*(self._word(operand) for operand in used), **named)
+            # As if it had gone through memory: fusing a chain must not change its results.
             self.lines.append(f"step{at} = {rounded(f'({value})', dtype)}")
             self.computed.append(dtype)
 
     def _word(self, operand: Operand) -> str:
         if isinstance(operand, Lists):
             if operand.computed:
+                # A register of the same block: no traffic between the steps of a chain.
                 return f"step{operand.at}"
             self.read.add(operand.at)
             return f"list{operand.at}"
         if isinstance(operand, Scalars):
             argument = self.arguments[operand.at]
+            # A list of numbers may have been moved into a 1-d tensor (`passes/scalars_to_memory.py`).
             many = isinstance(argument, (list, tuple)) or (isinstance(argument, torch.Tensor) and argument.dim() == 1)
+            # A dictionary as an ordered set: arguments of the kernel come in the order of use.
             (self.number_lists if many else self.numbers)[operand.at] = None
             return f"scalar{operand.at}"
+        # A number of the graph is part of the text. ATen converts it to float32 (`opmath_t`) in the same way.
         return float32_literal(operand)
 
 
@@ -191,17 +207,21 @@ def _lerp(a: str, b: str, weight: str) -> str:
     return f"tl.where(tl.abs({weight}) < 0.5, {near}, {far})"
 
 
+# Correctly rounded, as ATen's division is.
 def _divided(a: str, b: str) -> str:
     return f"tl.div_rn({a}, {b} + tl.zeros_like({a}))"
 
 
 def _sum(a: str, b: str, alpha: str = "1.0") -> str:
+    # ATen writes a + alpha * b, which its compiler contracts to this.
     return f"tl.fma({b}, {alpha}, {a})"
 
 
 # Steps that overwrite their first operand without reading it.
 UNREAD = frozenset({aten._foreach_copy.default, aten._foreach_zero.default})
 
+# The keys are also the list of what a chain may consist of (`passes/foreach_chains.py`). Powers, exponentials and the
+# like are missing: Triton's differ from ATen's in the last bits.
 EXPRESSIONS: dict[OpOverload, Callable[..., str]] = {
     aten._foreach_add.List: _sum,
     aten._foreach_add.Scalar: lambda a, b: f"{a} + {b}",
@@ -222,6 +242,7 @@ EXPRESSIONS: dict[OpOverload, Callable[..., str]] = {
     aten._foreach_addcmul.ScalarList: lambda a, b, c, value: f"tl.fma({b} * {c}, {value}, {a})",
     aten._foreach_addcdiv.Scalar: lambda a, b, c, value="1.0": f"tl.fma(tl.div_rn({b}, {c}), {value}, {a})",
     aten._foreach_addcdiv.ScalarList: lambda a, b, c, value: f"tl.fma(tl.div_rn({b}, {c}), {value}, {a})",
+    # NaN wins, as in torch.
     aten._foreach_maximum.List: lambda a, b: f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
     aten._foreach_sqrt.default: lambda a: f"tl.sqrt_rn({a})",
     # Not ``-a``, which Triton 3.6 computes as ``0 - a``: a zero would lose its sign.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weft.inductor.multi_tensor.operation import MultiTensor
 
 
+# Two implementations, chosen by `passes/sum_segments.py`: one-hot products for narrow rows, segments for all others.
 @dataclass(frozen=True)
 class IndexSum(MultiTensor):
     """A table (size, columns). Row ``k`` is ``base[k]``, or zero, plus ``scale`` times the sum of ``rows[i]`` over all

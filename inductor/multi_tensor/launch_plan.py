@@ -64,6 +64,7 @@ class Scratch:
     name: str
 
 
+# Tensors that a pointer table can name: those that exist before the launch. Scratch and tables are arguments only.
 Place = CallArgument | CallResult
 Argument = CallArgument | CallResult | ConstantTable | PointerTable | Scratch
 
@@ -91,6 +92,7 @@ class LaunchPlan:
     launches: list[Launch] = field(default_factory=list)
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     pointers: dict[str, list[tuple[Place, ...]]] = field(default_factory=dict)
+    # By name, so that launches of one plan hand results on: partial sums to the kernel that adds them.
     scratch: dict[str, tuple[int, torch.dtype]] = field(default_factory=dict)
     multiprocessors: int = HOPPER_MULTIPROCESSORS
 
@@ -98,12 +100,15 @@ class LaunchPlan:
     def on_device_of(cls, arguments: Sequence[Any]) -> LaunchPlan:
         """An empty plan for the GPU of the first tensor among the arguments of a call, and in its lists."""
         lists = (argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments)
+        # The kernels are for one GPU; passes have checked that all tensors are on it.
         device = next(value.device for list_ in lists for value in list_ if isinstance(value, torch.Tensor))
         return cls(multiprocessors=multiprocessors(device))
 
 
+# Filled at the first run, and again when tensors move: addresses are not known when a plan is made.
 def pointer_table(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """Rows of addresses as int64 words: each row, then 1 where all in it are aligned and 0 where not."""
+    # The flag is per row, so one unaligned tensor costs vector access to its own row only.
     words = [word for row in rows for word in (*row, int(all(address % ALIGNMENT == 0 for address in row)))]
     return torch.tensor(words, dtype=torch.int64)
 
@@ -112,6 +117,7 @@ def chunk_elements(sizes: Sequence[int], multiprocessors: int = HOPPER_MULTIPROC
     """The elements of a chunk: ``BLOCK`` times a power of two, as large as leaves each multiprocessor enough chunks."""
     wanted = multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
     chunk = LARGEST_CHUNK
+    # Halved until there are enough: few tensors get small chunks, so that all multiprocessors have work.
     while chunk > BLOCK and sum(-(-size // chunk) for size in sizes) < wanted:
         chunk //= 2
     return chunk
@@ -120,9 +126,13 @@ def chunk_elements(sizes: Sequence[int], multiprocessors: int = HOPPER_MULTIPROC
 def chunk_table(sizes: Sequence[int], labels: Sequence[int], chunk: int) -> torch.Tensor:
     """The int32 table (chunks of all tensors, 4): tensor, chunk in the tensor, elements in it, label."""
     size = torch.tensor(sizes, dtype=torch.int64)
+    # An empty tensor has no chunk, and no row.
     counts = (size + chunk - 1) // chunk
+    # The number of its tensor for every chunk.
     tensor = torch.repeat_interleave(counts)
+    # The position in the whole list, less the first position of its tensor.
     number_in_tensor = torch.arange(len(tensor)) - (counts.cumsum(0) - counts)[tensor]
+    # Whole, but for the last chunk of a tensor.
     elements = (size[tensor] - number_in_tensor * chunk).clamp(max=chunk)
     return torch.stack([tensor, number_in_tensor, elements, torch.tensor(labels)[tensor]], 1).int()
 
@@ -130,11 +140,13 @@ def chunk_table(sizes: Sequence[int], labels: Sequence[int], chunk: int) -> torc
 def chunk_ranges(sizes: Sequence[int], labels: Sequence[int], chunk: int) -> torch.Tensor:
     """The int32 table (tensors, 4): a tensor's first row in the chunk table, how many it has, its label, 0."""
     counts = (torch.tensor(sizes, dtype=torch.int64) + chunk - 1) // chunk
+    # A column of zeros makes a row 16 bytes long.
     return torch.stack([counts.cumsum(0) - counts, counts, torch.tensor(labels), torch.zeros_like(counts)], 1).int()
 
 
 def group_by_dtypes(lists: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
     """Positions of tensors that have the same dtypes across ``lists``: one list of positions for each launch."""
+    # In the order in which they appear, so that all ranks launch alike.
     groups: dict[tuple[torch.dtype, ...], list[int]] = {}
     for at, row in enumerate(zip(*lists, strict=True)):
         groups.setdefault(tuple(tensor.dtype for tensor in row), []).append(at)
@@ -161,6 +173,7 @@ class CallScalar:
         """How the kernel gets the number; None where it is a constant of the text."""
         if isinstance(self.value, torch.Tensor):
             return ScalarParameter(self.name, pointer_type(self.value.dtype))
+        # Of these types exactly: a symbolic number is known at the call only.
         return None if type(self.value) in (int, float) else ScalarParameter(self.name, "fp32")
 
     @property
@@ -204,13 +217,16 @@ def add_chunked_launch(
     """
     chunk = chunk_elements(sizes, plan.multiprocessors)
     table = chunk_table(sizes, labels, chunk)
+    # All tensors are empty. CUDA refuses an empty grid.
     if not len(table):
         return chunk
+    # Names of tables are unique within the plan by the number of their launch.
     mark = str(len(plan.launches))
     chunks, pointers = f"chunks{mark}", f"pointers{mark}"
     plan.tables[chunks] = table
     plan.pointers[pointers] = list(rows)
     numbers = list(numbers)
+    # Constants are in the text, so only the rest are arguments.
     passed = [(n.parameter, CallArgument(n.argument)) for n in numbers if n.parameter is not None]
     body = chunked_kernel_lines(
         columns,
@@ -227,6 +243,7 @@ def add_chunked_launch(
         *(place for _, place in passed),
         *(f.place for f in further),
     )
+    # One program a chunk; a row of the table says which.
     add_launch(plan, name, body, signature, places, len(table), {"CHUNK": chunk, "BLOCK": BLOCK})
     return chunk
 
@@ -243,6 +260,7 @@ def add_launch(
 ) -> None:
     """Add the launch of the kernel of ``lines`` to ``plan``; memory of its tables, scratch and results is aligned."""
     # Arguments of the call may start at any element, so no alignment is promised for them.
+    # Only these may be marked: a false promise makes the GPU stop at a 16-byte load.
     aligned = frozenset(
         argument
         for argument, place in zip(signature, places, strict=True)
@@ -281,6 +299,8 @@ def add_jobs(plan: LaunchPlan, name: str, jobs: Sequence[Job], registers: int | 
     constants: dict[str, Any] = {}
     for job in jobs:
         for merged, names in ((arguments, job.arguments), (constants, job.constants)):
+            # Jobs share arguments by name (the keys, the table): a difference would give one of them the other's
+            # memory.
             differing = [key for key, value in names.items() if merged.setdefault(key, value) != value]
             assert not differing, f"jobs of {name} differ in {differing}"
     signature = {key: type_ for key, (type_, _) in arguments.items()}
@@ -291,8 +311,11 @@ def add_jobs(plan: LaunchPlan, name: str, jobs: Sequence[Job], registers: int | 
 
 def _either(jobs: Sequence[Job]) -> list[str]:
     """Lines that run the job that program number ``job`` belongs to."""
+    # Nested branches: a program compares its number with one bound after another.
     first, *others = jobs
     if not others:
         return list(first.lines)
     rest = [f"job -= {first.programs}", *_either(others)]
+    # Programs take jobs by their number, and GPUs start programs in order: the first job is under way when others
+    # begin.
     return [f"if job < {first.programs}:", *indented(first.lines), "else:", *indented(rest)]

@@ -34,6 +34,7 @@ from weft.inductor.multi_tensor.operation import MultiTensor
 aten = torch.ops.aten
 
 # For each order, the term of an element and the function of the sum.
+# Other orders stay with ATen.
 _TERMS = {1.0: "tl.abs(value)", 2.0: "value * value"}
 _ENDS = {1.0: "{}", 2.0: "tl.sqrt_rn({})"}
 ORDERS = tuple(_TERMS)
@@ -50,6 +51,7 @@ class Norm(MultiTensor):
     """
 
     order: float
+    # Read by passes only (`passes/shard_norms.py` and the like): the kernels are the same.
     together: bool = False
 
     def __call__(self, *arguments: Any) -> list[list[torch.Tensor]]:
@@ -83,6 +85,7 @@ class NormOfSquares(MultiTensor):
         squares, tensors = arguments
         norms = [torch.linalg.vector_norm(tensor, dtype=self.dtype) for tensor in tensors]
         norms += [sums.sum().sqrt().to(self.dtype) for sums in squares]
+        # Zeros change no norm of norms, and keep the size that the graph has recorded for the result.
         return [[torch.nn.functional.pad(torch.stack(norms), (0, self.count - len(norms)))]]
 
     def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
@@ -92,9 +95,11 @@ class NormOfSquares(MultiTensor):
         _add_norms(plan, 1, tensors, 2.0, self.dtype)
         # Elements without a tensor get a row of the table too: 0 sums, whose root is 0.
         none = self.count - len(tensors) - len(squares)
+        # Their address is never used, but a row must have one: that of the first sum.
         plan.pointers["sums"] = [(CallArgument(0, at),) for at in (*range(len(squares)), *[0] * none)]
         plan.tables["counts"] = torch.tensor([sums.numel() for sums in squares] + [0] * none, dtype=torch.int32)
         lines = [
+            # Two words a row: the address and the flag of alignment.
             "partial = tl.load(sums + tl.program_id(0) * 2).to(tl.pointer_type(tl.float32))",
             "count = tl.load(counts + tl.program_id(0))",
             *_added(),
@@ -110,6 +115,7 @@ def _add_norms(plan: LaunchPlan, list_: int, fakes: Sequence[Any], order: float,
     """Add the launches that write the norms of ``fakes`` (argument ``list_`` of the call) to the first result."""
     for tensors in group_by_dtypes([fakes]):
         sizes = [fakes[at].numel() for at in tensors]
+        # One partial sum for each program of the first launch, which is each chunk.
         partials = f"partials{len(plan.launches)}"
         chunk = add_chunked_launch(
             plan,
@@ -119,19 +125,23 @@ def _add_norms(plan: LaunchPlan, list_: int, fakes: Sequence[Any], order: float,
             sizes,
             tensors,
             further=[PointerParameter("partials", "*fp32", Scratch(partials))],
+            # A sum for each position of a block: threads exchange values once a chunk, not once a block.
             setup=["total = tl.zeros([BLOCK], tl.float32)"],
             body=[f"total += {_TERMS[order]}"],
             finish=["tl.store(partials + tl.program_id(0), tl.sum(total, 0))"],
         )
+        # The partial sums of one tensor are neighbours, as its chunks are.
         ranges = chunk_ranges(sizes, tensors, chunk)
         table = f"ranges{len(plan.launches)}"
         plan.tables[table] = ranges
+        # As many as chunks; the launch before this one writes each of them.
         plan.scratch[partials] = (int(ranges[:, 1].sum()), torch.float32)
         lines = [
             "row = ranges + tl.program_id(0) * 4",
             "partial = partials + tl.load(row)",
             "count = tl.load(row + 1)",
             *_added(),
+            # The label is the tensor's position in the call, so groups of dtypes write into one result.
             f"tl.store(norms + tl.load(row + 2), {_end(order, result)})",
         ]
         signature = {"ranges": "*i32", "partials": "*fp32", "norms": pointer_type(result)}
@@ -150,6 +160,7 @@ def _added() -> list[str]:
 
 
 def _end(order: float, result: torch.dtype) -> str:
+    # The only rounding to the result's dtype; the sum and its root are float32.
     return f"({_ENDS[order].format('tl.sum(total, 0)')}).to({dtype_name(result)})"
 
 

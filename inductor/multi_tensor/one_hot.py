@@ -55,6 +55,7 @@ class OneHotSum(IndexSum):
         (rows,), index, base = arguments
         at = torch.where(index < 0, index + self.size, index) if self.wraps else index
         kept = (at >= 0) & (at < self.size) & (at != self.skipped)
+        # float64 rows are summed in float64 by the reference; kernels are for narrower types only.
         wide = torch.promote_types(rows.dtype, torch.float32)
         # One more row, for the rows whose index is ignored.
         sums = torch.zeros(self.size + 1, rows.shape[1], dtype=wide, device=rows.device)
@@ -72,6 +73,7 @@ class OneHotSum(IndexSum):
         # A fixed number of programs: more ranges mean more partial sums to write and to read again.
         stretch = _AT_ONCE * max(-(-count * blocks // (programs * _AT_ONCE)), 1)
         stretches = -(-count // stretch)
+        # Every element is written, also where a range has no row of an index, so the memory needs no clearing.
         plan.scratch["partials"] = (stretches * self.size * columns, torch.float32)
         self._add_partials(plan, rows, index, stretch, blocks * stretches)
         self._add_sums(plan, rows, stretches, bool(base))
@@ -80,19 +82,24 @@ class OneHotSum(IndexSum):
     def _add_partials(self, plan: LaunchPlan, rows: torch.Tensor, index: torch.Tensor, stretch: int, grid: int) -> None:
         count, columns = rows.shape
         lines = [
+            # Programs of one range of rows are neighbours: they read the same rows at about the same time, from the
+            # L2 cache.
             "stretch = tl.program_id(0) // BLOCKS",
             "place = tl.program_id(0) % BLOCKS * PLACES + tl.arange(0, PLACES)",
             "column = tl.arange(0, WIDTH)",
             "total = tl.zeros([PLACES, WIDTH], tl.float32)",
             "for first in range(stretch * STRETCH, tl.minimum((stretch + 1) * STRETCH, COUNT), AT_ONCE):",
             "    which = first + tl.arange(0, AT_ONCE)",
+            # SIZE is no row of the table; a place of that number in the last block is masked at the store.
             "    key = tl.load(index + which, mask=which < COUNT, other=SIZE)",
             *(["    key = tl.where(key < 0, key + SIZE, key)"] if self.wraps else ()),
             *([f"    key = tl.where(key == {self.skipped}, SIZE, key)"] if self.skipped >= 0 else ()),
             "    inside = (which < COUNT)[:, None] & (column < COLUMNS)[None, :]",
+            # Any strides: rows may come transposed, and a copy would read everything once more.
             "    at = which.to(tl.int64)[:, None] * ROW + column.to(tl.int64)[None, :] * COLUMN",
             "    values = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)",
             "    hot = (place[:, None] == key[None, :]).to(tl.float32)",
+            # False for NaN too.
             "    finite = tl.abs(values) < float('inf')",
             "    total = tl.dot(hot, tl.where(finite, values, 0.0), total, input_precision='tf32x3')",
             # Rare, so it is a branch: every tile would have two more products otherwise.
@@ -124,6 +131,7 @@ class OneHotSum(IndexSum):
         elements = self.size * rows.shape[1]
         lines = [
             "at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
+            # Range k goes to row k % ADDED: the order of additions is fixed, and several loads are in flight.
             "total = tl.zeros([ADDED, BLOCK], tl.float32)",
             "for first in range(0, STRETCHES, ADDED):",
             "    stretch = first + tl.arange(0, ADDED)",
@@ -131,6 +139,7 @@ class OneHotSum(IndexSum):
             "    read = partials + stretch.to(tl.int64)[:, None] * ELEMENTS + at[None, :]",
             "    total += tl.load(read, mask=inside, other=0.0)",
             f"result = tl.sum(total, 0) * {float32_literal(self.scale)}",
+            # In float32, before the one rounding.
             *(["result += tl.load(base + at, mask=at < ELEMENTS, other=0.0).to(tl.float32)"] if based else ()),
             f"tl.store(table + at, result.to({dtype_name(rows.dtype)}), mask=at < ELEMENTS)",
         ]

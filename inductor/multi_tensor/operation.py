@@ -11,6 +11,7 @@ import torch
 from weft.inductor.multi_tensor.launch_plan import LaunchPlan
 
 
+# A call of a graph is its target: equal calls are equal by their fields (frozen dataclasses), and serialise by them.
 class MultiTensor(ABC):
     """A call of a graph on lists of tensors and scalars, functional like all calls of a graph.
 
@@ -35,6 +36,7 @@ class MultiTensor(ABC):
 
     def fake_result(self, recorded: Any, *arguments: Any) -> list[list[torch.Tensor]]:
         """The results for fake arguments, for the graph's verifier."""
+        # Fake tensors take the reference's path, so results have the sizes, strides and dtypes that ATen gives.
         return self(*arguments)
 
     @abstractmethod

@@ -52,11 +52,13 @@ class PackedSort:
     def sorted(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``keys`` and ``order`` by ``torch.sort``: what the kernels have to give."""
         at = torch.where(index < 0, index + self.size, index) if self.wraps else index
+        # Stable, as the order of equal rows decides the order of their sum.
         keys, order = torch.sort(torch.where((at < 0) | (at >= self.size), self.size, at), stable=True)
         return keys.int(), order.int()
 
     def words(self, count: int) -> int:
         """Elements of the int32 memory ``words`` that both kernels need."""
+        # Whole blocks: the padding sorts to the end of the last one.
         return -(-count // _block(count)) * _block(count)
 
     def blocks(self, index: torch.Tensor, place: Argument) -> Job:
@@ -67,7 +69,9 @@ class PackedSort:
             "at = job * SORTED + position",
             "key = tl.load(index + at, mask=at < COUNT, other=0)",
             *(["key = tl.where(key < 0, key + SIZE, key)"] if self.wraps else ()),
+            # Checked with the index's own width; a key fits 21 bits afterwards.
             "key = tl.where((key < 0) | (key >= SIZE), SIZE, key).to(tl.int32)",
+            # The key in the upper bits decides; among equal keys the position does, which makes the sort stable.
             f"word = tl.where(at < COUNT, (key << {_POSITION_BITS}) | position, {_LAST})",
             "tl.store(words + at, tl.sort(word))",
         ]
@@ -86,19 +90,25 @@ class PackedSort:
             f"key = word >> {_POSITION_BITS}",
             "own = at // SORTED",
             "other = tl.arange(0, WIDTH)[None, :]",
+            # Words before this one: in its own block the smaller ones, in earlier blocks those of its key too, in
+            # later blocks only those of smaller keys.
             f"end = tl.where(other == own, word, (key + (other < own).to(tl.int32)) << {_POSITION_BITS})",
             "before = tl.zeros([PLACED, WIDTH], tl.int32)",
+            # One search for each pair of a key and a block, all in step: no thread waits for another's branch.
             "first = words + other * SORTED",
             *(
+                # Invariant: the first `before` words of the block are below `end`.
                 f"before += tl.where(tl.load(first + before + {step - 1}, mask=other < BLOCKS_SORTED, other={_LAST})"
                 f" < end, {step}, 0)"
                 for step in steps
             ),
+            # Places are a permutation, so every element of `keys` and `order` is stored once.
             "place = tl.sum(before, axis=1)[:, None]",
             "tl.store(keys + place, key, mask=at < COUNT)",
             f"tl.store(order + place, own * SORTED + (word & {_MOST_IN_BLOCK - 1}), mask=at < COUNT)",
         ]
         constants = {"COUNT": count, "SORTED": block, "BLOCKS_SORTED": blocks, "PLACED": _PLACED}
+        # Tiles have powers of two columns; blocks that do not exist load `_LAST`, which is below no `end`.
         constants["WIDTH"] = 1 << (blocks - 1).bit_length()
         arguments = {"words": ("*i32", Scratch("words")), "keys": ("*i32", keys), "order": ("*i32", order)}
         return Job(lines, arguments, constants, -(-count // _PLACED))

@@ -102,7 +102,9 @@ class SegmentSum(IndexSum):
         count, columns = rows.shape
         layout = _SegmentLayout(count, columns, self.size, rows.dtype, bool(base))
         plan = LaunchPlan.on_device_of(arguments)
+        # Neither is cleared: marks are verified when they are read, and only ends that were written are read.
         plan.scratch |= dict.fromkeys(("marks", "ends"), (self.size, torch.int32))
+        # A chunk has at most one head and one tail, whatever the indices are.
         for name, sums in (("heads", layout.chunks), ("tails", layout.chunks), ("groups", max(layout.groups, 1))):
             plan.scratch[name] = (sums * layout.columns, torch.float32)
         jobs: dict[str, Job] = {}
@@ -120,11 +122,16 @@ class SegmentSum(IndexSum):
                 pointer_type(indices[1].dtype),
             )
         jobs["segment_sums"] = self._walks(layout, keys, order, order_type)
+        # Short lists have no whole group; heads are then joined one by one.
         if layout.groups:
             jobs["group_sums"] = self._groups(layout, keys)
+        # A single chunk contains every segment as a whole.
         if layout.chunks > 1:
             jobs["joined_sums"] = self._joined(layout, keys)
+        # Before anything else: the launches that follow all look at the marks.
         add_jobs(plan, "segment_marks", [self._marks(indices[0])])
+        # Shares of the launches that there are: without a sort the segment sums have all of the empty rows beside
+        # them.
         shares = list(itertools.accumulate((_BESIDE[name] for name in jobs), initial=0))
         ends = [layout.emptying * share // shares[-1] for share in shares]
         for (name, job), begin, end in zip(jobs.items(), ends, ends[1:], strict=False):
@@ -135,6 +142,7 @@ class SegmentSum(IndexSum):
         lines = [
             "at = job * MARKED + tl.arange(0, MARKED)",
             *self._key("key", "at", "at < COUNT"),
+            # A race whose outcome does not matter: every winner is a row of this index.
             "tl.store(marks + key, at, mask=(key >= 0) & (key < SIZE))",
         ]
         arguments = {
@@ -146,6 +154,7 @@ class SegmentSum(IndexSum):
 
     def _key(self, register: str, at: str, mask: str) -> list[str]:
         """Lines for the table row of row ``at``, -1 where ``mask`` does not hold."""
+        # Outside the mask the index is one that stays negative after wrapping.
         found = f"{register} = tl.load(index + {at}, mask={mask}, other={-self.size - 1 if self.wraps else -1})"
         return [
             found,
@@ -159,9 +168,12 @@ class SegmentSum(IndexSum):
             f"job += {begin}",
             "across = job % EMPTIED_BLOCKS * EMPTIED_WIDTH + tl.arange(0, EMPTIED_WIDTH)",
             "row = job // EMPTIED_BLOCKS * EMPTIED + tl.arange(0, EMPTIED)",
+            # Uninitialised memory: any number may stand here, so it is used as a row only if it is one, and believed
+            # only if that row has this index.
             "mark = tl.load(marks + row, mask=row < SIZE, other=-1)",
             *self._key("marked", "mark", "(mark >= 0) & (mark < COUNT)"),
             "empty = marked != row",
+            # The skipped row has marks, but no walk writes it.
             *([f"empty = empty | (row == {self.skipped})"] if self.skipped >= 0 else ()),
             "cells = row.to(tl.int64)[:, None] * COLUMNS + across[None, :]",
             "inside = (empty & (row < SIZE))[:, None] & (across < COLUMNS)[None, :]",
@@ -195,6 +207,7 @@ class SegmentSum(IndexSum):
             "table": (pointer_type(layout.dtype), CallResult(0, 0)),
         }
         names = ("rows", "base") if layout.based else ("rows",)
+        # Unaligned rows are loaded element by element, which fills registers with addresses: one row at a time there.
         either = _reading(names, layout.dtype, lines(layout.ahead), lines(1))
         return Job(either, arguments, layout.constants(layout.block), layout.chunks * layout.blocks)
 
@@ -204,6 +217,7 @@ class SegmentSum(IndexSum):
         loads, adds = [], []
         for ahead in range(at_once):
             row, after = f"at + {ahead}", f"at + {ahead + 1}"
+            # Clamped, not masked: the load of the order need not wait for `begin` and `end`.
             place = f"tl.load(order + tl.minimum({row}, COUNT - 1)).to(tl.int64) * COLUMNS"
             mask = f"(column < COLUMNS) & ({row} >= begin) & ({row} < end)"
             loads.append(f"values{ahead} = tl.load(rows + {place} + column, mask={mask}, other=0.0)")
@@ -215,6 +229,7 @@ class SegmentSum(IndexSum):
                 "if following != key:",
                 "    if is_head:",
                 f"        {to_head}",
+                # The head ends a segment of earlier chunks, which only this chunk knows the end of.
                 f"        tl.store(ends + key, {after}, mask={self._is_kept()})",
                 f"    elif {self._is_kept()}:",
                 *indented(self._store_sum(layout), 2),
@@ -258,6 +273,8 @@ class SegmentSum(IndexSum):
         lines = [
             "group = job // BLOCKS",
             _COLUMNS,
+            # A group is summed if its first row continues a segment and its last row is of the same one: sorted, so
+            # are all between.
             "first = group * GROUP * CHUNK",
             "before = tl.load(keys + first - 1, mask=first > 0, other=-1)",
             "if before == tl.load(keys + first + GROUP * CHUNK - 1):",
@@ -280,6 +297,8 @@ class SegmentSum(IndexSum):
             "key = tl.load(keys + first + CHUNK - 1)",
             "before = tl.load(keys + first - 1, mask=first > 0, other=-1)",
             "beyond = tl.load(keys + first + CHUNK + PAST, mask=first + CHUNK + PAST < COUNT, other=-1)",
+            # The chunk in which a segment begins joins it: the segment goes on for more than PAST rows behind the
+            # chunk, and the row before the chunk is of another one.
             f"if (key == beyond) & (key != before) & {self._is_kept()}:",
             "    end = tl.load(ends + key)",
             # A chunk has a head only if more than PAST of its rows belong to the segment.
@@ -315,6 +334,7 @@ class SegmentSum(IndexSum):
 
     def _store_sum(self, layout: _SegmentLayout) -> list[str]:
         """Lines that write ``total`` as row ``key`` of the table."""
+        # Scaled once, after the sum, and before the base is added.
         scaled = f"total * {float32_literal(self.scale)}" if self.scale != 1 else "total"
         added = " + tl.load(base + to, mask=column < COLUMNS, other=0.0).to(tl.float32)" if layout.based else ""
         return [
@@ -326,6 +346,7 @@ class SegmentSum(IndexSum):
 
 def _rows_past(place: str, key: str) -> str:
     """How many rows from ``place`` on have ``key``, the key of the row before; at most PAST + 1."""
+    # One row more than PAST is asked for, so that "more than PAST" can be told from "exactly".
     inside = f"(past <= PAST) & ({place} + past < COUNT)"
     return f"tl.sum(({inside} & (tl.load(keys + {place} + past, mask={inside}, other=-1) == {key})).to(tl.int32))"
 
@@ -342,6 +363,7 @@ def _add_up(partials: str, first: str, end: str) -> list[str]:
     """Lines that add the partial sums ``first`` to ``end`` to ``total``, in order, with several loads in flight."""
     return [
         f"at, end_at = {first}, {end}",
+        # A `while`, because the bounds are computed in the kernel.
         "while at < end_at:",
         f"    for ahead in tl.static_range({_JOINED}):",
         "        which = at + ahead",
@@ -373,6 +395,7 @@ class _SegmentLayout:
 
     @property
     def groups(self) -> int:
+        # Whole groups only.
         return self.count // (self.group * _CHUNK)
 
     @property
@@ -395,6 +418,7 @@ class _SegmentLayout:
 
     @property
     def ahead(self) -> int:
+        # The widest block of the widest type still has four: 32768 / (2048 * 4).
         return min(_IN_FLIGHT // (self.block * self.dtype.itemsize), _AHEAD)
 
     def constants(self, block: int) -> dict[str, Any]:
@@ -410,6 +434,7 @@ def _read(name: str, dtype: torch.dtype) -> dict[str, tuple[str, Argument]]:
 
 def _reading(names: Sequence[str], dtype: torch.dtype, aligned: Sequence[str], otherwise: Sequence[str]) -> list[str]:
     """``aligned`` or ``otherwise``, by whether all of ``names`` are multiples of 16 bytes."""
+    # Or-ed, the low bits are 0 only where all addresses are multiples.
     addresses = " | ".join(f"{name}_given.to(tl.int64)" for name in names)
     # `multiple_of` marks a value in all its uses, so the aligned branch needs a pointer of its own. Without the
     # arithmetic the compiler would replace that by the argument.
@@ -426,5 +451,6 @@ def _reading(names: Sequence[str], dtype: torch.dtype, aligned: Sequence[str], o
 
 def _adding(lines: list[str], arguments: dict[str, tuple[str, Argument]], layout: _SegmentLayout, sums: int) -> Job:
     """A job that adds up partial sums, ``sums`` of them for each block of columns."""
+    # Partial sums are few, so narrower programs spread them over more multiprocessors.
     constants = layout.constants(min(layout.block, _JOINED_WIDTH))
     return Job(lines, arguments, constants, sums * constants["BLOCKS"])

@@ -31,6 +31,7 @@ aten = torch.ops.aten
 PARAMS, GRADS, MOMENTA, LR, COEFFICIENT, GRAD_SCALE, FOUND_INF = range(7)
 
 _NAMES = {PARAMS: "param", GRADS: "grad", MOMENTA: "momentum"}
+# All may be tensors in memory: a schedule changes the rate under a replayed CUDA graph.
 _SCALARS = {LR: "lr", COEFFICIENT: "coefficient", GRAD_SCALE: "grad_scale", FOUND_INF: "found_inf"}
 
 
@@ -77,6 +78,7 @@ class Sgd(MultiTensor):
             grad_scale=grad_scale,
             found_inf=found_inf,
         )
+        # ATen's second result are the gradients, unchanged.
         return [results[0], results[2]]
 
     def plan(self, arguments: Sequence[Any]) -> LaunchPlan:
@@ -101,15 +103,19 @@ class Sgd(MultiTensor):
 
     def _column(self, which: int, dtype: torch.dtype) -> Column:
         name = _NAMES[which]
+        # On the first step the memory of the momenta holds nothing that may be read.
         return Column(name, dtype, not (which == MOMENTA and self.first), "" if which == GRADS else name)
 
     def _body(self, scalars: list[str], dtype: torch.dtype, has_momentum: bool) -> list[str]:
         body = gradient_lines(scalars, dtype, self.maximize)
         if self.weight_decay != 0:
+            # Torch's order: decay is added to the gradient before the momentum sees it.
             body.append(f"grad = tl.fma(param, {float32_literal(self.weight_decay)}, grad)")
         step = "grad"
         if has_momentum:
             grown = f"tl.fma(momentum, {float32_literal(self.momentum)}, grad * {float32_literal(1 - self.dampening)})"
+            # Torch starts the momentum at the gradient itself, without dampening.
             body.append(f"momentum = {'grad' if self.first else grown}")
+            # Nesterov looks one step of the momentum ahead.
             step = f"tl.fma(momentum, {float32_literal(self.momentum)}, grad)" if self.nesterov else "momentum"
         return [*body, f"param = tl.fma({step}, -lr, param)"]
