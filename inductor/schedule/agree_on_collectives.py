@@ -74,9 +74,14 @@ class AgreedCollectives:
             errors.StoreLost: the process that holds the store is gone.
         """
         lines = [_line(node) for node in step.collectives()]
+        # Where ranks agree on a schedule afterwards, the order is decided there, so a different order of the same
+        # collectives is no reason to give up the passes.
         digest = hashlib.sha256("\n".join(lines if ordered else sorted(lines)).encode()).hexdigest()
         own, captured = f"{digest[:16]} {stage}", f"as captured {stage}"
+        # "As captured" needs no digest: ranks agreed on what they captured before they compiled.
         if own not in self._lists and captured not in self._lists:
+            # The other ranks may be in the middle of a step that they compiled long ago, and would never come to this
+            # rendezvous. `announce` raises then, instead of waiting for the timeout.
             if self._lists:
                 self.announce()
             self._lists.add(own if _all_have(digest) else captured)
@@ -90,8 +95,10 @@ def _all_have(own: str) -> bool:
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
     late = lambda _: errors.ScheduleTimeout(rank, "some ranks", knobs.peer_timeout_s)
     rendezvous = StoreRendezvous("collectives", ranks, rank, knobs.peer_timeout_s, late)
+    # Everyone compares with the first rank: a handful of requests per rank, whatever the world size.
     first = rendezvous.broadcast(own)
     odd = rendezvous.first_objection(None if own == first else str(rank))
+    # The store lives as long as the job, so every comparison would leave its keys there.
     rendezvous.leave([], ["first", "objection", "answered", "all"])
     if odd is None:
         return True
@@ -106,9 +113,12 @@ def _all_have(own: str) -> bool:
 
 def _line(node: Node) -> str:
     """What partners have to know of a collective."""
+    # `members` are positions among the captured collectives. Without them, two all-reduces of equal sizes that are
+    # swapped on one rank would look the same, and give wrong sums.
     sizes = [_static(used.meta["val"].numel()) for used in payload_of(node)]
     return f"{node.meta.get('members')} {node.target} {shared_operands(node)} {sizes}"
 
 
 def _static(size: int | torch.SymInt) -> str:
+    # A symbolic size is a number of this rank's call. Ranks compare those for each call, not here.
     return str(size) if isinstance(size, int) else "?"

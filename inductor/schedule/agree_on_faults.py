@@ -45,7 +45,9 @@ class Checkpoints:
     """
 
     def __init__(self, communicates: bool, together: bool) -> None:
+        # In a fake world there is nobody to ask.
         peers = communicates and torch_adapter.world_size() > 1 and current_fake_world() is None
+        # Leaving a part out can change the list of collectives. A rank that nobody answers must not do that.
         self.alone = peers and not together
         self._active = peers and together
         self.rank = dist.get_rank() if peers else 0
@@ -73,9 +75,12 @@ class Checkpoints:
 
     def give_up(self, error: Exception) -> None:
         """Tell the other ranks that this one raises ``error``, without waiting for them."""
+        # These three come from the other ranks, or from the lack of them: there is nobody to tell.
         told = isinstance(error, (errors.RankCannotCompile, errors.ScheduleTimeout, errors.StoreLost))
         if self._active and not told:
             rendezvous = self._rendezvous()
+            # In this order: whoever reads the answers finds `failed`. The empty objection only makes the others look
+            # for it. The rank does not wait: it is about to raise, and others may be compiling for minutes.
             rendezvous.post("failed", json.dumps([self.rank, f"{type(error).__name__}: {error}"]))
             rendezvous.answer("")
 
@@ -83,13 +88,16 @@ class Checkpoints:
         if not self._active:
             return
         rendezvous = self._rendezvous()
+        # Answers are only counted, so they cannot tell who is late. These keys can.
         rendezvous.post(f"here/{self.rank}", "")
         chosen = rendezvous.first_objection(objection)
         if chosen is None:
             rendezvous.leave([f"here/{self.rank}"], ["answered", "all"])
             return
+        # Before the objection: a rank that gives up will not take part in another attempt, whatever is left out.
         if not rendezvous.absent(["failed"]):
             raise errors.RankCannotCompile(*json.loads(rendezvous.read_all(["failed"])[0]))
+        # One objection counts, the same for all ranks. A rank with another fault objects again in the next attempt.
         rank, left_out = json.loads(chosen)
         raise Objection(rank, LeftOut.read(left_out))
 

@@ -73,11 +73,15 @@ def scheduled(
     unreachable_groups = _unreachable_groups.setdefault(dist.group.WORLD, []) if _has_peers() else []
     # All ranks add the same groups, and each round adds at least one, so the loop ends on all ranks alike.
     while (chosen := _common_schedule(step, cluster, memory_limit, keep_bits, unreachable_groups)) is not None:
+        # A failed probe costs one more schedule, once per process group and process. Probing first would make ranks
+        # wait for each other before any of them knows that it needs the answer.
         more = _find_unreachable_groups(chosen.step)
         if not more:
             break
         unreachable_groups += more
     passes: list[Pass] = [in_captured_order] if chosen is None else schedule_passes(chosen.decisions)
+    # Transports first: a collective that peers carry needs no communicator, and the arena is laid out for the order of
+    # issue, which no later pass may change.
     passes = [*passes, apply_transports, assign_communicators]
     runner = runner or PassRunner()
     return runner.run("schedule", step.copy(), passes, checks.check if checks is not None else None), chosen
@@ -96,10 +100,13 @@ def _common_schedule(
                 schedule(step, cluster, memory_limit, keep_bits=keep_bits, unreachable_groups=unreachable_groups)
             )
         except errors.MemoryLimitUnreachable as error:
+            # That nothing fits is cached like a schedule: a job that is restarted must not search again to find out.
             return json.dumps(_limit_reply(error))
         return json.dumps({"decisions": schedules[0].decisions.text(), "warnings": schedules[0].warnings})
 
     def decide() -> Decisions:
+        # Which ranks a group has decides which links its collectives use, so costs depend on it. The graph has the
+        # group's name only.
         ranks = {name: torch_adapter.group_ranks(group) for name, group in sorted(step.groups.items())}
         # Everything that the decisions depend on is part of the cache key.
         depends_on = [cluster_file.text(cluster), memory_limit, keep_bits, ranks, unreachable_groups]
@@ -120,9 +127,12 @@ def _common_schedule(
             schedules.append(found)
         return decisions
 
+    # The structure is compared on every start, also where rank 0 reads its decisions from the cache: the cache says
+    # nothing about the graphs of the other ranks.
     decisions = agree_on_decisions(own, decide)
     if decisions is None:
         return None
+    # Behind the decision, so that a rank that has failed does not leave the others here without an answer.
     cluster = _of_rank_0(cluster)
     return schedules[0] if schedules else follow(step, cluster, decisions, memory_limit)
 
@@ -130,6 +140,8 @@ def _common_schedule(
 def _of_rank_0(cluster: Cluster) -> Cluster:
     """The cluster description of rank 0, on which the decisions are based. Other machines can have calibrated their
     own."""
+    # Predictions in reports only. With its own description, a rank would explain rank 0's decisions by other numbers
+    # than those that made them.
     own = cluster_file.text(cluster)
     text = from_rank_0("cluster", lambda: own)
     return cluster if text == own else cluster_file.parse(text, Cluster, "the description of rank 0")
@@ -169,6 +181,7 @@ def _find_unreachable_groups(step: StepGraph) -> list[str]:
     wanted = {group_of(node): node for node in step.collectives() if node.meta.get("transport", LIBRARY) != LIBRARY}
     if not wanted or not _has_peers():
         return []
+    # In the order of the graph, the same on all ranks: `unreachable` is a rendezvous of the group's ranks.
     unreachable_here = {group: why for group, node in wanted.items() if (why := unreachable(step, node)) is not None}
     for group, why in unreachable_here.items():
         first = torch_adapter.group_ranks(step.groups[group])[0]
@@ -205,6 +218,7 @@ def in_captured_order(step: StepGraph) -> StepGraph:
         while waiting and is_collective(node) and node not in order:
             put(waiting.popleft(), order)
         put(node, order)
+    # A kernel that was fused across a collective can need a later one before it. `put` then pulls that one ahead.
     issued = [node.meta["capture_order"] for node in order if is_collective(node)]
     if issued != sorted(issued):
         raise errors.ScheduleMismatch
@@ -238,10 +252,13 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
 
     ranks = range(dist.get_world_size())
     rendezvous = StoreRendezvous("schedule", ranks, rank, knobs.peer_timeout_s, late)
+    # Rank 0 alone reads all structures, and they are hashes: the store serves one message per rank and answer, not one
+    # per pair of ranks.
     rendezvous.post(f"structure/{rank}", own)
     if rank == 0:
         decisions = _lead(rendezvous, decide)
     else:
+        # The timeout covers rank 0's search as well.
         decisions = _follow(json.loads(rendezvous.read_all(["decisions"])[0]))
     rendezvous.leave([f"structure/{rank}"], ["decisions"])
     log.debug("schedule %d: decided after %.2f s", rendezvous.number, time.monotonic() - started)
@@ -252,6 +269,7 @@ def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decis
     # Posted in `finally`, whatever happens: ranks that get no answer would wait until the timeout.
     reply: dict[str, Any] = {"failed": "rank 0 stopped"}
     try:
+        # Before the search, which can take seconds and would be in vain.
         structures = rendezvous.read_all([f"structure/{rank}" for rank in rendezvous.ranks])
         if len(set(structures)) > 1:
             reply = {"differ": True}
@@ -271,6 +289,7 @@ def _lead(rendezvous: StoreRendezvous, decide: Callable[[], Decisions]) -> Decis
 
 
 def _limit_reply(error: errors.MemoryLimitUnreachable) -> dict[str, Any]:
+    # The fields of the error, in the order of its constructor, so that every rank can raise the same one.
     return {"limit_error": [error.limit, error.peak, error.task, error.inputs, error.held, error.certain]}
 
 
@@ -279,6 +298,7 @@ def _is_limit_error(fields: Any) -> bool:
     if not (isinstance(fields, list) and len(fields) == 6 and fits(tuple(fields[:4]), tuple[int, int, str, int])):
         return False
     limit, peak, _, _, held, certain = fields
+    # JSON has no tuples, so a pair arrives as a list.
     named = isinstance(held, list) and all(fits(tuple(each), tuple[int, str]) for each in held)
     return named and isinstance(certain, bool) and peak > limit
 

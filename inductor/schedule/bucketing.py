@@ -84,8 +84,12 @@ def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[li
     sequences: dict[tuple[Any, ...], list[BucketEntry]] = {}
     for at, node in enumerate(nodes):
         if _can_coalesce(node) and all(user.target is WAIT for user in node.users):
+            # The sum of two numbers does not depend on their order. Of more, a library adds in an order that depends on
+            # the element's place in the buffer, which merging changes.
             if keep_bits and reduction_of(node) and len(torch_adapter.group_ranks(step.groups[group_of(node)])) > 2:
                 continue
+            # Part of the key below: in a bucket with a computed operand, a gather of a shard could no longer start
+            # before that is computed.
             movable = node.all_input_nodes[0] in model_only
             # A write to the operand before the call has ended could not be in place.
             overwritten = (_first_after(at, writes.get(key, ())) for key in storages(node.all_input_nodes[0]))
@@ -93,6 +97,8 @@ def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[li
             member = BucketEntry(node, at, _ready_at(node, place), last, _first_use(node, place), movable)
             sequences.setdefault((_kind(node), movable), []).append(member)
     return [
+        # A bucket is a run of neighbours in this order. Members that are ready, or needed, at about the same time are
+        # neighbours, which is what makes cutting one-dimensional.
         sorted(of, key=lambda m: (m.first_use if m.depends_on_model_only else m.ready_at, m.position))
         for of in sequences.values()
     ]
@@ -119,6 +125,8 @@ def cut_into_buckets(
     due = [0.0 if is_reversed else clock[m.first_use] for m in members]
     # cuts_of[n]: Pareto-optimal cuts of the first n members. One objective is not enough: a cut that ends sooner can
     # make a later bucket less late.
+    # The first cut has lateness 0: ending before the due time counts as on time, not as a gain to be traded for more
+    # calls.
     cuts_of = [[_Cut(0.0, -math.inf, 0.0, 0, None)]]
     for end in range(1, len(members) + 1):
         cuts: list[tuple[float, float, float, int, _Cut | None]] = []
@@ -132,6 +140,7 @@ def cut_into_buckets(
                 lateness = max(before.lateness, ends - soonest)
                 cuts.append((lateness, ends, before.seconds + seconds, end, before))
         cuts_of.append(_best(cuts))
+    # Among equally late cuts the stream's time decides: it is what the stream has left for other buckets of its group.
     cut: _Cut | None = min(cuts_of[-1], key=lambda candidate: (candidate.lateness, candidate.seconds, candidate.ends))
     buckets = []
     while cut is not None and cut.before is not None:
@@ -165,6 +174,8 @@ def merge_buckets(step: StepGraph, buckets: Iterable[Sequence[BucketEntry]]) -> 
     for bucket in buckets:
         first, last = min(bucket, key=lambda m: m.position).start, max(bucket, key=lambda m: m.position).start
         if len(bucket) > 1:
+            # A gather of shards can move ahead with its operands, and the first member's readers need it there. A call
+            # of computed operands can come no earlier than the last of them.
             with step.graph.inserting_before(first if bucket[0].depends_on_model_only else last):
                 call = _coalesced(step.graph, [m.start for m in bucket])
             if not bucket[0].depends_on_model_only:
@@ -203,6 +214,7 @@ def _begins(
     The merged call of computed operands takes the place of the last member. So no immovable node that needs a member
     can come before that place. Otherwise two calls could need each other, and the graph would have no order.
     """
+    # `until` is the earliest bound of any member, `last` the place of the merged call.
     total, until, last = 0, math.inf, -1
     for begin in range(end - 1, max(end - 1 - _MAX_BUCKET_TENSORS, -1), -1):
         member = members[begin]
@@ -234,6 +246,7 @@ def _best(cuts: Iterable[tuple[float, float, float, int, _Cut | None]]) -> list[
 def _kind(node: Node) -> tuple[Any, ...]:
     """The key of collectives that can share a call: operation, dtype, group and all other arguments."""
     operand, *others = node.args
+    # A call has one in-place form for all members: a bucket of both kinds would overwrite operands that are still read.
     return node.target, operand.meta["val"].dtype, *others, *node.kwargs.items(), node.meta.get("inplace")  # type: ignore
 
 
@@ -242,6 +255,8 @@ def _untils(nodes: list[Node]) -> dict[Node, int]:
     place = {node: at for at, node in enumerate(nodes)}
     until: dict[Node, int] = {}
     for node in reversed(nodes):
+        # Reverse order: the positions of all users are known. Other users can be moved behind the merged call, and only
+        # what needs them in turn can forbid that.
         users = (place[user] if _is_anchored(user) else until[user] for user in node.users)
         until[node] = min(users, default=len(nodes))
     return until
@@ -277,11 +292,13 @@ def _depends_on_model_only(step: StepGraph) -> set[Node]:
 
 
 def _is_anchored(node: Node) -> bool:
+    # Collectives count as effects here. Waits may move: they follow their collective.
     return is_effect(node) and node.op == "call_function" and not is_wait(node)
 
 
 def _ready_at(start: Node, place: dict[Node, int]) -> int:
     """Index after the last producer of the collective's operand. Views do not count: they move with the collective."""
+    # The loop grows the list it walks, through chains of views.
     shown = list(start.all_input_nodes)
     for node in shown:
         if _shows(node):
@@ -317,6 +334,7 @@ def _can_coalesce(node: Node) -> bool:
 
 def _coalesced(graph: torch.fx.Graph, starts: list[Node]) -> Node:
     """Insert one coalesced call at the graph's insertion point, with a getitem per result. Erases ``starts``."""
+    # `_kind` guarantees that all members have the arguments and the in-place form of the first.
     row: Any = collective_op(starts[0].target)
     call = graph.call_function(row.coalesced, ([s.args[0] for s in starts], *starts[0].args[1:]), starts[0].kwargs)
     call.meta = meta_of(starts, val=[start.meta["val"] for start in starts])

@@ -28,6 +28,8 @@ from weft.inductor.transports.peer_calls import PeerCall
 
 Node = torch.fx.Node
 
+# By process group, and not by step: a communicator takes GPU memory and time to connect, and the programs of a process
+# run one after the other.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
@@ -53,12 +55,14 @@ def communicator(group_name: str, stream: str) -> str:
     """The name, as torch knows it, of the communicator of a stream of a group."""
     if current_fake_world() is not None:
         return group_name
+    # gloo has threads, not streams: a second group would not overlap more.
     if torch_adapter.backend_of_group(group_name, "cuda") != "nccl":
         return group_name
     group = torch_adapter.process_group(group_name)
     streams = _communicators.setdefault(group, {})
     if stream not in streams:
         # Where communicators are split from that of all ranks, each rank splits off its own group in the same call.
+        # High priority: a collective that waits for multiprocessors behind a GEMM delays all ranks, not only this one.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         created: Any = dist.new_group(
             dist.get_process_group_ranks(group),

@@ -63,6 +63,7 @@ class _Contractor:
                 self.storages[user].append(at)
 
     def run(self) -> Contraction:
+        # Contracted needs contain the chain of pinned tasks, so `pinned` can be dropped below.
         before = precedence(self.task_graph)
         for at, task in enumerate(self.task_graph.tasks):
             needs = dict.fromkeys(self.group_of[need] for need in before.needs[at])
@@ -81,22 +82,29 @@ class _Contractor:
         for storage in self.task_graph.storages:
             maker = self.group_of[storage.maker]
             readers = dict.fromkeys(self.group_of[reader] for reader in storage.readers)
+            # A reader that was merged into the maker's group is issued with it, and extends no live range.
             readers.pop(maker, None)
             storages.append(replace(storage, maker=maker, readers=tuple(readers)))
         return Contraction(replace(self.task_graph, tasks=tasks, storages=storages), self.groups)
 
     def followed(self, at: int, kind: Kind, needs: dict[int, None]) -> int | None:
         """The group that a task which allocates nothing is merged into; None if it begins a group."""
+        # `len(self.groups)` is the number that this task's own group will get.
         if kind is Kind.WAIT:
             group = self.waits.setdefault(self.task_graph.start_of(at), len(self.groups))
         elif kind is not Kind.NO_TIME:
             return None
         elif not needs:
+            # Inputs and constants. One group for all of them keeps the needs of other groups short.
             if self.without_needs is None:
                 self.without_needs = len(self.groups)
             group = self.without_needs
         else:
+            # Groups are numbered in the order of their first tasks, so the largest number is the group that begins
+            # last. Whether the other needs come before it in every order is tested below.
             group = max(needs)
+        # The last task that it needs is not enough: if another need came after that group, the merged task could come
+        # too early.
         if group == len(self.groups) or not self.comes_before(needs, group):
             return None
         # Operands of a START are live until its collective ends, so it must not get any that it does not have.
@@ -110,4 +118,5 @@ class _Contractor:
 
     def comes_before(self, needs: Iterable[int], group: int) -> bool:
         """Whether ``needs`` are in ``group`` or issued before it in every order."""
+        # Direct needs only. A transitive test would merge a few tasks more, and would no longer be linear.
         return all(need in (group, self.without_needs) or need in self.needs[group] for need in needs)

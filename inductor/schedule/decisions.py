@@ -48,6 +48,8 @@ class Decisions:
 
     def text(self) -> str:
         """The decisions as JSON. Runs of consecutive positions are written as (first, length)."""
+        # Most nodes keep their neighbours. Every rank reads this text from one store at the same moment, so it should
+        # be short.
         runs: list[list[int]] = []
         for at in self.order:
             if runs and at == sum(runs[-1]):
@@ -70,6 +72,8 @@ class Decisions:
         regathers = tuple((number, tuple(uses)) for number, uses in found["regathers"])
         transports = tuple((at, name) for at, name in found["transports"])
         fields = regathers, tuple(map(tuple, found["bucket_positions"])), order, transports
+        # The text may come from a file. Anything but integers and names would fail later, on some ranks and inside a
+        # pass.
         check_fields(Decisions, fields)
         return Decisions(*fields)
 
@@ -80,10 +84,12 @@ def regather(step: StepGraph, regathers: Sequence[tuple[int, tuple[int, ...]]]) 
     Sets ``meta["param_names"]`` of every collective, and ``meta["regathers"] = 1`` of gathers that are not the first of
     their value. Merging concatenates the names and adds the counts.
     """
+    # Values are numbered in the order in which `gather_once` finds them in the graph, which all ranks share.
     cuts = dict(regathers)
     for number, value in enumerate(gather_once(step)):
         for repeated in add_gathers(step, value, cuts.get(number, ()))[1:]:
             repeated.start.meta["regathers"] = 1
+    # Before buckets: names are found by walking from one tensor to its parameter, and merging joins them.
     names = Names(step)
     for start in step.collectives():
         start.meta["param_names"] = names.of(start)
@@ -97,6 +103,7 @@ def apply(step: StepGraph, decisions: Decisions) -> StepGraph:
         MalformedGraph: the decisions were made for another graph.
     """
     step = step.copy()
+    # A disabled pass is disabled on all ranks: the knob is part of what they compare before they compile.
     for pass_ in filter(is_enabled, schedule_passes(decisions)):
         step = pass_(step)
     return step.check()
@@ -104,6 +111,7 @@ def apply(step: StepGraph, decisions: Decisions) -> StepGraph:
 
 def schedule_passes(decisions: Decisions) -> list[Pass]:
     """The passes that turn a step into its schedule. They are analysis-free: rank 0 has decided."""
+    # The order of `_Planner.applied`: each list of positions refers to the graph that the passes before it leave.
     return [
         Reshard(decisions.regathers),
         MergeBuckets(decisions.bucket_positions),
@@ -144,6 +152,7 @@ class MergeBuckets:
             MalformedSchedule: the collectives of a bucket cannot share a call.
         """
         nodes, buckets = list(step.graph.nodes), []
+        # Without `keep_bits`: that is a question of what to choose. Here it only matters what can share a call at all.
         sequences = [{entry.start: entry for entry in sequence} for sequence in bucketable_sequences(step)]
         for bucket in self.positions:
             starts = [nodes[at] for at in bucket]
@@ -187,6 +196,7 @@ class IssueOrder:
     def __call__(self, step: StepGraph) -> StepGraph:
         """Reorder the nodes. Changes ``step``."""
         nodes = list(step.graph.nodes)
+        # `reorder` links nodes one behind the other: a position that is missing or repeated would silently drop a node.
         if sorted(self.order) != list(range(len(nodes))):
             raise MalformedSchedule("scheduling", f"the order is none of the {len(nodes)} nodes", "")
         reorder(step, [nodes[at] for at in self.order])
@@ -204,6 +214,7 @@ def structure(step: StepGraph) -> str:
     content = hashlib.sha256()
     for at, node in enumerate(step.graph.nodes):
         place[node] = at
+        # By position, not by name: names of nodes depend on what passes did on the way.
         kind = "kernel" if isinstance(node.target, KernelCall) else getattr(node.target, "__name__", str(node.target))
         read = [place[used] for used in node.all_input_nodes]
         content.update(f"{kind} {read} {shared_operands(node) if is_collective(node) else ''}\n".encode())

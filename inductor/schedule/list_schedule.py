@@ -95,6 +95,7 @@ def _early_enough(tasks: Sequence[Task], due: Sequence[float]) -> list[float]:
         starts.sort(key=lambda at: due[at])
         for later, earlier in pairwise(reversed(starts)):
             if due[earlier] < due[later]:
+                # Strictly less: equal keys would be ordered by place in the reference, not by due time.
                 early[earlier] = min(early[earlier], math.nextafter(early[later], -math.inf))
     return early
 
@@ -116,6 +117,7 @@ class _ListScheduler:
         """Walk the reference once. COMPUTE tasks are issued in its order, with other tasks before them. STARTs and
         WAITs are postponed: passed, and issued when due or when a task needs them."""
         step = self.step
+        # `step.at` is the loop's own variable: the partial schedule has to know the place while a task is decided.
         for step.at, task in enumerate(self.reference.order):
             if step.issued[task]:
                 continue
@@ -152,6 +154,8 @@ class _ListScheduler:
                 task, lacking = lacked, step.lacking(lacked)
                 break
         now, ready = step.machine.now, step.ready(lacking)
+        # The time up to which a stream must have work: until the next decision, which comes when the stall ends or
+        # `task` does.
         until = ready if ready > now else now + self.work[task]
         # If the step is ahead of its due times, all due times count as that much earlier: only differences matter.
         due = until + max(step.keys[task][0] - now, 0.0)
@@ -172,6 +176,8 @@ class _ListScheduler:
         step = self.step
         while self.waited < len(step.ended):
             start = step.ended[self.waited].task
+            # `ended` is in order of the ends. Behind a long collective, a short one that has surely ended waits a
+            # little longer: that costs memory for a moment, no time.
             if not self.has_ended(start):
                 break
             self.waited += 1

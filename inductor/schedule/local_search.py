@@ -42,6 +42,8 @@ def _least_seconds(tasks: Sequence[Task], before: Precedence) -> float:
         head[at] = max((head[need] + seconds[need] for need in before.needs[at]), default=0.0)
     for at in reversed(range(len(tasks))):
         tail[at] = max((tail[user] + seconds[user] for user in before.users[at]), default=0.0)
+    # The bound of one machine with heads and tails (J. Carlier, 1982). It holds for a shared link as well: its
+    # collectives slow each other down, but together they progress at full speed.
     resources: dict[tuple[str, str], list[int]] = {}
     for at, task in enumerate(tasks):
         if task.kind is Kind.COMPUTE:
@@ -127,6 +129,7 @@ class LocalSearch:
 
         Takes the first move that helps, and begins again from there, until none helps or the budget is used up.
         """
+        # `order` is within the limit, and `_descend` never takes more excess than there is.
         found, excess, seconds = self._descend(list(order), 0, seconds)
         assert not excess
         return found, seconds
@@ -139,6 +142,8 @@ class LocalSearch:
         while self.left > 0 and seconds > self.enough and (perturbed := next(perturbations, None)) is not None:
             self.left -= 2 * len(order)
             better, excess, faster = self._descend(perturbed, self._excess(perturbed), self.expected(perturbed))
+            # A perturbed order counts only if moves have brought it back within the limit. The best order is then
+            # perturbed anew.
             if not excess and faster < seconds * (1.0 - _LEAST_GAIN):
                 found, seconds, perturbations = better, faster, self._perturbations(better)
         return found, seconds
@@ -175,6 +180,7 @@ class LocalSearch:
             # A move costs up to two simulations. Without the budget for both, its result could not be used.
             if self.left < 2 * len(order):
                 return None
+            # Moves at several stalls, and moves that drag their needs along, often lead to one order.
             if (key := tuple(moved)) in tried:
                 continue
             tried.add(key)
@@ -184,6 +190,7 @@ class LocalSearch:
             if faster < bound or excess:
                 self.left -= len(order)
                 more = self._excess(moved)
+                # Memory first: see `_descend`. Without excess on either side, only a gain in time counts.
                 if more < excess or (more == excess and faster < bound):
                     return moved, more, faster
         return None
@@ -199,6 +206,7 @@ class LocalSearch:
 
     def _moves(self, order: list[int]) -> Iterator[list[int]]:
         """Orders one move away, the most promising first."""
+        # One simulation to find the stalls, two for a move.
         if self.left < 3 * len(order):
             return
         place = {task: at for at, task in enumerate(order)}
@@ -225,6 +233,7 @@ class LocalSearch:
         for at, task in enumerate(order):
             before = machine.now
             machine.issue(task)
+            # Negative, so that sorting puts the longest stall first and breaks ties by place.
             if machine.now > before and self.kinds[task] is Kind.WAIT:
                 stalls.append((before - machine.now, at, self.task_graph.start_of(task)))
         # What is still running when all tasks are issued lengthens the step as well.
@@ -249,16 +258,21 @@ class LocalSearch:
             key=lambda other: (abs(spans[other].end - own.end), other),
         )[:_MAX_COMPETITORS]
         for other in competitors:
+            # This one ahead of the other, the other behind this one, or the other as late as the stall allows: the last
+            # frees the link for everything before the wait.
             if place[other] < at:
                 yield from ((at, place[other]), (place[other], at), (place[other], wait_at - 1))
         # As early as its operands allow.
         yield at, max((place[need] for need in self.needs[start]), default=-1) + 1
+        # Computation that could fill the stall.
         behind = (later for later in range(wait_at + 1, len(order)) if self.kinds[order[later]] is Kind.COMPUTE)
         yield from ((later, wait_at) for later in islice(behind, _MAX_FILLERS))
 
     def _ahead(self, order: list[int], to: int, tasks: Sequence[int]) -> list[int] | None:
         """``order`` with ``tasks`` moved ahead to ``to``, and with them what they need from there on. None if they need
         the task at ``to``."""
+        # From the back: all users of a task stand behind it, so when a task is reached it is known whether one of
+        # `tasks` needs it. Both parts keep their order, so the result is a valid order.
         needed, first, rest = set(tasks), list[int](), list[int]()
         last = max(order.index(task, to) for task in tasks)
         for task in reversed(order[to : last + 1]):
@@ -272,6 +286,7 @@ class LocalSearch:
     def _behind(self, order: list[int], at: int, to: int) -> list[int] | None:
         """``order`` with the task at ``at`` moved behind that at ``to``, and with it what needs it. None if the task at
         ``to`` does."""
+        # As in `_ahead`, from the front: the needs of a task stand before it.
         users, last, rest = {order[at]}, list[int](), list[int]()
         for task in order[at : to + 1]:
             if task in users:

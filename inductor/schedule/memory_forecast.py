@@ -72,6 +72,7 @@ class MemoryForecast:
             users, left = self._users[at], self._left[at]
             if users[left - 1] != own:
                 continue
+            # Users that were issued ahead before this one no longer hold the storage at their places either.
             while left and self._ahead[users[left - 1]]:
                 left -= 1
             self._left[at] = left

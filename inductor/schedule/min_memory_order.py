@@ -76,11 +76,14 @@ def min_memory_order(task_graph: TaskGraph, before: Precedence) -> list[int]:
 def unavoidable_bytes(task_graph: TaskGraph, before: Precedence, task: int) -> int:
     """Lower bound of the live bytes while ``task`` runs, for every order: storages allocated by a predecessor and used
     by ``task`` or a successor."""
+    # Whatever the order, predecessors run before `task` and successors after it. All other tasks may be moved away, so
+    # their storages do not count.
     earlier, later = _reached(before.needs, task), _reached(before.users, task)
     waits = task_graph.waits_of()
     live_bytes = task_graph.base
     for storage in task_graph.storages:
         users = users_of(storage, waits)
+        # Without users a storage is live until the end of the step.
         if storage.maker in earlier and not (users and later.isdisjoint(users)):
             live_bytes += storage.size
     return live_bytes
@@ -89,6 +92,7 @@ def unavoidable_bytes(task_graph: TaskGraph, before: Precedence, task: int) -> i
 def operands_bytes(task_graph: TaskGraph, tasks: Collection[int]) -> int:
     """Lower bound of the peak of every order, and of every graph in which ``tasks`` have the same operands and results:
     the inputs of the step with all that one of these tasks reads and makes."""
+    # While a task runs, its operands and results are live at once, in every graph that still has the task.
     live = [0] * len(task_graph.tasks)
     waits = task_graph.waits_of()
     for storage in task_graph.storages:
@@ -147,10 +151,14 @@ class _Search:
             # Dominance: a task that does not increase live memory can come first in every order from here on.
             task = next((task for task in fit if self.allocated[task] <= self.freed(task)), None)
             if task is None:
+                # A state is the set of issued tasks, however it was reached: without this table, equal states would be
+                # searched once for each order of their tasks.
                 nexts = [task for task in fit if self.state | 1 << task not in dead]
                 choices.append((len(self.issued), nexts[::-1], self.state))
                 while not choices[-1][1]:
                     dead.add(choices.pop()[2])
+                    # The budget is tested where the search backs out of a dead end: a search that goes straight to an
+                    # order is never stopped.
                     if not choices or self.looks < 0:
                         return None
                 while len(self.issued) > choices[-1][0]:
@@ -162,6 +170,7 @@ class _Search:
     def ready_within_limit(self) -> list[int]:
         """The ready tasks that fit within the limit, in the order of the reference."""
         self.looks -= min(len(self.ready), _MAX_READY)
+        # With more than `_MAX_READY` ready tasks, "no order" means that none was found.
         tasks = [self.order[place] for place in self.ready[:_MAX_READY]]
         return [task for task in tasks if self.now + self.allocated[task] <= self.limit]
 

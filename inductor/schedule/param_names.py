@@ -38,6 +38,7 @@ class Names:
 
     def _gathered(self, node: Node) -> str:
         """Follows a shard to the parameter that it is made from, and from nothing else."""
+        # Through casts and views. Where a second operand comes in, the value is no longer one parameter's.
         for _ in range(MAX_TRACE_DEPTH):
             before = _sources(node)
             if len(before) != 1:
@@ -47,6 +48,8 @@ class Names:
 
     def _reduced(self, start: Node) -> str:
         """Follows what is computed from a gradient alone to lists beside a list of parameters."""
+        # Forwards to the optimizer: a gradient has no name of its own, but its place in the list beside the parameters
+        # has.
         todo, seen = [start], {start}
         for node in todo:
             for user in node.users:

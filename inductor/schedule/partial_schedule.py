@@ -142,6 +142,8 @@ class PartialSchedule:
     def end_of(self, start: int) -> float:
         """When a started collective ends (s), if no other is started. If it has ended, a time that is not later than
         now."""
+        # Computation does not change when a collective ends, only other collectives on its link do. So an end stays
+        # valid until the next START.
         if start not in self._expected:
             self._expected[start] = self.machine.ready_at(start)
         return self._expected[start]
@@ -157,6 +159,8 @@ class PartialSchedule:
 
         The second part keeps the invariant that postponed tasks can be issued at any time.
         """
+        # What the other tasks of `lacking` free is not counted, so the answer errs towards "does not fit": an order
+        # within the limit may be missed, one that exceeds it is never taken.
         task, before = lacking[-1], 0
         owed = self._owed - (self.allocated[task] if task in self.postponed else 0)
         for other in lacking[:-1]:
@@ -166,6 +170,7 @@ class PartialSchedule:
 
     def fits_beside(self, start: int, task: int) -> bool:
         """Whether ``task`` fits while the collective of ``start`` runs."""
+        # Otherwise the next computation of the reference would have to wait for this collective to free its operands.
         return self.live_memory.during(start) + self.allocated[task] <= self.limit
 
     def can_issue(self, lacking: Sequence[int]) -> bool:
@@ -185,6 +190,8 @@ class PartialSchedule:
         # The results of a START and what its WAITs allocate are live until their place in the reference.
         if self.kinds[task] is Kind.START:
             lacking = [*lacking, *self._closing(task)]
+        # From now to its place in the reference, `task` adds what it allocates and removes what nothing else reads. A
+        # balance of zero or less cannot raise any later peak.
         more = sum(self.allocated[task] for task in lacking) - self.live_memory.freed(lacking)
         if more <= 0:
             return True
@@ -197,6 +204,8 @@ class PartialSchedule:
 
     def make_room(self, task: int) -> None:
         """Issue postponed tasks until ``task`` fits: first those that do not stall the compute stream."""
+        # Ends with room for `task`: with nothing postponed the state is that of the reference, plus tasks ahead of it
+        # for which `can_issue` has found room up to their places.
         while self.forecast and self.postponed and not self.issued[task] and not self.fits(self.lacking(task)):
             ended = (postponed for postponed in self.postponed if self.issuable_at(postponed) <= self.machine.now)
             self.issue_with(next(ended, next(iter(self.postponed))))
@@ -211,6 +220,7 @@ class PartialSchedule:
         while self.postponed and self.live_memory.now + self._owed + self.allocated[task] > self.limit:
             self.issue_with(next(iter(self.postponed)))
         self._add_postponed(task)
+        # Postponed STARTs come before those ahead of their place in `next_of`, so the key changes lists.
         if self.kinds[task] is Kind.START and not self._lacks[task]:
             stream = self._stream_of[task]
             _remove(stream.ahead, self.keys[task])
@@ -259,6 +269,7 @@ class PartialSchedule:
         self.order.append(task)
         self.live_memory.issue(task)
         self.machine.issue(task)
+        # The machine has found these ends while it advanced; the streams have to know them before the next decision.
         while self._noticed < len(self.ended):
             span = self.ended[self._noticed]
             stream = self._stream_of[span.task]
@@ -289,6 +300,8 @@ class PartialSchedule:
     def _closing(self, start: int) -> list[int]:
         """The WAITs of a START that can follow it at once, and the NO_TIME tasks between; in a valid order."""
         tasks: dict[int, None] = {}
+        # A WAIT that also needs an unissued computation cannot follow the START at once, so it is not counted as issued
+        # ahead.
         for wait in self.reference.waits[start]:
             todo = [wait]
             for task in todo:

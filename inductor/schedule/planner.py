@@ -34,7 +34,6 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective
-from weft.capture.sizes_in_bytes import tensor_bytes
 from weft.capture.user_code import format_frame
 from weft.errors import MalformedSchedule, MemoryLimitUnreachable
 from weft.inductor.cost.build_task_graph import build
@@ -43,10 +42,10 @@ from weft.inductor.cost.collective_cost import Collective, collective_of, transf
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.simulate import Simulation, peak_memory, simulate
 from weft.inductor.cost.task_graph import TaskGraph
-from weft.inductor.graph.collectives import payload_of
 from weft.inductor.graph.node_order import reorder, together
 from weft.inductor.graph.pass_runner import is_enabled
 from weft.inductor.schedule import schedule_tables
+from weft.inductor.schedule.bucket_reports import bucket_reports
 from weft.inductor.schedule.bucketing import (
     BucketEntry,
     Price,
@@ -59,7 +58,7 @@ from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, reg
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
 from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.reshard import choose_gaps, gaps, gather_once
-from weft.inductor.schedule.schedule_tables import BucketReport, bucket_report
+from weft.inductor.schedule.schedule_tables import BucketReport
 from weft.inductor.schedule.search_order import TIME_TOLERANCE, limit_error, search_order
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
 from weft.inductor.schedule.split_optimizer import split_updates
@@ -189,7 +188,7 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
     with torch_adapter.only_mode():
         step = apply(original, decisions)
         simulation, nodes = _simulated(step.copy(), cluster, ComputeCosts(cluster.gpu))
-        reports = _bucket_reports(step, cluster, simulation, nodes)
+        reports = bucket_reports(step, cluster, simulation, nodes)
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
         result = Schedule(step, decisions, simulation, reports, limit, nodes=nodes)
         _verify(original, result, None)  # batches of this rank may be larger than those that the limit was held with
@@ -206,8 +205,12 @@ def _verify(step: StepGraph, result: Schedule, limit: int | None) -> None:
     if checks is None:
         return
     checks.check(result.step, "scheduling")
+    # Other ranks never see the graph that rank 0 has searched on: they replay its decisions. If the replay gave another
+    # graph, ranks would issue different collectives.
     if structure(apply(step, result.decisions)) != structure(result.step):
         raise MalformedSchedule("scheduling", "its decisions give other ranks another schedule", "")
+    # The arena exists only once transports are applied, so memory is checked on a copy that has them. `result.step`
+    # stays without: the compiler applies transports to it, with the real answer on peer access.
     transported = result.step.copy()
     use_transports(transported, _chosen(transported), LIBRARY, unreachable=_assume_reachable)
     checks.check(transported, "applying transports", limit=limit, predicted_peak=result.simulation.peak)
@@ -276,7 +279,10 @@ class _Planner:
         values = gather_once(whole)
         prefetched = [balanced for of, _, _, balanced in self.priced(whole) if of[0].depends_on_model_only]
         # Room for prefetched parameters: the largest balanced size of their buckets, though a bucket may be larger.
+        # Prefetching holds the gathered bucket before its first use, which the low-memory order never does.
         self.reserve = int(max((size for size in prefetched if size < math.inf), default=0))
+        # The estimate of what has to be gathered again assumes the low-memory order. What prefetching holds on top of
+        # it is `reserve`.
         task_graph, nodes = build(whole, cluster, self.costs)
         order = min_memory_order(task_graph, precedence(task_graph))
         self.gaps = gaps(values, task_graph, nodes, order)
@@ -287,6 +293,8 @@ class _Planner:
             for at, node in enumerate(nodes)
             if isinstance(node.target, OpOverload) and node.target.namespace == "aten" and not is_collective(node)
         ]
+        # So what one of them reads and writes, with the inputs, bounds the peak of every candidate from below. Above
+        # the limit, no search can help, and recomputation cannot either (`certain` of the error).
         self.infeasible = operands_bytes(task_graph, calls) > self.limit
 
     def best(self) -> Schedule:
@@ -303,8 +311,10 @@ class _Planner:
         applied = found.applied
         transports = tuple((at, node.meta["transport"]) for at, node in enumerate(applied.nodes) if is_collective(node))
         decisions = Decisions(applied.candidate.regathers, applied.bucket_positions, tuple(found.order), transports)
+        # Only now: transports and order are positions in the graph before this reordering. `schedule_passes` applies
+        # them in that sequence as well.
         reorder(applied.step, [applied.nodes[at] for at in found.order])
-        reports = _bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
+        reports = bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
         return Schedule(
             applied.step,
             decisions,
@@ -327,6 +337,8 @@ class _Planner:
             self.refused = allowed_transports(self.cluster)  # their memory would only add to the peak
             self.evaluate(ScheduleCandidate(self.regathers(0)[0], 0.0), last=True)
         while (found := None if self.infeasible else self.fewest_regathers()) is None and self.by_peers:
+            # `by_peers` lists transports in use, and each round refuses some of them. So the loop ends, at the latest
+            # when the library carries everything.
             # The arena stays allocated for the whole step. Results in it live longest, so their transports go first.
             longest = any(map(results_in_arena, self.by_peers))
             self.refused = [name for name in allowed_transports(self.cluster) if results_in_arena(name) or not longest]
@@ -345,6 +357,8 @@ class _Planner:
         # limit, so that the time is minimised within it.
         self.warnings.append(f"the step may need more memory than the GPU has: {error}")
         self.limit = error.peak
+        # The search can end without an order: that of lowest peak has the arena counted in, and the arena of any other
+        # order may be larger.
         return self.evaluate(found.applied.candidate) or found
 
     def fewest_regathers(self) -> _OrderedCandidate | None:
@@ -368,6 +382,8 @@ class _Planner:
             candidate = self.candidate(target)
         # The last resorts: every regather that lowers the peak, then without buckets, whose results are live together.
         most_regathers = ScheduleCandidate(self.regathers(0)[0], _BUCKET_SCALES[0])
+        # The loop has searched `tried` for an order, unless it was dismissed by its estimate. Then it still deserves a
+        # search.
         found = self.evaluate(most_regathers) if most_regathers != tried or self.estimated else None
         return found or self.evaluate(replace(most_regathers, scale=0.0), last=True)
 
@@ -397,6 +413,9 @@ class _Planner:
         """
         self.evaluated += 1
         applied = self.applied(candidate)
+        # Arenas of neighbouring candidates have similar sizes. A candidate that exceeds the limit by far with the last
+        # arena would cost up to `_MAX_REORDERS` searches to be rejected. Where even the low-memory order exceeds the
+        # limit, `ordered` rejects without a search, and knows the excess exactly.
         estimate = applied.low_memory_peak + self.unpredicted - self.limit
         self.estimated = applied.low_memory_peak <= self.limit and estimate > hopeless
         if self.estimated:
@@ -416,6 +435,7 @@ class _Planner:
             merge_buckets(step, buckets)
         if is_enabled(split_updates):
             split_updates(step)
+        # After the merge: which transport is cheapest depends on the bytes of the whole call.
         choose_transports(step, self.cluster, without=self.refused, **self.transport_rules)
         names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
         self.by_peers = [name for name in names if name != LIBRARY]
@@ -434,6 +454,7 @@ class _Planner:
                 return found
         if last:
             least = self.issued(applied, applied.low_memory_order)
+            # Kept as a fallback only: the order of lowest peak known for this candidate, whether it fits or not.
             self.least = min(self.least or least, least, key=lambda candidate: candidate.simulation.peak)
         self.excess = counted - self.limit
         if self.excess > 0 and not last:
@@ -446,12 +467,15 @@ class _Planner:
             except MemoryLimitUnreachable:
                 break
             found, searched = self.issued(applied, order), peak_memory(task_graph, order)
+            # `searched` has no arena; the simulation of `issued` has. The difference is all that the search could not
+            # see.
             self.unpredicted = found.simulation.peak - searched
             self.excess = found.simulation.peak - self.limit
             if self.excess <= 0:
                 return found
             if searched <= counted:  # no lower peak than that of the low-memory order will be found
                 break
+            # The arena may grow with the new order, so one correction is not always enough.
             bound = max(counted, searched - self.excess)
         return None
 
@@ -459,6 +483,8 @@ class _Planner:
         """The simulation of an applied candidate in an order of issue, where list elements and waits of one collective
         are issued together."""
         place = {node: at for at, node in enumerate(applied.nodes)}
+        # The search may leave elements and waits of one call apart. The order is changed first and simulated
+        # afterwards, so that the prediction is of the order that runs.
         issue_order = [place[node] for node in together(applied.nodes[task] for task in order)]
         step = applied.step.copy()
         nodes = list(step.graph.nodes)
@@ -467,6 +493,7 @@ class _Planner:
 
     def bucket_entries(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
         """The buckets of a step's collectives."""
+        # A compute stream that never stalls: buckets are cut before there is an order whose stalls could be counted.
         clock = [0.0, *accumulate(map(self.costs.seconds, step.graph.nodes))]
         buckets = []
         for sequence, sizes, price, balanced in self.priced(step):
@@ -480,6 +507,8 @@ class _Planner:
             sent = [collective_of(step, member.start) for member in sequence]
             sizes = [each.bytes for each in sent]
             names = carriers(step, self.cluster, sequence[0].start, without=self.refused, **self.transport_rules)
+            # The largest size is derived for one transport, with one latency and one bandwidth: the formula has no
+            # minimum over several. The price of a given bucket is that of its own cheapest transport.
             most = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
             balanced = balanced_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
             yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), balanced
@@ -546,40 +575,3 @@ def _described(node: Node) -> str:
     module, frames = node.meta.get("module"), node.meta.get("frames", ())
     line = f" at {format_frame(frames[0])}" if frames else ""
     return f"{node.name}{f' of {module}' if module else ''}{line}"
-
-
-def _bucket_reports(
-    step: StepGraph, cluster: Cluster, simulation: Simulation, nodes: Sequence[Node]
-) -> list[BucketReport]:
-    """A report on each collective of ``step``; the tasks of ``simulation`` are ``nodes``."""
-    reports = []
-    for at, node in enumerate(nodes):
-        if is_collective(node):
-            sent = collective_of(step, node)
-            reports.append(
-                bucket_report(
-                    simulation,
-                    at,
-                    kind=sent.kind,
-                    group=sent.group,
-                    members=node.meta["param_names"],
-                    bytes=sent.bytes,
-                    transport=node.meta.get("transport", LIBRARY),
-                    why=_why(cluster, sent, node, node.meta.get("transport", LIBRARY)),
-                )
-            )
-    return reports
-
-
-def _why(cluster: Cluster, sent: Collective, node: Node, transport: str) -> str:
-    """The time that a bucket saves, and how many of its all-gathers are regathers."""
-    words = []
-    if sent.members > 1:
-        sizes = [tensor_bytes(used.meta["val"]) or 0 for used in payload_of(node)]
-        alone = [replace(sent, bytes=sent.bytes * size // max(sum(sizes), 1), members=1) for size in sizes]
-        seconds = [transfer(cluster, each, transport).seconds for each in (*alone, sent)]
-        saved = sum(seconds[:-1]) - seconds[-1]
-        words.append(f"{saved * 1e6:.0f} us less than one call each")
-    if regathers := node.meta.get("regathers", 0):
-        words.append("gathered again" if regathers == sent.members else f"{regathers} gathered again")
-    return ", ".join(words)

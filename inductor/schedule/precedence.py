@@ -51,6 +51,8 @@ def reversed_graph(task_graph: TaskGraph) -> TaskGraph:
     users = precedence(task_graph).users
     waits = task_graph.waits_of()
     started = {start: at for at, start in enumerate(waits, len(task_graph.tasks))}
+    # Read backwards, the users of a task are what it needs. A START becomes a WAIT: there the collective has ended. A
+    # collective that nothing waits for starts at once.
     tasks = [
         Task(
             task.name,
@@ -61,10 +63,13 @@ def reversed_graph(task_graph: TaskGraph) -> TaskGraph:
         )
         for at, task in enumerate(task_graph.tasks)
     ]
+    # Stream, link and interference stay, so that collectives compete backwards as they do forwards. Effects keep their
+    # order through `users`, which has the chain of pinned tasks.
     starts = [
         replace(task_graph.tasks[start], name=f"{task_graph.tasks[start].name} started", needs=tuple(of), pinned=False)
         for start, of in waits.items()
     ]
+    # Without storages: only times are taken from this graph. The forward passes that use them keep the memory limit.
     return TaskGraph(tasks + starts)
 
 

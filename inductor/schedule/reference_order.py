@@ -37,6 +37,9 @@ class Reference:
     ) -> None:
         self.task_graph = task_graph
         self.order = order
+        # The order is the proof that the limit can be kept: departures from it are allowed only while the rest of the
+        # step still fits in this order. With a reference that exceeds the limit, a pass could reach states from which
+        # no order fits.
         self.limit = math.inf if limit is None else limit
         self.place = [0] * len(order)
         for place, task in enumerate(order):
@@ -45,5 +48,6 @@ class Reference:
         self.needs, self.users = before.needs, before.users
         self.waits = task_graph.waits_of()
         self.start_of = {wait: start for start, waits in self.waits.items() for wait in waits}
+        # Reading the task graph costs as much as a whole pass. A dozen passes share these tables through copies.
         self.machine, self.live_memory = Machine(task_graph), LiveMemory(task_graph)
         self.forecast = None if limit is None else MemoryForecast(task_graph, order)

@@ -62,8 +62,11 @@ def gather_once(step: StepGraph) -> list[Gathered]:
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in step.graph.find_nodes(op="call_function", target=ALL_GATHER.op):
         waits = list(node.users)
+        # With one gather in place of several, a result that the caller holds, or that is written to, would be seen by
+        # all of them.
         ordinary = all(wait.target is WAIT and wait.users and wait not in escaped for wait in waits)
         if ordinary and not _is_written(waits):
+            # The shard's node is part of the key: the shard after an update is another node.
             groups.setdefault((*node.args, *node.kwargs.items()), []).append(node)
     values = []
     for starts in groups.values():
@@ -72,12 +75,14 @@ def gather_once(step: StepGraph) -> list[Gathered]:
         for wait in others:
             # Another gather may have been read first: the wait that is kept must precede all readers.
             earliest = min(wait.users, key=place.__getitem__)
+            # It stays behind its start: `first` stands before the other gathers, and so before all of their readers.
             if place[earliest] < place[kept]:
                 earliest.prepend(kept)
                 place[kept] = place[earliest]
             # Views of the erased gather now look into the memory of the one that is kept; fakes must say so.
             take_memory(_views(wait), wait.meta["val"], kept.meta["val"])
             wait.replace_all_uses_with(kept)
+        # Waits before their starts: fx erases no node that has users.
         for node in (*others, *starts[1:]):
             step.graph.erase_node(node)
         readers = {user for view in _views(kept) for user in view.users if not looks_into(user)}
@@ -85,6 +90,7 @@ def gather_once(step: StepGraph) -> list[Gathered]:
         # After the optimizer has written to the shard, another gather would give the new value.
         until = min((writes[key] for key in storages(first.all_input_nodes[0]) if key in writes), default=len(place))
         if uses:
+            # Equal counts: a gather in front of the writing node itself still reads the old value.
             values.append(Gathered(first, kept, uses, sum(place[use] <= until for use in uses)))
     return values
 
@@ -100,9 +106,12 @@ def add_gathers(step: StepGraph, gathered: Gathered, at: Iterable[int]) -> list[
         One entry per gather of the value, in order.
     """
     uses, parts = gathered.uses, []
+    # Each interval of uses between two cuts reads a gather of its own.
     cuts = [0, *sorted(at), len(uses)]
     for begin, end in itertools.pairwise(cuts[1:]):  # the uses before the first cut keep the gather that is there
         parts.append(_gather_for(step, gathered, uses[begin:end]))
+    # Views that only moved uses read. Reversed, so that a view of a view goes first. Left in place, they would keep the
+    # old gather live until here.
     for view in reversed(_views(gathered.wait)[1:]):
         if not view.users:
             step.graph.erase_node(view)
@@ -145,6 +154,8 @@ def gaps(values: Sequence[Gathered], task_graph: TaskGraph, nodes: Sequence[Node
     for number, value in enumerate(values):
         start = task[value.start]
         size, seconds = sizes.get(start, 0), tasks[start].seconds
+        # Before the first use there is nothing to free. The planner's positions in `Decisions` count uses in this
+        # order, which is the same on all ranks.
         for use in range(1, value.regatherable):
             begin, end = place[value.uses[use - 1]] + 1, place[value.uses[use]]
             # Seconds of computation, not positions: that is how long other tensors could use the memory.
@@ -164,8 +175,11 @@ def choose_gaps(gaps: Iterable[Gap], memory: torch.Tensor, target: int) -> list[
         gaps: sorted by cost.
         memory: live bytes at each position of the order, with all values kept; int64. Changed.
     """
+    # Like the greedy choice of spills by cost over benefit in register allocation: exact would be a covering problem,
+    # and the memory curve is an estimate anyway.
     left, chosen = list(gaps), []
     while int(memory.max()) > target:
+        # The first of equal peaks, on every machine: the choice becomes part of the agreed decisions.
         peak = int(memory.argmax())
         gap = next((gap for gap in left if gap.begin <= peak < gap.end), None)
         if gap is None:
@@ -182,11 +196,13 @@ def _gather_for(step: StepGraph, gathered: Gathered, uses: list[Node]) -> Gather
     copies: dict[Node, Node] = {}
     copy = _Copier(step)
     with step.graph.inserting_before(uses[0]):
+        # Just before its first use. The order search moves the start ahead, as far as memory allows.
         for node in (gathered.start, gathered.wait):
             copies[node] = copy(node, copies)
     views = set(_views(gathered.wait))
     for use in uses:
         for read in use.all_input_nodes:
+            # Views are copied with the gather: a use that reads the old view would keep the old result live.
             if read in views:
                 with step.graph.inserting_before(use):
                     _copy_view(read, copies, copy)
@@ -222,6 +238,7 @@ class _Copier:
             return [self._fake(item) for item in val]
         key = torch_adapter.storage_key(val)
         if key not in self._storages:
+            # On the meta device: the storage has an identity and a size, and no memory.
             meta = torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8, device="meta")
             self._storages[key] = meta.untyped_storage()
         layout = val.size(), val.stride(), val.storage_offset()

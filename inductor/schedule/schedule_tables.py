@@ -117,6 +117,7 @@ def tables(schedule: Scheduled) -> Iterator[ReportTable]:
     columns = ["collective", "group", "transport", "count", "bytes", "alone ms", "exposed ms"]
     yield ReportTable("communication", columns, list(_by_kind(schedule.reports)))
     columns = ["at ms", "collective", "group", "of", "bytes", "transport", "alone us", "took us", "exposed us"]
+    # By start, not by issue: that is what the reader compares with a profile.
     buckets = sorted(schedule.reports, key=lambda bucket: bucket.began)
     yield ReportTable("buckets", [*columns, "beside", "why"], [_row(bucket) for bucket in buckets])
 

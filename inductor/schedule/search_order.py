@@ -60,6 +60,7 @@ def search_order(task_graph: TaskGraph, memory_limit: int | None = None) -> list
 
 def _search(task_graph: TaskGraph, memory_limit: int | None) -> list[int]:
     before = precedence(task_graph)
+    # The order that runs without a schedule. It is a candidate, so that scheduling makes no step slower as predicted.
     own_order = simulate(task_graph)
     reference = Reference(task_graph, before, _order_within(task_graph, before, own_order, memory_limit), memory_limit)
     schedules = _schedules(reference)
@@ -71,8 +72,10 @@ def _search(task_graph: TaskGraph, memory_limit: int | None) -> list[int]:
     # Several passes find the same order.
     distinct = {tuple(each.order): each for each in schedules}
     found = [(expected(order), each) for order, each in distinct.items()]
+    # All orders share one budget of simulations, and the fastest come first.
     search = LocalSearch(task_graph, before, expected, memory_limit)
     for seconds, each in sorted(found, key=lambda pair: pair[0]):
+        # Within a move's least gain of the lower bound: no order can be better by more than that.
         if min(faster for faster, _ in found) <= search.enough:
             break
         order, faster = search.improve(each.order, seconds)
@@ -85,6 +88,8 @@ def _search(task_graph: TaskGraph, memory_limit: int | None) -> list[int]:
     # With slack or without, no order that is slower as predicted than the task graph's own.
     slowest = own_order.seconds if own_fits else math.inf
     found = [pair for pair in found if pair[1].seconds <= slowest]
+    # Predictions do not resolve smaller differences, while a lower peak is certain: memory decides. `found` is in a
+    # fixed order, and `min` takes the first of equals.
     slowest = min(seconds for seconds, _ in found) * (1 + TIME_TOLERANCE)
     fast = [each for seconds, each in found if seconds <= slowest]
     return min(fast, key=lambda each: (each.peak, each.seconds)).order
@@ -104,6 +109,8 @@ def _schedules(reference: Reference) -> list[ListSchedule]:
     R. J. Willis, European Journal of Operational Research 56, 1992).
     """
     longest = max((task.seconds for task in reference.task_graph.tasks if task.kind is Kind.START), default=0.0)
+    # From just in time, over one collective's length early, to due times alone. Which is best depends on the step, and
+    # a pass takes time linear in its tasks: all are tried.
     at_once, in_order = LeadTime(math.inf, math.inf), LeadTime(math.inf, -math.inf)
     lead_times = (LeadTime(0.0, 0.0), LeadTime(longest, longest), LeadTime(longest, -math.inf), at_once)
     backwards, earliest = _Backwards(reference), _earliest_ends(reference)
@@ -112,6 +119,7 @@ def _schedules(reference: Reference) -> list[ListSchedule]:
         for due in (backwards.due(earliest, in_order), backwards.due(earliest, at_once))
         for lead_time in lead_times
     ]
+    # Its ends contain the stalls and the queues on streams, which the critical path of `_earliest_ends` does not know.
     fastest = min(schedules, key=lambda each: each.seconds)
     due = backwards.due(fastest.ends, at_once)
     return [*schedules, *(list_schedule(reference, due, lead_time) for lead_time in lead_times)]
@@ -124,6 +132,7 @@ class _Backwards:
         task_graph = reversed_graph(reference.task_graph)
         self.tasks, self.starts = len(reference.order), list(reference.waits)
         self.seconds = [reference.task_graph.tasks[start].seconds for start in self.starts]
+        # No memory limit: due times are priorities only. Forward passes, which use them, keep the limit.
         self.reference = Reference(
             task_graph, precedence(task_graph), reversed_order(reference.task_graph, reference.order)
         )
@@ -140,6 +149,8 @@ class _Backwards:
         due = [last - end for end in (*ends, *begins)]
         backwards = list_schedule(self.reference, due, lead_time)
         begins = [backwards.seconds - end for end in backwards.ends]
+        # In the reversed graph a START has become a WAIT. When its collective begins is what the added START task ends
+        # with.
         for started, start in enumerate(self.starts, self.tasks):
             begins[start] = begins[started]
         return begins[: self.tasks]
@@ -160,6 +171,8 @@ def _order_within(task_graph: TaskGraph, before: Precedence, own_order: Simulati
     Raises:
         MemoryLimitUnreachable: none was found.
     """
+    # Also the reference where there is no limit: what comes late in it is issued ahead by its due time, where that
+    # gains time.
     tight = simulate(task_graph, min_memory_order(task_graph, before))
     if limit is None:
         return tight.order

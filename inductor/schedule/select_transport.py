@@ -63,8 +63,11 @@ def carriers(
 ) -> list[str]:
     """Names of the transports that can carry the collective ``node``, the library first. Arguments as for
     :func:`choose_transports`."""
+    # Rank 0 decides for all ranks, so a group in which any rank lacks peer access is left out for all:
+    # `unreachable_groups` is the list that ranks agreed on.
     if keep_bits or group_of(node) in unreachable_groups:
         return [LIBRARY]
+    # What the cluster description has no rate for cannot be compared, and is never chosen.
     known = transports_for(cluster, collective_of(step, node))
     allowed = [name for name in allowed_transports(cluster) if name in known and name not in without]
     # The library first: of equal costs the first counts, and the library takes no memory that peers map.

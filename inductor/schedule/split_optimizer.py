@@ -34,6 +34,7 @@ def split_updates(step: StepGraph) -> StepGraph:
         collectives = _collectives(step)
         for update in updates:
             parts = _parts(update, collectives)
+            # Each part is a kernel launch of its own, which pays only if parts can start at different times.
             if len(parts) > 1:
                 _split(step.graph, update, parts)
     return step
@@ -42,6 +43,8 @@ def split_updates(step: StepGraph) -> StepGraph:
 def _collectives(step: StepGraph) -> dict[Node, int]:
     """By node, the collectives that it depends on, as a bit mask: bit n stands for the n-th collective of the step."""
     found: dict[Node, int] = {}
+    # Masks are Python integers: a union costs one operation for 64 collectives, where a set would be copied at every
+    # node.
     count = 0
     for node in step.graph.nodes:
         bits = 0
@@ -71,6 +74,8 @@ def _parts(update: Node, collectives: dict[Node, int]) -> list[list[int]]:
         # A collective that all tensors wait for, such as the one behind the norm that clips, delays every part alike.
         for each in row:  # a tensor, or a number
             bits |= collectives.get(each, 0)
+        # The highest bit: the last of its collectives in the graph. As long as the order of issue is not known, that is
+        # the best guess of which one ends last.
         parts.setdefault((bits & ~common).bit_length(), []).append(at)
     return [parts[last] for last in sorted(parts)]
 
@@ -81,6 +86,7 @@ def _is_list(arguments: Any) -> bool:
 
 def _split(graph: torch.fx.Graph, update: Node, parts: Sequence[Sequence[int]]) -> None:
     """Replace ``update`` by one call per part. Readers of its results read elements of these calls."""
+    # Where each tensor of the whole update has gone.
     place = {at: (part, number) for part, listed in enumerate(parts) for number, at in enumerate(listed)}
     with graph.inserting_before(update):
         calls = [_call(graph, update, part) for part in parts]

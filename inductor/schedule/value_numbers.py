@@ -112,19 +112,23 @@ class _StepNumberer:
                 break
             number = self.number(node)
             found.of[node] = number
+            # The first node of a value names it in messages.
             found.names.setdefault(number, node.name)
         return found
 
     def number(self, node: Node) -> int:
         if node.op != "call_function":
+            # Inputs keep their names through all rewrites, so that two graphs share their leaves.
             return self.numbering.number((node.op, node.name if node.op == "placeholder" else str(node.target)))
         if is_collective(node):
             return self.collective(node)
         if is_wait(node):
+            # A wait changes when a value can be read, not what it is. Whether it is there is checked elsewhere.
             return self.found.of[node.args[0]]  # type: ignore[index]
         if is_effect(node):
             operands = self.operand((node.args, node.kwargs))
             self.found.effects.append((node.name, operands))
+            # The name is part of the number: two random draws with equal operands are different values.
             return self.numbering.number(("effect", node.name, operands))
         if node.target is operator.getitem:
             return self.element(*node.args)  # type: ignore[arg-type]
@@ -140,6 +144,8 @@ class _StepNumberer:
         """Number the tensors that a collective gives, and count them."""
         payload, results = payload_of(node), results_of(node)
         how = self.operation(node)
+        # Tensor by tensor, as if each were sent alone: that is what makes a bucket equal to its members. Size and dtype
+        # of the result are part of the number, so a lost cast is seen.
         if len(payload) == len(results):
             keys: list[Hashable] = [
                 (how, self.of_payload(each), tuple(val.shape), val.dtype)
@@ -150,6 +156,8 @@ class _StepNumberer:
         numbers = self.members[node] = [self.numbering.number(key) for key in keys]
         for number in numbers:
             self.found.names.setdefault(number, node.name)
+        # A set, since regathers repeat an all-gather. All others are counted: a reduction in place that is done twice
+        # adds twice.
         if kind_of(node) is ALL_GATHER.kind:
             self.found.gathers.update(numbers)
         else:
@@ -163,11 +171,13 @@ class _StepNumberer:
         """What a collective does, and over which group: of a call over peers the same as of the library's."""
         kind = kind_of(node)
         group = group_of(node).removesuffix(f"/{kind.stream}")  # a communicator of its own has the group's ranks
+        # A bound call keeps the call that it was made from.
         call = getattr(node.target, "call", node.target)
         if isinstance(call, PeerCall):
             return kind.name, getattr(call, "op", ""), group
         row = collective_op(node.target)
         assert row is not None  # kind_of has found it
+        # It is never merged: compared like any other operation.
         if row.coalesced is None:
             rest = [(name, value) for name, value in other_operands(node) if name not in GROUP_ARGUMENTS]
             return self.numbering.target(node.target), self.operand(rest), group
@@ -179,6 +189,7 @@ class _StepNumberer:
 
     def of_payload(self, payload: Any) -> Hashable:
         """The operand of a collective without casts: a transport may cast what it sends."""
+        # Casts of both forms: one node per tensor, and an element of a multi-tensor cast.
         while isinstance(payload, Node):
             if payload.target is aten._to_copy.default and list(payload.kwargs) == ["dtype"]:
                 payload = payload.args[0]
@@ -193,8 +204,10 @@ class _StepNumberer:
 
     def element(self, source: Node, at: Any) -> int:
         """The number of ``source[at]``."""
+        # An element of a coalesced call is the collective on that tensor alone.
         if source in self.members:
             return self.members[source][at]
+        # A multi-tensor call returns lists: `source` picks the list, `at` the row.
         call, which = (source.args[0], source.args[1]) if source.target is operator.getitem else (None, None)
         operation = _operation(call.target) if isinstance(call, Node) else None
         if isinstance(call, Node) and isinstance(operation, MultiTensor):
@@ -205,6 +218,8 @@ class _StepNumberer:
 
     def row(self, call: Node, target: MultiTensor, which: Any, at: int) -> Hashable | None:
         """What a multi-tensor call computes for row ``at`` of its list ``which``; None where rows depend on others."""
+        # A row of a cast or an update is computed from its row of operands alone. So the number survives a split of the
+        # call, or a cast that moves into a transport.
         if isinstance(target, Cast):
             return "cast", target.dtype, self.operand(call.args[0][at])  # type: ignore[index]
         if target.updated:
@@ -232,6 +247,8 @@ class _StepNumberer:
                 numbers += self.members[start_of(each.all_input_nodes[0])]
             else:
                 others.append(self.found.of[each])
+        # Sorted: transports hand over their sums in the order of their collectives, and `apply_transports` declares
+        # that sums may change in their last bits.
         return "norm of all", tuple(sorted(numbers)), tuple(others), call.meta["val"][0][0].dtype
 
     def operand(self, value: Any) -> Hashable:
@@ -250,6 +267,7 @@ class _StepNumberer:
 
 def _operation(target: Any) -> Any:
     """What a target computes: of the kernels of a multi-tensor call, that call."""
+    # Binding replaces a call on lists by its compiled kernels, and steps are compared across it.
     return target.effects.functional if isinstance(target, Launcher) else target
 
 

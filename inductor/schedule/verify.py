@@ -61,9 +61,11 @@ class ScheduleVerifier:
             self._numbering = ValueNumbering()
             self._values = self._numbering.values(step)
             memory = liveness(step)
+            # What the captured step does already is not the schedule's fault: only new faults count.
             self._stale = {key for key, _ in _stale_reads(step, memory)}
             self._overwriting = {node.name for node, _ in _overwritten_operands(step, memory)}
             self._before_fences = _names_before_fences(step)
+            # The user has put these nodes on a side stream and ordered that stream with others.
             self._streams = {node.name: node.meta["stream"] for node in step.graph.nodes if node.meta.get("stream")}
             self._groups = dict(step.groups)
 
@@ -123,6 +125,8 @@ class ScheduleVerifier:
         def of(number: int) -> str:
             return before.names.get(number) or now.names.get(number, "a collective")
 
+        # Gathers may be repeated or merged, so only the set is compared. A gather that is lost leaves its readers with
+        # another value, which would show below as well, with a message that says less.
         for number in now.gathers - before.gathers:
             yield named(number), f"{of(number)} gathers what the step does not gather"
         for number in before.gathers - now.gathers:
@@ -165,6 +169,8 @@ class ScheduleVerifier:
                 kinds = {(used.meta["val"].dtype, used.meta["val"].device) for used in payload_of(start)}
                 if len(kinds) > 1:
                     yield start, f"is one call on tensors of several kinds: {sorted(map(str, kinds))}"
+                # An element that nothing reads is a gradient or parameter that was lost in the merge; one that is read
+                # twice stands in for another.
                 if picked != list(range(len(results))):
                     yield start, f"is a bucket of {len(results)} tensors of which elements {picked} are read"
             for element in start.users:
@@ -178,10 +184,12 @@ class ScheduleVerifier:
             if group not in step.groups:
                 yield node, f"runs over {group!r}, which the step does not have"
                 continue
+            # Before `assign_communicators` the group is that of the user; behind it, the stream's communicator.
             base = group.removesuffix(f"/{stream_of(node)}")
             if group not in self._groups and base not in self._groups:
                 yield node, f"runs over {group!r}, which is no communicator of its group"
             elif group not in self._groups:
+                # Compared by ranks, in any order: a communicator of other ranks would hang, or sum other gradients.
                 ranks, wanted = _ranks(step, group), _ranks(step, base)
                 if ranks != wanted:
                     yield node, f"runs over ranks {ranks}, not {wanted}"
@@ -213,6 +221,7 @@ def _order_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
             yield node, "is an input behind other nodes"
         if node.op == "output" and at != len(nodes) - 1:
             yield node, "is the output, and not the last node"
+    # The program's arguments are positional.
     if [node.name for node in nodes[:inputs_end]] != [entry.name for entry in step.inputs]:
         yield nodes[0], "inputs are not those of the step, in their order"
 
@@ -236,6 +245,7 @@ def _names_before_fences(step: StepGraph) -> dict[str, frozenset[str]]:
 def _wait_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
     for start in step.collectives():
         elements = [user for user in start.users if user.target is operator.getitem]
+        # torch hands out an AsyncCollectiveTensor that waits by itself; in a graph nothing waits unless a node does.
         waits = waits_of(start)
         if not waits:
             yield start, "is a collective that nothing waits for"
@@ -253,8 +263,11 @@ def _wait_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
 
 def _overwritten_operands(step: StepGraph, memory: Liveness) -> Iterator[tuple[Node, str]]:
     """Operands and results of collectives that are written to between their start and their first wait."""
+    # All results of a call complete together, so its first wait ends the use of all its operands.
     under_way: dict[LiveRange, dict[Node, int]] = {}  # collectives that use a storage, and waits that are to come
     for node in memory.order:
+        # The communication stream still reads, or writes, this memory, and nothing but a wait orders this node behind
+        # it.
         for written in _writes(node, memory):
             for start, left in under_way.get(written, {}).items():
                 if left:
@@ -289,10 +302,13 @@ def _stale_reads(step: StepGraph, memory: Liveness) -> Iterator[tuple[tuple[str,
     """
     current: dict[LiveRange, Node] = {}  # by storage, the node that wrote to it last
     version: dict[tuple[Node, LiveRange], Node] = {}  # by value and storage, the write that the value shows
+    # As in SSA form: each write makes a new version of a storage, a value shows the version that its node made or
+    # viewed, and a read is stale where the storage has a newer version.
     for node in memory.order:
         written = _writes(node, memory)
         name = "a collective" if is_collective(node) else "a wait" if is_wait(node) else node.name
         reads = list(node.all_input_nodes) if node.target is not operator.getitem else []
+        # A wait reads for its collective: until then the operands are in use.
         if is_wait(node) and is_collective(start_of(node)):
             mine = memory.of[start_of(node)]  # a collective in place has written to its operand itself
             reads += [used for used in start_of(node).all_input_nodes if set(mine).isdisjoint(memory.of[used])]
@@ -342,7 +358,10 @@ def _memory_faults(
 ) -> Iterator[tuple[Node, str]]:
     over_time = _held_over_time(memory)
     peak_at = max(range(len(over_time)), key=over_time.__getitem__)
+    # Equality, not a tolerance: both count the same storages of the same graph, so any difference is a fault of one of
+    # the two.
     peak = over_time[peak_at] + set_aside(step)
+    # Only rank 0 checks the limit: it planned with its sizes. Another rank may have a larger batch.
     if limit is not None and peak > limit:
         yield memory.order[peak_at], f"{peak:,} bytes are held here, {peak - limit:,} more than the limit"
     if predicted_peak is not None and peak != predicted_peak:
@@ -355,9 +374,11 @@ def _held_over_time(memory: Liveness) -> list[int]:
     place = {node: at for at, node in enumerate(memory.order)}
     change = [0] * (len(place) + 1)
     for found in memory.ranges:
+        # Deliberately not `LiveRange.end`: the walk that computes it is what the planner has used.
         end = len(place) - 1 if found.is_input else place[found.maker]
         for value in found.values:
             end = max(end, place[value])
+            # An element of a list reads nothing: with it counted, all tensors of a bucket would be held for the first.
             for user in value.users:
                 if user.target is not operator.getitem:
                     end = max(end, place[user])

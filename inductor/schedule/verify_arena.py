@@ -60,6 +60,7 @@ def arena_faults(step: StepGraph, memory: Liveness) -> Iterator[ArenaFault]:
     Args:
         memory: of ``step``: which values lie in one storage.
     """
+    # Each group has an arena and barriers of its own: barriers of one group say nothing about another's.
     groups: dict[str, list[Node]] = {}
     for node in memory.order:
         if isinstance(_call(node), PeerCall):
@@ -80,6 +81,7 @@ class _GroupArena:
         self.starts, self.memory = starts, memory
         self.at = {node: position for position, node in enumerate(memory.order)}
         self.calls = [_call(node) for node in starts]
+        # A call without a wait counts as running until the end, so nothing may follow it.
         self.waited = [min((self.at[wait] for wait in waits_of(node)), default=len(self.at)) for node in starts]
         self.streams: dict[str, list[int]] = {}
         for number, call in enumerate(self.calls):
@@ -98,8 +100,12 @@ class _GroupArena:
                 yield from self.misplaced(start, which, offset, call)
                 before, after = self.first_use(number, which, call), self.last_use(number, which, call)
                 member = _Member(start, offset, offset + bytes_of(kind), before, after)
+                # Between steps there is no barrier. Whatever this step touches before its first one may still be read
+                # by a rank that is in the previous step.
                 if not before:
                     yield ArenaFault(start, "uses the arena before any barrier of this step: a peer may still read it")
+                # All pairs, whatever the order of issue: on streams that run side by side, an earlier call is not
+                # always the earlier user.
                 for other in members:
                     if other.begin < member.end and member.begin < other.end and not _ordered(other, member):
                         yield ArenaFault(
@@ -114,8 +120,11 @@ class _GroupArena:
     def first_use(self, number: int, which: int, call: PeerCall) -> int:
         """The barriers passed before a tensor is first written."""
         written = self.writer(number, which, call)
+        # Written by the compute stream, which knows only of barriers that it has waited for.
         if written is not None:
             return self.passed_before(written)
+        # Written on the communication stream, which starts behind the compute stream and runs its calls one after the
+        # other. The barrier in the middle of this call comes too late: copies and pushes go before it.
         passed = self.passed_before(self.at[self.starts[number]])
         for earlier in self.streams[call.stream_name]:
             if earlier >= number:
@@ -126,12 +135,14 @@ class _GroupArena:
     def last_use(self, number: int, which: int, call: PeerCall) -> int:
         """The barriers that come after the collective has ended and every node has run that reads the tensor."""
         on_stream = self.streams[call.stream_name]
+        # A wait for a later call of the stream proves this one ended, too.
         ended = min((self.waited[n] for n in on_stream if n >= number), default=len(self.at))
         after = self.starting_after(ended)
         for later in on_stream:
             if later > number:
                 after |= self.bits(later)
         start = self.starts[number]
+        # A barrier counts only if it comes after every use, so each reader takes away those that are issued before it.
         for node in self.readers(start, which, call):
             after &= self.starting_after(self.at[node])
         written = self.writer(number, which, call)
@@ -142,6 +153,7 @@ class _GroupArena:
         a collective is one for all before it on its stream."""
         passed = 0
         for numbers in self.streams.values():
+            # From the last to the first: once a wait is found, all earlier calls of the stream have ended.
             known = False
             for number in reversed(numbers):
                 known = known or self.waited[number] < position
@@ -172,6 +184,8 @@ class _GroupArena:
 
     def direct_writer(self, start: Node, which: int, call: PeerCall) -> Node | None:
         """The node that writes an operand where peers read it; None where the operand is copied there."""
+        # Bound calls hold tensors in `arena_slots`, not :class:`ArenaSlot`, so after binding an operand counts as
+        # copied. The layout was checked before, and binding does not change it.
         for found in self.memory.of[inputs_of(start)[which]]:
             places = found.maker.meta.get("arena_slots", ())
             slots = [slot for slot in places if isinstance(slot, ArenaSlot)]
@@ -190,6 +204,7 @@ class _GroupArena:
             return
         for value in values:
             for found in self.memory.of[value]:
+                # Views of a result keep its bytes in use, and so do collectives that send it on, until their own waits.
                 for alias in found.values:
                     if call.in_arena:
                         yield alias

@@ -43,9 +43,10 @@ from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.schedule import agree_on_schedule, planner
 from weft.inductor.schedule.agree_on_schedule import agree_on_decisions, in_captured_order, scheduled
+from weft.inductor.schedule.bucket_reports import _why
 from weft.inductor.schedule.communicators import assign_communicators
 from weft.inductor.schedule.decisions import Decisions, structure
-from weft.inductor.schedule.planner import Schedule, ScheduleCandidate, _why, follow, schedule
+from weft.inductor.schedule.planner import Schedule, ScheduleCandidate, follow, schedule
 from weft.inductor.transports import symmetric_memory
 
 H200 = load_cluster("h200x8")
