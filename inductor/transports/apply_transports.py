@@ -69,10 +69,12 @@ def replace_collectives(
         PeersUnreachable: a rank did not join the rendezvous.
     """
     applied: dict[Node, str] = {}
+    # A step has hundreds of collectives, and one reason for all of them.
     messages: dict[str, None] = {}
     for node in step.collectives():
         name = chosen.get(node, library)
         # The schedule assumed that the ranks can share memory. Where they cannot, the step runs all the same.
+        # Both answers are the same on all ranks: one is agreed on, the other follows from the graph.
         why = None if name in LIBRARIES else unreachable(step, node) or unsupported_reason(step, node, name)
         if why is not None:
             messages[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None

@@ -88,6 +88,8 @@ def plan(intervals: Sequence[CollectiveInterval], regions: Sequence[Region]) -> 
     :func:`can_write` must hold for the position of each region that the compute stream writes. Takes time quadratic in
     the number of distinct lifetimes. The result depends on the arguments only, so all ranks find the same plan.
     """
+    # Ranks compare the whole plan before they share memory (`symmetric_buffer`). Whatever follows must be free of ties
+    # that depend on addresses or hashes.
     events = _EventOrder(intervals)
     # Regions with the same lifetime conflict with the same others. One block for all of them keeps the conflict matrix
     # small: a step has thousands of regions and a few hundred lifetimes.
@@ -139,6 +141,8 @@ class _Lifetime:
     def can_precede(self, other: _Lifetime) -> bool:
         """Whether this region may have the bytes of ``other`` and be used earlier. A barrier between the two must
         exist, or be possible as the opening barrier of the collective that uses ``other`` first."""
+        # On its own stream, the first collective of `other` starts after the last use here, and so does its opening
+        # barrier. That barrier is the one to be added by `_opening_barriers`.
         return self.is_separated_from(other) or (
             other.first_collective is not None
             and self.free_from[other.first_collective[0]] <= other.first_collective[1]
@@ -151,6 +155,7 @@ class _Lifetime:
         That collective starts after the last use on every rank (index >= free) and has passed its barrier before the
         first use (index < before). One stream with such a collective is enough.
         """
+        # Strictly: collective number `free` has passed its barrier only if it is among the first `before`.
         return any(free < before for free, before in zip(self.free_from, other.barriers_before, strict=True))
 
 
@@ -159,6 +164,7 @@ class _EventOrder:
 
     def __init__(self, intervals: Sequence[CollectiveInterval]) -> None:
         names = list(dict.fromkeys(interval.stream for interval in intervals))
+        # A FIFO stream runs its collectives in the order of issue, so indices on a stream are a clock.
         by_start = sorted(range(len(intervals)), key=lambda number: intervals[number].start)
         self.streams = [[number for number in by_start if intervals[number].stream == name] for name in names]
         self.stream_index = {
@@ -175,6 +181,7 @@ class _EventOrder:
         # A tensor that is written and never read still occupies its bytes when it is written.
         last = max(region.last_read, -1 if region.first_write is None else region.first_write)
         free_from = tuple(self._free_from(stream, last, region.intervals) for stream in streams)
+        # A node on the compute stream knows what its waits have shown. It has no barrier that could be added.
         if region.first_write is not None:
             return _Lifetime(None, self._completed(region.first_write), free_from)
         own, at = first_collective = self.stream_index[region.intervals[0]]
@@ -187,6 +194,7 @@ class _EventOrder:
 
     def _completed(self, position: int) -> tuple[int, ...]:
         """Per stream, how many collectives have completed when the compute stream reaches ``position``."""
+        # `ends` ascends (see above), so the completed collectives are a prefix of the stream.
         return tuple(bisect_left(ends, position) for ends in self.ends)
 
     def _free_from(self, stream: int, last: int, users: Iterable[int]) -> int:
@@ -195,6 +203,7 @@ class _EventOrder:
         The barrier of that collective is the first one of its stream that proves the bytes unused on all ranks.
         """
         starts = self.starts[stream]
+        # A collective starts behind everything that was issued to the compute stream before it, this node included.
         free_from = bisect_right(starts, last)
         for user in users:
             own, at = self.stream_index[user]
@@ -241,6 +250,7 @@ class _Block:
         return not (self.lifetime.is_separated_from(other.lifetime) or other.lifetime.is_separated_from(self.lifetime))
 
 
+# Computed once per plan: placement is repeated dozens of times and only reads it.
 # A symmetric matrix by block numbers: 1 where two blocks must not share bytes.
 _ConflictMatrix = Sequence[bytearray]
 
@@ -286,6 +296,8 @@ def _best(events: _EventOrder, blocks: Sequence[_Block], lower_bound: int) -> li
     """
     conflicts = _conflict_matrix(blocks, _Block.conflicts)
     conflicts_without_barrier = _conflict_matrix(blocks, _Block.conflicts_without_barrier)
+    # Two passes: how small the arena can get with all barriers that it takes, then which barriers are not needed at
+    # that size.
     smallest = _smallest(blocks, conflicts, lower_bound)
     size = _arena_size(blocks, smallest)
     tried = (_place_blocks(sorted(blocks, key=key), conflicts, conflicts_without_barrier, size) for key in _ORDERS)
@@ -329,6 +341,8 @@ def _place_blocks(
     block_offsets = [0] * len(order)
     placed: list[tuple[int, int, int]] = []  # offset, end and number
 
+    # `placed` is sorted by offset, so the first gap that is long enough is the lowest. Blocks in it that do not
+    # conflict may be shared.
     def lowest(size: int, conflicting: bytearray) -> int:
         offset = 0
         for start, end, other in placed:
@@ -344,6 +358,7 @@ def _place_blocks(
             if conflicts_without_barrier is not None
             else size
         )
+        # Giving up the distance to one block saves bytes at the price of a barrier.
         if offset + block.size > size:
             offset = lowest(block.size, conflicts[block.number])
         block_offsets[block.number] = offset

@@ -64,6 +64,7 @@ def lay_out(step: StepGraph) -> dict[str, ArenaPlan]:
     if not starts:
         return {}
     positions = _StepPositions(step)
+    # Groups have arenas of their own: a barrier of one group proves nothing about the ranks of another.
     groups = dict.fromkeys(group_of(node) for node in starts)
     return {group: _lay_out(positions, [node for node in starts if group_of(node) == group]) for group in groups}
 
@@ -74,6 +75,7 @@ def arena_sizes(step: StepGraph) -> dict[str, int]:
     for node, call in _calls(step):
         members = call.arena_tensors([used.meta["val"] for used in inputs_of(node)], node.meta["val"])
         ends = (offset + bytes_of(member) for offset, member in zip(call.offsets, members, strict=True))
+        # From the offsets: no plan is kept, and the graph alone has to tell, before and after binding.
         sizes[call.group] = max(sizes.get(call.group, 0), *ends)
     return sizes
 
@@ -109,6 +111,8 @@ def _lay_out(positions: _StepPositions, starts: list[Node]) -> ArenaPlan:
     for start, opening_barrier in zip(starts, layout.opening_barriers, strict=True):
         call = call_of(start)
         members = [next(placed) for _ in start.meta["val"]]
+        # Decided by the order, like the offsets: only a call behind a wait of this step may write on the compute
+        # stream.
         if isinstance(call, CopyEngineGather):
             call = replace(call, copy_in_on_compute_stream=positions.copies_in_on_compute_stream(start, intervals))
         start.target = replace(call, offsets=tuple(offset for offset, _ in members), opening_barrier=opening_barrier)
@@ -150,6 +154,8 @@ class _StepPositions:
         self, number: int, start: Node, at: int, producer: Node | None, intervals: Sequence[CollectiveInterval]
     ) -> Region:
         """The arena bytes that tensor ``at`` of a collective needs; ``producer`` writes it if it is not None."""
+        # Three cases: a result that peers write, an input that the collective copies in, an input that its producer
+        # writes.
         size = bytes_of(arena_tensors_of(start)[at])
         if call_of(start).in_arena:
             # Views keep the bytes in use as well, so the end of the live range counts, not that of the node. Peers
@@ -157,6 +163,8 @@ class _StepPositions:
             elements = [user for user in start.users if user.target is operator.getitem and user.args[1] == at]
             ends = [self.range(element).end for element in elements]
             return Region(size, (number,), last_read=max(ends, default=intervals[number].wait))
+        # The collective copies the input in. Nothing on the compute stream reads that copy, so it is free when the
+        # collectives have passed.
         if producer is None:
             return Region(
                 size, (number,), self.at[start] if self.copies_in_on_compute_stream(start, intervals) else None
@@ -169,6 +177,7 @@ class _StepPositions:
 
     def range(self, node: Node) -> LiveRange:
         """The live range of a tensor's storage."""
+        # A single tensor has a single storage; only lists have several.
         (found,) = self.memory.of[node]
         return found
 
@@ -190,6 +199,7 @@ class _StepPositions:
         if not call_of(start).reads_arena:
             return None
         operand, (_, dtype) = inputs_of(start)[at], arena_tensors_of(start)[at]
+        # Through reshapes: a gradient is often flattened between its GEMM and its reduction.
         node = whole_source(operand)
         if "inplace" in node.meta:  # it shares its storage with the node that allocated it
             node = self.range(node).maker
@@ -242,6 +252,8 @@ def _accepts_output_buffer(node: Node) -> bool:
         return False
     if node.target in GEMMS:
         return True
+    # A kernel of symbolic sizes has no constant size to place; an output that continues an input is that input's
+    # memory.
     kernel, at = node.args if node.target is operator.getitem else (None, 0)
     call = kernel.target if isinstance(kernel, Node) else None
     return isinstance(call, KernelCall) and not call.symbols and call.outputs[at].name not in call.continued  # type: ignore

@@ -38,8 +38,11 @@ class CommStream:
         if self._stream is None or done is None:
             yield 0
             return
+        # One event serves all forks: a wait refers to what was recorded when it was issued, so recording again later
+        # does not move it.
         self._ready.record(torch.cuda.current_stream(self.device))
         self._stream.wait_event(self._ready)
+        # torch operations inside (copies into the arena) must go to this stream as well.
         with torch.cuda.stream(self._stream):
             yield self._stream.cuda_stream
         done.record(self._stream)
@@ -51,6 +54,8 @@ class CommStream:
         """Block the compute stream until ``done`` has completed."""
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
+            # Streams are FIFOs: behind the last launch everything before it has ended, too. Other events leave the last
+            # one pending.
             self._last_event = None if done is self._last_event else self._last_event
 
     def join(self) -> None:
@@ -60,6 +65,7 @@ class CommStream:
         self.wait(self._last_event)
 
 
+# Cached, so that a prediction's stream (`peer_stream`) and all programs of the process mean one CUDA stream by a name.
 @functools.cache
 def comm_stream(device: torch.device, name: str) -> CommStream:
     """The communication stream of that name on a device; the same object for every call."""

@@ -39,9 +39,11 @@ def _use_squares(graph: torch.fx.Graph, node: Node) -> None:
     waits: dict[Node, set[Node]] = {}
     for wait in results.values():
         waits.setdefault(start_of(wait), set()).add(wait)
+    # The kernel sums over all results of its call. Where the norm leaves one out, that sum is of no use.
     of_all = [
         start for start, found in waits.items() if len({wait.args[0] for wait in found}) == len(start.meta["val"])
     ]
+    # A tensor that is counted twice, or a result in two views, would be counted once by the kernel.
     if len(set(results.values())) < len(results) or len(set(tensors)) < len(tensors) or not of_all:
         return
     squares = []
@@ -53,6 +55,7 @@ def _use_squares(graph: torch.fx.Graph, node: Node) -> None:
         with graph.inserting_before(node):
             squares.append(graph.call_function(PeerSquares(), (first,)))
         squares[-1].meta = meta_of(node, val=first.meta["val"].new_empty(call.sums, dtype=torch.float32))
+    # What no peers have reduced: replicated parameters, and buckets that NCCL carries.
     others = [tensor for tensor in tensors if tensor not in results or start_of(results[tensor]) not in of_all]
     ((norms,),) = node.meta["val"]
     # The node stays, so that its name stays valid. Its argument list is a new object, because cost estimates

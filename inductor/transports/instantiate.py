@@ -36,7 +36,9 @@ def bind(step: StepGraph) -> StepGraph:
     """
     starts = [node for node in step.graph.nodes if isinstance(node.target, PeerCall)]
     sizes = arena_sizes(step)
+    # In the order of the graph, the same on all ranks: each buffer is a rendezvous of its group.
     buffers = {group: _buffer(step, [n for n in starts if group_of(n) == group], sizes[group]) for group in sizes}
+    # All are constructed before any is attached: a constructor reserves staging memory, and `attach` takes it.
     calls = {node: _bound(node, buffers[group_of(node)]) for node in starts}
     _compile([*calls.values()])
     for node, call in calls.items():
@@ -55,6 +57,7 @@ def bind(step: StepGraph) -> StepGraph:
 def _buffer(step: StepGraph, starts: list[Node], size: int) -> SymmetricBuffer:
     """The symmetric buffer of the group of ``starts``. Ranks compare the text of all calls before they share memory."""
     group, device = group_of(starts[0]), starts[0].meta["val"][0].device
+    # With offsets, dtypes and opening barriers: ranks that differ in one of them would read each other's wrong bytes.
     plan = "\n".join(f"{call_of(node)} of {arena_tensors_of(node)}" for node in starts)
     return symmetric_buffer(group, step.groups[group], device, size, plan)
 
@@ -80,6 +83,7 @@ def _compile(calls: list[BoundPeerCall]) -> None:
     for call in calls:
         by_device.setdefault(call.device, []).append(call)
     for device, here in by_device.items():
+        # All at once, so that kernels compile in parallel. Layers that repeat have equal sources, which compile once.
         sources = [source for call in here for source in call.sources()]
         kernels = iter(compile_kernels(sources, device))
         for call in here:

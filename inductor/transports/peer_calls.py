@@ -87,6 +87,8 @@ class PeerCall:
     offsets: tuple[int, ...] = ()
     opening_barrier: bool = False
 
+    # Attributes by which passes recognise a call, see :mod:`weft.capture.node_kinds`. Fakes of results share storage as
+    # the graph says, though the target is no operation of torch.
     collective: ClassVar[bool] = True
     shares_as_fakes: ClassVar[bool] = True
     transports: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -97,6 +99,7 @@ class PeerCall:
     @property
     def transport(self) -> str:
         """The name of its transport."""
+        # By its fields: one class serves several transports (`one_shot`, `two_shot`).
         of_class = self.transports.items()
         return next(name for name, fields in of_class if all(getattr(self, f) == fields[f] for f in fields))
 
@@ -235,6 +238,7 @@ class CopySumReduceScatter(PeerReduceScatter):
 
     def staging_bytes(self, specs: Sequence[TensorSpec]) -> int:
         """Bytes of the staging buffers of all peers."""
+        # This rank's own part is read in place, from its arena.
         return (self.world - 1) * self.staging_offsets(specs)[-1]
 
 
@@ -316,6 +320,7 @@ def bytes_of(spec: TensorSpec) -> int:
 
 def call_classes() -> dict[str, type[PeerCall]]:
     """The class of calls of each transport that has a row, and whose file is imported."""
+    # The loop grows the list it walks: subclasses of subclasses are found too.
     found: dict[str, type[PeerCall]] = {}
     classes = [PeerCall]
     for each in classes:
@@ -339,6 +344,8 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
     transport_row, row = TRANSPORTS[name], collective_op(node.target)
     if row is None or row.kind.name not in transport_row.kinds:
         return f"{name} does not do {node.target}"
+    # The wrapper asked for a sum in a wider dtype than is sent. A transport that sums in the wire dtype would lose
+    # bits.
     if row.sum_dtype is not None and not transport_row.sums_in_float32:
         return f"{name} sums in the dtype that it sends"
     if row.further_operands:
@@ -352,10 +359,13 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
         return "the group is one rank"
     if reduction and reduction not in transport_row.reductions:
         return f"{name} does not reduce by {reduction}"
+    # Offsets in the arena are constants, the same on all ranks.
     if any(type(n) is not int for val in vals for n in (*val.shape, *val.stride())):
         return "a size is not known before the step runs"
+    # The bytes in memory are not the values: conj and neg views resolve on reading, which a peer does not do.
     if any(map(is_lazy, vals)):
         return "a tensor holds its values' negatives"
+    # A kernel is compiled for one source and one wire dtype; its table has a row per tensor and no dtypes.
     if len({val.dtype for val in inputs}) > 1 or len({val.dtype for val in outputs}) > 1:
         return "the tensors are of several types"
     if len(inputs) != len(outputs):
@@ -365,11 +375,13 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
         return f"{name} does not move {unknown}"
     if reduction == "avg" and not outputs[0].dtype.is_floating_point:
         return "integers have no mean"
+    # Kernels move contiguous chunks, and an empty tensor has no address for their tables.
     if not all(val.numel() and val.is_contiguous() for val in outputs):
         return "a result is empty or has gaps"
     # The next step reuses the arena, and a tensor's storage there is the whole arena.
     if results_in_arena(transport) and any(wait in escaping(step) for wait in waits_of(node)):
         return "a result is held after the step, and would lie in memory that the next step uses"
+    # `untyped_storage()` of a result would be that of the whole arena.
     if results_in_arena(transport) and any(map(read_by_storage, waits_of(node))):
         return "a result is read by its storage, and would lie in that of the arena"
     return None
@@ -396,6 +408,8 @@ def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
         return node if sum_dtype_of(node) is None else expand(step, node)
     assert (why := unsupported_reason(step, node, transport)) is None, why
     world = len(torch_adapter.group_ranks(step.groups[group_of(node)]))
+    # Calls of peers always take and return lists. A single tensor becomes a list of one, and its readers an element of
+    # it.
     listed, inputs = is_coalesced(node), payload_of(node)
     call_class = call_classes()[name]
     programs = programs or call_class.default_programs(inputs[0].meta["val"].device)
@@ -411,9 +425,11 @@ def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
         if not listed:
             result = step.graph.call_function(operator.getitem, (start, 0))
             result.meta = meta_of(node, val=node.meta["val"])
+    # Before the uses are replaced: afterwards the waits hang on the new node.
     waits = waits_of(node)
     node.replace_all_uses_with(result)
     step.graph.erase_node(node)
+    # torch's wait knows nothing of the event that this call records.
     for wait in waits:
         wait.target = PeerWait()
     return start
@@ -427,6 +443,8 @@ def _uncast(shard: Node) -> Node:
     elif (list_ := multi_tensor_cast_of(shard)) is not None:
         source = list_.args[0][shard.args[1]]  # type: ignore[index]
     inputs, outputs = source.meta["val"], shard.meta["val"]
+    # float32 shards are what mixed precision casts. Each further source dtype would be another kernel to compile and
+    # test.
     castable = inputs.dtype == torch.float32 and inputs.is_contiguous() and outputs.is_contiguous()
     return source if castable and "inplace" not in shard.meta else shard
 

@@ -77,13 +77,17 @@ class BoundPeerCall(ABC):
         self.call = call
         self.buffer = buffer
         self.device = buffer.device
+        # Fakes are read now: a call must not touch them, it runs on the host's critical path.
         self._output_specs = [(tuple(val.shape), val.stride(), val.dtype) for val in outputs]
         self._members = list(zip(call.offsets, call.arena_tensors(inputs, outputs), strict=True))
         self._slots = [buffer.view(offset, *member) for offset, member in self._members]
         # An input with this address was written into the arena by its producer and needs no copy.
         self._slot_addresses = [slot.data_ptr() for slot in self._slots]
         self._description = description
+        # Kernels can only write numbers down. The buffer keeps the descriptions.
         self._number = buffer.failure_number(description)
+        # Calls of one stream never overlap, so they share words of the signal pad. Those of two streams may, and must
+        # not.
         self._first_word = buffer.first_word(call.stream_name)
         self._stream = comm_streams.comm_stream(self.device, call.stream_name)
         self._done = self._stream.event()
@@ -97,15 +101,20 @@ class BoundPeerCall(ABC):
         return not self.in_arena
 
     def __call__(self, inputs: Tensors, out: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
+        # Before anything is launched: no barrier waits once a failure is recorded, so the call would compute from
+        # incomplete data.
         self.buffer.check()
+        # A copy that this makes is kept alive by `_inputs_in_use`, like the inputs themselves.
         inputs = [tensor.contiguous() for tensor in inputs]
         results = self._results(out or [None] * len(self._output_specs))
         self._write_addresses(inputs, results)
         size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        # NCCL's flight recorder does not see this call.
         entry = record(self._description, self.group, size)
         with self._stream.fork(self._done) as stream:
             self._run(inputs, results, stream)
         self._inputs_in_use = inputs
+        # There is no stream: everything has run, and a failure has been written down by now.
         if self.device.type == "cpu":
             self.buffer.check()
             entry.end()
@@ -115,6 +124,8 @@ class BoundPeerCall(ABC):
         """Block the compute stream until the results are written. All results complete together, so only the first of
         several waits has to do anything."""
         if self._inputs_in_use is not None:
+            # Behind this, work on the compute stream may overwrite the inputs, so the references can go. The host does
+            # not wait.
             self._stream.wait(self._done)
             self._inputs_in_use = None
 
@@ -126,6 +137,8 @@ class BoundPeerCall(ABC):
             PeerLost, PeerTimeout: a rank was missing.
         """
         self.buffer.check()
+        # A replay forks from the compute stream only. Without this, its first collective could overlap with one that
+        # was launched before the replay, and use the same words of the signal pad.
         self._stream.join()
 
     def _results(self, out: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -139,6 +152,7 @@ class BoundPeerCall(ABC):
 
     def _copy_in(self, inputs: Tensors) -> None:
         """Copy those inputs into the arena that their producers did not write there, and cast them to its dtype."""
+        # By address and not by the plan: a producer that did not take its slot has written elsewhere.
         moved = [at for at, value in enumerate(inputs) if value.data_ptr() != self._slot_addresses[at]]
         if moved:
             _copy_each([self._slots[at] for at in moved], [inputs[at] for at in moved])
@@ -175,6 +189,7 @@ class _KernelCollective(BoundPeerCall):
         # Each program signals through its own row of the signal pad. More programs would use another stream's rows.
         assert self.transport.slots <= PROGRAMS * call.world, f"{self.transport.grid} programs"
         self._chunks = self.transport.chunks.to(self.device)
+        # The number of columns depends on the transport; a word for the alignment follows each row.
         row = self._rows([0] * len(inputs), [0] * len(outputs))[0]
         self._table = AddressTable(len(inputs) * (len(row) + 1), self.device)
 
@@ -194,6 +209,7 @@ class _KernelCollective(BoundPeerCall):
         peers = self._peers()
         tables = self._chunks, self._table.start
         arguments = self.transport.arguments(peers, self._first_word, self._number, *tables, *self._extra_arguments())
+        # A prepared launch keeps no tensor alive. All of these are attributes of this object or of the buffer.
         self._launch = kernel.prepare(self.transport.grid, *arguments)
         self._entry_barrier, self._exit_barrier = (
             compiled.prepare(barrier.grid, *barrier.arguments(peers, self._first_word, self._number))
@@ -213,10 +229,12 @@ class _KernelCollective(BoundPeerCall):
         return [Barrier(self.call.world, what) for what in (FailureKind.ENTRY_BARRIER, FailureKind.EXIT_BARRIER)]
 
     def _write_addresses(self, inputs: Tensors, results: Tensors) -> None:
+        # The table is copied only where an address has changed since the last call.
         rows = self._rows(*([tensor.data_ptr() for tensor in of] for of in (inputs, results)))
         self._table.fill(rows, _current_stream(self.device))
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
+        # The planner asks for it where no other barrier is between the last use of these bytes and this call.
         if self.call.opening_barrier:
             self._entry_barrier(stream)
         self._launch(stream)
@@ -258,6 +276,7 @@ class _Pull(_KernelCollective, transport="pull"):
         self, call: PeerCall, inputs: Tensors, outputs: Tensors, buffer: SymmetricBuffer, description: str
     ) -> None:
         super().__init__(call, inputs, outputs, buffer, description)
+        # At a fixed address, since the kernel's arguments are prepared once.
         self.squares = torch.zeros(self._reduce_scatter.sums if self._reduce_scatter.squares else 0, device=self.device)
 
     @property
@@ -287,6 +306,7 @@ class _Pull(_KernelCollective, transport="pull"):
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
         if self.call.opening_barrier:
             self._entry_barrier(stream)
+        # Peers have read what was here: by the opening barrier, or by another one since.
         self._copy_in(inputs)
         self._entry_barrier(stream)
         self._fetch(stream)
@@ -311,6 +331,7 @@ class _Staging:
 
     def take(self, size: int) -> torch.Tensor:
         """A uint8 tensor of ``size`` bytes. If the memory has to grow, earlier programs keep their old tensor."""
+        # A program whose kernels point into the old memory holds it by its tensor.
         if len(self._memory) < self._reserved:
             self._memory = torch.empty(self._reserved, dtype=torch.uint8, device=self._memory.device)
         return self._memory[:size]
@@ -342,6 +363,7 @@ class _CopySum(_Pull, transport="copy_sum"):
         self._staging.reserve(call.staging_bytes(arena_tensors))
 
     def attach(self, kernels: Sequence[Kernel]) -> None:
+        # All ranks copy at once and start with their successors, so each rank serves one peer at a time.
         peers = _peers_in_turn(self.buffer)
         self._staged = self._staging.take(len(peers) * self._slot)
         slots = [self._staged.data_ptr() + at * self._slot for at in range(len(peers))]
@@ -355,6 +377,7 @@ class _CopySum(_Pull, transport="copy_sum"):
             for at, peer in enumerate(peers)
         ]
         self._copies = copies_on(self.device, copies_by_peer, self._description)
+        # Staging has a fixed address, so the copies are aimed once and not per call.
         self._copies.aim(slots)
         super().attach(kernels)
 
@@ -422,6 +445,7 @@ class _CopyEngine(BoundPeerCall, transport="copy_engine"):
         self._deposit = ShardCopy(tuple(val.numel() for val in inputs), inputs[0].dtype, outputs[0].dtype)
         self._chunks = self._deposit.chunks.to(self.device)
         self._table = AddressTable(len(inputs) * (len(self._deposit.rows([0], [0], [0])[0]) + 1), self.device)
+        # Blocks of one result lie behind each other in rank order, so rank r's block begins at r times the size.
         self._sizes = [bytes_of(member) for _, member in self._members]
         arenas = _arenas(buffer)
         copies_by_peer = [
@@ -439,12 +463,14 @@ class _CopyEngine(BoundPeerCall, transport="copy_engine"):
     def attach(self, kernels: Sequence[Kernel]) -> None:
         meet, deposit = kernels
         barrier = Barrier(self.call.world)
+        # One kernel for both barriers. They run one after the other on one stream, and each takes the next epoch.
         arguments = barrier.arguments(self.buffer.peers, self._first_word, self._number)
         self._entry_barrier = meet.prepare(barrier.grid, *arguments)
         self._launch = deposit.prepare(self._deposit.grid, self._chunks, self._table.start)
 
     def _write_addresses(self, inputs: Tensors, results: Tensors) -> None:
         starts = [result.data_ptr() for result in results]
+        # Results are outside the arena and can have other addresses in each call.
         self._copies.aim(starts)
         # This rank's own block of each result. Copy engines bring only the blocks of peers.
         owns = [start + self.buffer.rank * size for start, size in zip(starts, self._sizes, strict=True)]

@@ -87,6 +87,7 @@ class SymmetricBuffer:
         self.rank = rank
         self.device = parts[rank].device
         self.timeout = knobs.peer_timeout_s
+        # The pad comes first, so its address does not depend on the size of the arena.
         pad = _pad_bytes(len(ranks))
         self.size = len(parts[rank]) - pad
         self._arenas = [part[pad:] for part in parts]
@@ -97,8 +98,10 @@ class SymmetricBuffer:
         self._record = torch.zeros(failure.WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         # Kernels write this record over PCIe into pinned host memory, so check() can read it without a synchronisation.
         self._failed = ctypes.c_int32.from_address(self._record.data_ptr())
+        # Kernels have no clock that is the same on all GPUs, so they count. The counter is an int32.
         max_polls = min(int(self.timeout / _SECONDS_PER_POLL[self.device.type]), 2**31 - 1)
         tables = [[part.data_ptr() + offset for part in parts] for offset in (pad, 0)]
+        # Each process maps the buffers at addresses of its own, so these tables differ between ranks. Offsets do not.
         bases, pads = (torch.tensor(table, dtype=torch.int64).to(self.device) for table in tables)
         self.peers = PeerGroup(len(ranks), rank, bases, pads, self._record, max_polls)
         weakref.finalize(self, _close, processes)
@@ -142,9 +145,11 @@ class SymmetricBuffer:
             PeerLost: the process of the missing rank has ended.
             PeerTimeout: it is still running.
         """
+        # The kernel writes this word last, with release order, so the others are there.
         if self._failed.value:
             found = failure.read(self._record)
             assert found is not None
+            # A pidfd becomes readable when its process has ended.
             ended = bool(select.select([self._processes[found.rank]], [], [], 0)[0])
             kind = errors.PeerLost if ended else errors.PeerTimeout
             raise kind(self.ranks[found.rank], self.axis, self._descriptions[found.collective], self.timeout)
@@ -167,6 +172,7 @@ def buffer_bytes(world: int, size: int, device: torch.device) -> int:
     """Bytes per rank of a buffer with an arena of ``size`` bytes for ``world`` ranks. torch's caching allocator does
     not count them."""
     least = _pad_bytes(world) + max(size, mmap.PAGESIZE)
+    # The driver maps whole granules, and memory limits are about what it takes.
     return _round_up(least, _GRANULARITY if device.type == "cuda" else mmap.PAGESIZE)
 
 
@@ -191,6 +197,7 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
     """
     if current_fake_world() is not None:
         return "the other ranks of a fake world are not there"
+    # By group object, not by name: a name may be used again after the group is destroyed.
     known = _reachable.setdefault(torch_adapter.process_group(group), {})
     if device.type not in known:
         # Each check is agreed on before the next one starts: a rank that skipped a rendezvous would block the others.
@@ -199,6 +206,7 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
         if why is None:
             rendezvous = peer_rendezvous(axis, group, f"watched/{device.type}")
             why = rendezvous.first_objection(_why_not_watched(rendezvous))
+        # Last, since it maps memory: rendezvous of torch blocks where a rank does not come.
         if why is None and device.type == "cuda":
             why = peer_rendezvous(axis, group, "mapped").first_objection(_why_not_mapped(group, device))
         known[device.type] = why
@@ -208,6 +216,7 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
 def _host() -> str:
     """Text that is equal for two processes on one machine that can see each other: host name, boot id, pid namespace.
     A container may hide some of them."""
+    # The host name alone is not enough: containers on one machine may share it, or machines of one image.
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -228,9 +237,11 @@ def _why_not(host: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda" or not torch_adapter.can_share_gpu_memory():
         return f"this torch has no symmetric memory on {device.type}"
+    # Before torch's first rendezvous, which would create the multicast object.
     wrong = _multicast()
     if wrong:
         return str(errors.MulticastNotOff(wrong))
+    # Asked for all visible GPUs: which of them the peers use is not known here.
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
     blind = next((other for other in others if not torch.cuda.can_device_access_peer(device, other)), None)
     return None if blind is None else f"GPU {device.index} has no access to the memory of GPU {blind}"
@@ -291,6 +302,7 @@ def symmetric_buffer(axis: str, group: str, device: torch.device, size: int, pla
     pg = torch_adapter.process_group(group)
     # Before any memory is mapped: ranks of different plans would read each other's wrong bytes.
     _agree(axis, group, f"{size} bytes, plan {hashlib.sha256(plan.encode()).hexdigest()[:16]}")
+    # All ranks have agreed on `size` and have the same history, so they come to the same branch.
     known = _buffers.get(pg)
     if known is None or known.size < size or known.device != device:
         make = _on_gpu if device.type == "cuda" else _on_cpu
@@ -322,6 +334,7 @@ def refuse_multicast() -> None:
 
 
 def _on_gpu(axis: str, group: str, device: torch.device, size: int) -> SymmetricBuffer:
+    # Again, right before the rendezvous: the answer of `reachable` is cached, and the environment can change.
     refuse_multicast()
     rendezvous = peer_rendezvous(axis, group, "buffer")
     pad = _pad_bytes(len(rendezvous.ranks))
@@ -329,6 +342,7 @@ def _on_gpu(axis: str, group: str, device: torch.device, size: int) -> Symmetric
     memory[:pad].zero_()
     # The pad must be zero before peers can map it: they may signal at once, and a later memset would erase that signal.
     torch.cuda.synchronize(device)
+    # Before mapping: a rank that dies from here on is seen by its pidfd.
     processes = _processes(rendezvous)
     try:
         parts, keep = torch_adapter.symmetric_peers(memory, group)
@@ -340,10 +354,12 @@ def _on_gpu(axis: str, group: str, device: torch.device, size: int) -> Symmetric
 def _on_cpu(axis: str, group: str, device: torch.device, size: int) -> SymmetricBuffer:
     rendezvous = peer_rendezvous(axis, group, "buffer")
     world = len(rendezvous.ranks)
+    # One file for all ranks, one part after the other.
     part = _round_up(_pad_bytes(world) + size, mmap.PAGESIZE)
     file, whole, why = -1, torch.empty(0, dtype=torch.uint8), None
     try:
         if rendezvous.at == 0:
+            # Without a name in the file system, nothing is left behind by a crash.
             file = os.memfd_create("weft")
             os.truncate(file, world * part)
     except OSError as error:

@@ -47,6 +47,7 @@ class PushGather(PeerKernel):
     def _lines(self) -> list[str]:
         def push(mask: str) -> list[str]:
             value = f"value = {widened(load('shard_at', mask), self.source)}"
+            # Loaded and cast once, stored to every rank.
             return [value, *(store(place, "value", self.wire, mask) for place in peer_names(self.world))]
 
         return [

@@ -115,6 +115,8 @@ class OneShotAllReduce(AllReduce):
             return [*self._combine(mask), store("result_at", "total", self.result, mask)]
 
         return [
+            # Copy, barrier, read: what this program reads of a peer, the program of its number there has copied before
+            # the barrier.
             *self._copy(),
             *self._begin(),
             "for chunk in range(program, number, programs):",
@@ -152,6 +154,8 @@ class TwoShotAllReduce(AllReduce):
             return [*self._combine(mask), *(store(place, "total", self.wire, mask) for place in peer_names(self.world))]
 
         return [
+            # Copy, barrier, exchange, barrier: the second one keeps readers from results that a peer has not written
+            # yet.
             *self._copy(),
             *self._begin(),
             # Between the barriers nobody else touches a chunk of this rank, on any rank.

@@ -46,6 +46,8 @@ class Barrier:
     @functools.cached_property
     def kernel(self) -> KernelSource:
         """The kernel, the same on all ranks."""
+        # One program and one warp: it has as little to schedule as a kernel can have, so it gets onto a multiprocessor
+        # beside a GEMM that leaves little room.
         return peer_kernel_source(self.name, [barrier_call(self.what)], _SIGNATURE, self.world, 1)
 
     def arguments(self, peers: PeerGroup, slots: int, collective: int) -> tuple[Argument, ...]:

@@ -24,9 +24,12 @@ def barrier(pads, slots, rank, failure, what, collective, max_polls, WORLD: tl.c
     peer = tl.arange(0, LANES)
     there = peer < WORLD
     row = slots + tl.program_id(0) * WORLD
+    # This rank's slot in every pad, its own included. Nobody else writes it, so a plain exchange is enough.
     theirs = tl.load(pads + peer, mask=there, other=0).to(tl.pointer_type(tl.uint32)) + row + rank
     own = tl.load(pads + rank).to(tl.pointer_type(tl.uint32)) + row
     # Volatile: this multiprocessor's cache does not see what the last barrier wrote.
+    # The own slot says how often this program has arrived: no counter on the host, which a graph's replay would not
+    # advance.
     epoch = tl.load(own + rank, volatile=True) + 1
     # A release covers what its own thread wrote or knows of: by this, all that the other threads did.
     tl.debug_barrier()

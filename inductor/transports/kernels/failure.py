@@ -50,6 +50,7 @@ class Failure:
 
 def read(record: torch.Tensor) -> Failure | None:
     """The failure in a record (int32[WORDS], in the host's memory); None where there was none."""
+    # Word 1 only decides between writers.
     what, _, collective, rank, epoch = record[:5].tolist()
     return Failure(FailureKind(what), collective, rank, epoch % 2**32) if what else None
 

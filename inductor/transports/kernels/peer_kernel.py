@@ -102,6 +102,8 @@ class PeerKernel(ABC):
     @functools.cached_property
     def chunk(self) -> int:
         """Elements of a chunk."""
+        # Divided while programs would get fewer chunks than `_WANTED_CHUNKS`: with a few each, the last round leaves
+        # most of them idle.
         chunk = _MOST_BLOCKS * self.block
         while chunk > self.block and self._chunks_of(chunk) < _WANTED_CHUNKS * self.programs * self.round:
             chunk //= 2
@@ -120,6 +122,7 @@ class PeerKernel(ABC):
     @property
     def grid(self) -> Grid:
         """How many programs to launch."""
+        # Never more programs than chunks: each one more takes part in the barriers, and moves nothing.
         return max(1, min(self.programs, -(-self._chunks_of(self.chunk) // self.round))), 1, 1
 
     @property
@@ -130,6 +133,7 @@ class PeerKernel(ABC):
     @functools.cached_property
     def kernel(self) -> KernelSource:
         """The kernel, the same on all ranks."""
+        # Grid and chunks follow from sizes only. A rank with another grid would wait for programs that do not exist.
         lines = ["program = tl.program_id(0)", "programs = tl.num_programs(0)", *self._lines()]
         # Smaller blocks in the masked branch: a short member would fill only a part of a whole one.
         sizes = {"CHUNK": self.chunk, "BLOCK": self.block, "TAIL": max(1, self.block // 4)}
@@ -186,5 +190,6 @@ class PeerKernel(ABC):
 
     def _at_a_time(self, dtype: torch.dtype) -> int:
         """The number of peers from which a program loads at once: as many as its registers can hold the values of."""
+        # A thread holds this many elements of each block that is in flight, and a pointer for each rank.
         elements = max(1, self.block // (32 * self.warps))
         return max(1, (_LOADS - self.world * _ADDRESS) // (elements * dtype.itemsize))

@@ -70,6 +70,8 @@ def peer_pointers(world: int, shift: str, dtype: torch.dtype, first: str = "") -
         shift: an expression; ``{rank}`` in it stands for the rank.
         first: the rank of the first pointer, from which the others count up; rank 0 if empty.
     """
+    # Sums start at rank 0 on every rank, for equal bits. Pushes start at the rank itself, to spread the load on the
+    # links.
     ranks = [f"({first} + {k}) % WORLD" if first else str(k) for k in range(world)]
     addresses = [f"tl.load(bases + {rank}) + {shift.format(rank=rank)}" for rank in ranks]
     return [f"{place} = {pointer(address, dtype)}" for place, address in zip(peer_names(world), addresses, strict=True)]

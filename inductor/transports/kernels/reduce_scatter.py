@@ -64,6 +64,8 @@ class PullReduceScatter(PeerKernel):
                 lines += [f"total = {rounded('total', self.result)}", f"{sum_} += total * total"]
             return [*lines, store("result_at", "total", self.result, mask)]
 
+        # Two accumulators, because whole and masked blocks have different sizes. They are summed to one number per
+        # program, so the result does not depend on timing.
         no_squares = ["block_squares = tl.zeros([BLOCK], tl.float32)", "tail_squares = tl.zeros([TAIL], tl.float32)"]
         all_squares = "tl.store(squares + program, tl.sum(block_squares, 0) + tl.sum(tail_squares, 0))"
         return [
@@ -112,6 +114,7 @@ class LocalReduceScatter(PullReduceScatter):
         return []
 
     def _find(self) -> list[str]:
+        # The bases of peers are local slots here, see `_CopySum`; only this rank's own part lies in its arena.
         shift = "tl.where(rank == {rank}, own, landed)"
         loads = ["landed = tl.load(member + 1)", "own = tl.load(member + 2)"]
         return [*loads, *peer_pointers(self.world, shift, self.wire)]

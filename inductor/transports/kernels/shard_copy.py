@@ -42,6 +42,7 @@ class ShardCopy:
     def kernel(self) -> KernelSource:
         """Its arguments are :attr:`chunks`, and the addresses of :meth:`rows` as ``launch_plan.pointer_table`` lays
         them out, both on the device."""
+        # One read, two writes: the second spares a copy within the GPU from the arena to the result.
         columns = [
             Column("value", self.source),
             Column("slot", self.wire, False, "value"),
