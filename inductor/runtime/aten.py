@@ -120,11 +120,13 @@ class AtenProgram:
             node = self._failing_node(error.__traceback__)
             if node is None:
                 raise
+            # A collective fails at its wait. The user's line is that of the call.
             start = start_of(node) if is_wait(node) else node
             stack = [format_frame(frame) for frame in start.meta.get("frames", ())]
             if is_collective(start):
                 why = str(error) if isinstance(error, CannotEnd) else f"{type(error).__name__}: {error}"
                 raise CollectiveFailed(str(start.target), stack, why) from error
+            # The user's own code raised: its error must reach the caller as in eager.
             if node.meta.get("effect"):
                 error.add_note(f"raised in a compiled step at {stack[0] if stack else node.name}")
                 raise

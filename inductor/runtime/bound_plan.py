@@ -141,13 +141,16 @@ class AddressTable:
         if rows != self._rows:
             table = pointer_table(rows)
             # A copy from pageable memory would make the host wait until the stream reaches the copy.
+            # torch's allocator of pinned memory does not reuse the temporary before the copy has run on this stream.
             self._table.copy_(table.pin_memory() if self._table.is_cuda else table, non_blocking=True)
             self._rows = rows
 
     def _record(self, rows: list[list[int]], stream: int) -> None:
+        # Written once and never again: every replay of this recording reads it.
         locked = self._locked.pop()
         self._recorded.append(locked)
         locked.copy_(pointer_table(rows))
+        # A replay leaves its own addresses in the table, so the next call outside of it must not skip the copy.
         self._rows = None
         self._fetch.launch((-(-len(locked) // _BLOCK), 1, 1), stream, locked, self._table)
 

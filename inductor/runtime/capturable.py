@@ -21,6 +21,7 @@ def why_not(node: Node, step: StepGraph) -> str | None:
     """The reason why a call cannot be recorded in a CUDA graph, as a sentence; None where it can be recorded."""
     if isinstance(node.target, StreamCall) or node.meta.get("effect"):
         return f"{node.name} calls Python code of the step at every call"
+    # Host numbers are written before the replay; what reads them on the GPU is recorded.
     if node.target is to_memory:
         return f"{node.name} takes numbers from the host"
     if is_collective(node):
@@ -78,6 +79,7 @@ def _why_not_communicate(start: Node | None, step: StepGraph) -> str | None:
         return "a wait whose collective is not in the step"
     if not all(tensor.is_cuda for tensor in tensors_of(start)):
         return f"{start.name} communicates on the CPU"
+    # A peer call launches kernels and copies like any other.
     if not hasattr(start.target, "_schema"):
         return None
     name = group_of(start)

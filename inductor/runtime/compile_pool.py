@@ -30,7 +30,7 @@ from weft.inductor.codegen.kernel_source import KernelSource
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 16  # each imports torch and Triton, which takes memory. A choice.
+MOST_WORKERS = 16  # each imports triton, which takes memory. A choice.
 
 # Compiling a kernel takes about 0.07 s, starting a worker 0.2 s: fewer kernels are compiled in this process.
 FEWEST_FOR_WORKERS = 5
@@ -61,8 +61,10 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
     if workers is None:
         # Linux alone can say on which processors this process may run.
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # One core stays for this process, which feeds the workers.
         workers = min(usable - 1, MOST_WORKERS)
         workers = workers if workers > 1 and len(missing) >= FEWEST_FOR_WORKERS else 0
+    # See above: ranks that took the same order would compile the same kernel at the same time.
     random.Random(os.getpid()).shuffle(missing)
     binaries: dict[KernelSource, Binary] = {source: binary for source, binary in found.items() if binary is not None}
     if workers:
@@ -143,6 +145,7 @@ def _compile_in_workers(
     def feed(worker: subprocess.Popen[str]) -> None:
         while waiting and not failed:
             try:
+                # A list's `pop` is atomic. Another thread may have taken the last one since the test.
                 source = waiting.pop()
             except IndexError:
                 break
@@ -188,6 +191,7 @@ def _compiled_by(worker: subprocess.Popen[str], source: KernelSource, arch: int)
 
 def _start_worker() -> subprocess.Popen[str]:
     program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import work; work()"
+    # With this variable, triton would interpret kernels in the worker, which is to compile them.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True

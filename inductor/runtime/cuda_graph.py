@@ -97,12 +97,15 @@ class GraphedProgram:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         self._calls += 1
+        # Libraries allocate handles and workspaces in the first calls, which a capture forbids.
         if self.why_not is not None or self._calls <= _WARM_UP_CALLS:
             return self.program(*inputs)
         recorded = self._find(inputs) or self._record(inputs)
         if recorded is None:
             return self.program(*inputs)
         self.replays += 1
+        # A check also makes the compute stream wait for the communication stream, on which calls from outside of this
+        # recording may still run.
         for check in self._checks:
             check()
         with torch.no_grad():
@@ -149,6 +152,7 @@ class GraphedProgram:
         if not self._recorded:
             return
         last_key, last = next(reversed(self._recorded.items()))
+        # The last recording has paid off: an address that changes this rarely is worth a new one.
         if last.replays >= _REPLAYS_PER_RECORDING:
             self._address_changes = [0] * len(self._address_changes)
         copied = list(self._copied)
@@ -174,6 +178,7 @@ class GraphedProgram:
             StaticInput(value) if copied and tensor else value
             for value, copied, tensor in zip(inputs, self._copied, self._tensors, strict=True)
         ]
+        # The recording reads static buffers where inputs are copied, and the caller's own tensors elsewhere.
         recorded_inputs = [value.tensor if isinstance(value, StaticInput) else value for value in static]
         try:
             recording = self.recorder.record(lambda: self.program(*recorded_inputs))
@@ -182,6 +187,7 @@ class GraphedProgram:
             return None
         self.recordings += 1
         recorded = _Recorded(recording, static, recorded_inputs, self._updated, self.internal, self._kept_results)
+        # The key is taken anew: `_copy_moving_inputs` may have changed what it consists of.
         self._recorded[self._key(inputs)] = recorded
         if len(self._recorded) > _MAX_RECORDINGS:
             self._recorded.popitem(last=False)
@@ -236,6 +242,7 @@ class _Recorded:
             static.fill(inputs[at])
         self._recording.replay()
         self.replays += 1
+        # Behind the replay on the same stream, so the caller's tensor has the new value when the call returns.
         for at in self._written:
             inputs[at].copy_(self._copied[at].tensor, non_blocking=True)
         return [output(inputs) for output in self._outputs]

@@ -150,6 +150,8 @@ class _Partitioner:
                 self.at[node] = self.at[node.args[0]]
             else:
                 why = unrecordable.get(node)
+                # Runs of calls with the same answer share a partition: each boundary costs a launch and copies of what
+                # crosses it.
                 if len(self.reasons) == 1 or (self.reasons[-1] is None) != (why is None):
                     self.reasons.append(why)
                 self.at[node] = len(self.reasons) - 1
@@ -192,6 +194,7 @@ class _Partitioner:
         for node, number in self.at.items():
             for used in node.all_input_nodes if node.target is not operator.getitem else ():
                 read(used, number)
+        # A new value that is an input itself (two inputs swapped) is read when everything has run.
         for _, value in self.step.updates():
             if self._base(value).op == "placeholder":
                 read(value, end)

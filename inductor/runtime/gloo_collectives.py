@@ -168,6 +168,7 @@ def _wait(tensor: Tensor) -> Tensor:
     if unfinished is None:
         return _original_wait(tensor)
     work, group, ranks, point, finish, entry = unfinished
+    # Alone, or outside of the main thread, nobody counts calls, and the timeout is that of the group.
     if ranks is None or point is None:
         work.wait()
     else:

@@ -87,12 +87,15 @@ class CudaRecorder:
     def record(self, run: Callable[[], list[Any]]) -> CudaRecording:
         """Capture the work of ``run`` on a side stream. Raises every error of ``run`` and of the capture."""
         stream = torch.cuda.current_stream(self.device)
+        # One pool for all graphs: each recording has the memory of a whole step, and they never run at the same time.
         alive = next(iter(self._graphs), None)
         pool = torch.cuda.graph_pool_handle() if alive is None else alive.pool()
         graph = torch.cuda.CUDAGraph()
         collecting = gc.isenabled()
         gc.disable()  # a finalizer that runs during the capture may make a call that invalidates it
         try:
+            # Thread-local: in the default mode a call of another thread, such as the watchdog of NCCL, would invalidate
+            # the capture.
             with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = run()
         except Exception:

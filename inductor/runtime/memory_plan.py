@@ -86,6 +86,8 @@ class MemoryPlan:
 
 def plan_memory(step: StepGraph, placement: Placement) -> MemoryPlan:
     """Plan the arena of the program that runs ``step`` with this ``placement``."""
+    # From the placement, not from the graph: writes in place and reused variables are decided there, and they extend
+    # live ranges.
     candidates = _ArenaCandidates(step, placement)
     trees = [(node, tree) for node in step.graph.nodes if (tree := candidates.spans_of(node)) is not None]
     intervals = candidates.intervals
@@ -149,9 +151,11 @@ class _ArenaCandidates:
 
     def spans_of(self, node: Node) -> Spans:
         """Spans with offset 0 for the outputs of ``node`` that can lie in the arena; None where none can."""
+        # A write goes to memory that exists, and an elided node has no statement that could take an address.
         if node in self._placement.writes or node in self._placement.elided or node.op != "call_function":
             return None
         if node.target in GEMMS:
+            # Into a tensor of other strides, `out=` would compute elsewhere and copy.
             val = node.meta["val"]
             fits = "arena_slots" not in node.meta and is_static([val]) and val.is_contiguous()
             return self._span(val, self._placement.trees[node], node) if fits else None
@@ -179,9 +183,11 @@ class _ArenaCandidates:
 
     def _span(self, val: torch.Tensor, tree: Any, node: Node, until: int = 0) -> ArenaSpan | None:
         memories = {leaf.memory.root for leaf in leaves(tree) if leaf.memory is not None}
+        # One memory: a value that may lie in either of two has no address of its own.
         if len(memories) != 1 or not is_static([val]) or not val.numel() or self._shares(val, node):
             return None
         (memory,) = memories
+        # One device: its first value decides which. A step on a GPU has only small tensors on the CPU.
         if memory.inputs or memory in self._excluded or val.device != (self.device or val.device):
             return None
         self.device = val.device
@@ -226,6 +232,7 @@ def pack(intervals: Sequence[LiveInterval]) -> list[int]:
     Time is linear in the number of intervals times how many of them are live in one of 64 segments of the program.
     """
     best: list[int] = []
+    # Each order costs as much as the first. A few percent of memory are worth that, less is not.
     smallest, enough = math.inf, peak_bytes(intervals) * (1 + _SIZE_TOLERANCE)
     for key in _PLACEMENT_ORDERS:
         offsets = _greedy_offsets(intervals, key)
@@ -265,6 +272,7 @@ def _greedy_offsets(intervals: Sequence[LiveInterval], key: _Key) -> list[int]:
             if intervals[other].start <= new.end and new.start <= intervals[other].end
         }
         taken = sorted((offsets[other], intervals[other].size) for other in conflicts)
+        # Best fit keeps large gaps for large values, as in the paper.
         offsets[number] = _smallest_gap(new.size, taken)
         for segment in segments:
             segment.append(number)

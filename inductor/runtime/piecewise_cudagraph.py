@@ -46,6 +46,7 @@ def compile_recorded(
         MalformedProgram: the verifier found a fault in the partitions (with the knob ``verify_graphs`` on).
     """
     gpus = {t.device for node in step.graph.nodes for t in tensors_of(node) if t.is_cuda}
+    # A CUDA graph is captured on one stream of one GPU.
     if len(gpus) != 1:
         log.info("the step runs kernel by kernel, not as a CUDA graph: it is on %d GPUs", len(gpus))
         return compile_aten(step, device=device)

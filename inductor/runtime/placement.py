@@ -170,6 +170,7 @@ class _TensorPlacer:
         self.order = order = list(step.graph.nodes)
         self.at = {node: position for position, node in enumerate(order)}
         self.reads_until = {node: self._reads_until(node) for node in order}
+        # By value. A memory is busy until the last read of any value in it, see :class:`Memory`.
         self.last_read = {node: max((self.reads_until[u] for u in node.users), default=self.at[node]) for node in order}
         self.names = {node.name for node in order}
         self.out = Placement()
@@ -200,6 +201,8 @@ class _TensorPlacer:
         by_storage: dict[int, Memory] = {}
         for node in self.step.placeholders:
             memory = Memory(frozenset({node.name}), node.name not in updated)
+            # Inputs that share a storage when the step is captured (tied weights, a view beside its base) share a
+            # memory.
             for storage in storages(node):
                 memory = by_storage.setdefault(storage, memory).merge(memory)
             is_tensor = isinstance(node.meta["val"], torch.Tensor)
@@ -215,9 +218,11 @@ class _TensorPlacer:
                 memory.busy_until = max(memory.busy_until, self.last_read[node])
         where = geometry(node)
         if where is not None and isinstance(tree, Variable) and tree.memory is not None:
+            # The first variable of a geometry: later views that come back to it need no statement.
             tree.memory.root.tensors.setdefault(where, tree)
 
     def _place(self, node: Node) -> Tree:
+        # The view was written in place, so the base already holds what this scatter would make.
         if node in self.written_back:
             self.out.elided.add(node)
             return self.trees[self.written_back[node]]
@@ -233,14 +238,19 @@ class _TensorPlacer:
         if isinstance(operand, list):
             self.out.elided.add(node)
             return operand[node.args[1]]  # type: ignore[index]
+        # The list is one variable, since somebody reads it as a whole. Its elements share its memory: more than needed,
+        # never less.
         return Variable(node.name, operand.memory if operand is not None else None)
 
     def _place_result(self, node: Node) -> Tree:
+        # A wait returns the tensor that it was given.
         if returns_its_input(node):
             return self._trees_of(node.args[0])
         if isinstance(node.target, MultiTensor):
             # Called as it is, it computes out of place. Its fakes lie where its kernels will write: in its operands.
             return _variables(node, None)
+        # `sources` names too many rather than too few: a merge that was not needed costs a clone, one that is missing
+        # costs bits.
         shared = [leaf.memory for source in sources(node) for leaf in leaves(self.trees[source]) if leaf.memory]
         if is_inverse_view(node) and shared:
             # view(view(x)) with the geometry of x is x: reuse its variable. An in-place write to the result then is a
@@ -295,6 +305,7 @@ class _TensorPlacer:
             # Values without a later read cannot be destroyed by a later write.
             memory = leaf.memory.root  # type: ignore[union-attr]
             memory.values = [value for value in memory.values if self.last_read[value] > self.at[node]]
+        # The functional form returns new tensors first, then the written arguments in the order of the schema.
         results = [*self.out.writes[node].fresh, *({**operands, **targets}[name] for name in operands)]
         # The functional form of an ATen operation returns a single result without a list around it.
         return results[0] if len(results) == 1 and isinstance(op, OpOverload) else results
@@ -312,6 +323,7 @@ class _TensorPlacer:
         if memory.read_only or not all(share_storage(value, written[0]) for value in read):
             return False
         now = self.at[node]
+        # Collectives count until their wait (`reads_until`): their operands are read by another stream.
         read_later = [v for v in memory.values if any(u is not node and self.reads_until[u] > now for u in v.users)]
         scatters: dict[Node, Node] = {}
         if read_later:
@@ -325,6 +337,7 @@ class _TensorPlacer:
     def _only_written_back(self, value: Node, now: int, new: set[Node], backs: dict[Node, Node]) -> bool:
         """Whether all later reads of ``value`` are scatters of a value in ``new`` into it; adds these to ``backs``."""
         for user in value.users:
+            # Read before the write, or by the writing node itself.
             if self.reads_until[user] <= now or self.at[user] == now:
                 continue
             if user.target in SCATTERS and user.args[0] is value and user.args[1] in new:
@@ -332,6 +345,8 @@ class _TensorPlacer:
                 if geometry(user) != geometry(value) or not share_storage(user, user.args[1]):
                     return False
                 backs[user] = value
+            # A view that is made later shows the new value. That is right only for scatters, which want the new value
+            # there.
             elif not looks_into(user) or not self._only_written_back(user, now, new, backs):
                 return False
         return True
@@ -359,6 +374,8 @@ class _TensorPlacer:
                 self.out.copies.append(UpdateCopy(target, source, after))
             else:
                 late.setdefault(value, []).append(target)
+        # All copies at the end run one after the other, and each may destroy what a later one, or a result, still
+        # needs.
         overwritten = {target.memory.root for targets in late.values() for target in targets if target.memory}
         # A source that is itself an input overwritten at the end (two inputs swapped) is cloned first.
         for value, targets in late.items():
@@ -384,6 +401,7 @@ class _TensorPlacer:
         if not isinstance(result, Node):
             return result
         where = geometry(result)
+        # With the geometry of the input: the caller gets the very tensor, as after `x.add_(1); return x`.
         inputs = (self.trees[p] for p in updated.get(result, ()) if where is not None and geometry(p) == where)
         return next(inputs, None) or self._readable_at_end(result, overwritten)
 
@@ -392,6 +410,7 @@ class _TensorPlacer:
         leaf = self.trees[value]
         if not isinstance(leaf, Variable) or leaf.memory is None or leaf.memory.root not in overwritten:
             return leaf
+        # One clone serves every later reader.
         known = next((clone for clone, old in self.out.final_clones if old.name == leaf.name), None)
         if known is None:
             known = Variable(self._unused_name(f"{leaf.name}_before"), Memory())
@@ -419,6 +438,7 @@ def writing_form(node: Node) -> OpOverload | InPlace | None:
 
     A functional all-reduce counts too: torch's implementation clones its operand, the in-place form saves that.
     """
+    # What the user's step called comes first: it has the bits and the strides of eager.
     op = node.target.op if isinstance(node.target, Functionalized) else node.meta.get("inplace")
     op = op or in_place_collective(node.target)
     return op if op is not None and effects_of(op) is not None else None

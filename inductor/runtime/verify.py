@@ -167,6 +167,7 @@ class _ProgramVerifier:
         return len(self.parents) - 1
 
     def _root(self, storage: int) -> int:
+        # Path halving keeps the walk short.
         while self.parents[storage] != storage:
             self.parents[storage] = self.parents[self.parents[storage]]
             storage = self.parents[storage]
@@ -180,6 +181,7 @@ class _ProgramVerifier:
         if a != b:
             one, other = self.storages[a], self.storages[b]
             self.parents[b] = a
+            # Joined storages may be one memory, so each property is the stricter of the two.
             one.last_use = max(one.last_use, other.last_use)
             one.last_write = max(one.last_write, other.last_write)
             one.contents |= other.contents
@@ -226,6 +228,7 @@ class _ProgramVerifier:
     def _drop(self, name: str) -> None:
         if name not in self.variables:
             self._fault(f"{name} is dropped, but not bound: dropped twice, or too early")
+        # Another variable of the same storage may still be waited for.
         if self._of(name).pending is not None and self._is_last(name):
             self._fault(f"{name} is dropped before its collective is waited for")
         del self.variables[name]
@@ -269,12 +272,15 @@ class _ProgramVerifier:
         if _is_new_arena(function):
             self.arena_bytes = _number(call.args[0])
             (self.arena,) = results
+        # Reads before writes before results, as the call does it.
         self._read_by(function, call, read, node)
         written = self._written(function, call, node)
         for name in written:
             self._write(name, node)
+        # A copy carries the value that it copies, so an update by a copy counts as written by the node of that value.
         if function is aten.copy_.default:
             self._of(written[0]).contents |= {node for name in read for node in self._of(name).contents}
+        # The lines of a node also hold clones and copies that the placement has added; only its own call computes it.
         if node is not None and node not in self.computed and function in _forms(node):
             self.computed[node] = self.now
         storages = self._results(function, call, results, read, node)
@@ -309,6 +315,7 @@ class _ProgramVerifier:
             nodes: list[Node] = []
             torch.fx.node.map_arg(value, nodes.append)
             variables = self._bound(_read(word))
+            # Otherwise a constant of the graph has become a global name, and positions do not match.
             if len(nodes) == len(variables):
                 yield from zip(variables, nodes, strict=True)
 
@@ -374,6 +381,7 @@ class _ProgramVerifier:
             one = val[at] if isinstance(val, (list, tuple)) and count == len(val) else val
             keys = set(storage_keys(one))
             return [name for name, used in self._operands(call, node) if not keys.isdisjoint(storages(used))]
+        # Nothing is known of this callable: its result may be a view of anything that it reads.
         return read
 
     def _arguments_of(self, function: OpOverload, call: ast.Call, alias: Any) -> list[str]:
@@ -390,6 +398,7 @@ class _ProgramVerifier:
     # ---- collectives
 
     def _start(self, results: Sequence[int], operands: Sequence[int]) -> None:
+        # A collective in place has one storage as operand and as result, which is pending until the wait anyway.
         own = {self._root(storage) for storage in results}
         for storage in own:
             self.storages[storage].pending = self.now
@@ -403,6 +412,7 @@ class _ProgramVerifier:
         if started is None:
             return
         self.waits_for[started] -= 1
+        # Stricter than NCCL needs, where the first wait is for all results of a call. gloo runs them one by one.
         if self.waits_for[started]:
             return
         for storage in self.reads_of.pop(started):
@@ -443,6 +453,7 @@ class _ProgramVerifier:
         during the one that uses it last: a kernel may write its results before it has read all of its operands."""
         alive: list[tuple[int, _ArenaBlock]] = []
         for block in self.blocks:  # in the order of their starts
+            # Equal positions overlap: see above on kernels.
             alive = [(last, other) for last, other in alive if last >= block.start]
             for _, other in alive:
                 if block.offset < other.end and other.offset < block.end:

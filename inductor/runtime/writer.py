@@ -88,6 +88,7 @@ class _ProgramWriter:
         self.reads: set[str] = set()
         self.names: dict[str, Any] = {"torch": torch}
         self.bound: dict[Any, str] = {}
+        # Global names must not be hidden by variables: a call would then call a tensor.
         variables = {leaf.name for tree in placement.trees.values() for leaf in leaves(tree)}
         self.taken = (
             variables | {node.name for node in self.order} | {"run", "inputs", "torch", "float", "slice", UNUSED}
@@ -200,6 +201,7 @@ class _ProgramWriter:
                 return self.step.groups.get(value, value)
             return written.get(name, value)
 
+        # The in-place form names its arguments, and `written` goes by these names.
         op = writing_form(node) or node.target
         schema = getattr(op, "_schema", None)
         if schema is None:
@@ -304,6 +306,7 @@ class _ProgramWriter:
                     continue
                 statement.outputs = []
             dropped[at] = {name for name in statement.reads if name not in read}
+            # An output that nothing reads is dropped at once; its memory would otherwise live to the end of the call.
             dropped[at] |= {name for name in statement.outputs if name not in read}
             read |= statement.reads
             needed.append((at, statement))
