@@ -104,9 +104,14 @@ class CollectiveKind:
 KINDS: dict[str, CollectiveKind] = {
     kind.name: kind
     for kind in (
+        # Of these kinds NCCL has a ring; a tree for all-reduces only, and PAT, which needs one rank per node. See
+        # NCCL's src/graph/tuning.cc. Only an all-gather sends the dtype of its result: a reduction that rounds before
+        # it adds would lose bits.
         CollectiveKind("all_gather", "gather", tree=NcclTree.ONE_RANK_PER_NODE, sends_result_dtype=True),
         CollectiveKind("reduce_scatter", "reduce", tree=NcclTree.ONE_RANK_PER_NODE),
+        # Around the ring twice: a reduce-scatter and an all-gather.
         CollectiveKind("all_reduce", "reduce", laps=2, tree=NcclTree.ALWAYS),
+        # On the stream of gathers, because it brings parameters.
         CollectiveKind("broadcast", "gather", sends_all=True),
         CollectiveKind("all_to_all", "exchange", Traffic.PAIRWISE),
         CollectiveKind("send_recv", "exchange", Traffic.POINT_TO_POINT),
@@ -185,6 +190,8 @@ REDUCE_SCATTER = CollectiveOp(
     reduction=1,
     waited_early=True,
 )
+# What mixed precision asks for: bfloat16 gradients, summed in float32. Transports over peers do that with narrow
+# traffic; for a library the operands are cast before.
 WIDENING_REDUCE_SCATTER = CollectiveOp(
     _weft.reduce_scatter_tensor.default,
     KINDS["reduce_scatter"],
@@ -246,6 +253,7 @@ def _check(row: CollectiveOp) -> None:
     for form in row.forms:
         require(form.namespace in COLLECTIVE_NAMESPACES, f"{form} is no collective", f"Define it in {namespaces}")
         require(_BY_FORM.get(form, row) == row, f"{form} has a row already", "Give it one row")
+        # A group is found by the name of its argument: passes rewrite it, and costs depend on its ranks.
         groups = sum(argument.name in GROUP_ARGUMENTS for argument in form._schema.arguments)
         what = f"{groups or 'none'} of the arguments of {form} names its process group"
         require(groups == 1, what, f"Call one argument {GROUP_ARGUMENTS[0]}; several groups are several collectives")
@@ -341,6 +349,7 @@ def shared_operands(node: Node) -> str:
     """What all ranks must give alike to a collective, as text: the dtypes of its payload, and all other operands but
     the sizes of parts, which differ between ranks. Of operands that are nodes it says only that they are."""
     dtypes = [str(used.meta["val"].dtype) for used in payload_of(node)]
+    # Nodes differ in name between ranks that compute different things, and their values are data.
     operands = [(name, value) for name, value in other_operands(node) if "split_sizes" not in name]
     return f"{dtypes} {torch.fx.node.map_arg(operands, lambda _: 'a node')}"
 
@@ -383,5 +392,7 @@ def ranks_on_a_host(group: str) -> int:
         ranks = torch_adapter.group_ranks(group)
     except RuntimeError:
         return 0
+    # Consecutive ranks share a host, as torchrun starts them. Asking all hosts would be a rendezvous, in a place that
+    # only looks at the graph.
     here = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     return len(ranks) if not here or len({rank // here for rank in ranks}) == 1 else 0

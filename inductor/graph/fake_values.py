@@ -75,6 +75,7 @@ def infer(node: Node, groups: Mapping[str, str] | None = None) -> Any:
         return args[0][args[1]]
     if is_wait(node):
         return args[0]
+    # Graphs name groups by mesh and dimension, torch by names of its own.
     if (group := group_of(node)) and groups and group in groups:
         args = tuple(groups[group] if arg == group and isinstance(arg, str) else arg for arg in args)
     mode = _mode((args, kwargs, node.meta.get("val")))
@@ -177,6 +178,7 @@ def _refresh(node: Node) -> Node | None:
     if node.target in _COPIES:
         if any(inside) and (copy := infer(node)) is not NOT_STATED:
             node.meta["val"] = copy
+    # Only a value in the wrong memory is computed again: most nodes are right, and a graph has thousands.
     elif not all(inside):
         moved = infer(node) if is_view else _alias_of(operand, node.meta["val"])
         if tensors_in(moved) and all(torch_adapter.storage_key(tensor) in memory for tensor in tensors_in(moved)):

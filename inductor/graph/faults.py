@@ -160,6 +160,8 @@ class Faults:
             left_out: in the attempt that had these faults.
             available: the kinds that this compilation can leave out as a whole.
         """
+        # A kernel that fails is at fault itself. A pass that fails may be the victim of an earlier one, which only a
+        # verified attempt tells.
         operations = bool(self.parts) and all(part.kind == "operation" for part in self.parts)
         if not (operations or left_out.verified or knobs.verify_graphs):
             return LeftOut(verified=True)  # a pass may have failed on what an earlier one had broken
@@ -193,6 +195,7 @@ def is_fault(error: BaseException) -> bool:
     Not: what tells the user of a mistake or of other ranks, exhausted memory, and a file or GPU that fails."""
     if isinstance(error, WeftError):
         return isinstance(error, (InternalFault, CudaError))
+    # Another way to compile the step would meet the same memory, disk or GPU.
     outside = isinstance(error, (MemoryError, OSError, torch.OutOfMemoryError))
     return isinstance(error, Exception) and not outside and type(error).__name__ != "AcceleratorError"
 

@@ -24,6 +24,7 @@ def host_nodes(step: StepGraph) -> set[Node]:
     found: set[Node] = set()
     drawn_by_others = False
     for node in step.graph.nodes:
+        # Moving a draw ahead of others would change what each of them draws.
         follows = found.issuperset(node.all_input_nodes) and not (is_random(node) and drawn_by_others)
         if _on_host(node) and (node.op == "placeholder" or (_is_pure(node) and follows)):
             found.add(node)
@@ -45,6 +46,7 @@ def to_memory(*numbers: float, dtype: torch.dtype, device: torch.device) -> torc
     A kernel that reads a number from memory needs no other launch when the number changes, so that a recorded CUDA
     graph sees it change.
     """
+    # Page-locked: a copy from pageable memory makes the host wait for the GPU. float64 first, as Python computes.
     locked = torch.empty(len(numbers), dtype=dtype, pin_memory=device.type == "cuda")
     locked.copy_(torch.tensor(numbers, dtype=torch.float64))
     return locked.to(device, non_blocking=True)

@@ -74,6 +74,7 @@ def _stand_in(recorder: OpRecorder, val: Any) -> Any:
     """A tensor like ``val`` in memory of its own, as an input of the recorder; numbers are what they are."""
     if not isinstance(val, torch.Tensor):
         return val
+    # Memory of its own: views between operands would become part of the fragment, which serves other nodes too.
     like = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
     recorder.new_operand(like, "operand")
     return like

@@ -23,6 +23,7 @@ def bytes_over_time(intervals: Sequence[LiveInterval], length: int) -> list[int]
     change = [0] * (length + 1)
     for interval in intervals:
         change[interval.start] += interval.size
+        # Both ends are included: an operation's operands and its result are live together.
         change[interval.end + 1] -= interval.size
     total, over_time = 0, []
     for delta in change[:length]:

@@ -119,11 +119,15 @@ class _Walk:
         self.same_as: dict[int, int] = {}
 
     def visit(self, position: int, node: Node) -> None:
+        # An element reads nothing. Counted as a reader of its list, it would keep all tensors of a coalesced result
+        # alive.
         if node.target is not operator.getitem:
             for used in node.all_input_nodes:
                 self._extend(used, position)
         if node.op == "output":
             return
+        # The communication stream reads its operands until the wait: the allocator must not hand out their memory
+        # before.
         if is_wait(node):
             self._extend_inputs(node, position)
         tensors = _tensors(node.meta.get("val"))
@@ -148,6 +152,7 @@ class _Walk:
         size = size or 0
         if self.rounded:
             size = -(-size // BLOCK) * BLOCK
+        # Inputs belong to the caller, who holds them for the whole call.
         return LiveRange(size, position, self.last if node.op == "placeholder" else position, node)
 
     def _unite(self, node: Node) -> None:
@@ -187,6 +192,7 @@ def _in_arena(node: Node, count: int) -> list[bool]:
 def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pairs of a tensor given to ``node`` and one of its results that lies in the same storage."""
     val = node.meta.get("val")
+    # The executor runs it in place where that is safe. A node that a pass made can have a fake in memory of its own.
     if "inplace" in node.meta:
         what = effects_of(node.meta["inplace"])
         assert what is not None

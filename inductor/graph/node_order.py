@@ -17,6 +17,7 @@ Node = torch.fx.Node
 
 def reorder(step: StepGraph, order: Sequence[Node]) -> None:
     """Let the nodes of the graph stand as in ``order``, which holds each of them once. Changes ``step``."""
+    # Nodes are relinked, not copied: whoever holds a node (decisions, reports) keeps it.
     first = next(iter(step.graph.nodes))
     if first is not order[0]:
         first.prepend(order[0])
@@ -27,6 +28,7 @@ def reorder(step: StepGraph, order: Sequence[Node]) -> None:
 
 def put(node: Node, order: dict[Node, None]) -> None:
     """Append ``node`` to an order, after what it needs that is not there yet."""
+    # A stack, since chains of operands are longer than Python lets functions recurse.
     todo = [node]
     while todo:
         needed = [used for used in todo[-1].all_input_nodes if used not in order]
@@ -45,6 +47,7 @@ def together(order: Iterable[Node]) -> list[Node]:
             continue
         for each in waits_of(start_of(node)) if is_wait(node) else [node]:
             found[each] = None
+            # Elements of elements: multi-tensor calls return lists of lists.
             todo = _elements(each)
             while todo:
                 found[element := todo.pop()] = None

@@ -171,6 +171,7 @@ class PassRunner:
     def _run(
         self, stage: str, step: StepGraph, passes: Sequence[Pass], verify: Callable[[StepGraph, str], object] | None
     ) -> StepGraph:
+        # Before the first pass too: the graph may come from a cache, or from another runner.
         self._views.refresh(step.graph)
         after_each = knobs.verify_graphs
         if after_each:
@@ -197,6 +198,7 @@ class PassRunner:
 
     def timed(self, stage: str, run: Callable[[], T]) -> T:
         """``run()``, its CPU time added to ``seconds[stage]``."""
+        # Stages nest. What the inner ones take is added up in `_inner` and taken off the outer one.
         outer, self._inner = self._inner, 0.0
         started = time.process_time()
         try:

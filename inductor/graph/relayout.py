@@ -47,8 +47,10 @@ class Relayout:
     def visit(self, node: Node) -> None:
         """Recompute ``node`` if its operands changed, which must have been visited before it."""
         if any(source in self.old for source in node.all_input_nodes):
+            # What the step returns has the layout that eager returns.
             if node.op == "output":
                 self.restore(node)
+            # An operation that refuses the new layout gets copies, and is computed again with those.
             elif not self._follows(node) or not self.recompute(node):
                 self.restore(node)
                 self.recompute(node)

@@ -204,6 +204,7 @@ def _repeatable(node: Node) -> bool:
     target = node.target.op if isinstance(node.target, Functionalized) else node.target
     if not isinstance(target, OpOverload):
         return _module(target) is not None and not _is_element(node)
+    # Random numbers and uninitialised memory are other values in another process, so they become inputs.
     unknown = torch.Tag.nondeterministic_seeded in target.tags or "empty" in target._schema.name
     return target.namespace in _NAMESPACES and not unknown and not node.meta.get("effect")
 

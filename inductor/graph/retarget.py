@@ -84,6 +84,7 @@ def counters(step: StepGraph) -> set[Node]:
     read: set[Node] = set()
     for node in step.graph.find_nodes(op="call_function", target=aten._local_scalar_dense.default):
         read.update(node.all_input_nodes)
+    # What the host reads is computed from its operands, so they stay on the CPU with it.
     for node in reversed(numbers):
         if node in read:
             read.update(node.all_input_nodes)
@@ -120,6 +121,7 @@ class _Mover:
 
 def _use_cudnn(graph: torch.fx.Graph, node: Node, mode: FakeTensorMode) -> None:
     """Let a call of the CPU's attention, and of its backward, be cuDNN's, unless that would not be the same."""
+    # Defaults of the operation's schema, where the call leaves them out.
     query, key, value, dropout, causal = (*node.args, *(0.0, False)[len(node.args) - 3 :])
     backwards = _backwards(node)
     if backwards is None or dropout or node.kwargs.get("attn_mask") is not None or not _supported(query, key, value):
@@ -132,6 +134,7 @@ def _use_cudnn(graph: torch.fx.Graph, node: Node, mode: FakeTensorMode) -> None:
     pairs = [(node.meta["val"][0], vals[0])]
     for each, grads in zip(backwards, results, strict=True):
         pairs += zip(each.meta["val"], grads, strict=True)
+    # A result of other strides would make the recorded strides of everything behind it wrong.
     if not all(_lies_alike(old, new) for old, new in pairs):
         return
 

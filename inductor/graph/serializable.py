@@ -52,6 +52,7 @@ def construct(name: str, values: collections.abc.Sequence[Any]) -> Any:
     Raises:
         ValueError: no such class is in the list, or a value has another type than its parameter's annotation.
     """
+    # Looked up in the closed list and never imported by name: the data could name any class.
     kind = _CLASSES.get(name)
     if kind is None:
         raise ValueError(f"{name} is no class of a serialized graph")
@@ -99,6 +100,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is not None:
         inside = isinstance(value, origin) and not isinstance(value, (str, bytes))
         return inside and all(fits(item, arguments[0]) for item in value)
+    # An int is written as it is, where a float is declared, and bool is no number here: `type`, not `isinstance`.
     if hint is float:
         return type(value) in (int, float)
     if hint in _EXACT:

@@ -134,6 +134,7 @@ def load(text: str, against: StepGraph) -> StepGraph:
 
 def _frames(step: StepGraph) -> dict[Frame, int]:
     """The user's lines that a graph names, each with its number."""
+    # By number, so that an edit above the step, which moves all lines, leaves the data valid.
     frames = dict.fromkeys(frame for node in step.graph.nodes for frame in node.meta.get("frames", ()))
     return {frame: number for number, frame in enumerate(frames)}
 
@@ -204,6 +205,7 @@ class _GraphWriter:
         return self.known[key]
 
     def _entry(self, value: Any) -> int:
+        # Others by identity. Equal ones meet again by the text of their entries.
         by_value = isinstance(value, _BY_VALUE)
         key = value if by_value else id(value)
         found = self.known.get(key)
@@ -262,6 +264,7 @@ class _GraphWriter:
             return self.shared[id(val)]
         if not isinstance(val, torch.Tensor):
             return ["number", self._entry(val)]
+        # A fake is made again from sizes and strides, which say nothing of these.
         if val.layout is not torch.strided or val.is_conj() or val.is_neg():
             raise NotPortable("a fake of another layout")
         storage, key = val.untyped_storage(), torch_adapter.storage_key(val)
@@ -361,6 +364,8 @@ class _GraphReader:
         raise ValueError(f"no word is of kind {kind!r}")
 
     def _entry(self, number: int) -> Any:
+        # Entries are read when they are first referred to, so one can refer to any other, and a cycle ends in
+        # RecursionError, a RuntimeError.
         if self.entries[number] is _UNREAD:
             before = self.values
             self.entries[number] = self._decoded(*self.tables["table"][number])
@@ -451,6 +456,7 @@ def _operation(name: str, overload: str) -> OpOverload:
     namespace, _, name = name.partition("::")
     if namespace not in _NAMESPACES or not (_is_identifier(name) and _is_identifier(overload or "default")):
         raise ValueError(f"{namespace}::{name} is no operation of a serialized graph")
+    # The result is checked, not the name: attributes of these objects are not only operations.
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     if not isinstance(found, OpOverload) or not _is_listed(found):
         raise ValueError(f"{found} is no operation of a serialized graph")

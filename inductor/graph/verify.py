@@ -149,12 +149,14 @@ def _tensor_difference(
     if have.layout is not torch.strided:
         return None
     memory, own = torch_adapter.storage_key(want), torch_adapter.storage_key(have)
+    # A view must be recorded in its operand's memory: liveness would free that memory too early otherwise.
     if memory in sources and not writes:
         if own != memory:
             return "memory of its own is recorded for a view of an operand"
         if not _same([want.storage_offset()], [have.storage_offset()]):
             return f"offset {have.storage_offset()} is recorded, not {want.storage_offset()}"
     elif own in sources:
+        # And the other way round: new memory that is recorded as an operand's would be written over.
         if not writes:
             return "an operand's memory is recorded for a new tensor"
         want = have if node.target in SCATTERS else _written(node, have)
