@@ -52,6 +52,7 @@ def build(step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None) 
         CannotCarry, LinkMissing: see :func:`weft.inductor.cost.collective_cost.transfer`.
     """
     builder = _TaskGraphBuilder(step, cluster, costs or ComputeCosts(cluster.gpu))
+    # In the order of the nodes: what a task needs follows from who has read and written before it.
     tasks = [builder.task(at, node) for at, node in enumerate(builder.nodes)]
     aside = set_aside(step)
     return TaskGraph(tasks, builder.storages(), builder.inputs() + aside, aside), builder.nodes
@@ -107,6 +108,7 @@ class _TaskGraphBuilder:
             self.collectives[node] = node
             return Kind.START
         operand = node.args[0] if node.args else None
+        # Through elements of a coalesced result, so that its waits are WAITs of the one START.
         if operand in self.collectives and (is_wait(node) or node.target is operator.getitem):
             self.collectives[node] = self.collectives[operand]
             return Kind.WAIT if is_wait(node) else Kind.NO_TIME
@@ -119,6 +121,7 @@ class _TaskGraphBuilder:
     # ---- order
 
     def _needs(self, at: int, node: Node) -> tuple[int, ...]:
+        # Operands first: `TaskGraph.start_of` follows the first need of a WAIT.
         needs = dict.fromkeys(self.place[used] for used in node.all_input_nodes)
         for written in self._written(node):
             needs |= dict.fromkeys(self.since_written[written])  # write after read, write after write
@@ -127,6 +130,7 @@ class _TaskGraphBuilder:
         # Direct edges to all tasks would take quadratic time and memory.
         if fences:
             needs |= self.sinks
+        # One edge is enough where no other need comes after the fence already.
         if self.fence is not None and all(need < self.fence for need in needs):
             needs[self.fence] = None
         for need in needs:
@@ -154,6 +158,7 @@ class _TaskGraphBuilder:
             for live_range in self.memory.of[used]:
                 self.users[live_range][at] = None
                 self.since_written[live_range].append(at)
+        # A write makes a new version: later writes come after this one and its readers.
         for written in self._written(node):
             self.since_written[written] = [at]
         for live_range in self.memory.of.get(node, ()):
@@ -166,6 +171,7 @@ class _TaskGraphBuilder:
         for live_range, users in self.users.items():
             if not live_range.is_input and live_range.size:
                 maker = self.place[live_range.maker]
+                # The output reads what the step leaves behind. That is live until the end, which `kept` says.
                 readers = tuple(at for at in users if at not in (maker, output))
                 storages.append(Storage(live_range.size, maker, readers, kept=output in users))
         # A library that sums in a wider dtype gets casted copies of its operands, live while the collective is issued.

@@ -111,6 +111,7 @@ def calibrate(device: torch.device, scale: Scale) -> Calibration:
 
 def _slowest(gpu: Gpu, world: int) -> Gpu:
     """``gpu`` with the slowest value of each rate over all ranks. On one host, rates of GEMMs differ by up to 5%."""
+    # The slowest GPU sets the pace of a step, because all ranks meet in every collective.
     gathered: list[Gpu | None] = [None] * world
     dist.all_gather_object(gathered, gpu)
     gpus = [each for each in gathered if each is not None]
@@ -182,6 +183,7 @@ def _transport(
     draft: Cluster, benchmark: CollectiveBenchmark, peers: BenchmarkGroup, scale: Scale
 ) -> tuple[TransportModel, float]:
     times = [_seconds(benchmark, peers, size) for size in scale.sizes]
+    # Without bytes the model gives the hops alone; the difference to it is what a bandwidth divides.
     hops = _probe(draft, benchmark, peers, 0)
     points = [
         (_probe(draft, benchmark, peers, size) - hops, seconds)
@@ -266,6 +268,7 @@ def _network(
         for benchmark in collective_benchmarks(str(dist.get_backend(across.group)))
         if benchmark.kind == "all_gather" and benchmark.crosses
     )
+    # The latency of the library itself is known from within the node: what is left is that of the network's hops.
     inner = [transport.latency for transport, _ in measured if benchmark.kind in transport.kinds and transport.crosses]
     line = fit([(_probe(draft, benchmark, across, size), _seconds(benchmark, across, size)) for size in scale.sizes])
     hops = _probe(replace(draft, network=Link("network", 1.0, 1.0)), benchmark, across, 0)

@@ -113,6 +113,7 @@ def _tracks(slices: Iterable[_Slice]) -> dict[str, list[_Slice]]:
     for slice_ in sorted(slices, key=lambda s: (s.stream != COMPUTE, s.start, s.end)):
         tracks = streams.setdefault(slice_.stream, [])
         begins = _microseconds(slice_.start)
+        # Slices of one thread that overlap without nesting would be dropped by viewers.
         free = next((track for track in tracks if _microseconds(track[-1].end) <= begins), None)
         if free is None:
             tracks.append([slice_])

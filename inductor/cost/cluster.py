@@ -252,6 +252,8 @@ def cluster_here() -> Cluster:
     ]
     if not fitting:
         raise NoClusterHere(f"{device.name} with {device.total_memory} bytes")
+    # The longest name is the most specific ("GB200" before "B200"); of equal ones the first, which is the calibrated
+    # one.
     best = max(fitting, key=lambda cluster: len(cluster.gpu.name))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
     return replace(best, gpus_per_node=here * best.hosts_per_node)

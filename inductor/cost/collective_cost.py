@@ -131,6 +131,7 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = LIBRARY)
     stream = f"{transport}:{collective.group}:{KINDS[collective.kind].stream}"
     if len(collective.ranks) == 1:
         gpu = cluster.gpu
+        # A read and a write of each byte.
         return Transfer(gpu.launch_latency + 2 * collective.bytes / gpu.copy_bandwidth, stream, "memory", 0.0)
     sent, model = _transported(cluster, collective, transport)
     topology = _GroupTopology.of(cluster, collective)
@@ -152,6 +153,7 @@ def _transported(cluster: Cluster, collective: Collective, transport: str) -> tu
     # tensors cast to the wider one, which take more bytes.
     if wider is None or (model is not None and _sums_in_float32(model)):
         return collective, model
+    # The wider dtype may have an entry of its own, with other interference.
     size = collective.bytes // collective.dtype.itemsize * wider.itemsize
     return replace(collective, bytes=size, dtype=wider), cluster.transport_model(transport, collective.kind, wider)
 
@@ -244,6 +246,7 @@ class _GroupTopology:
             times.append((outer / (cards * self.outer.bandwidth * self.between_pods), self.outer.name))
         if self.inner:
             times.append((inner / model.bandwidth, self.inner.name))
+        # Both links carry the traffic at the same time, in a pipeline, so the slower one counts.
         return max(times, key=lambda time: time[0])
 
 
@@ -257,6 +260,7 @@ def _on_nodes(ranks: tuple[int, ...], gpus_per_node: int) -> tuple[int, int, int
     """How many nodes a group is on, and the most and the fewest of its ranks on one."""
     key = id(ranks), gpus_per_node
     if key not in _placements:
+        # Cleared as a whole: a step has a handful of groups, and only a search over many worlds ever fills it.
         if len(_placements) >= _MOST_PLACEMENTS:
             _placements.clear()
         counts = Counter(rank // gpus_per_node for rank in ranks).values()
@@ -291,6 +295,7 @@ def _fastest(topology: _GroupTopology, collective: Collective, model: TransportM
     if _reads_all(model):  # every rank reads the whole tensor of every other rank
         read = size * (topology.ranks - 1)
         return _total(model.latency, topology.wires(read, read, model, topology.fewest))
+    # NCCL chooses by its own estimate of the same kind, so the faster one is assumed to run.
     algorithms = [_ring(topology, kind, size, model)]
     has_tree = kind.tree is NcclTree.ALWAYS or (kind.tree is NcclTree.ONE_RANK_PER_NODE and topology.most == 1)
     if topology.nodes > 1 and has_tree:

@@ -59,6 +59,7 @@ class ComputeCosts:
         """Seconds that ``node`` occupies the compute stream; 0 if :func:`is_free`."""
         if is_free(node):
             return 0.0
+        # Loads, stores and arithmetic overlap in a kernel that fills the GPU, so the larger of the two times counts.
         moving = self.bytes(node) / self.gpu.copy_bandwidth
         return self.gpu.launch_latency + max(moving, self._computing(node))
 
@@ -132,6 +133,7 @@ class ComputeCosts:
         keys = self._shape(arguments["key"])[2]
         rate = self._attention_rate(arguments, backward=backward)
         programs = batch * heads * -(-(keys if backward else queries) // _ROWS)
+        # Wave quantization, as for GEMMs: a last wave with few programs takes as long as a full one.
         rate *= gemm_shapes.filled(programs, self.gpu.multiprocessors) if programs else 1.0
         return self._attention_operations(arguments, 5 if backward else 2) / rate
 
@@ -157,6 +159,8 @@ class ComputeCosts:
         name = str(dtype).removeprefix("torch.")
         if dtype is torch.float32 and _uses_tf32(convolves):
             name = "tf32"
+        # The lowest rate is the cautious guess: too little time for computation would hide communication that is
+        # exposed.
         return self.gpu.matmul.get(name) or min(self.gpu.matmul.values())
 
     def _bytes(self, tensor: torch.Tensor) -> int:

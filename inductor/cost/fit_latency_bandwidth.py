@@ -47,6 +47,7 @@ def fit(points: Sequence[tuple[float, float]]) -> Line:
     xt = sum(w * size * seconds for w, size, seconds in weighted)
     slope = (one * xt - x * t) / (one * xx - x * x)
     latency = (t - slope * x) / one
+    # The best line through the origin.
     if latency < 0:
         slope, latency = xt / xx, 0.0
     largest, longest = max(points)

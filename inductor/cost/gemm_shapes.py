@@ -58,6 +58,7 @@ def seconds(gemm: Gemm, rate: float, multiprocessors: int, added: float) -> floa
     """
     if not gemm.operations:
         return 0.0
+    # The measured rate is that of `LARGE` with its own waves and ends; this is the rate of its tiles alone.
     fastest = rate * _least_work(LARGE, multiprocessors) / LARGE.operations
     elements = gemm.count * gemm.m * gemm.n
     return min(

@@ -125,6 +125,7 @@ def _uses(graph: StepGraph, gpu: Gpu) -> Iterator[KernelUse]:
         same.setdefault(call.generated.source, []).append(call)
     for source, calls in same.items():
         frames = dict.fromkeys(origin.frame for call in calls for origin in call.origins if origin.frame)
+        # A kernel that is called on several sizes counts with their mean.
         moved = sum(call.bytes for call in calls) // len(calls)
         kernel = calls[0].kernel
         yield KernelUse(

@@ -97,6 +97,7 @@ def seconds_of(run: Callable[[], object], device: torch.device, *, ahead: bool =
     lead = _lead(run, device, _CALLS) if ahead and device.type == "cuda" else 0.0
 
     def round_() -> float:
+        # The GPU is kept busy while the host launches, so that the calls then run back to back.
         if lead:
             with torch.cuda.device(device):
                 torch_adapter.occupy_gpu(lead)

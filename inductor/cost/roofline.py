@@ -54,5 +54,7 @@ def bytes_moved(nest: Nest, buffers: Mapping[str, Buffer]) -> int:
     for (name, _), indices in moved.items():
         whole = math.prod(size_hint(size) for size in buffers[name].sizes)
         elements = sum(math.prod(size_hint(nest.sizes[axis]) for axis in index.axes) for index in indices)
+        # Several accesses with different indices may read one buffer twice, which caches serve: at most the whole
+        # buffer counts.
         total += min(whole, elements) * buffers[name].dtype.itemsize
     return int(total)

@@ -99,6 +99,8 @@ class Machine:
 
     def wait(self, start: int) -> None:
         """Stall the compute stream until the collective of a START that was issued has ended."""
+        # Ends come in the order of time, whatever their streams: each may change the shares of a link and the speed of
+        # computation.
         while start in self._pending:
             self.now = self._next_end
             self._end_first()
@@ -150,6 +152,7 @@ class Machine:
         stream = self._tables.stream[start]
         self._pending.add(start)
         self._fifos[stream].append(start)
+        # Otherwise its stream is busy, and it begins when the ones before it have ended.
         if len(self._fifos[stream]) == 1:
             self._begin(stream)
             self._look_ahead()
@@ -164,6 +167,7 @@ class Machine:
             self.ended.append(TaskSpan(start, self._tables.streams[stream], self._begun[stream], self.now))
         self._ends[stream] = math.inf
         link = self._tables.link[start]
+        # The others get its share at once, before the next of its stream takes one.
         self._share(link, tuple(other for other in self._active[link] if other != stream))
         if fifo:
             self._begin(stream)

@@ -53,6 +53,7 @@ def measured_spans(profile: torch.profiler.profile, device: int | None = None) -
     for event in events:
         if not communicates(event.name):
             busy[event.device_resource_id] += event.time_range.elapsed_us()
+    # A profile does not say which stream is the step's. Most of the computation runs there.
     compute = max(busy, key=lambda stream: (busy[stream], -stream), default=None)
 
     def stream_of(event: FunctionEvent) -> str:
