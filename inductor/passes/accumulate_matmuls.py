@@ -50,6 +50,7 @@ def accumulate_matmuls(step: StepGraph) -> StepGraph:
             if product is None or not _can_hold_sum(addend, summand, total, updates.get(total, "")):
                 continue
             source = _of_shape(addend, product)
+            # The product is computed at its old place, so the addend must be there by then.
             if source is not None and at[source] < at[product]:
                 accumulated, result = _accumulate(step.graph, total, source, product, summand)
                 at |= {accumulated: at[product], result: at[total]}

@@ -31,6 +31,7 @@ def runs(step: StepGraph, can_join: Callable[[Node], bool]) -> list[list[Node]]:
     for node in step.graph.nodes:
         if any(used in dependents or used in collected[-1] for used in node.all_input_nodes):
             dependents.add(node)
+            # The step computes with a result: a member behind this node would make it wait for a larger call.
             if not _is_light(node):
                 collected.append([])
                 dependents, run_bytes = set(), 0

@@ -65,6 +65,7 @@ _FOLLOWING = frozenset(
 def channels_last(step: StepGraph) -> StepGraph:
     """Lay images and weights of two-dimensional convolutions out with channels innermost. Changes ``step``."""
     nodes = [node for node in step.graph.nodes if node.target in _CONVOLUTIONS]
+    # All or none: a convolution in the other layout between two of these would cost two transposes.
     if not nodes or not any(_is_faster(node) for node in nodes) or not all(_is_supported(node) for node in nodes):
         return step
     _LayoutPropagation(step.graph, _follows).run()

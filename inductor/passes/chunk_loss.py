@@ -86,6 +86,7 @@ class ChunkLoss:
         for head, (node, selection) in losses.items():
             try:
                 self._rewrite(_Region(step, head, selection))
+            # A loss that stays whole is correct, only larger. The reason is for whoever wonders about memory.
             except _CannotChunk as reason:
                 frames = node.meta.get("frames", ())
                 where = format_frame(frames[0]) if frames else node.name

@@ -101,6 +101,7 @@ class _Decomposer:
 
     def _fragment(self, function: Callable[..., Any], node: Node, sizes: _Sizes) -> Fragment | None:
         key = _key(node)
+        # Traced once per layout: 32 equal layers copy one fragment.
         if key not in self.fragments:
             fragment = trace(function, node, self.mode, sizes.numbers)
             if fragment is not None:
@@ -140,6 +141,7 @@ def _is_like(result: Any, wanted: Node, is_view: bool) -> bool:
     if not isinstance(result, Node) or not isinstance(wanted.meta["val"], torch.Tensor):
         return False
     val, ours = wanted.meta["val"], result.meta["val"]
+    # A view must stay a view of its operand, and a new tensor new memory: liveness and in-place writes rely on it.
     if is_view != (base_of(result).op == "placeholder"):
         return False
     return _layout(val) == _layout(ours) and (is_view or str(val.storage_offset()) == str(ours.storage_offset()))

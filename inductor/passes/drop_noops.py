@@ -49,6 +49,7 @@ def same_tensor(node: Node) -> Node | None:
     if not _is_view(node):
         return None
     val, source = node.meta["val"], node.args[0]
+    # Comparing symbolic sizes would add guards.
     if not _is_static(val) or val.dim() == 0:
         return None
     while isinstance(source, Node) and isinstance(source_val := source.meta.get("val"), torch.Tensor):

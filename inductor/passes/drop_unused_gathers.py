@@ -17,6 +17,7 @@ from weft.inductor.graph.pass_runner import keeps_bits
 @keeps_bits
 def drop_unused_gathers(step: StepGraph) -> StepGraph:
     """Erase waits without users, the collectives they leave unwaited, and what only those used. Changes ``step``."""
+    # Waits before their collectives.
     for node in reversed(step.graph.nodes):
         if (node.target is WAIT or is_collective(node)) and not node.users:
             step.graph.erase_node(node)

@@ -96,6 +96,7 @@ def represents_exactly(wide: torch.dtype, narrow: torch.dtype) -> bool:
     if not wide.is_floating_point:
         a, b = torch.iinfo(wide), torch.iinfo(narrow)
         return a.min <= b.min and a.max >= b.max
+    # A format holds another if it has its significand and its range. Neither of float16 and bfloat16 holds the other.
     digits = _digits(wide)
     if not narrow.is_floating_point:
         return torch.iinfo(narrow).bits <= digits

@@ -33,6 +33,7 @@ def _chains(graph: torch.fx.Graph) -> Iterator[_Chain]:
     open_: dict[Any, _Chain] = {}
     for node in graph.nodes:
         key = _key(node)
+        # A node outside of a chain reads its result, so the chain has to be complete here.
         for other in [k for k, chain in open_.items() if k != key and chain.is_read_by(node)]:
             yield open_.pop(other)
         if key is None:

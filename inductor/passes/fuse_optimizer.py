@@ -173,6 +173,7 @@ def _fits(node: Node, lists: list[list[Node]], numbers: list[Any]) -> bool:
     singly = all(use.target is operator.getitem for user in results for use in user.users)
     bound = _bound(node)
     scalars = readable_by_kernels([bound[name] for name in ("lr", "grad_scale", "found_inf")], bound["self"][0])
+    # With a scale, torch writes the unscaled gradients back. The kernels do not, so nobody may read them.
     unscaled = bound["grad_scale"] is None or all(user.args[1] != _GRADS for user in results)
     constant = all(type(value) in (int, float) for value in numbers)
     plain = constant and singly and unscaled and scalars and len(results) == len(node.users)
@@ -185,6 +186,7 @@ def _unclipped(node: Node, grads: Sequence[Node]) -> tuple[Sequence[Node], Node 
     products = [_product(grad) for grad in grads]
     if any(product is None for product in products) or any(set(grad.users) != {node} for grad in grads):
         return grads, None
+    # The caller sees the clipped gradients, so they have to exist.
     if any(user.target is operator.getitem and user.args[1] == _GRADS for user in node.users):
         return grads, None
     originals, factors = zip(*(product for product in products if product is not None), strict=True)

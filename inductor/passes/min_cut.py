@@ -61,6 +61,7 @@ class FlowGraph:
                     left[edge] -= room
                     left[edge ^ 1] += room
                 flow += room
+                # Continue from the tail of the first full edge: what leads there still has room.
                 full = next(at for at, edge in enumerate(way) if not left[edge])
                 vertex = heads[way[full] ^ 1]
                 del way[full:]

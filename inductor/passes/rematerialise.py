@@ -91,6 +91,7 @@ class Rematerialise:
     def __call__(self, step: StepGraph) -> StepGraph:
         """Recompute values in backward. Changes ``step``."""
         rewriter = _RecomputeRewriter(step)
+        # What costs no time comes first and for every step, so a budget starts from a lower peak.
         chosen = _free(_Values(step, liveness(step), self.smallest_bytes))
         rewriter.recompute(chosen)
         log.debug("%d values are recomputed, by %d operations", len(chosen), len(rewriter.copies))
@@ -105,6 +106,8 @@ class Rematerialise:
         for _ in range(_ROUNDS):
             live = liveness(rewriter.step, issue_order(rewriter.step))
             before, reached = reached, live.peak
+            # A round that does not lower the peak has met values that cannot be recomputed: more rounds would only cost
+            # time.
             if reached <= budget or reached >= before:
                 break
             chosen = _cheapest(_Values(rewriter.step, live, self.smallest_bytes), reached - budget)
@@ -237,6 +240,8 @@ def _free(values: _Values) -> set[LiveRange]:
         uses = values.uses[storage]
         graph.add(enters, enters + 1, _price(values, storage))
         if uses.late < UNBOUNDED:
+            # Backward reads it, so the cut has to pass its own edge (it is kept) or edges in front of it (it is
+            # recomputed).
             graph.add(enters + 1, sink, UNBOUNDED)
         # What cannot be recomputed must be on the source side. A library call reads its operand from memory, so
         # recomputing that saves no traffic.
@@ -306,6 +311,7 @@ def _cheapest(values: _Values, excess: int) -> set[LiveRange]:
     idle = [storage for storage in values.live.alive(at) if storage in values.uses and not storage.is_input]
     idle = [storage for storage in idle if values.uses[storage].early < at < values.uses[storage].late < UNBOUNDED]
     savings = [saving for saving in (_saving(values, storage) for storage in idle) if saving is not None]
+    # Greedy by ratio, as for knapsacks. Values share steps, so sums are estimates; the next round measures.
     chosen: set[LiveRange] = set()
     for saving in sorted(savings, key=lambda saving: saving.saved / saving.time, reverse=True):
         if excess <= 0:
@@ -336,6 +342,7 @@ def _saving(values: _Values, storage: LiveRange) -> _Saving | None:
                 todo.append(used)
     kept_bytes = sum(source.size for source in sources if not source.is_input and source.end < until)
     moved = storage.size + sum(source.size for source in sources)
+    # Keeping its sources alive would cost as much memory as it saves.
     if storage.size <= kept_bytes:
         return None
     return _Saving(storage.size - kept_bytes, moved / _BANDWIDTH + _LAUNCH * len(steps), set(steps))
@@ -398,6 +405,7 @@ class _RecomputeRewriter:
 
 def _copied(step: StepGraph, node: Node, copies: dict[Node, Node]) -> Node:
     copy = step.graph.node_copy(node, lambda used: copies.get(used, used))
+    # Its fake value is computed anew below: the copy has memory of its own.
     copy.meta = same_meta(node, stage="backward", recomputed=True)
     args: Any = torch.fx.node.map_arg((copy.args, copy.kwargs), lambda used: used.meta["val"])
     with torch_adapter.only_mode(_fake_mode(node.meta["val"])), torch_adapter.below_autograd():

@@ -377,9 +377,11 @@ def _matmul(rows: RowRegion, node: Node) -> RowPlan | None:
     assert isinstance(left, Node)
     assert isinstance(right, Node)
     on_left, on_right = rows.plans.get(left), rows.plans.get(right)
+    # By rows: the other operand is the same for all chunks.
     if on_left is not None and on_right is None and on_left.form is Form.ROWS and on_left.prefix == 1:
         emit = lambda chunk: chunk.call(node.target, chunk.get(left), right)
         return RowPlan(Form.ROWS, on_left.space, 1, emit)
+    # Contracted over rows: a sum of one product per chunk.
     if on_left is not None and on_right is None and on_left.form is Form.TURNED:
         pair = lambda chunk: (chunk.get(left), chunk.part(right, 1, on_left.space))
         return RowPlan(

@@ -42,6 +42,7 @@ _TAKE_NUMBERS = frozenset({aten.fill.Tensor, aten.masked_fill.Tensor, aten.index
 def scalars_to_memory(step: StepGraph) -> StepGraph:
     """Let kernels read the host's numbers from memory. Does nothing for a step on several GPUs or on none. Changes
     ``step``."""
+    # A tensor of numbers is on one GPU. A step on several is not recorded anyway.
     devices = {t.device for node in step.graph.nodes for t in tensors_of(node) if t.device.type != "cpu"}
     if len(devices) == 1 and step.placeholders:
         _ScalarPlacer(step, devices.pop()).run()

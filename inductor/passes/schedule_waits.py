@@ -78,6 +78,7 @@ class _WaitScheduler:
 
     def run(self) -> list[Node]:
         for node in self.nodes:
+            # Fences order the step after work on side streams, so they come before everything.
             if node.op == "placeholder" or node.meta.get("fence"):
                 self._append(node)
         self._start_ahead()
@@ -87,6 +88,7 @@ class _WaitScheduler:
             if node.op == "output" or isinstance(node.target, StreamCall):
                 for late in list(self.deferred):
                     self._run(late)
+            # Views of a result wait with it: a view in between would be a use.
             if node.target is WAIT or (looks_into(node) and any(n in self.deferred for n in node.all_input_nodes)):
                 self.deferred[node] = None
             else:
@@ -105,6 +107,7 @@ class _WaitScheduler:
         self._append(node)
         if is_collective(node):
             self._account(node, 1)
+        # A bucket's memory is there until the last of its waits.
         elif node.target is WAIT and all(wait in self.done for wait in waits_of(start_of(node))):
             self._account(start_of(node), -1)
             self._start_ahead()
@@ -122,6 +125,7 @@ class _WaitScheduler:
         while self.ahead:
             if self.ahead[0] in self.done:
                 self.ahead.popleft()
+            # In the order of the graph, even if a later one would fit: the first is needed first.
             elif self.gathered + node_bytes(self.ahead[0]) <= self.limit:
                 self._run(self.ahead.popleft())
             else:

@@ -52,6 +52,7 @@ def _use_shards(graph: torch.fx.Graph, node: Node) -> None:
         group: sum(node_bytes(tensor) - node_bytes(gathers[tensor].args[0]) for tensor in members)  # type: ignore[arg-type]
         for group, members in groups.items()
     }
+    # By group: each costs an all-reduce of its own.
     taken = {group: members for group, members in groups.items() if saved[group] >= LEAST_BYTES}
     if not taken or len(set(tensors)) < len(tensors):
         return

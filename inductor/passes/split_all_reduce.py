@@ -66,6 +66,8 @@ def split_all_reduces(step: StepGraph) -> StepGraph:
     Does nothing unless ``knobs.transports`` allows transports over peers for both halves. Groups on several hosts have
     no peers and are left alone. So is what is waited for at once: nothing would hide a second latency.
     """
+    # Decided from sizes, the knob and hosts only, the same on all ranks: whether peers can map each other's memory is
+    # asked much later, and kernels are fused around both halves before.
     reduces = transports_of(REDUCE_SCATTER.kind, sums_in_float32=True)
     if knob_allows(reduces) and knob_allows(transports_of(ALL_GATHER.kind)):
         order = list(step.graph.nodes)
@@ -158,6 +160,7 @@ def _mean(node: Node, world: int) -> tuple[Node, str]:
     value, number = operand.args
     divides = world > 1 and type(number) in (int, float) and number == _DIVISIONS[operand.target](world)
     val = value.meta["val"]
+    # A division that also casts or broadcasts does more than divide.
     same = divides and val.dtype == operand.meta["val"].dtype and val.shape == operand.meta["val"].shape
     return (value, "avg") if same and val.is_contiguous() else (operand, op)
 

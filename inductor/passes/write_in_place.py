@@ -96,6 +96,7 @@ def _in_place_form(target: OpOverload) -> OpOverload | None:
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, f"{name}_", None)
     form = _OTHERWISE_NAMED.get(target) or getattr(packet, target._overloadname, None)
+    # An in-place draw need not draw the same numbers as the functional one.
     if form is None or torch.Tag.nondeterministic_seeded in form.tags:
         return None
     effect = written_arguments(form)
@@ -164,6 +165,7 @@ class _LastReads:
         values = self._values(operand)
         if not all(self._is_writable(value, node) for value in values):
             return False
+        # Exactly one operand in that memory: a second one would be read while it is written.
         read = [used for used in _operands(node) if used in values]
         return read == [operand] and all(self._at[user] <= self._at[node] for value in values for user in value.users)
 
