@@ -64,7 +64,7 @@ class ScheduleVerifier:
             # What the captured step does already is not the schedule's fault: only new faults count.
             self._stale = {key for key, _ in _stale_reads(step, memory)}
             self._overwriting = {node.name for node, _ in _overwritten_operands(step, memory)}
-            self._before_fences = _names_before_fences(step)
+            self._order_at_fences = _order_at_fences(step)
             # The user has put these nodes on a side stream and ordered that stream with others.
             self._streams = {node.name: node.meta["stream"] for node in step.graph.nodes if node.meta.get("stream")}
             self._groups = dict(step.groups)
@@ -154,7 +154,7 @@ class ScheduleVerifier:
             yield step.graph.output_node(), f"{len(now)} calls have effects, not {len(self._values.effects)}"
         known: set[str] = set()
         for node in step.graph.nodes:
-            missing = self._before_fences.get(node.name, frozenset()) & nodes.keys() - known
+            missing = self._order_at_fences.get(node.name, frozenset()) & nodes.keys() - known
             if missing:
                 yield node, f"comes before {min(missing)}, which it has to follow"
             known.add(node.name)
@@ -226,15 +226,21 @@ def _order_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
         yield nodes[0], "inputs are not those of the step, in their order"
 
 
-def _names_before_fences(step: StepGraph) -> dict[str, frozenset[str]]:
-    """For each call that orders the step with streams outside it, the names of the nodes before it."""
+def _order_at_fences(step: StepGraph) -> dict[str, frozenset[str]]:
+    """What calls that order the step with streams outside it (fences) say about its order: by the name of a node, the
+    names of nodes that it has to follow. A fence follows all nodes that were before it, and a node the last fence."""
     names: list[str] = []
+    fence = frozenset[str]()
     found: dict[str, frozenset[str]] = {}
     for node in step.graph.nodes:
+        # Collectives, their waits and elements are made anew by buckets, so only other nodes have lasting names.
+        lasts = node.op == "call_function" and not (is_collective(node) or is_wait(node) or looks_into(node))
         if node.meta.get("fence") or isinstance(node.target, StreamCall):
-            # Collectives, their waits and elements are made anew by buckets, so only other nodes have lasting names.
             found[node.name] = frozenset(names)
-        if node.op == "call_function" and not (is_collective(node) or is_wait(node) or looks_into(node)):
+            fence = frozenset([node.name])
+        elif lasts and fence:
+            found[node.name] = fence
+        if lasts:
             names.append(node.name)
     return found
 

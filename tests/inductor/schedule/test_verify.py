@@ -343,6 +343,12 @@ def node_behind_a_call_on_streams(step: StepGraph) -> None:
     call.append(write)
 
 
+@fault("hand", "which it has to follow")
+def node_in_front_of_a_call_on_streams(step: StepGraph) -> None:
+    (call,) = [node for node in step.graph.nodes if isinstance(node.target, StreamCall)]
+    call.prepend(calls(step, aten.add.Tensor)[0])
+
+
 @fault("library", "no longer computes")
 def swapped_outputs(step: StepGraph) -> None:
     results = list(step.results)
