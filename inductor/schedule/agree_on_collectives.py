@@ -85,6 +85,7 @@ class AgreedCollectives:
             if self._lists:
                 self.announce()
             self._lists.add(own if _all_have(digest) else captured)
+        # Also where nobody was asked: the list of an earlier compilation tells.
         self.issued = own if own in self._lists else captured
         return self.issued == own
 

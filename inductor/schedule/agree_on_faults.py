@@ -110,5 +110,6 @@ class Checkpoints:
                 self.rank, listed([int(key.partition("/")[2]) for key in missing]), knobs.peer_timeout_s
             )
 
+        # Numbered by how often a rank has come: attempts and checkpoints keep apart without names of their own.
         rendezvous = StoreRendezvous("compilation", ranks, self.rank, knobs.peer_timeout_s, late)
         return rendezvous

@@ -244,6 +244,9 @@ def agree_on_decisions(own: str, decide: Callable[[], Decisions]) -> Decisions |
     """
     if torch_adapter.world_size() == 1 or current_fake_world() is not None:
         return decide()
+    # Three messages per rank, whatever the world size: each posts the structure of its graph; rank 0 reads all of them,
+    # decides, and posts one reply; each reads the reply. Nobody decides before all have arrived, and no collective is
+    # involved: that would hang where ranks differ.
     rank, started = dist.get_rank(), time.monotonic()
 
     def late(keys: list[str]) -> Exception:

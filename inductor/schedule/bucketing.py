@@ -131,6 +131,7 @@ def cut_into_buckets(
     for end in range(1, len(members) + 1):
         cuts: list[tuple[float, float, float, int, _Cut | None]] = []
         soonest, last = math.inf, -math.inf
+        # At most `_MAX_BUCKET_TENSORS` beginnings with `2 * _MAX_CUTS` cuts each: a few hundred candidates per member.
         for begin, total in _begins(members, sizes, end, max_bytes):
             seconds = price(total, end - begin)
             # A bucket starts when its last member is ready and the stream is free; its first result is due soonest.
@@ -313,6 +314,7 @@ def _shows(node: Node) -> bool:
 def _first_use(start: Node, place: dict[Node, int]) -> int:
     """The position of the first computation with the result of a collective. Views do not count: they move with it."""
     views = list(start.users)
+    # A result that nothing computes with is needed by the output at the latest.
     first = len(place) - 1
     for view in views:
         for user in view.users:

@@ -44,6 +44,7 @@ def assign_communicators(step: StepGraph) -> StepGraph:
         if isinstance(node.target, PeerCall):  # runs on streams of its own
             continue
         group, stream = group_of(node), stream_of(node)
+        # The graph keeps names that mean the same on all ranks; torch's names are in `step.groups` only.
         name = f"{group}/{stream}"
         if name not in step.groups:
             step.groups[name] = communicator(step.groups[group], stream)

@@ -161,6 +161,7 @@ class MergeBuckets:
             if entries is None:
                 what = f"the collectives {[start.name for start in starts]} cannot share a call"
                 raise MalformedSchedule("scheduling", what, neighbourhood(nodes, starts[0]))
+            # In the order of the decision, which is that of the results in the call: it must be the same on all ranks.
             buckets.append([entries[start] for start in starts])
         return merge_buckets(step, buckets)
 

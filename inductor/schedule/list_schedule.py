@@ -259,6 +259,8 @@ class _ListScheduler:
             if begins <= now:
                 better = step.kinds[other] is Kind.COMPUTE  # the stream of a START is busy, or there is no room for it
             else:
+                # `task` first: it starts now, the other after it. The other first: it starts when its collective has
+                # ended, `task` after it. Lateness is how long after its due time a task starts.
                 # Carlier's rule: the order of the two tasks with the smaller maximum lateness.
                 lateness = max(begins - when, begins + self.work[other] - key_of_task[0])
                 better = begins < now + work and lateness < max(now - key_of_task[0], now + work - when)
@@ -286,6 +288,8 @@ class _ListScheduler:
             if begins <= now and step.kinds[other] is Kind.START:
                 continue  # its stream is busy, or there is no room for it
             ends = begins + self.work[other]
+            # As in :meth:`first`, but `task` cannot start before `ready` in either order: until then the other task is
+            # free.
             lateness = max(begins - when, max(ready, ends) - due)
             better = ends - ready < ready - begins or lateness < max(ready - due, ready + work - when)
             if better and step.can_issue(lacking):

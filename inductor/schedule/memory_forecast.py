@@ -61,6 +61,9 @@ class MemoryForecast:
 
     def issue_ahead(self, task: int, allocated: int, place: int) -> None:
         """Record that ``task``, which allocates ``allocated`` bytes, is issued at ``place``, ahead of its own place."""
+        # Example: a task with its place at 90 is issued at 50. What it allocates is live in addition from 50 to 89;
+        # from 91 on nothing changes. A storage whose last user it was is freed after the last user that remains in its
+        # place, at 50 at the earliest.
         own = self._place[task]
         self._live[own] = _NOTHING
         self._ahead[own] = True

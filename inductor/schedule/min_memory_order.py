@@ -39,6 +39,8 @@ def min_memory_order(task_graph: TaskGraph, before: Precedence) -> list[int]:
     # Postponing a task keeps its operands live for longer. That pays for a START whose result is larger, and for
     # computation whose operands are inputs of the step, which are live anyway.
     little = sum(allocated) // _NEGLIGIBLE_PART
+    # Typical sinks: an all-gather of a parameter, the cast of a shard in front of it, a tensor of zeros. Typical
+    # others: a reduce-scatter, whose result is smaller than its operand.
     sinks = [
         allocated[at] > little
         and (allocated[at] > read[at] if task.kind is Kind.START else task.kind is Kind.COMPUTE and not read[at])

@@ -64,6 +64,7 @@ class Names:
 
     def _beside(self, call: Node, node: Node) -> str:
         """The parameter at the same place of the first list of a call."""
+        # The parameters are the first list of every update.
         first: Any = call.args[0]
         at = next((of.index(node) for of in call.args if isinstance(of, (list, tuple)) and node in of), None)
         if at is None or not isinstance(first, (list, tuple)):

@@ -34,6 +34,7 @@ def precedence(task_graph: TaskGraph) -> Precedence:
     pinned = [at for at, task in enumerate(task_graph.tasks) if task.pinned]
     for before, after in pairwise(pinned):
         needs[after] = (*needs[after], before)
+    # A need that is listed twice would be counted twice by whoever counts missing needs.
     needs = [tuple(dict.fromkeys(of)) for of in needs]
     users: list[list[int]] = [[] for _ in needs]
     for at, of in enumerate(needs):

@@ -161,6 +161,8 @@ def gaps(values: Sequence[Gathered], task_graph: TaskGraph, nodes: Sequence[Node
             # Seconds of computation, not positions: that is how long other tensors could use the memory.
             byte_seconds = size * (clock[end] - clock[begin]) if begin < end else 0.0
             if byte_seconds > 0:
+                # A small cost means a gap that frees many bytes for a long time: in a step of equal layers, those of
+                # the first layer, which backward comes to last.
                 found_gaps.append(Gap(number, use, begin, end, size, seconds / byte_seconds))
     return sorted(found_gaps, key=lambda gap: (gap.cost, gap.value, gap.use))
 

@@ -116,6 +116,8 @@ def _schedules(reference: Reference) -> list[ListSchedule]:
     backwards, earliest = _Backwards(reference), _earliest_ends(reference)
     schedules = [
         list_schedule(reference, due, lead_time)
+        # Backwards once in the reversed order of the reference, and once by priorities alone: the second moves
+        # computation too.
         for due in (backwards.due(earliest, in_order), backwards.due(earliest, at_once))
         for lead_time in lead_times
     ]

@@ -44,6 +44,7 @@ def choose_transports(
     Raises:
         UnknownOption: the knob lists what the cluster does not describe.
     """
+    # One by one: that several calls share a stream or a link is not counted here.
     for node in step.collectives():
         able = carriers(
             step, cluster, node, keep_bits=keep_bits, without=without, unreachable_groups=unreachable_groups

@@ -29,6 +29,7 @@ Node = torch.fx.Node
 @keeps_bits
 def split_updates(step: StepGraph) -> StepGraph:
     """Split the multi-tensor updates of ``step``, whose collectives are merged already. Changes ``step``."""
+    # After the merge: a part per collective is a part per bucket then.
     updates = [node for node in step.graph.nodes if isinstance(node.target, MultiTensor) and node.target.updated]
     if updates:
         collectives = _collectives(step)

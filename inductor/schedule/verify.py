@@ -255,6 +255,7 @@ def _wait_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
         waits = waits_of(start)
         if not waits:
             yield start, "is a collective that nothing waits for"
+        # A wait of the other kind would return at once: it knows nothing of this collective.
         over_peers = isinstance(start.target, _PEER_CALLS)
         for wait in waits:
             if over_peers and not isinstance(wait.target, _PEER_WAITS):
@@ -341,6 +342,7 @@ def _list_faults(step: StepGraph) -> Iterator[tuple[Node, str]]:
         payload, results = payload_of(start), results_of(start)
         if len(payload) != len(results):
             yield start, f"gives {len(results)} tensors for {len(payload)}"
+        # Merging concatenates names, so a tensor that a merge dropped shows here as well.
         members = start.meta.get("param_names")
         if members is not None and len(members) != len(payload):
             yield start, f"names {len(members)} parameters, and has {len(payload)}"
@@ -353,6 +355,7 @@ def _picked(start: Node) -> list[int]:
 
 
 def _same_layout(one: Any, other: Any) -> bool:
+    # Strides are compared by the graph's verifier.
     return one.dtype == other.dtype and tuple(one.shape) == tuple(other.shape)
 
 

@@ -163,6 +163,7 @@ class _GroupArena:
 
     def starting_after(self, position: int) -> int:
         """The barriers of collectives that are issued after ``position``."""
+        # By issue: a collective starts after everything that was issued before it, on every rank.
         return sum(self.bits(number) for number, start in enumerate(self.starts) if self.at[start] > position)
 
     def bits(self, number: int) -> int:
@@ -175,6 +176,7 @@ class _GroupArena:
     def writer(self, number: int, which: int, call: PeerCall) -> int | None:
         """Position at which the compute stream writes a tensor into the arena; None where the collective does."""
         start = self.starts[number]
+        # Its tensors in the arena are results, or copies that the kernel itself makes.
         if not call.reads_arena:
             return None
         found = self.direct_writer(start, which, call)
@@ -220,6 +222,7 @@ class _GroupArena:
             vals = found.maker.meta.get("val")
             vals = vals if isinstance(vals, (list, tuple)) else [vals]
             for slot, val in zip(place, vals, strict=False):
+                # One kernel may write several tensors, for several collectives and groups.
                 mine = isinstance(slot, ArenaSlot) and slot.group == call.group and _same_storage(val, operand)
                 if mine and slot.offset not in self.offsets_of(found.values, call):
                     yield ArenaFault(start, f"{found.maker.name} writes to byte {slot.offset:,}, not to {offset:,}")

@@ -46,6 +46,7 @@ def use_transports(
     Raises:
         PeersUnreachable: a rank did not join the rendezvous.
     """
+    # Before the layout: which values are in the arena follows from the transports.
     applied = replace_collectives(step, chosen, library, unreachable)
     lay_out(step)
     return applied

@@ -95,6 +95,8 @@ def plan(intervals: Sequence[CollectiveInterval], regions: Sequence[Region]) -> 
     # small: a step has thousands of regions and a few hundred lifetimes.
     blocks = _blocks([events.lifetime(region) for region in regions], regions)
     lower_bound = _peak_bytes(blocks) if len(events.streams) == 1 else 0
+    # Three steps: lifetimes in collectives, offsets without conflicts, and the opening barriers that the offsets call
+    # for.
     block_offsets = _best(events, blocks, lower_bound)
     offsets = [0] * len(regions)
     for block, block_offset in zip(blocks, block_offsets, strict=True):
@@ -184,6 +186,7 @@ class _EventOrder:
         # A node on the compute stream knows what its waits have shown. It has no barrier that could be added.
         if region.first_write is not None:
             return _Lifetime(None, self._completed(region.first_write), free_from)
+        # Written on the communication stream: by the collective itself, as the first of its users.
         own, at = first_collective = self.stream_index[region.intervals[0]]
         # The collective starts when the compute stream reaches it. On its own stream, all earlier collectives have
         # completed by then; on other streams, only those that the compute stream has waited for.
@@ -301,6 +304,8 @@ def _best(events: _EventOrder, blocks: Sequence[_Block], lower_bound: int) -> li
     smallest = _smallest(blocks, conflicts, lower_bound)
     size = _arena_size(blocks, smallest)
     tried = (_place_blocks(sorted(blocks, key=key), conflicts, conflicts_without_barrier, size) for key in _ORDERS)
+    # In the second pass a block is placed apart from those that would need a barrier, as long as the arena does not
+    # grow.
     fitting = [block_offsets for block_offsets in tried if _arena_size(blocks, block_offsets) <= size]
     return min([smallest, *fitting], key=lambda block_offsets: len(_opening_barriers(events, blocks, block_offsets)))
 

@@ -95,6 +95,8 @@ def _calls(step: StepGraph) -> Iterator[tuple[Node, PeerCall]]:
 
 
 def _lay_out(positions: _StepPositions, starts: list[Node]) -> ArenaPlan:
+    # All collectives of the group first: whether a producer may write into the arena depends on waits that come before
+    # it.
     intervals = [positions.interval(start) for start in starts]
     regions: list[Region] = []
     producers: list[Node | None] = []
@@ -107,6 +109,7 @@ def _lay_out(positions: _StepPositions, starts: list[Node]) -> ArenaPlan:
             regions.append(positions.region(number, start, at, producer, intervals))
             producers.append(producer)
     layout = plan(intervals, regions)
+    # Offsets come in the order in which regions were made: by collective, then by tensor.
     placed = iter(zip(layout.offsets, producers, strict=True))
     for start, opening_barrier in zip(starts, layout.opening_barriers, strict=True):
         call = call_of(start)
@@ -190,6 +193,7 @@ class _StepPositions:
 
         A collective uses its inputs until it completes, so its waits count, not its start.
         """
+        # Readers through views, and after writes in place, hold the bytes too.
         users = {user for value in self.range(producer).values for user in value.users} - {start}
         ends = [self.at[end] for user in users for end in (waits_of(user) if is_collective(user) else [user])]
         return max(ends, default=-1)

@@ -44,6 +44,7 @@ def bind(step: StepGraph) -> StepGraph:
     for node, call in calls.items():
         node.target = call
     # Waits and sums of squares hold the bound call that they belong to, so calls are bound first.
+    # Slots that producers write to become tensors: a program passes them as `out`.
     for node in step.graph.nodes:
         if is_wait(node) and start_of(node) in calls:
             node.target = BoundWait(calls[start_of(node)])

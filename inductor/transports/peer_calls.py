@@ -81,6 +81,8 @@ class PeerCall:
             :mod:`weft.inductor.transports.arena`.
     """
 
+    # The text of all fields is compared between ranks before memory is shared, so whatever changes how a call runs is
+    # one.
     group: str
     world: int
     programs: int = 0
@@ -111,6 +113,7 @@ class PeerCall:
     @classmethod
     def made(cls, transport: str, group: str, world: int, programs: int, reduction: str) -> PeerCall:
         """A call of one of its :attr:`transports`."""
+        # Only reductions have a field `op`; the kind of an all-gather has none to give.
         fields: dict[str, Any] = {**cls.transports[transport], **({"op": reduction} if reduction else {})}
         return cls(group, world, programs, **fields)
 
@@ -146,6 +149,7 @@ class PeerCall:
         """New contiguous tensors, for the graph's verifier; of a kind that is neither an all-gather nor a
         reduce-scatter, of the sizes of its inputs. The dtype that values are cast to on their way is in none
         of the attributes; it is that of ``recorded``."""
+        # Dimension 0 is the one that torch's collectives gather and scatter along.
         parts = {"all_gather": (self.world, 1), "reduce_scatter": (1, self.world)}
         more, fewer = parts.get(self.kind, (1, 1))
         return [
@@ -233,6 +237,7 @@ class CopySumReduceScatter(PeerReduceScatter):
     def staging_offsets(self, specs: Sequence[TensorSpec]) -> list[int]:
         """Offsets in bytes of this rank's parts of ``specs`` in the staging buffer of one peer. The last entry is
         that buffer's size. Parts are aligned like tensors in the arena."""
+        # The kernel loads 16 bytes at a time where every address of a row is aligned, those in the staging buffer too.
         parts = (-(-bytes_of(spec) // self.world // ALIGNMENT) * ALIGNMENT for spec in specs)
         return [*accumulate(parts, initial=0)]
 
@@ -355,6 +360,7 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
     inputs, outputs = [used.meta["val"] for used in payload_of(node)], results_of(node)
     vals = [*inputs, *outputs]
     world = len(torch_adapter.group_ranks(step.groups[group_of(node)]))
+    # A copy: no transport is faster than what the library does for one rank.
     if world == 1:
         return "the group is one rank"
     if reduction and reduction not in transport_row.reductions:
@@ -373,6 +379,7 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
     unknown = next((val.dtype for val in vals if val.dtype not in call_class.dtypes), None)
     if unknown is not None:
         return f"{name} does not move {unknown}"
+    # The mean is a multiplication by 1 / world in the kernel's registers, which integers do not have.
     if reduction == "avg" and not outputs[0].dtype.is_floating_point:
         return "integers have no mean"
     # Kernels move contiguous chunks, and an empty tensor has no address for their tables.
@@ -391,6 +398,7 @@ def results_in_arena(transport: str) -> bool:
     """Whether the results of a transport are in the arena; False for libraries and unknown names."""
     name, _ = parse_transport(transport)
     call_class = call_classes().get(name)
+    # Asked of a call, since one class can have both: `two_shot` leaves its results in the arena, `one_shot` does not.
     return call_class is not None and call_class.made(name, "", 1, 0, "").in_arena
 
 
@@ -420,6 +428,8 @@ def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
         inputs = sources if len({source.meta["val"].dtype for source in sources}) == 1 else inputs
     with step.graph.inserting_before(node):
         start = step.graph.call_function(call, (inputs,))
+        # Capture order, parameter names and the user's lines go on to the new node: the verifier and messages name
+        # collectives by them.
         start.meta = meta_of(node, val=node.meta["val"] if listed else [node.meta["val"]])
         result = start
         if not listed:
@@ -452,6 +462,7 @@ def _uncast(shard: Node) -> Node:
 def multi_tensor_cast_of(element: Node) -> Node | None:
     """The multi-tensor cast that ``element`` is a result of; None for other nodes."""
     found: Any = element
+    # Two steps: an element of a list, of the lists that a multi-tensor call returns.
     for _ in range(2):
         found = found.args[0] if found.target is operator.getitem else None
         if not isinstance(found, Node):

@@ -90,6 +90,7 @@ class BoundPeerCall(ABC):
         # not.
         self._first_word = buffer.first_word(call.stream_name)
         self._stream = comm_streams.comm_stream(self.device, call.stream_name)
+        # An event per call: the wait must not depend on what is launched on the stream in between.
         self._done = self._stream.event()
         # The inputs between start and wait. Without these references the allocator could hand their memory to nodes of
         # the compute stream while this stream still reads it.
@@ -106,6 +107,9 @@ class BoundPeerCall(ABC):
         self.buffer.check()
         # A copy that this makes is kept alive by `_inputs_in_use`, like the inputs themselves.
         inputs = [tensor.contiguous() for tensor in inputs]
+        # On the compute stream: pointer tables, and what `_write_addresses` launches. Then the communication stream
+        # forks: an opening barrier if one is needed, copies into the arena, the barrier that every call has, data, and
+        # the event `_done`. The compute stream goes on at once, and waits for the event in :meth:`wait`.
         results = self._results(out or [None] * len(self._output_specs))
         self._write_addresses(inputs, results)
         size = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
@@ -144,6 +148,7 @@ class BoundPeerCall(ABC):
     def _results(self, out: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """The tensors that the results will be written to."""
         if self.in_arena:
+            # The same tensors in every call. `unsupported_reason` has made sure that nobody holds them after the step.
             return [*self._slots]
         return [
             torch.empty_strided(sizes, strides, dtype=dtype, device=self.device) if place is None else place
@@ -353,6 +358,7 @@ class _CopySum(_Pull, transport="copy_sum"):
         self, call: CopySumReduceScatter, inputs: Tensors, outputs: Tensors, buffer: SymmetricBuffer, description: str
     ) -> None:
         arena_tensors = call.arena_tensors(inputs, outputs)
+        # Before `super().__init__`, which asks for the rows of the pointer table.
         *self._staging_offsets, self._slot = call.staging_offsets(arena_tensors)
         # Size of this rank's part of each tensor and its offset in the arena, in bytes. The plan is the same on all
         # ranks, so the offset is valid in every peer's arena.
@@ -366,12 +372,15 @@ class _CopySum(_Pull, transport="copy_sum"):
         # All ranks copy at once and start with their successors, so each rank serves one peer at a time.
         peers = _peers_in_turn(self.buffer)
         self._staged = self._staging.take(len(peers) * self._slot)
+        # A slot has the parts of one peer, at the same offsets for every peer: one row of the pointer table serves all
+        # of them.
         slots = [self._staged.data_ptr() + at * self._slot for at in range(len(peers))]
         arenas = _arenas(self.buffer)
         # The kernel sums in rank order from these bases. Only this rank's own entry points into an arena.
         bases = dict(zip(peers, slots, strict=True)) | {self.buffer.rank: arenas[self.buffer.rank]}
         self._bases = torch.tensor([bases[rank] for rank in range(self.call.world)], dtype=torch.int64).to(self.device)
         parts = [*zip(self._staging_offsets, self._parts, self._sizes, strict=True)]
+        # A turn per peer: reads from several peers at a time take from each other's bandwidth.
         copies_by_peer = [
             [BlockCopy(arenas[peer] + part, at, landed, size) for landed, part, size in parts]
             for at, peer in enumerate(peers)
@@ -486,6 +495,7 @@ class _CopyEngine(BoundPeerCall, transport="copy_engine"):
         return self.call.copy_in_on_compute_stream
 
     def _run(self, inputs: Tensors, results: Tensors, stream: int) -> None:
+        # Otherwise `_write_addresses` has launched it, on the compute stream, and the fork comes behind it.
         if not self._copy_in_on_compute_stream:
             if self.call.opening_barrier:
                 self._entry_barrier(stream)
@@ -556,4 +566,5 @@ def _programs(call: PeerCall) -> dict[str, Any]:
 
 def _reduction(call: PeerCall) -> RankReduction:
     assert isinstance(call, (PeerReduceScatter, PeerAllReduce))
+    # Multiplied after the sum and before the only rounding of the result.
     return RankReduction("sum", 1 / call.world) if call.op == "avg" else RankReduction(call.op)

@@ -113,6 +113,7 @@ class SymmetricBuffer:
             rank: the owner of the arena, as a rank of the group; None for this rank.
         """
         arena = self._arenas[self.rank if rank is None else rank]
+        # Offsets are multiples of 256 bytes, so the view to any dtype is aligned.
         size = torch.Size(sizes).numel() * dtype.itemsize
         return arena[offset : offset + size].view(dtype).view(torch.Size(sizes))
 
@@ -129,6 +130,8 @@ class SymmetricBuffer:
             if len(self._stream_names) == MAX_STREAMS:
                 raise IndexError(f"more than {MAX_STREAMS} communication streams")
             self._stream_names.append(stream_name)
+        # Stream by stream, program by program, rank by rank: the layout that kernels compute with
+        # (`device_functions.py`).
         return self._stream_names.index(stream_name) * PROGRAMS * len(self.ranks)
 
     def failure_number(self, collective: str) -> int:
@@ -227,6 +230,7 @@ def _host() -> str:
 
 def _why_not(host: str, device: torch.device) -> str | None:
     """Why this process cannot share memory with those of ``host`` (a text of :func:`_host`); None if it can."""
+    # The cheapest questions first, and those whose answer says most to the user.
     here = _host()
     if here != host:
         names = host.split()[0], here.split()[0]
@@ -251,6 +255,7 @@ def _why_not_watched(rendezvous: StoreRendezvous) -> str | None:
     """Why this process cannot watch its peers' processes with pidfds; None if it can. Some containers refuse the call
     or hide processes, and then a dead rank could not be told from a slow one."""
     try:
+        # Opened and closed again: what counts is whether it is allowed.
         _close(_processes(rendezvous))
     except OSError as error:
         return f"rank {dist.get_rank()} cannot watch the processes of the others ({error})"
@@ -261,6 +266,7 @@ def _why_not_mapped(group: str, device: torch.device) -> str | None:
     """Why one page of every rank cannot be mapped, although the GPUs have peer access; None if it can. Some containers
     forbid it to processes."""
     try:
+        # Memory that peers may map comes from another allocator than torch's usual one.
         torch_adapter.symmetric_peers(torch_adapter.symmetric_empty(mmap.PAGESIZE, device), group)
     except RuntimeError as error:
         return f"mapping their memory failed ({str(error).splitlines()[0]})"
@@ -306,6 +312,8 @@ def symmetric_buffer(axis: str, group: str, device: torch.device, size: int, pla
     known = _buffers.get(pg)
     if known is None or known.size < size or known.device != device:
         make = _on_gpu if device.type == "cuda" else _on_cpu
+        # A program that was bound before keeps the smaller buffer: its kernels have those addresses. Memory of both is
+        # held until it is gone.
         known = _buffers[pg] = make(axis, group, device, max(size, mmap.PAGESIZE))
         log.info("the ranks over %s share %.1f MiB each", axis, known.size / 2**20)
     return known
@@ -313,6 +321,7 @@ def symmetric_buffer(axis: str, group: str, device: torch.device, size: int, pla
 
 def _agree(axis: str, group: str, plan: str) -> None:
     """Raise ArenaMismatch on all ranks if ``plan`` differs from that of the group's first rank on any of them."""
+    # All ranks take part before any raises: a rank that left early would let the others wait for the timeout.
     rendezvous = peer_rendezvous(axis, group, "plan")
     first = rendezvous.broadcast(plan)
     rank = dist.get_rank()
@@ -338,6 +347,7 @@ def _on_gpu(axis: str, group: str, device: torch.device, size: int) -> Symmetric
     refuse_multicast()
     rendezvous = peer_rendezvous(axis, group, "buffer")
     pad = _pad_bytes(len(rendezvous.ranks))
+    # The same size on all ranks, as torch's rendezvous demands: `_agree` has compared it.
     memory = torch_adapter.symmetric_empty(_round_up(pad + size, mmap.PAGESIZE), device)
     memory[:pad].zero_()
     # The pad must be zero before peers can map it: they may signal at once, and a later memset would erase that signal.
@@ -378,6 +388,7 @@ def _on_cpu(axis: str, group: str, device: torch.device, size: int) -> Symmetric
         os.close(file)
     if why is not None:
         raise errors.PeersUnreachable(axis, why)
+    # The mapping keeps the memory when the file is closed, and goes with the last tensor of it.
     return SymmetricBuffer(axis, rendezvous.ranks, rendezvous.at, whole.split(part), _processes(rendezvous), whole)
 
 

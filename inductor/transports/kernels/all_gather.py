@@ -55,6 +55,7 @@ class PushGather(PeerKernel):
             "for chunk in range(program, number, programs):",
             *indented(chunk_lookup(4)),
             f"    shard_at = {pointer('tl.load(member)', self.source)}",
+            # Offset of the member, then this rank's place in it.
             "    shift = tl.load(member + 1) + tl.load(member + 2) * rank",
             # Each rank starts with itself, so that ranks do not all write to the same peer at a time.
             *indented(peer_pointers(self.world, "shift", self.wire, first="rank")),

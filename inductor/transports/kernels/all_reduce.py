@@ -65,6 +65,7 @@ class AllReduce(PeerKernel):
                 store("own_at", "value", self.wire, mask),
             ]
 
+        # The copy goes to this rank's own buffer, at the offset where peers look for it.
         own = f"tl.load(bases + rank) + tl.load(member + {self._words - 2})"
         return [
             # A barrier orders a program against the programs of its number only. So each copies exactly the chunks that

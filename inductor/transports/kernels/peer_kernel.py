@@ -30,6 +30,7 @@ from weft.inductor.transports.kernels.peer_kernel_text import barrier_call, peer
 
 Grid = tuple[int, int, int]
 
+# Addresses and counts are arguments, so that collectives of equal dtypes and block sizes share one kernel.
 _SIGNATURE = {
     "chunks": "*i32",
     "members": "*i64",
@@ -117,6 +118,7 @@ class PeerKernel(ABC):
     @functools.cached_property
     def chunks(self) -> torch.Tensor:
         """The table of chunks, int32[chunks, 4], on the CPU."""
+        # From sizes only, so the tables of all ranks are equal and chunk n means the same elements everywhere.
         return chunk_table(self.sizes, [0] * len(self.sizes), self.chunk)
 
     @property

@@ -116,5 +116,6 @@ class LocalReduceScatter(PullReduceScatter):
     def _find(self) -> list[str]:
         # The bases of peers are local slots here, see `_CopySum`; only this rank's own part lies in its arena.
         shift = "tl.where(rank == {rank}, own, landed)"
+        # Two offsets per member: in the slots that copies fill, and in this rank's arena.
         loads = ["landed = tl.load(member + 1)", "own = tl.load(member + 2)"]
         return [*loads, *peer_pointers(self.world, shift, self.wire)]

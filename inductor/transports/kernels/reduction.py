@@ -11,6 +11,7 @@ from weft.inductor.transports.kernels.peer_kernel_text import load, peer_names, 
 
 _COMBINED = {
     "sum": "{} + {}",
+    # As torch's max and min: a NaN of any rank is the result.
     "max": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
     "min": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
 }
@@ -38,6 +39,7 @@ class RankReduction:
         loaded last, after a barrier: all other loads are then in flight already.
         """
         lines = []
+        # As many peers as registers can hold; their sums follow in the order of ranks.
         for first in range(0, world, at_a_time):
             peers = range(first, min(first + at_a_time, world))
             last, *loads = (f"value{k} = {load(peer_names(world)[k], mask)}" for k in peers)
