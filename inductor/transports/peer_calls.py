@@ -31,7 +31,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of
 from weft.capture.node_meta import meta_of
-from weft.inductor.graph.aliasing import is_lazy, read_by_storage
+from weft.inductor.graph.aliasing import is_lazy, looks_into, read_by_storage, share_storage
 from weft.inductor.graph.collectives import (
     KINDS,
     collective_op,
@@ -423,7 +423,7 @@ def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
     programs = programs or call_class.default_programs(inputs[0].meta["val"].device)
     call = call_class.made(name, group_of(node), world, programs, reduction_of(node))
     if KINDS[call.kind].sends_result_dtype:
-        sources = [_uncast(shard) for shard in inputs]
+        sources = [_uncast(shard, waits_of(node)) for shard in inputs]
         # A kernel is specialised for one source dtype. With mixed ones, the casts stay nodes of the graph.
         inputs = sources if len({source.meta["val"].dtype for source in sources}) == 1 else inputs
     with step.graph.inserting_before(node):
@@ -445,18 +445,41 @@ def use_transport(step: StepGraph, node: Node, transport: str) -> Node:
     return start
 
 
-def _uncast(shard: Node) -> Node:
-    """The source of a shard's cast, if the transport can cast it on the way; else the shard itself."""
+def _uncast(shard: Node, waits: Sequence[Node]) -> Node:
+    """The source of a shard's cast, if the transport can cast it on the way; else the shard itself.
+
+    Args:
+        waits: for the collective, which reads its operands until then.
+    """
     source: Any = shard
+    cast = shard
     if shard.target is aten._to_copy.default and list(shard.kwargs) == ["dtype"]:
         source = shard.args[0]
     elif (list_ := multi_tensor_cast_of(shard)) is not None:
-        source = list_.args[0][shard.args[1]]  # type: ignore[index]
+        source, cast = list_.args[0][shard.args[1]], list_  # type: ignore[index]
     inputs, outputs = source.meta["val"], shard.meta["val"]
     # float32 shards are what mixed precision casts. Each further source dtype would be another kernel to compile and
     # test.
     castable = inputs.dtype == torch.float32 and inputs.is_contiguous() and outputs.is_contiguous()
-    return source if castable and "inplace" not in shard.meta else shard
+    # An optimizer may update the parameter before the collective has read it. The cast has the old values; reading the
+    # parameter itself would make the update wait, or need a copy of the whole parameter.
+    stays = castable and "inplace" not in shard.meta and not _is_written(source, cast, waits)
+    return source if stays else shard
+
+
+def _is_written(source: Node, after: Node, before: Sequence[Node]) -> bool:
+    """Whether an operation writes to the memory of ``source`` behind the node ``after`` and in front of one of
+    ``before``."""
+    while looks_into(source) and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    views = [source]
+    for view in views:
+        for user in view.users:
+            if looks_into(user):
+                views.append(user)
+            elif after < user and any(user < node for node in before) and share_storage(user, source):
+                return True
+    return False
 
 
 def multi_tensor_cast_of(element: Node) -> Node | None:
