@@ -1,10 +1,10 @@
-"""How much memory a step holds at each of its nodes, when they run in a given order.
+"""Live ranges of the storages of a step in a given order of its nodes, and the live bytes at each node.
 
-What lives and dies is a *storage*: views of one, and in-place operations on it, share it, as their fakes do. Inputs are
-there from beginning to end, what the step leaves behind (outputs) from where it is made to the end, everything else
-from the node that makes it through the last one that reads it. A collective reads until it has been waited for. What
-lies in an arena that ranks share (:mod:`weft.inductor.transports.arena_layout`) counts nothing: the arena is there all
-the time.
+In: a StepGraph and an order. Out: a :class:`Liveness`. The unit is the *storage*: views of it, and in-place operations
+on it, share it, as their fakes do. Inputs are live during the whole step, outputs from the node that makes them to the
+end, everything else from the node that makes it through the last one that reads it. A collective reads until it has
+been waited for. Values in a symmetric arena (:mod:`weft.inductor.transports.arena_layout`) count as 0 bytes, because
+the arena is allocated all the time.
 """
 
 from __future__ import annotations

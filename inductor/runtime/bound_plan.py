@@ -150,7 +150,8 @@ class AddressTable:
         locked = self._locked.pop()
         self._recorded.append(locked)
         locked.copy_(pointer_table(rows))
-        # A replay leaves its own addresses in the table, so the next call outside of it must not skip the copy.
+        # Replays leave their own addresses in the table, so the next call outside of them must not skip the copy. Calls
+        # and replays do not alternate: a program that runs kernel by kernel again has dropped its recordings.
         self._rows = None
         self._fetch.launch((-(-len(locked) // _BLOCK), 1, 1), stream, locked, self._table)
 

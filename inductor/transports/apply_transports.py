@@ -103,6 +103,7 @@ def _keep_read(cast: Node) -> None:
     valid."""
     (sources,) = cast.args
     (results,) = cast.users
+    # Elements that a transport casts itself have lost their readers.
     read = {element.args[1]: element for element in results.users}
     if len(read) == len(sources):  # type: ignore[arg-type]
         return

@@ -268,6 +268,7 @@ def _conflict_matrix(blocks: Sequence[_Block], conflict: Callable[[_Block, _Bloc
 
 def _blocks(lifetimes: Sequence[_Lifetime], regions: Sequence[Region]) -> list[_Block]:
     by_lifetime: dict[_Lifetime, list[int]] = {}
+    # In the order of regions, so numbers of blocks, and with them all ties, are the same on all ranks.
     for number, lifetime in enumerate(lifetimes):
         by_lifetime.setdefault(lifetime, []).append(number)
     blocks = []
@@ -392,6 +393,8 @@ def _peak_bytes(blocks: Sequence[_Block]) -> int:
 def _opening_barriers(events: _EventOrder, blocks: Sequence[_Block], block_offsets: Sequence[int]) -> set[int]:
     """Indices of the collectives that need an opening barrier: no other barrier is between their first access and an
     earlier use of the same bytes, in this step or in the one before."""
+    # Checked for the offsets that were chosen, pair by pair of blocks that share bytes: a barrier that two of them need
+    # is counted once.
     found = set()
     for block in blocks:
         first_collective = block.lifetime.first_collective

@@ -111,6 +111,7 @@ def _lay_out(positions: _StepPositions, starts: list[Node]) -> ArenaPlan:
     layout = plan(intervals, regions)
     # Offsets come in the order in which regions were made: by collective, then by tensor.
     placed = iter(zip(layout.offsets, producers, strict=True))
+    # The target is replaced, not changed: copies of the graph share targets with it.
     for start, opening_barrier in zip(starts, layout.opening_barriers, strict=True):
         call = call_of(start)
         members = [next(placed) for _ in start.meta["val"]]

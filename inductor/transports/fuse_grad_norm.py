@@ -51,6 +51,7 @@ def _use_squares(graph: torch.fx.Graph, node: Node) -> None:
         call = call_of(start)
         assert isinstance(call, PeerReduceScatter)
         start.target = replace(call, squares=True)
+        # Any wait of the call: all results complete together, and the sums with them.
         (first, *_) = (wait for wait in results.values() if start_of(wait) is start)
         with graph.inserting_before(node):
             squares.append(graph.call_function(PeerSquares(), (first,)))

@@ -87,6 +87,7 @@ def _compile(calls: list[BoundPeerCall]) -> None:
         # All at once, so that kernels compile in parallel. Layers that repeat have equal sources, which compile once.
         sources = [source for call in here for source in call.sources()]
         kernels = iter(compile_kernels(sources, device))
+        # Each takes as many as it has asked for, in its own order.
         for call in here:
             call.attach([next(kernels) for _ in call.sources()])
 

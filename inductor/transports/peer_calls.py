@@ -357,6 +357,7 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
         names = [row.op._schema.arguments[at].name for at in row.further_operands]
         return f"{name} has no place for the operands {names} of {node.target}"
     reduction = reduction_of(node)
+    # From here on the tensors themselves: dtypes, sizes and strides that the kernels were written for.
     inputs, outputs = [used.meta["val"] for used in payload_of(node)], results_of(node)
     vals = [*inputs, *outputs]
     world = len(torch_adapter.group_ranks(step.groups[group_of(node)]))
@@ -374,6 +375,7 @@ def unsupported_reason(step: StepGraph, node: Node, transport: str) -> str | Non
     # A kernel is compiled for one source and one wire dtype; its table has a row per tensor and no dtypes.
     if len({val.dtype for val in inputs}) > 1 or len({val.dtype for val in outputs}) > 1:
         return "the tensors are of several types"
+    # Offsets, pointers and results go by position: one result per operand.
     if len(inputs) != len(outputs):
         return f"it gives {len(outputs)} tensors for {len(inputs)}"
     unknown = next((val.dtype for val in vals if val.dtype not in call_class.dtypes), None)

@@ -79,6 +79,7 @@ class BoundPeerCall(ABC):
         self.device = buffer.device
         # Fakes are read now: a call must not touch them, it runs on the host's critical path.
         self._output_specs = [(tuple(val.shape), val.stride(), val.dtype) for val in outputs]
+        # The graph's description of the arena, read once more: what runs is what was laid out.
         self._members = list(zip(call.offsets, call.arena_tensors(inputs, outputs), strict=True))
         self._slots = [buffer.view(offset, *member) for offset, member in self._members]
         # An input with this address was written into the arena by its producer and needs no copy.
@@ -151,6 +152,8 @@ class BoundPeerCall(ABC):
             # The same tensors in every call. `unsupported_reason` has made sure that nobody holds them after the step.
             return [*self._slots]
         return [
+            # Allocated on the compute stream. The communication stream forks behind the allocation and is waited for
+            # before the results are read, so the allocator's order by the compute stream is right for them.
             torch.empty_strided(sizes, strides, dtype=dtype, device=self.device) if place is None else place
             for place, (sizes, strides, dtype) in zip(out, self._output_specs, strict=True)
         ]
@@ -210,6 +213,7 @@ class _KernelCollective(BoundPeerCall):
         return [self.transport.kernel, *(barrier.kernel for barrier in self._barriers())]
 
     def attach(self, kernels: Sequence[Kernel]) -> None:
+        # In the order of `sources`. Both barriers have one source, which compiles once.
         kernel, *barriers = kernels
         peers = self._peers()
         tables = self._chunks, self._table.start

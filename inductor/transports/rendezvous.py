@@ -20,6 +20,7 @@ def peer_rendezvous(axis: str, group: str, about: str) -> StoreRendezvous:
         group: the name under which torch registered it.
         about: its purpose; a part of the store's keys that keeps the rendezvous of a group apart.
     """
+    # One timeout for everything that ranks do together once they have agreed on a step.
     ranks, seconds = torch_adapter.group_ranks(group), knobs.peer_timeout_s
 
     def late(keys: list[str]) -> Exception:
