@@ -111,7 +111,7 @@ def calibrate(device: torch.device, scale: Scale) -> Calibration:
 
 def _slowest(gpu: Gpu, world: int) -> Gpu:
     """``gpu`` with the slowest value of each rate over all ranks. On one host, rates of GEMMs differ by up to 5%."""
-    # The slowest GPU sets the pace of a step, because all ranks meet in every collective.
+    # The slowest GPU sets the pace of a step, because every collective waits for all ranks.
     gathered: list[Gpu | None] = [None] * world
     dist.all_gather_object(gathered, gpu)
     gpus = [each for each in gathered if each is not None]

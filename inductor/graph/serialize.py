@@ -205,7 +205,7 @@ class _GraphWriter:
         return self.known[key]
 
     def _entry(self, value: Any) -> int:
-        # Others by identity. Equal ones meet again by the text of their entries.
+        # Others by identity. Equal ones get one entry, by its text.
         by_value = isinstance(value, _BY_VALUE)
         key = value if by_value else id(value)
         found = self.known.get(key)

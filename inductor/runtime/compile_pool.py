@@ -64,7 +64,7 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
         # One core stays for this process, which feeds the workers.
         workers = min(usable - 1, MOST_WORKERS)
         workers = workers if workers > 1 and len(missing) >= FEWEST_FOR_WORKERS else 0
-    # See above: ranks that took the same order would compile the same kernel at the same time.
+    # Ranks that took the same order would compile the same kernel at the same time.
     random.Random(os.getpid()).shuffle(missing)
     binaries: dict[KernelSource, Binary] = {source: binary for source, binary in found.items() if binary is not None}
     if workers:

@@ -28,6 +28,7 @@ class Names:
     def of(self, start: Node) -> tuple[str, ...]:
         """For each tensor that a collective communicates the path of the parameter that it gathers or whose gradient it
         reduces; the name of its node where there is none."""
+        # A gather is named by what it reads, a reduction by what reads it.
         payload, results = payload_of(start), {0: start}
         if is_coalesced(start):
             results = {user.args[1]: user for user in start.users if user.target is operator.getitem}  # type: ignore

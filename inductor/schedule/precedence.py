@@ -80,5 +80,7 @@ def reversed_order(task_graph: TaskGraph, order: Sequence[int]) -> list[int]:
     started = {start: at for at, start in enumerate(starts, len(task_graph.tasks))}
     found: list[int] = []
     for at in reversed(order):
+        # The added START has no place in the forward order. Just before its WAIT is the latest, and the list scheduler
+        # moves it ahead.
         found.extend((started[at], at) if at in started else (at,))
     return found

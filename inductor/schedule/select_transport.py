@@ -102,5 +102,6 @@ def allowed_transports(cluster: Cluster) -> list[str]:
 
 def cost(cluster: Cluster, collective: Collective, transport: str) -> float:
     """Seconds of a collective plus the seconds that overlapped computation loses."""
+    # Which part of the seconds a schedule hides is not known yet, so all of them count.
     found = transfer(cluster, collective, transport)
     return found.seconds * (1 + found.interference)

@@ -66,6 +66,7 @@ def _parts(update: Node, collectives: dict[Node, int]) -> list[list[int]]:
     common = 0
     for shared in arguments:
         if isinstance(shared, Node):
+            # What all tensors share: the learning rate, the coefficient that clips. Its collectives delay every part.
             common |= collectives[shared]
             if getattr(shared.meta["val"], "ndim", 0):
                 return []

@@ -200,6 +200,7 @@ class _GroupArena:
         of collectives that read it."""
         if call.in_arena:
             values = [user for user in start.users if user.args[1:] == (which,)]
+        # The operand's own memory is in the arena, so whatever else reads it counts. A copy of it has no other readers.
         elif self.direct_writer(start, which, call) is not None:
             values = [inputs_of(start)[which]]
         else:

@@ -217,6 +217,7 @@ class PeerReduceScatter(PeerCall):
     @property
     def sums(self) -> int:
         """Number of partial sums of squares, one per program; programs that do not run leave zeros."""
+        # Of the launch, not of the work: the number must be known when the graph is rewritten, before kernels exist.
         return self.programs or self.kernel.programs
 
 

@@ -212,7 +212,7 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
         # Last, since it maps memory: rendezvous of torch blocks where a rank does not come.
         if why is None and device.type == "cuda":
             why = peer_rendezvous(axis, group, "mapped").first_objection(_why_not_mapped(group, device))
-        # Also a failure is remembered: ranks would otherwise meet again for every schedule.
+        # Also a failure is remembered: ranks would otherwise make these rendezvous for every schedule.
         known[device.type] = why
     return known[device.type]
 

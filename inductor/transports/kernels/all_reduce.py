@@ -144,6 +144,7 @@ class TwoShotAllReduce(AllReduce):
     @property
     def round(self) -> int:
         """One chunk for each rank: each combines its own."""
+        # Chunks of a round go to the ranks in turn, so ranks combine about equal parts of every member.
         return self.world
 
     @property

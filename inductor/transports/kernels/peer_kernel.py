@@ -130,6 +130,7 @@ class PeerKernel(ABC):
     @property
     def slots(self) -> int:
         """Words that the kernel needs in every signal pad."""
+        # A row per program, a word per rank in it.
         return self.grid[0] * self.world
 
     @functools.cached_property
@@ -183,6 +184,7 @@ class PeerKernel(ABC):
     def _begin(self) -> list[str]:
         """The entry barrier. If a rank is missing, the kernel moves nothing."""
         return (
+            # Zero chunks: every loop over chunks is then empty, and the exit barrier still signals.
             [f"number = tl.where({barrier_call(FailureKind.ENTRY_BARRIER)}, number, 0)"] if self.entry_barrier else []
         )
 

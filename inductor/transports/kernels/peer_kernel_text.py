@@ -47,6 +47,7 @@ def chunk_lookup(words: int) -> list[str]:
     return [
         "row = chunks + chunk * 4",
         f"member = members + tl.load(row) * {words}",
+        # In 64 bits: a member can have more than 2^31 elements.
         "start = tl.load(row + 1).to(tl.int64) * CHUNK",
         "count = tl.load(row + 2)",
         f"aligned = tl.load(member + {words - 1})",

@@ -83,6 +83,7 @@ class PullReduceScatter(PeerKernel):
     def _find(self) -> list[str]:
         """Lines that say where the parts lie."""
         # Every rank reads its peers in the order of ranks: a sum must not depend on which rank computes it.
+        # Offset of the member, then this rank's part of it, in every rank's buffer.
         shift = "shift = tl.load(member + 1) + tl.load(member + 2) * rank"
         return [shift, *peer_pointers(self.world, "shift", self.wire)]
 

@@ -62,6 +62,7 @@ class ShardCopy:
     @property
     def grid(self) -> tuple[int, int, int]:
         """How many programs to launch."""
+        # One program per chunk: there is no barrier, so they need not be resident at once.
         return len(self.chunks), 1, 1
 
     def rows(self, shards: Sequence[int], slots: Sequence[int], owns: Sequence[int]) -> list[list[int]]:
