@@ -106,8 +106,8 @@ class Rematerialise:
         for _ in range(_ROUNDS):
             live = liveness(rewriter.step, issue_order(rewriter.step))
             before, reached = reached, live.peak
-            # A round that does not lower the peak is left with values that cannot be recomputed: more rounds would only cost
-            # time.
+            # A round that does not lower the peak is left with values that cannot be recomputed: more rounds would only
+            # cost time.
             if reached <= budget or reached >= before:
                 break
             chosen = _cheapest(_Values(rewriter.step, live, self.smallest_bytes), reached - budget)
