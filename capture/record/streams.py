@@ -13,6 +13,10 @@ nodes with effects:
 ``stream_begin(stream)``, ``stream_end``    the step's work on a side stream comes after what was on it before
                                             the step, and before what is put on it later
 
+An event that the step has not recorded before it waits for it is one of outside: another stream may be writing inputs
+of the step until then. Passes start all-gathers of parameters early and move other reads of inputs. So the step also
+waits for such an event in front of everything, by a fence like ``stream_begin``.
+
 An executor that runs everything on one stream needs no ``stream_wait``: one stream keeps the order, so the call does
 nothing. The other calls have an effect outside the step. Each call of the step makes them again on the user's own
 objects, with the stream of the program for stream 0. On a machine without a GPU they do nothing.
@@ -79,6 +83,7 @@ class Streams:
         self._numbers: dict[Any, int] = {}
         self._streams: list[Any] = []
         self._events: dict[int, tuple[int, Any]] = {}
+        self._recorded: set[int] = set()  # events that the step has recorded so far
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -137,6 +142,7 @@ class Streams:
         self._recorder.emit_effect(stream_wait, self._number(waiting), self._number(waited))
 
     def _record(self, event: Any, stream: Any = None) -> None:
+        self._recorded.add(self._event(event))
         self._note("event_record", lambda: event.record(), self._event(event), self._stream_or_current(stream))
 
     def _record_event(self, kind: Any) -> Callable[..., Any]:
@@ -148,14 +154,14 @@ class Streams:
         return record_event
 
     def _wait_event(self, event: Any, stream: Any = None) -> None:
-        self._note("event_wait", lambda: event.wait(), self._event(event), self._stream_or_current(stream))
+        self._follow(event, "event_wait", lambda: event.wait(), self._stream_or_current(stream))
 
     def _synchronize(self, stream: Any) -> None:
         number = self._number(stream)
         self._note("stream_synchronize", lambda: torch.cuda.current_stream().synchronize(), number)
 
     def _synchronize_event(self, event: Any) -> None:
-        self._note("event_synchronize", lambda: event.synchronize(), self._event(event))
+        self._follow(event, "event_synchronize", lambda: event.synchronize())
 
     def _synchronize_device(self, device: Any = None) -> None:
         self._note("device_synchronize", lambda: torch.cuda.synchronize(device))
@@ -174,6 +180,19 @@ class Streams:
 
     def _note(self, name: str, call: Callable[..., Any], *args: Any) -> torch.fx.Node:
         return self._recorder.emit_effect(StreamCall(name, call if self._real else None), *args)
+
+    def _follow(self, event: Any, name: str, call: Callable[..., Any], *args: Any) -> None:
+        """Note a call that waits for an event."""
+        number = self._event(event)
+        if number not in self._recorded:
+            self._fence(name, call, number, *args)
+        # At its place too: the step may call code that records the event, which no capture sees.
+        self._note(name, call, number, *args)
+
+    def _fence(self, name: str, call: Callable[..., Any], *args: Any) -> None:
+        """A call in front of all others, of which no pass moves one across it."""
+        node = self._recorder.emit_first(StreamCall(name, call if self._real else None), *args)
+        node.meta = meta_of((), val=None, effect=True, fence=True, frames=user_frames(4), module="", stage="forward")
 
     def _stream_or_current(self, stream: Any) -> int:
         return self.current() if stream is None else self._number(stream)
@@ -200,9 +219,7 @@ class Streams:
 
     def _begin(self, stream: Any, number: int) -> None:
         """Order the step after earlier work on a side stream that it names for the first time, by a fence."""
-        call = (lambda: torch.cuda.current_stream().wait_stream(stream)) if self._real else None
-        node = self._recorder.emit_first(StreamCall("stream_begin", call), number)
-        node.meta = meta_of((), val=None, effect=True, fence=True, frames=user_frames(4), module="", stage="forward")
+        self._fence("stream_begin", lambda: torch.cuda.current_stream().wait_stream(stream), number)
 
 
 def _method(replacement: Callable[..., Any]) -> Callable[..., Any]:

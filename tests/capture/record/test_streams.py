@@ -14,6 +14,7 @@ import weft
 from weft.capture.graph import StepGraph
 from weft.capture.record.streams import stream_wait
 from weft.errors import UncapturableStreamCall
+from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.runtime.aten import compile_aten
 
 pytestmark = pytest.mark.fake
@@ -201,6 +202,27 @@ def test_fences_come_before_collectives_that_start_early() -> None:
 
         source = compile_aten(captured(step, torch.randn(2, 4))).source
     assert 0 < source.index("stream_begin") < source.index("all_gather_into_tensor")
+
+
+@pytest.mark.parametrize("wait", ["wait", "synchronize"])
+def test_events_of_outside_come_before_collectives_that_start_early(wait: str) -> None:
+    """Until such an event, another stream may write the parameters that a gather would read."""
+    with weft.fake_world(2):
+        mesh = dist.init_device_mesh("cuda", (2,))
+        model, outside, own = weft.fully_shard(nn.Linear(4, 4), mesh=mesh), torch.cuda.Event(), torch.cuda.Event()
+
+        def step(x: Tensor) -> Tensor:
+            y = x.sin()
+            getattr(outside, wait)()
+            y = model(y)
+            own.record()
+            getattr(own, wait)()
+            return y.cos()
+
+        source = compile_aten(schedule_waits(captured(step, torch.randn(2, 4)))).source
+    places = [source.index(call) for call in (f"event_{wait}", "all_gather_into_tensor", "aten_sin", "event_record")]
+    assert places == sorted(places)
+    assert source.index(f"event_{wait}", places[-1]) < source.index("aten_cos")
 
 
 @pytest.mark.parametrize("ask", ["Event.query", "Stream.query", "Event.elapsed_time"])
