@@ -253,8 +253,8 @@ class _Block:
         return not (self.lifetime.is_separated_from(other.lifetime) or other.lifetime.is_separated_from(self.lifetime))
 
 
-# Computed once per plan: placement is repeated dozens of times and only reads it.
-# A symmetric matrix by block numbers: 1 where two blocks must not share bytes.
+# A symmetric matrix by block numbers: 1 where two blocks must not share bytes. Computed once per plan: placement is
+# repeated dozens of times and only reads it.
 _ConflictMatrix = Sequence[bytearray]
 
 
@@ -347,8 +347,8 @@ def _place_blocks(
     block_offsets = [0] * len(order)
     placed: list[tuple[int, int, int]] = []  # offset, end and number
 
-    # `placed` is sorted by offset, so the first gap that is long enough is the lowest. Blocks in it that do not
-    # conflict may be shared.
+    # `placed` is sorted by offset, so the first gap that is long enough is the lowest. Bytes of blocks that do
+    # not conflict may be shared.
     def lowest(size: int, conflicting: bytearray) -> int:
         offset = 0
         for start, end, other in placed:
