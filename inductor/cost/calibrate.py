@@ -86,6 +86,7 @@ def calibrate(device: torch.device, scale: Scale) -> Calibration:
     """
     gpu = _rounded_gpu(measure_gpu(device, scale.work))
     base = next((cluster for cluster in shipped_clusters() if cluster.gpu.name == gpu.name), None)
+    # One GPU has no links to measure.
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Calibration(_alone(gpu, base), base, (), False)
     world = dist.get_world_size()
@@ -271,6 +272,7 @@ def _network(
     # The latency of the library itself is known from within the node: what is left is that of the network's hops.
     inner = [transport.latency for transport, _ in measured if benchmark.kind in transport.kinds and transport.crosses]
     line = fit([(_probe(draft, benchmark, across, size), _seconds(benchmark, across, size)) for size in scale.sizes])
+    # At a hop latency of 1 s the model's result is the number of hops.
     hops = _probe(replace(draft, network=Link("network", 1.0, 1.0)), benchmark, across, 0)
     latency = max(0.0, line.latency - sum(inner)) / hops
     return Link("network", _rounded(line.bandwidth), _rounded(latency))

@@ -306,6 +306,7 @@ def _fastest(topology: _GroupTopology, collective: Collective, model: TransportM
 def _ring(topology: _GroupTopology, kind: CollectiveKind, size: int, model: TransportModel) -> tuple[float, str]:
     """``laps`` times around a ring of all ranks. The node with the fewest ranks has the fewest network cards, so it
     bounds the ring. Transports over symmetric memory access all peers directly and pay no hops."""
+    # An all-reduce is two laps: every rank sends (n - 1)/n of the tensor in each.
     laps = kind.laps
     sent = laps * size if kind.sends_all else laps * size * (topology.ranks - 1) / topology.ranks
     inner, outer = laps * (topology.ranks - topology.nodes), laps * (topology.nodes - 1)
@@ -324,6 +325,8 @@ def _tree(topology: _GroupTopology, kind: CollectiveKind, size: int, model: Tran
 def _exchange(topology: _GroupTopology, size: int, model: TransportModel) -> tuple[float, str]:
     """All-to-all: every rank sends a part to every other rank, through its own network card. Each message costs the
     latency of a hop to set up."""
+    # Messages to the other ranks of the fullest node, and to those outside of the emptiest: the slowest rank of each
+    # kind.
     inner = size * (topology.most - 1) / topology.ranks
     outer = size * (topology.ranks - topology.fewest) / topology.ranks
     if topology.outer:  # messages to other pods share the uplinks with those of all ranks of their own

@@ -145,6 +145,7 @@ def _gemm_rate(device: torch.device, work: Work, dtype: torch.dtype, precision: 
         for m, k, n in work.gemms:
             a, b = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
             gemm = lambda a=a, b=b: a @ b
+            # A cold GPU runs the first GEMMs at a clock that no step has.
             _warm(gemm, device)
             operations += 2 * m * k * n
             seconds += seconds_of(gemm, device)

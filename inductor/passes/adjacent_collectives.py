@@ -26,6 +26,7 @@ def runs(step: StepGraph, can_join: Callable[[Node], bool]) -> list[list[Node]]:
     views and casts of results may stand between; merging moves them behind the last member (``dependents_before``).
     """
     collected: list[list[Node]] = [[]]
+    # Results of members, directly or through light nodes. The run ends where the step computes with one of them.
     dependents: set[Node] = set()
     run_bytes = 0
     for node in step.graph.nodes:

@@ -83,6 +83,7 @@ class ChunkLoss:
                 head, selection = _head_of(node)
                 if head is not None:
                     losses.setdefault(head, (node, selection))
+        # One region per head, though forward and backward may normalise its logits several times.
         for head, (node, selection) in losses.items():
             try:
                 self._rewrite(_Region(step, head, selection))

@@ -113,6 +113,7 @@ def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
     if len(orders) > 1 or not orders <= set(ORDERS) or len(dtypes) > 1 or not iterable_by_kernels([tensors]):
         return
     order = orders.pop()
+    # Only the sum of squares counts then, which kernels can add up in any grouping, and over ranks.
     call = Norm(order, together=order == 2.0 and _read_together(node))
     ((norms,),) = multi_tensor_call(graph, node, call, (tensors,), [[node.meta["val"]]])
     node.replace_all_uses_with(norms)
@@ -230,6 +231,7 @@ def _product(value: Node) -> tuple[Node, Node] | None:
 def _before_counting(node: Node, steps: Sequence[Node]) -> list[Node] | None:
     """The step counts before one was added to each, where nothing reads the new ones before ``node`` does."""
     many = list_of_elements(steps)
+    # The kernel adds the one itself, which saves a launch.
     if many is None or many.target is not aten._foreach_add.Scalar or many.args[1] != 1:
         return None
     readers = {reader for user in many.users for reader in user.users}

@@ -64,6 +64,7 @@ def _groups(casts: list[Node]) -> list[list[Node]]:
     for node in casts:
         kind = node.kwargs["dtype"], node.meta["val"].device
         group = by_kind.setdefault(kind, [])
+        # All casts of a group are made at the place of the first, so their results are live together from there on.
         if group and sum(map(node_bytes, [*group, node])) > BYTES_AT_A_TIME:
             full.append(group)
             group = by_kind[kind] = []

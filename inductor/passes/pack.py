@@ -40,12 +40,14 @@ def _can_join(node: Node) -> bool:
         return False
     if any(type(n) is not int for n in val.shape):
         return False
+    # The sum of two numbers has one order, wherever an element lies in the buffer.
     order_is_one = node.target is ALL_GATHER.op or node.args[2:3] == (2,)
     return order_is_one and all(user.target is WAIT for user in node.users)
 
 
 def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
     last = run[-1]
+    # Waits, views and casts of earlier members read the merged call, which takes the place of the last one.
     for node in reversed(dependents_before(run)):
         last.append(node)
     gathers = last.target is ALL_GATHER.op
@@ -55,6 +57,7 @@ def _merge(graph: torch.fx.Graph, run: list[Node]) -> None:
         emit = emitter(graph, last)
         flat = _side_by_side(emit, inputs) if gathers else _rank_by_rank(emit, inputs, world)
         merged = emit(last.target, flat, *last.args[1:])
+        # Ranks compare by these which captured collectives a call carries.
         merged.meta["members"] = tuple(at for node in run for at in node.meta.get("members", ()))
     waits = {user for node in run for user in node.users}
     first = last

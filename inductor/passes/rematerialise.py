@@ -331,6 +331,8 @@ def _saving(values: _Values, storage: LiveRange) -> _Saving | None:
     while todo:
         wanted = todo.pop()
         steps[wanted] = None
+        # Everything on the way has to be cheap and to read the same values again. Long chains are left alone, which
+        # bounds time.
         if not _is_cheap(wanted.maker) or not values.is_repeatable(wanted) or len(steps) > _LONGEST:
             return None
         for used in values.inputs(wanted.maker):
@@ -341,6 +343,8 @@ def _saving(values: _Values, storage: LiveRange) -> _Saving | None:
             elif used not in steps:
                 todo.append(used)
     kept_bytes = sum(source.size for source in sources if not source.is_input and source.end < until)
+    # Read the sources, write the value; a launch for each operation, though most of them fuse: an estimate on the high
+    # side.
     moved = storage.size + sum(source.size for source in sources)
     # Keeping its sources alive would cost as much memory as it saves.
     if storage.size <= kept_bytes:

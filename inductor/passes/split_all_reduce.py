@@ -72,6 +72,7 @@ def split_all_reduces(step: StepGraph) -> StepGraph:
     if knob_allows(reduces) and knob_allows(transports_of(ALL_GATHER.kind)):
         order = list(step.graph.nodes)
         place = {node: at for at, node in enumerate(order)}
+        # 0 for a group on several hosts: no transport over peers could carry the halves.
         worlds = _worlds(step)
         # Without computation before the first use, nothing hides the second collective's latency.
         large = [node for node in order if node.target is ALL_REDUCE.op and _is_large(node, worlds[group_of(node)])]
@@ -178,6 +179,7 @@ def _gather_positions(step: StepGraph, nodes: Sequence[Node]) -> list[Node]:
     """The node before which the all-gather of each of ``nodes`` is inserted: the first of ``nodes`` that follows more
     than ``_GATHER_DISTANCE`` bytes later, or the wait for the result."""
     place = {node: at for at, node in enumerate(step.graph.nodes)}
+    # Bytes as a clock: what follows on the same stream takes a time that its bytes tell, on any cluster.
     ends = list(accumulate(map(node_bytes, nodes)))
     later = (nodes[bisect_left(ends, end + _GATHER_DISTANCE) :][:1] for end in ends)
     return [min([*node.users, *each], key=place.__getitem__) for node, each in zip(nodes, later, strict=True)]

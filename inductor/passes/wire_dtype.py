@@ -46,6 +46,8 @@ def wire_dtype(step: StepGraph) -> StepGraph:
         assert isinstance(wide, Node)
         narrow = _narrow(step.graph, wide)
         if narrow is not None:
+            # The dtype to sum in becomes an operand: the graph still says what is computed, whichever transport carries
+            # it.
             node.target = WIDENING_REDUCE_SCATTER.op
             node.args = (narrow, *node.args[1:], wide.meta["val"].dtype)
             step.graph.erase_node(wide)

@@ -160,6 +160,7 @@ class _LastReads:
         layout = _layout(result)
         if layout is None or not isinstance(operand, Node) or _layout(operand.meta.get("val")) != layout:
             return False
+        # The caller would get a view where eager gives a tensor of its own, see :meth:`write`.
         if node in self._returned and _is_view(maker := self._maker(operand)) and maker.target not in _PLAIN_VIEWS:
             return False
         values = self._values(operand)
