@@ -409,9 +409,9 @@ class _RecomputeRewriter:
 
 def _copied(step: StepGraph, node: Node, copies: dict[Node, Node]) -> Node:
     copy = step.graph.node_copy(node, lambda used: copies.get(used, used))
-    # Its fake value is computed anew below: the copy has memory of its own.
     copy.meta = same_meta(node, stage="backward", recomputed=True)
     args: Any = torch.fx.node.map_arg((copy.args, copy.kwargs), lambda used: used.meta["val"])
+    # The fake value is computed anew: the copy has memory of its own.
     with torch_adapter.only_mode(_fake_mode(node.meta["val"])), torch_adapter.below_autograd():
         copy.meta["val"] = node.target(*args[0], **args[1])  # type: ignore[operator]
     return copy

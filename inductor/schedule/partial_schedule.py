@@ -111,8 +111,6 @@ class PartialSchedule:
 
     def lacking(self, task: int) -> list[int]:
         """The unissued tasks that ``task`` needs, directly or not, in a valid order, and then ``task`` itself."""
-        # Called for every candidate of every decision, and nearly always there is nothing else to issue: the loop
-        # answers that without building anything.
         issued, needs = self.issued, self.needs
         for need in needs[task]:
             if not issued[need]:

@@ -154,8 +154,8 @@ class ScheduleVerifier:
             yield step.graph.output_node(), f"{len(now)} calls have effects, not {len(self._values.effects)}"
         known: set[str] = set()
         for node in step.graph.nodes:
-            missing = self._order_at_fences.get(node.name, frozenset()) & nodes.keys() - known
-            if missing:
+            before = self._order_at_fences.get(node.name, frozenset())
+            if missing := (before - known) & nodes.keys():
                 yield node, f"comes before {min(missing)}, which it has to follow"
             known.add(node.name)
             if node.name in self._streams and node.meta.get("stream") != self._streams[node.name]:
