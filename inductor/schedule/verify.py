@@ -64,7 +64,7 @@ class ScheduleVerifier:
             # What the captured step does already is not the schedule's fault: only new faults count.
             self._stale = {key for key, _ in _stale_reads(step, memory)}
             self._overwriting = {node.name for node, _ in _overwritten_operands(step, memory)}
-            self._order_at_fences = _order_at_fences(step)
+            self._before_fences = _order_at_fences(step)
             # The user has put these nodes on a side stream and ordered that stream with others.
             self._streams = {node.name: node.meta["stream"] for node in step.graph.nodes if node.meta.get("stream")}
             self._groups = dict(step.groups)
@@ -154,7 +154,8 @@ class ScheduleVerifier:
             yield step.graph.output_node(), f"{len(now)} calls have effects, not {len(self._values.effects)}"
         known: set[str] = set()
         for node in step.graph.nodes:
-            before = self._order_at_fences.get(node.name, frozenset())
+            before = self._before_fences.get(node.name, frozenset())
+            # Only at a fence: the names of all nodes so far, for each node, would take quadratic time.
             if missing := (before - known) & nodes.keys():
                 yield node, f"comes before {min(missing)}, which it has to follow"
             known.add(node.name)
