@@ -57,6 +57,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.inductor.compiler import MODES, Mode
+from weft.inductor.cost.cluster import is_described
 from weft.inductor.graph.collectives import ranks_on_a_host
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
@@ -367,7 +368,7 @@ class CompiledStep(Generic[P, R]):
             f"mode {self.mode}, memory limit {self.memory_limit}, verify {self.verify}, fallback {self.fallback}, "
             f"replay every {self.replay_every}\n"
             f"transports {knobs.transports or 'nccl'}, without passes {disabled or 'none'}\n"
-            f"{_sizes(graph)}{_hosts(graph)}"
+            f"{_sizes(graph)}{_machines(graph)}"
             f"collectives on CPUs in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead; "
             f"at most {knobs.form_limit} forms"
         )
@@ -457,12 +458,15 @@ def _claims(graph: StepGraph) -> Claims:
     return claims_of(graph) if _communicates() else NO_CLAIMS
 
 
-def _hosts(graph: StepGraph) -> str:
-    """Which groups are on one host, of a step on GPUs, as each rank makes it out: passes go by that."""
+def _machines(graph: StepGraph) -> str:
+    """What decides how a step on GPUs is compiled, as each rank finds it: which groups are on one host, and whether a
+    description of the cluster fits."""
     if not any(isinstance(val := node.meta["val"], torch.Tensor) and val.is_cuda for node in graph.placeholders):
         return ""
     here = (name for name, group in sorted(graph.groups.items()) if ranks_on_a_host(group))
-    return f"groups on one host: {', '.join(here) or 'none'}\n"
+    # Not which description: rank 0 alone decides the schedule, if all ranks come to the agreement on it.
+    scheduled = "scheduled" if is_described() else "not scheduled, because no description of a cluster fits these GPUs"
+    return f"groups on one host: {', '.join(here) or 'none'}\ncommunication is {scheduled}\n"
 
 
 def _sizes(graph: StepGraph) -> str:

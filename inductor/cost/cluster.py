@@ -259,6 +259,15 @@ def cluster_here() -> Cluster:
     return replace(best, gpus_per_node=here * best.hosts_per_node)
 
 
+def is_described() -> bool:
+    """Whether :func:`cluster_here` finds a description. Raises as it does, but for NoClusterHere."""
+    try:
+        cluster_here()
+    except NoClusterHere:
+        return False
+    return True
+
+
 def calibrated_folder() -> Path:
     """The folder of the descriptions that ``weft calibrate`` writes."""
     return Path(knobs.cache_dir).expanduser() / "clusters"

@@ -20,7 +20,7 @@ from step_builder import StepBuilder
 from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
-from weft.compile import _hosts
+from weft.compile import _machines
 from weft.inductor.cache.graph_cache import _path
 from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost.cluster import load_cluster
@@ -367,5 +367,14 @@ def test_ranks_compare_which_groups_are_on_one_host(captured: StepGraph, monkeyp
     """Hosts of several numbers of processes would make ranks split differently, and wait for each other for ever."""
     for processes, told in (("4", "world"), ("2", "none"), ("0", "world")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-        assert _hosts(captured) == f"groups on one host: {told}\n"
-    assert _hosts(retarget(captured.copy(), "cpu")) == ""
+        assert _machines(captured).startswith(f"groups on one host: {told}\n")
+    assert _machines(retarget(captured.copy(), "cpu")) == ""
+
+
+def test_ranks_compare_whether_the_planner_schedules_the_step(captured: StepGraph) -> None:
+    """A machine whose GPUs were calibrated, beside one whose were not: one would wait for the other's schedule."""
+    with knobs.override(cluster="h200x8"):
+        described = _machines(captured)
+    undescribed = _machines(captured)  # no GPU here, or one that a shipped description fits
+    assert "communication is scheduled" in described
+    assert ("not scheduled" in undescribed) or torch.cuda.is_available()
