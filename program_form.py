@@ -122,6 +122,8 @@ class ProgramForm:
         captured.arguments.bind(leaves)
         if captured.autocast_copies:
             check_copies(captured.autocast_copies)
+        for container in captured.unread_gradients:
+            container.obj.grad = None
         outputs = self._compute()
         for at in captured.aliases:
             outputs[at] = outputs[at].detach()

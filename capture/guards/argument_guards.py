@@ -13,7 +13,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.arguments import CallArguments
-from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, items_of, same_simple
+from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, TensorLike, items_of, same_simple
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.strided_overlap import apart
 
@@ -164,8 +164,8 @@ def matches(value: Any, expected: Any) -> bool:
     """Whether a value in Python state can replace the one at capture.
 
     It must be the same object, an equal simple value, a tensor of the same shape and dtype, a tuple of values that
-    match, or be as a :class:`Pattern` or :class:`Growing` says. A leaf that requires grad must be the same object,
-    because its gradient, hooks and optimizer state belong to it.
+    match, or be as a :class:`Pattern`, :class:`Growing` or :class:`TensorLike` says. A leaf that requires grad must be
+    the same object, because its gradient, hooks and optimizer state belong to it.
     """
     if value is expected or expected is ANY:
         return True
@@ -177,6 +177,9 @@ def matches(value: Any, expected: Any) -> bool:
             and not value.requires_grad
             and (value.shape == expected.shape and value.dtype == expected.dtype)
         )
+    if isinstance(expected, TensorLike):
+        is_plain = isinstance(value, torch.Tensor) and not value.requires_grad
+        return is_plain and value.shape == expected.shape and value.dtype == expected.dtype
     if isinstance(expected, Growing):
         return type(value) is expected.kind and id(value) not in expected.others
     if isinstance(expected, Pattern):

@@ -68,6 +68,7 @@ class CompiledForms(list[F]):
 
     def add(self, form: F) -> F:
         """Put a new form in front. Beyond ``knobs.form_limit`` the one that was used longest ago goes."""
+        self._release_others(form)
         self.insert(0, form)
         while len(self) > max(knobs.form_limit, 1):
             self.drop(self[-1])
@@ -81,6 +82,7 @@ class CompiledForms(list[F]):
 
     def _to_front(self, form: F, key: Hashable | None) -> F:
         if self[0] is not form:
+            self._release_others(form)
             at = next(at for at, each in enumerate(self) if each is form)
             self.insert(0, self.pop(at))
         if key is not None:
@@ -89,6 +91,12 @@ class CompiledForms(list[F]):
                 self._served.clear()
             self._served[key] = form
         return form
+
+    def _release_others(self, serving: F) -> None:
+        """Let all other forms hold no gradients: the one that serves the calls now may replace them."""
+        for each in self:
+            if each is not serving:
+                each.guards.release_gradients()
 
 
 def _key(leaves: Sequence[Any]) -> Hashable | None:

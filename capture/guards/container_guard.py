@@ -24,6 +24,7 @@ from weft.capture.state.containers import (
     Container,
     Content,
     StatePlace,
+    TensorLike,
     holder_of,
     without_overrides,
 )
@@ -53,6 +54,8 @@ class ContainerGuard:
         self.replacements = self.generation = 0
         self._entries = EntryReader([each for each in containers if not _is_dictionary(each)])
         self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
+        owners = [each for each in self._entries.containers for _ in each.guarded()]
+        self._gradients = [at for at, each in enumerate(owners) if isinstance(each.obj, torch.Tensor)]
         lists = [each for each in sized if each.before and not isinstance(each.obj, dict)]
         self._kept = {id(each) for each in [*lists, *(each.container for each in self._dicts)]}
         self._lists = [without_overrides(each.obj) for each in lists]
@@ -116,6 +119,15 @@ class ContainerGuard:
         self._expected = now
         self.generation += 1
         return True
+
+    def release_gradients(self) -> bool:
+        """Remember of gradients what they must be like, and not the tensors. Returns whether any was held."""
+        held = [at for at in self._gradients if isinstance(self._expected[at], torch.Tensor)]
+        if held:
+            self._expected = list(self._expected)
+            for at in held:
+                self._expected[at] = TensorLike(self._expected[at].shape, self._expected[at].dtype)
+        return bool(held)
 
     def failure(self) -> str | None:
         """The first entry that does not match, as text; None where all match."""

@@ -25,7 +25,7 @@ from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
-from weft.capture.state.containers import ANY
+from weft.capture.state.containers import ANY, TensorLike
 from weft.capture.state.state_reader import PlaceReader
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -75,6 +75,10 @@ class Guards:
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
         self._memory = MemoryGuard(captured, self._containers)
+        # A form lives longer than the gradients with which it was captured.
+        for each in (*captured.state.containers, *(container for _, container in captured.arguments.gradients)):
+            if (like := TensorLike.of_gradient(each)) is not None:
+                each.before["grad"] = like
         # The class of a module, and its forward, are found by no container: programs replace them, too.
         self._modules = [(module, path, type(module)) for module, path in captured.state.modules.values()]
         self._module_objects = [module for module, _, _ in self._modules]
@@ -96,6 +100,11 @@ class Guards:
 
     def __len__(self) -> int:
         return len(self.listed())
+
+    def release_gradients(self) -> None:
+        """Hold no gradient that was found, because another form serves the calls now and may replace it."""
+        if self._containers.release_gradients():
+            self._memory.release()
 
     def listed(self) -> list[Guard]:
         """Every condition, grouped by kind, cheapest check first."""

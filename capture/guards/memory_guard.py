@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
-from weft.capture.state.containers import Container, Pattern, items_of
+from weft.capture.state.containers import Container, Pattern, TensorLike, items_of
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.strided_overlap import overlapping
 
@@ -47,7 +47,7 @@ class MemoryGuard:
             for each in captured.state.containers
             if not each.frozen
             for key, pattern in each.by_value.items()
-            if isinstance(pattern, Pattern)
+            if isinstance(pattern, Pattern) or (isinstance(pattern, TensorLike) and pattern.is_read)
         ]
         arguments = captured.arguments
         self._arguments = [place for _, place in sorted(arguments.tensors.items())]
@@ -65,6 +65,10 @@ class MemoryGuard:
     def holds(self) -> bool:
         """Whether tensors overlap as they did. The guard on containers was asked before."""
         return self._is_untouched() or self.failure() is None
+
+    def release(self) -> None:
+        """Hold no tensor until the next check, which compares all overlaps."""
+        self._tensors, self._wrapped, self._in_place = [], [], lambda: False
 
     def failure(self) -> str | None:
         """Which tensors overlap that did not, or no longer do; None for none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -71,6 +71,7 @@ class CapturedStep:
         raises: the exception with which the step ends on this path, after its branches.
         aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
             of their own, and a program may return as an input or as another result (``p.detach()``).
+        unread_gradients: parameters whose gradient each call replaces and none reads.
         seconds: duration of the capture.
     """
 
@@ -97,6 +98,7 @@ class CapturedStep:
     outcomes: tuple[Outcome, ...] = ()
     complete: bool = True
     raises: Exception | SystemExit | None = None
+    unread_gradients: list[Container] = field(default_factory=list)
     seconds: float = 0.0
 
     def fakes(self) -> Iterator[Any]:

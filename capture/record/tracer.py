@@ -55,6 +55,7 @@ from weft.capture.record.printed import output_repeated
 from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.shared_objects import SharedObjects
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
@@ -357,10 +358,11 @@ class _StepCapture:
             self.numbers.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
             shared = SharedObjects(own, [result, *(new for *_, new in changes)])
+            known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
             if complete:
-                effects, appends = self._effects(changes, keep, slots, shared), self._appends(keep, slots, shared)
+                effects = self._effects(changes, keep, slots, shared, known)
+                appends = self._appends(keep, slots, shared, known)
             kept = lambda value: keep(Return, value)
-            known = {**self.state.places_by_id, **self.arguments.fakes}
             where = "the step's return value"
             returned = Template.of(result, recorder, kept, where, places_by_id=known, slots=slots, shared=shared)
             replaced = self._memory_replaced(effects, keep, nodes, slots) if complete else set()
@@ -403,6 +405,7 @@ class _StepCapture:
             self.branches.taken,
             complete,
             raised,
+            release_replaced(effects, [*places, *known.referred], recorder.graph),
         )
 
     def _refuse_new_leaves(self) -> None:
@@ -422,9 +425,9 @@ class _StepCapture:
         keep: Callable[[Callable[[int], Output], Any], int],
         slots: dict[int, int],
         shared: SharedObjects,
+        known: UserTensors,
     ) -> list[Effect]:
         effects: list[Effect] = []
-        known = {**self.state.places_by_id, **self.arguments.fakes}
         removals: list[Effect] = []
         self.lists.check_changed(changes)
         for container, key, _, new in changes:
@@ -446,10 +449,13 @@ class _StepCapture:
         return [*effects, *removals[::-1]]  # from the end of a list, so that positions keep their meaning
 
     def _appends(
-        self, keep: Callable[[Callable[[int], Output], Any], int], slots: dict[int, int], shared: SharedObjects
+        self,
+        keep: Callable[[Callable[[int], Output], Any], int],
+        slots: dict[int, int],
+        shared: SharedObjects,
+        known: UserTensors,
     ) -> list[Append]:
         appends: list[Append] = []
-        known = {**self.state.places_by_id, **self.arguments.fakes}
         for container, key, value in self.lists.appended():
             path = container.label(key)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)

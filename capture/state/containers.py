@@ -62,6 +62,27 @@ class Pattern:
     factory: Any = None
 
 
+@dataclass(frozen=True)
+class TensorLike:
+    """What a gradient must be like. It stands for a tensor, which would keep its memory.
+
+    Attributes:
+        shape, dtype: of the tensor, which does not require grad.
+        is_read: whether the step reads the gradient.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_read: bool = True
+
+    @classmethod
+    def of_gradient(cls, container: Container, *, is_read: bool = True) -> TensorLike | None:
+        """What the gradient is like that was found on a tensor; None where there is none."""
+        found = container.before.get("grad") if isinstance(container.obj, torch.Tensor) else None
+        is_plain = isinstance(found, torch.Tensor) and not found.requires_grad
+        return cls(found.shape, found.dtype, is_read) if is_plain else None
+
+
 # Types of lists to which a step may append without reading them.
 GROWING_KINDS = (list, deque)
 # Python's own types that hold others, those that derive from another one first.
@@ -139,7 +160,8 @@ class Container:
         stand_ins: what the capture put in the place of entries, by key: no change that the step made.
         by_value: what an entry must be made of, by key, where a call need not find the same object: :data:`ANY` for a
             number that is an input of the graph, a :class:`Pattern` for a tuple, list or dictionary,
-            :class:`Growing` for a list to which the step appends.
+            :class:`Growing` for a list to which the step appends, :class:`TensorLike` for a gradient that the step
+            replaces.
         outer: its own place, where the step leaves another object there: what is in it is found through that place.
     """
 
