@@ -204,10 +204,12 @@ def write_back(
         op, inverse_args = inverse(base_val, view_val, *args)
         inputs = (base, new) if op in _SCATTERS else (new,)
         return emit(op, *inputs, *inverse_args, val=base_val)
-    offset = view_val.storage_offset() - base_val.storage_offset()
-    return emit(
-        aten.as_strided_scatter.default, base, new, list(view_val.shape), list(view_val.stride()), offset, val=base_val
-    )
+    geometry: list[Any] = [list(view_val.shape), list(view_val.stride())]
+    # A number counts from the start of the storage, and where the base begins there may differ between calls: it may be
+    # a part of the user's tensor. None is where the base begins.
+    if offset := view_val.storage_offset() - base_val.storage_offset():
+        geometry.append(offset)
+    return emit(aten.as_strided_scatter.default, base, new, *geometry, val=base_val)
 
 
 _SCATTERS = {
