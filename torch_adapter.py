@@ -514,7 +514,19 @@ def new_fake(
             meta = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
         else:
             meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, sizes, strides)
-        return FakeTensor(mode, meta, device)
+        # The constructor sets twenty attributes in Python, which takes longest: those of the first fake are copied.
+        known: dict[torch.device, dict[str, Any]] = mode.__dict__.setdefault("_weft_attributes_of_fakes", {})
+        if (attributes := known.get(device)) is None:
+            fake = FakeTensor(mode, meta, device)
+            if device == fake.fake_device:  # "cuda" is the current device, which may be another one later
+                known[device] = dict(vars(fake))
+            return fake
+        keys: dict[str, Any] = {"dispatch_device": True, "device_for_backend_keys": device}
+        fake = torch.Tensor._make_subclass(FakeTensor, meta, False, **keys)
+        warns = mode._allow_unsafe_data_ptr_access
+        (torch._C._set_warn_deprecated_on_mutable_data_ptr if warns else torch._C._set_throw_on_mutable_data_ptr)(fake)
+        vars(fake).update(attributes)
+        return fake
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
@@ -538,8 +550,9 @@ def forget_data_memos(fake: FakeTensor) -> None:
     Torch keeps them for as long as the fake's own version counter stands still, which writes through ``.data`` or to
     the real tensor that the fake stands for do not move.
     """
+    held = vars(fake)
     for name in ("item_memo", "nonzero_memo", "unique_memo", "unique_consecutive_memo"):
-        if name in vars(FakeTensor):
+        if held.get(f"_{name}", "") is not None and name in vars(FakeTensor):
             setattr(fake, name, None)
 
 

@@ -7,7 +7,6 @@ and those whose results depend on data, are not cached.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -49,25 +48,34 @@ class FakeResultCache:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._known: dict[Any, tuple[type | None, list[_ResultLayout]]] = {}
+        # The id of an operation stands for it in a key: torch computes its hash in Python. The value holds it.
+        self._met: dict[int, tuple[OpOverload, bool]] = {}  # whether the results depend on layouts alone
+        self._known: dict[Any, tuple[OpOverload, type | None, list[_ResultLayout]]] = {}
 
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not _depends_on_layouts(op):
+        depends = self._met.get(id(op))
+        if depends is None:
+            depends = self._met[id(op)] = op, _depends_on_layouts(op)
+        if not depends[1]:
             return fake_rule(op)(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         try:
-            named = [(name, _described(value, tensors)) for name, value in kwargs.items()]
-            key = op, _described(args, tensors), *named, torch.get_default_dtype()
+            named = [(name, _described(value, tensors)) for name, value in kwargs.items()] if kwargs else ()
+            key = id(op), _described(args, tensors), *named, torch.get_default_dtype()
         except _Uncacheable:
             return fake_rule(op)(*args, **kwargs)
         known = self._known.get(key)
         if known is not None:
-            return self._new_results(*known, tensors)
+            return self._new_results(*known[1:], tensors)
         out = fake_rule(op)(*args, **kwargs)
         try:
             many = isinstance(out, (list, tuple))
-            layouts = [_layout(item, tensors) for item in (out if many else [out])]
-            self._known[key] = type(out) if many else None, layouts
+            sources: dict[int, int] = {}
+            for at, tensor in enumerate(tensors):
+                sources.setdefault(torch_adapter.storage_key(tensor), at)
+            operands = set(map(id, tensors))
+            layouts = [_layout(item, operands, sources) for item in (out if many else [out])]
+            self._known[key] = op, type(out) if many else None, layouts
         except _Uncacheable:
             pass
         return out
@@ -80,7 +88,6 @@ class FakeResultCache:
         return results[0] if many is None else many(results)
 
 
-@functools.cache
 def _depends_on_layouts(op: OpOverload) -> bool:
     return op.namespace in _NAMESPACES and not op._schema.is_mutable and op not in _LIFTS and _DATA.isdisjoint(op.tags)
 
@@ -101,15 +108,19 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
     raise _Uncacheable
 
 
-def _layout(out: Any, tensors: list[torch.Tensor]) -> _ResultLayout:
-    """The layout of a result. Raises _Uncacheable where a new tensor of this layout would not be the same."""
+def _layout(out: Any, operands: set[int], sources: dict[int, int]) -> _ResultLayout:
+    """The layout of a result. Raises _Uncacheable where a new tensor of this layout would not be the same.
+
+    Args:
+        operands: their ids.
+        sources: their numbers, by their storages.
+    """
     if type(out) is not FakeTensor or out._has_symbolic_sizes_strides or out.constant is not None:
         raise _Uncacheable
-    if out.layout is not torch.strided or out.is_conj() or out.is_neg() or any(out is tensor for tensor in tensors):
+    if out.layout is not torch.strided or out.is_conj() or out.is_neg() or id(out) in operands:
         raise _Uncacheable
     sizes, strides, offset = tuple(out.shape), tuple(out.stride()), int(out.storage_offset())
-    key = torch_adapter.storage_key(out)
-    source = next((at for at, t in enumerate(tensors) if torch_adapter.storage_key(t) == key), -1)
+    source = sources.get(torch_adapter.storage_key(out), -1)
     if source < 0:
         last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         elements = 0 if 0 in sizes else last + 1

@@ -169,3 +169,36 @@ def test_a_detached_fake_keeps_symbolic_sizes() -> None:
         found = torch_adapter.detached_fake(fake)
     assert [str(size) for size in found.shape] == [str(size) for size in fake.shape]
     assert torch_adapter.storage_key(found) == torch_adapter.storage_key(fake)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["memory of its own", "memory of another"])
+def test_a_fake_made_by_its_layout_is_what_torch_makes(shared: bool) -> None:
+    mode, cpu = FakeTensorMode(), torch.device("cpu")
+    mode._allow_unsafe_data_ptr_access = False
+    with mode:
+        base = torch.empty(6, 4)
+        wanted = base[2:, 1:3] if shared else torch.empty(4, 2)
+    layout = wanted.dtype, wanted.shape, wanted.stride(), wanted.storage_offset()
+    made = [
+        torch_adapter.new_fake(mode, cpu, *layout, base.untyped_storage() if shared else None) for _ in range(3)
+    ]  # the first one by torch's constructor
+    for fake in made:
+        assert type(fake) is type(wanted)
+        assert _described(fake, [base]) == _described(wanted, [base])
+        assert vars(fake) == vars(wanted)
+        assert torch._C._dispatch_keys(fake) == torch._C._dispatch_keys(made[0])
+        with mode:
+            assert (fake @ fake.t()).shape == (4, 4)
+        with pytest.raises(RuntimeError):
+            fake.data_ptr()
+    assert torch_adapter.storage_key(made[1]) != torch_adapter.storage_key(made[2]) or shared
+
+
+def test_the_symbol_of_a_number_is_forgotten() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        fake = torch.empty(())
+        first, same = fake.item(), fake.item()
+        torch_adapter.forget_data_memos(fake)  # type: ignore[arg-type]
+        later = fake.item()
+    assert str(first) == str(same) != str(later)
