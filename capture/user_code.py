@@ -67,13 +67,11 @@ def user_frames(limit: int = 8) -> tuple[Frame, ...]:
     found: list[Frame] = []
     own = limit < 2  # whether a line outside installed packages is among them
     frame = sys._getframe(1)
-    is_user = _is_user_file
+    kind_of_file = KIND_OF_FILE
     while frame is not None and (len(found) < limit or not own):
         code = frame.f_code
         filename = code.co_filename
-        known = is_user.get(filename)
-        if known is None:
-            known = is_user[filename] = _classify(filename)
+        known = kind_of_file[filename]
         if known:
             installed = known == _LIBRARY
             if len(found) < limit:
@@ -223,14 +221,12 @@ def is_remembered(frame: FrameType) -> bool:
 
 def is_user_file(filename: str) -> bool:
     """Whether code from this file is user code, that of installed packages included."""
-    if filename not in _is_user_file:
-        _is_user_file[filename] = _classify(filename)
-    return bool(_is_user_file[filename])
+    return KIND_OF_FILE[filename] != _MACHINERY
 
 
 def is_own_file(filename: str) -> bool:
     """Whether code from this file is the user's own, and not of an installed package."""
-    return is_user_file(filename) and _is_user_file[filename] == _OWN
+    return KIND_OF_FILE[filename] == _OWN
 
 
 def is_weft_file(filename: str) -> bool:
@@ -242,7 +238,7 @@ def is_weft_file(filename: str) -> bool:
 
 
 def _is_installed(filename: str) -> bool:
-    return is_user_file(filename) and _is_user_file[filename] == _LIBRARY
+    return KIND_OF_FILE[filename] == _LIBRARY
 
 
 # Names of code without a file that a user wrote: `python -c` and `exec`, a pipe, a prompt (also of Python 3.13 and of
@@ -254,7 +250,17 @@ _TYPED_IN = (
 # What a file is; all but machinery (torch, the standard library, weft) counts as user code.
 _MACHINERY, _OWN, _LIBRARY = 0, 1, 2
 
-_is_user_file: dict[str, int] = {}
+
+class _KindOfFile(dict[str, int]):
+    """The kind of each file that was asked for: one look-up in C where it was asked for before."""
+
+    def __missing__(self, filename: str) -> int:
+        kind = self[filename] = _classify(filename)
+        return kind
+
+
+KIND_OF_FILE = _KindOfFile()
+"""What each file of code is: 0 for machinery (torch, the standard library, weft), another number for user code."""
 
 
 def _classify(filename: str) -> int:
@@ -266,20 +272,34 @@ def _classify(filename: str) -> int:
 def _is_users(filename: str) -> bool:
     if filename.startswith("<"):
         return filename.startswith(_TYPED_IN)
-    spellings = {os.path.abspath(filename), os.path.realpath(filename)}
-    return not any(_is_machinery(path) for path in spellings)
+    path = os.path.abspath(filename)
+    return not (_is_machinery(path) or _is_machinery(_real_path(path)))
+
+
+def _real_path(path: str) -> str:
+    """An absolute path with links resolved. A process loads thousands of files from a few hundred folders, whose own
+    paths are resolved once."""
+    folder, name = os.path.split(path)
+    path = os.path.join(_real_folder(folder), name)
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+_real_folder = functools.cache(os.path.realpath)
 
 
 def _is_machinery(path: str) -> bool:
-    for root in _roots(os.path.dirname(torch.__file__)):
-        if path.startswith(root):
-            return True
-    if _is_weft(path):
+    return _is_machinery_folder(os.path.dirname(path) + os.sep) or _is_weft(path)
+
+
+@functools.cache
+def _is_machinery_folder(folder: str) -> bool:
+    """Whether a folder, with a separator at its end, is torch's or the standard library's."""
+    if any(folder.startswith(root) for root in _roots(os.path.dirname(torch.__file__))):
         return True
-    for folder in _standard_library():
-        for root in _roots(folder):
-            if path.startswith(root):
-                return not any(installed in path[len(root) :].split(os.sep) for installed in _INSTALLED)
+    for library in _standard_library():
+        for root in _roots(library):
+            if folder.startswith(root):
+                return not any(installed in folder[len(root) :].split(os.sep) for installed in _INSTALLED)
     return False
 
 
@@ -298,6 +318,8 @@ def _standard_library() -> list[str]:
 
 
 @functools.cache
-def _roots(folder: str) -> set[str]:
-    """A folder as written and with links resolved: an editable install may be reached through either."""
-    return {os.path.abspath(folder) + os.sep, os.path.realpath(folder) + os.sep}
+def _roots(folder: str) -> list[str]:
+    """A folder as written and with links resolved: an editable install may be reached through either. The longer path
+    is first, since a link may lie inside the folder that it leads to."""
+    spellings = {os.path.abspath(folder) + os.sep, os.path.realpath(folder) + os.sep}
+    return sorted(spellings, key=len, reverse=True)
