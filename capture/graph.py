@@ -10,14 +10,14 @@ module and the stage that it belongs to, and what the compiler decided about it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
 
-from weft.capture.node_kinds import group_of, is_collective, is_effect, is_wait
+from weft.capture.node_kinds import group_of, is_collective, is_effect, is_wait, mutates
 from weft.capture.node_meta import meta_fault
 from weft.capture.printer import print_graph
 from weft.capture.step_interface import Input, Output, Update
@@ -106,7 +106,6 @@ def drop_dead(graph: torch.fx.Graph) -> int:
 
 def _check(step: StepGraph) -> None:
     nodes = list(step.graph.nodes)
-    order = {node: position for position, node in enumerate(nodes)}
     names = [node.name for node in nodes if node.op == "placeholder"]
     _require(names == [entry.name for entry in step.inputs], step, None, "placeholders and inputs differ")
     _require(len(step.results) == len(step.outputs), step, None, "outputs without a meaning")
@@ -114,16 +113,18 @@ def _check(step: StepGraph) -> None:
     for what in step.outputs:
         _require(not isinstance(what, Update) or what.input in known, step, None, f"{what} updates no input")
     _check_updates(step)
+    earlier: set[torch.fx.Node] = set()
     for node in nodes:
-        _require(all(order[used] < order[node] for used in node.all_input_nodes), step, node, "uses a later node")
+        _require(earlier.issuperset(node.all_input_nodes), step, node, "uses a later node")
+        earlier.add(node)
         if node.op == "call_function":
-            _require(not _mutates(node.target), step, node, "mutates an argument")
-        if is_collective(node):
-            _require(any(_waited(user) for user in node.users), step, node, "collective that nothing waits for")
+            _require(not mutates(node.target), step, node, "mutates an argument")
+            if is_collective(node):
+                _require(any(_waited(user) for user in node.users), step, node, "collective that nothing waits for")
+            if group := group_of(node):
+                _require(group in step.groups, step, node, f"unknown process group {group!r}")
         fault = meta_fault(node)
         _require(fault is None, step, node, fault or "")
-        group = group_of(node)
-        _require(not group or group in step.groups, step, node, f"unknown process group {group!r}")
 
 
 def _check_updates(step: StepGraph) -> None:
@@ -131,20 +132,16 @@ def _check_updates(step: StepGraph) -> None:
     placeholders = {node.name: node.meta.get("val") for node in step.placeholders}
     for entry, node in step.updates():
         old, new = placeholders[entry.name], node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
-            same = old.dtype == new.dtype and [*map(str, old.shape)] == [*map(str, new.shape)]
-            what = f"the new value of {entry.path} is {new.dtype} {list(new.shape)}, not {old.dtype} {list(old.shape)}"
-            _require(same, step, node, what if not same else "")
+        if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
+            continue
+        if old.dtype != new.dtype or [*map(str, old.shape)] != [*map(str, new.shape)]:
+            what = f"{new.dtype} {list(new.shape)}, not {old.dtype} {list(old.shape)}"
+            _require(False, step, node, f"the new value of {entry.path} is {what}")
 
 
 def _waited(user: torch.fx.Node) -> bool:
     """Coalesced collectives return a list: each element is waited for after its getitem."""
     return is_wait(user) or any(is_wait(after) for after in user.users)
-
-
-def _mutates(target: Callable[..., Any] | str) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _require(holds: bool, step: StepGraph, node: torch.fx.Node | None, what: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
 
 from weft.capture.user_code import format_frame
 from weft.errors import UnregisteredCollective
+from weft.torch_adapter import OpOverload
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -30,9 +31,41 @@ def is_collective(node: torch.fx.Node) -> bool:
 
 def calls_collective(target: Any) -> bool:
     """Whether a call of ``target`` starts a collective, see :func:`is_collective`."""
-    if getattr(target, "namespace", "") in COLLECTIVE_NAMESPACES:
-        return target is not WAIT and not target._opname.startswith("_")
-    return getattr(target, "collective", False)
+    return _of(target).collective if isinstance(target, OpOverload) else getattr(target, "collective", False)
+
+
+class _OpKind(NamedTuple):
+    """What is known of one operation: torch answers these questions with Python code at each call.
+
+    Attributes:
+        op: held, because its id is the key.
+        collective: whether it starts a collective.
+        group: position and name of the argument that says over which process group, None where there is none.
+        mutates: whether it writes to an argument.
+    """
+
+    op: OpOverload
+    collective: bool
+    group: tuple[int, str] | None
+    mutates: bool
+
+
+_known: dict[int, _OpKind] = {}
+
+
+def _of(op: OpOverload) -> _OpKind:
+    found = _known.get(id(op))
+    if found is None:
+        schema = op._schema
+        starts = op.namespace in COLLECTIVE_NAMESPACES and op is not WAIT and not op._opname.startswith("_")
+        groups = [(at, each.name) for at, each in enumerate(schema.arguments) if each.name in GROUP_ARGUMENTS]
+        found = _known[id(op)] = _OpKind(op, starts, groups[0] if groups else None, schema.is_mutable)
+    return found
+
+
+def mutates(target: Any) -> bool:
+    """Whether an operation writes to one of its arguments."""
+    return isinstance(target, OpOverload) and _of(target).mutates
 
 
 def is_wait(node: torch.fx.Node) -> bool:
@@ -72,14 +105,15 @@ def group_of(node: torch.fx.Node) -> str:
     Raises:
         errors.UnregisteredCollective: a collective whose group has another name, so that nothing is known of it.
     """
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.target.group if is_collective(node) else ""  # type: ignore[union-attr]
-    for at, argument in enumerate(schema.arguments):
-        if argument.name in GROUP_ARGUMENTS:
-            named = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-            return named if isinstance(named, str) else ""
-    if is_collective(node):
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target.group if is_collective(node) else ""  # type: ignore[union-attr]
+    op = _of(target)
+    if op.group is not None:
+        at, name = op.group
+        named = node.args[at] if at < len(node.args) else node.kwargs.get(name)
+        return named if isinstance(named, str) else ""
+    if op.collective:
         raise unregistered(node)
     return ""
 

@@ -77,7 +77,8 @@ META_KEYS: tuple[MetaKey, ...] = (
     MetaKey("arena_slots", (tuple,), Inherit.DROPPED, "for each result its place in the symmetric arena, or None"),
 )
 
-_KEYS = {key.name: key for key in META_KEYS}
+_KINDS = {key.name: key.kinds for key in META_KEYS}
+_FRAME = frozenset({Frame})
 _INHERITED = tuple(key for key in META_KEYS if key.rule is not Inherit.DROPPED)
 
 
@@ -105,13 +106,13 @@ def same_meta(node: torch.fx.Node, **changed: Any) -> Meta:
 
 def meta_fault(node: torch.fx.Node) -> str | None:
     """What in ``node.meta`` does not follow the schema; None where everything does."""
-    for name, value in node.meta.items():
-        key = _KEYS.get(name)
-        if key is None:
+    meta = node.meta
+    for name, value in meta.items():
+        kinds = _KINDS.get(name)
+        if kinds is None:
             return f"unknown metadata key {name!r}"
-        if key.kinds and not isinstance(value, key.kinds):
+        if kinds and not isinstance(value, kinds):
             return f"metadata {name!r} is a {type(value).__name__}"
-    stage, frames = node.meta.get("stage", ""), node.meta.get("frames", ())
-    if stage not in STAGES:
+    if (stage := meta.get("stage", "")) not in STAGES:
         return f"unknown stage {stage!r}"
-    return None if all(isinstance(frame, Frame) for frame in frames) else "a frame that is no Frame"
+    return None if _FRAME.issuperset(map(type, meta.get("frames", ()))) else "a frame that is no Frame"

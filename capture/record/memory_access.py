@@ -22,7 +22,7 @@ _COMPARE = "compare tensors with `is`, or their sizes"
 _OUTSIDE = "do it outside the step"
 _COPY = "use tensor.detach().clone()"
 # What the function is called in a message, what to do instead, and whether Python code of torch's may call it.
-_REFUSED: dict[Any, tuple[str, str, bool]] = {
+MEMORY_ACCESS: dict[Any, tuple[str, str, bool]] = {
     torch.Tensor.data_ptr: ("data_ptr()", _COMPARE, True),
     torch.Tensor.is_set_to: ("is_set_to()", _COMPARE, True),
     torch.Tensor.untyped_storage: ("untyped_storage()", _OUTSIDE, True),
@@ -41,7 +41,7 @@ def refuse_memory_access(function: Callable[..., Any]) -> None:
     Raises:
         MemoryOfTensor: it looks at memory, and is not called by torch's own code.
     """
-    found = _REFUSED.get(function)
+    found = MEMORY_ACCESS.get(function)
     if found is None:
         return
     name, remedy, by_torch = found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,27 +14,30 @@ _CONTAINERS = (list, tuple, dict)
 
 def map_operands(tree: Any, fn: Callable[[Any], Any]) -> Any:
     """``tree`` with ``fn`` applied to each leaf. Lists, tuples and dicts are opened; named tuples become tuples."""
-    if not isinstance(tree, _CONTAINERS):
+    # Of types, not objects: isinstance asks a fake tensor of a capture for its class, in Python.
+    kind = type(tree)
+    if not issubclass(kind, _CONTAINERS):
         return fn(tree)
-    if isinstance(tree, dict):
-        return {key: map_operands(item, fn) for key, item in tree.items()}
-    mapped = [map_operands(item, fn) if isinstance(item, _CONTAINERS) else fn(item) for item in tree]
-    return mapped if isinstance(tree, list) else tuple(mapped)
+    if issubclass(kind, dict):
+        return {key: map_operands(item, fn) for key, item in tree.items()} if tree else {}
+    mapped = [map_operands(item, fn) if issubclass(type(item), _CONTAINERS) else fn(item) for item in tree]
+    return mapped if issubclass(kind, list) else tuple(mapped)
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []
-    _collect(tree, found)
+    _collect((tree,), found)
     return found
 
 
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif isinstance(tree, _CONTAINERS):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            _collect(item, found)
+def _collect(tree: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for item in tree:
+        kind = type(item)
+        if issubclass(kind, torch.Tensor):
+            found.append(item)
+        elif issubclass(kind, _CONTAINERS):
+            _collect(item.values() if issubclass(kind, dict) else item, found)
 
 
 def argument_of(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:

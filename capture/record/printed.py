@@ -35,7 +35,7 @@ from weft.capture.user_code import called_for_user, in_raise_statement, is_remem
 from weft.errors import OutsideEffect, TextOfValue
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_TEXTS = {torch.Tensor.__repr__, torch.Tensor.__format__}
+TEXTS = {torch.Tensor.__repr__, torch.Tensor.__format__}
 # Functions of torch's that lead from the user to the mode.
 _ON_THE_WAY = {"__repr__", "__format__", "handle_torch_function", "__torch_function__"}
 
@@ -46,7 +46,7 @@ def text_of_tensor(function: Callable[..., Any], args: tuple[Any, ...]) -> str |
     Raises:
         TextOfValue: the user's code makes text of a tensor, and may read it.
     """
-    if function not in _TEXTS:
+    if function not in TEXTS:
         return None
     frame = sys._getframe(2)
     while frame.f_code.co_name in _ON_THE_WAY and frame.f_back is not None:

@@ -16,7 +16,6 @@ operation first meets it. :mod:`weft.capture.record.tracer` runs the step under 
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -30,17 +29,18 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_rule
-from weft.capture.node_kinds import check_splits, sizes_differ_by_rank
+from weft.capture.node_kinds import check_splits
 from weft.capture.record.constant_scalars import constant_scalar
-from weft.capture.record.functional_ops import WrittenArguments, executable_form, out_of_place, written_arguments
+from weft.capture.record.functional_ops import WrittenArguments, out_of_place
 from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
+from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.resized_outputs import written_by
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.state.tensor_memory import memory_key
-from weft.capture.strided_overlap import offset_within, overlap, same_layout, span
+from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
 from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableLayout, UncapturableMutation
 from weft.torch_adapter import OpOverload, TorchDispatchMode
@@ -48,8 +48,6 @@ from weft.torch_adapter import OpOverload, TorchDispatchMode
 aten = torch.ops.aten
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SAME_VALUE = (aten.detach.default, aten.alias.default, *LIFTS)
-# The fake result of these depends on the data of an operand, for which torch makes a symbol.
-_READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -148,6 +146,8 @@ class OpRecorder(TorchDispatchMode):
         return False  # torch would wrap every dispatch to keep its own compiler out; none runs here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # which autograd's engine asks of each gradient, more often than all else
         # In a backward the function modes of a fake world are on here, and would see each look at a tensor.
         with torch_adapter.no_torch_function_modes():
             return self._dispatch(func, types, args, kwargs or {})
@@ -155,24 +155,28 @@ class OpRecorder(TorchDispatchMode):
     def _dispatch(self, op: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if op is _DEVICE:
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
-        if any(not torch_adapter.is_plain_tensor_type(t) for t in types):
-            return NotImplemented  # the subclass takes its tensor apart; its operations on plain tensors come here
-        if self._paused_in is not None or op.namespace == "profiler":
-            self.passed += op.namespace != "profiler"
+        for kind in types:
+            if kind is not FakeTensor and not torch_adapter.is_plain_tensor_type(kind):
+                return NotImplemented  # the subclass takes its tensor apart; its operations on plain tensors come here
+        facts = facts_of(op)
+        if self._paused_in is not None or facts.namespace == "profiler":
+            self.passed += facts.namespace != "profiler"
             with torch_adapter.only_mode(*(self._paused_in or ())):
-                return op(*args, **kwargs)
-        if any(isinstance(t, FakeTensor) and t.fake_mode is not self.fake_mode for t in tensors_in((args, kwargs))):
-            return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
-        if op.namespace == "c10d":
+                return self._results(op, args, kwargs) if self._paused_in else op(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        for tensor in tensors:
+            if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
+                return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
+        if facts.namespace == "c10d":
             remedy = (
                 "torch's wrappers of modules issue it. Wrap the model with weft.replicate in place of "
                 "DistributedDataParallel, and with weft.fully_shard in place of torch's. A call of your own: use "
                 "a function of torch.distributed that works on tensors of all ranks"
             )
-            raise UncapturableCollective(op._schema.name.split("::")[1], user_line(), remedy)
+            raise UncapturableCollective(facts.name, user_line(), remedy)
         self.runs_operation = True
         try:
-            return self._record(op, args, kwargs)
+            return self._record(facts, args, kwargs, tensors)
         finally:
             self.runs_operation = False
 
@@ -193,6 +197,14 @@ class OpRecorder(TorchDispatchMode):
         finally:
             self._paused_in = None
 
+    def end(self) -> None:
+        """Let go of all values, and of the user's tensors: only the graph holds values from here on."""
+        self.storages.forget_all()
+        self.symbols.end()
+        known: tuple[Any, ...] = self._inputs, self._input_storages, self.data_set, self.float_tags, self.late_texts
+        for each in (*known, self.placeholders):
+            each.clear()
+
     @property
     def is_paused(self) -> bool:
         """Whether what runs now is no part of the step."""
@@ -200,20 +212,22 @@ class OpRecorder(TorchDispatchMode):
 
     # ---- operations that compute
 
-    def _record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one operation and return its fake result, as the user's code and autograd see it."""
+    def _record(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """Record one operation over ``tensors``; returns its fake result, as the user's code and autograd see it."""
+        op = facts.op
         self.recorded += 1
         if op in LIFTS and is_literal(args[0]):
             return self._record_literal(args[0])
         fakes = map_operands(args, self._fake), map_operands(kwargs, self._fake)
-        if not _READS_DATA.isdisjoint(op.tags):
-            self._forget_stale_memos(tensors_in((args, kwargs)))
+        if facts.reads_data:
+            self._forget_stale_memos(tensors)
         if op is aten._local_scalar_dense.default:
             return self._record_item(op, args, fakes[0])
-        writes = written_arguments(op)
-        if writes is not None:
-            return self._record_write(op, writes, args, kwargs, *fakes)
-        if sizes_differ_by_rank(op):
+        if facts.writes is not None:
+            return self._record_write(op, facts.writes, args, kwargs, *fakes)
+        if facts.splits_by_rank:
             check_splits(*fakes[0][:3])
         try:
             out = self.computed(lambda: self._results(op, *fakes))
@@ -226,7 +240,7 @@ class OpRecorder(TorchDispatchMode):
         if op is _WAIT:
             return self._record_wait(out, args[0])
         operands = map_operands(args, self.value)
-        node = self.emit(executable_form(op), *operands, val=out, **map_operands(kwargs, self.value))
+        node = self.emit(facts.executable, *operands, val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
         return out
 
@@ -288,7 +302,7 @@ class OpRecorder(TorchDispatchMode):
         """
         if torch.Tag.inplace_view in op.tags:
             return self._record_reshape_in_place(op, args, kwargs, fake_args, fake_kwargs)
-        if op is aten.copy_.default and self._overwrites_whole(*fake_args[:2]):
+        if op is aten.copy_.default and self.storages.overwrites_whole(*fake_args[:2]):
             self.storages.write(self.storages.of(args[0]), self.value(args[1]))
             return args[0]
         positions = {a.name: position for position, a in enumerate(op._schema.arguments)}
@@ -316,19 +330,6 @@ class OpRecorder(TorchDispatchMode):
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
         return inplace_results(op, out, args, kwargs, positions)
-
-    def _overwrites_whole(self, target: torch.Tensor, source: torch.Tensor | Number) -> bool:
-        """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.
-
-        Not so for an input: its former value may be read later in the step, and the user holds views of its memory.
-        """
-        if not isinstance(source, torch.Tensor) or (target.dtype, target.device) != (source.dtype, source.device):
-            return False
-        to, of = self.storages.of(target), self.storages.of(source)
-        if to.parent is not None or to.storage.is_input or of.storage.is_input:
-            return False
-        dense = torch_adapter.surely(span(target) == target.numel())  # as a copy of the value would be
-        return dense and same_layout(target, source)
 
     def _widened(
         self, op: OpOverload, writes: WrittenArguments, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -376,7 +377,7 @@ class OpRecorder(TorchDispatchMode):
             raise UncapturableMutation(f"{op} at {user_line()}: a tensor of your own cannot change its shape in a step")
         before = self.storages.of(target)
         sets = op is aten.set_.source_Tensor  # to the memory of another tensor, as ``t.data = ...``
-        now = self.storages.of(args[1] if sets else self._record(view, args, kwargs))
+        now = self.storages.of(args[1] if sets else self._record(facts_of(view), args, kwargs, tensors_in(args)))
         with torch_adapter.only_mode(self.fake_mode):
             layout_before = target.detach()
         # The object is about to change its layout; nodes that it stands for keep the layout they were recorded with.
@@ -500,7 +501,7 @@ class OpRecorder(TorchDispatchMode):
 
     def emit(self, target: Callable[..., Any], *args: Any, val: Any, **kwargs: Any) -> torch.fx.Node:
         """Append a call to the graph; ``val`` is its fake result, operands are nodes already."""
-        name = _name(target) if isinstance(target, OpOverload) else None  # other functions keep the name that fx gives
+        name = facts_of(target).name if isinstance(target, OpOverload) else None  # fx names other functions
         node = torch_adapter.new_node(self.graph, "call_function", target, args, kwargs, name)
         node.meta["val"] = val
         self._stamp(node)
@@ -516,10 +517,9 @@ class OpRecorder(TorchDispatchMode):
         stream = self.stream() if self.stream is not None else 0
         running = torch_adapter.running_autograd_node()
         if running is None:
-            meta["frames"], meta["module"] = user_frames(4), self.module_path()
+            meta["frames"], meta["module"] = origin = user_frames(4), self.module_path()
             meta["stage"] = "optimizer" if self.optimizing else "forward"
-            number = torch_adapter.last_sequence_number()
-            self._forward_origins.setdefault(number, (meta["frames"], meta["module"], stream))
+            self._forward_origins.setdefault(torch_adapter.last_sequence_number(), (*origin, stream))
         else:
             unknown = ((), "", 0)
             number = torch_adapter.sequence_number(running)
@@ -533,7 +533,7 @@ class OpRecorder(TorchDispatchMode):
 
     def emit_first(self, target: Callable[..., Any], *args: Any) -> torch.fx.Node:
         """A call before all operations; the caller sets its metadata."""
-        name = _name(target) if isinstance(target, OpOverload) else None
+        name = facts_of(target).name if isinstance(target, OpOverload) else None
         with self.graph.inserting_after(self._last_input):
             return self.graph.create_node("call_function", target, args, name=name)
 
@@ -591,9 +591,3 @@ class OpRecorder(TorchDispatchMode):
         pending = self.symbols.shape_env.pending_fresh_unbacked_symbols
         if pending:
             del pending[:]
-
-
-@functools.cache
-def _name(op: OpOverload) -> str:
-    """``mm`` for ``aten.mm.default``."""
-    return op._schema.name.split("::")[1]

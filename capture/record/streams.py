@@ -124,6 +124,8 @@ class Streams:
 
     def current(self) -> int:
         """The number of the stream that is current in Python."""
+        if not self._real:  # asked at each node: not through the replacements of torch's functions
+            return self._number(fake_streams.current_stream())
         return self._number(torch.cuda.current_stream()) if torch.cuda.is_initialized() else 0
 
     def end(self) -> None:

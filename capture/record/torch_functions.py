@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from weft import torch_adapter
 from weft.capture.record.array_sources import ArraySources
 from weft.capture.record.held_references import StandIn
-from weft.capture.record.memory_access import refuse_memory_access
-from weft.capture.record.printed import text_of_tensor
+from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
+from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import user_line
 from weft.errors import NumpyOnTensor, UncapturableMutation
@@ -54,25 +54,27 @@ class TorchFunctionInterceptor(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, args, kwargs = self._arrays.torch_function(func, args, kwargs or {})
-        if isinstance(generator := kwargs.get("generator"), StandIn):
+        if kwargs and isinstance(generator := kwargs.get("generator"), StandIn):
             kwargs = {**kwargs, "generator": generator.weft_original}
-        if func is torch.Tensor.tolist and args[0].dim() == 1:
-            return self._to_list(args[0])
-        if func in _MAKE_TENSORS and len(args) == 1 and (numbers := _symbolic_numbers(args[0])):
-            return _tensor_of(args[0], numbers, kwargs)
-        if func in _EQUAL and not kwargs:
-            return bool(self._equal(*args))
-        refuse_memory_access(func)
-        if (text := text_of_tensor(func, args)) is not None:
-            return text
-        if func in _TO_NUMPY:
-            raise NumpyOnTensor(user_line())
-        if func == _SET_DATA:
-            return self._set_data(*args)
-        if func in _FUSED:
-            kwargs = {
-                name: self._tag(value) if isinstance(value, torch.SymFloat) else value for name, value in kwargs.items()
-            }
+        if func in _LOOKED_INTO:  # most calls are others: they read an attribute of a tensor
+            if func is torch.Tensor.tolist and args[0].dim() == 1:
+                return self._to_list(args[0])
+            if func in _MAKE_TENSORS and len(args) == 1 and (numbers := _symbolic_numbers(args[0])):
+                return _tensor_of(args[0], numbers, kwargs)
+            if func in _EQUAL and not kwargs:
+                return bool(self._equal(*args))
+            refuse_memory_access(func)
+            if (text := text_of_tensor(func, args)) is not None:
+                return text
+            if func in _TO_NUMPY:
+                raise NumpyOnTensor(user_line())
+            if func == _SET_DATA:
+                return self._set_data(*args)
+            if func in _FUSED:
+                kwargs = {
+                    name: self._tag(value) if isinstance(value, torch.SymFloat) else value
+                    for name, value in kwargs.items()
+                }
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
@@ -182,3 +184,6 @@ def _with_plain_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_LOOKED_INTO = frozenset(
+    {torch.Tensor.tolist, _SET_DATA, *_MAKE_TENSORS, *_EQUAL, *_TO_NUMPY, *_FUSED, *MEMORY_ACCESS, *TEXTS}
+)

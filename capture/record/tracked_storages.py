@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.record.functional_ops import as_strided_like, single_view, write_back
 from weft.capture.record.operands import map_operands, tensors_in
-from weft.capture.strided_overlap import span
+from weft.capture.strided_overlap import same_layout, span
 from weft.capture.user_code import Frame, user_line
 from weft.errors import UncapturableMutation
 from weft.torch_adapter import OpOverload
@@ -199,6 +199,19 @@ class TrackedStorages:
         # The write counted the version up: without this the next read would take ``new`` for stale.
         tracked.node, tracked.version = new, tracked.storage.version
 
+    def overwrites_whole(self, target: torch.Tensor, source: Any) -> bool:
+        """Whether ``target.copy_(source)`` makes target the value of source as it is: no node is needed.
+
+        Not so for an input: its former value may be read later in the step, and the user holds views of its memory.
+        """
+        if not isinstance(source, torch.Tensor) or (target.dtype, target.device) != (source.dtype, source.device):
+            return False
+        to, of = self.of(target), self.of(source)
+        if to.parent is not None or to.storage.is_input or of.storage.is_input:
+            return False
+        dense = torch_adapter.surely(span(target) == target.numel())  # as a copy of the value would be
+        return dense and same_layout(target, source)
+
     def _converted(self, tracked: TrackedTensor, new: torch.fx.Node) -> torch.fx.Node:
         """A value in the dtype of the tensor that it is written to. For an input it is a copy into that input, so that
         views of the result are views of its memory."""
@@ -322,7 +335,7 @@ class TrackedStorages:
 
     def mark(self, val: torch.Tensor, tracked: TrackedTensor) -> TrackedTensor:
         """Let a fake tensor object stand for ``tracked``."""
-        setattr(val, _TRACKED, tracked)
+        vars(val)[_TRACKED] = tracked
         self._marked.append(val)
         return tracked
 
@@ -381,6 +394,8 @@ class TrackedStorages:
         for storage in self.all():
             value, whole = storage.node, storage.whole
             assert whole is not None
+            if value.meta["val"] is whole.val:
+                continue
             if torch_adapter.storage_key(value.meta["val"]) != torch_adapter.storage_key(whole.val):
                 storage.node = self._emit(aten.clone.default, value, val=whole.val)
                 self._copies.add(storage.node)
@@ -405,9 +420,12 @@ class TrackedStorages:
     def forget_all(self) -> None:
         """Stop tracking everything: nothing here leads to fake tensors any more, nor they to the capture."""
         for val in self._marked:
-            frames = getattr(val, _TRACKED).node.meta.get("frames", ()) if hasattr(val, _TRACKED) else ()
+            tracked = vars(val).get(_TRACKED)
             forget(val)
-            setattr(val, _CAPTURED, frames)
+            if tracked is not None or _CAPTURED not in vars(val):  # a fake may be marked more than once
+                vars(val)[_CAPTURED] = () if tracked is None else tracked.node.meta.get("frames", ())
+        for storage in self._storages.values():
+            storage.whole = None  # which holds the storage: fakes need no collection of garbage to be freed
         self._marked.clear()
         self._storages.clear()
 
@@ -439,7 +457,8 @@ def made_at(tensor: FakeTensor) -> tuple[Frame, ...]:
 
 def forget(val: torch.Tensor) -> None:
     """Stop tracking a fake tensor object: nothing more will be recorded of it."""
-    for name in (_TRACKED, MEMO_NODE):
-        val.__dict__.pop(name, None)
+    held = vars(val)
+    held.pop(_TRACKED, None)
+    held.pop(MEMO_NODE, None)
     if isinstance(val, FakeTensor):
         torch_adapter.forget_data_memos(val)

@@ -1,0 +1,55 @@
+"""What the recorder asks of an operation each time that it meets it, looked up once for each operation.
+
+Torch's operations answer such questions with Python code, their hash included. A step calls a few dozen different
+operations some thousand times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.capture.node_kinds import sizes_differ_by_rank
+from weft.capture.record.functional_ops import WrittenArguments, executable_form, written_arguments
+from weft.torch_adapter import OpOverload
+
+# The fake result of these depends on the data of an operand, for which torch makes a symbol.
+_READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class OpFacts(NamedTuple):
+    """What is known of one operation.
+
+    Attributes:
+        op: the operation, which is held: its id is the key.
+        namespace: ``aten`` for ``aten.mm.default``.
+        name: ``mm`` for ``aten.mm.default``.
+        executable: what a graph calls for it.
+        writes: the arguments that it writes, None where there are none.
+        reads_data: whether the sizes or the number that it returns depend on data.
+        splits_by_rank: whether it is a collective whose sizes differ between ranks.
+    """
+
+    op: OpOverload
+    namespace: str
+    name: str
+    executable: Callable[..., Any]
+    writes: WrittenArguments | None
+    reads_data: bool
+    splits_by_rank: bool
+
+
+_known: dict[int, OpFacts] = {}
+
+
+def facts_of(op: OpOverload) -> OpFacts:
+    """What is known of an operation."""
+    found = _known.get(id(op))
+    if found is None:
+        namespace, name = op._schema.name.split("::")
+        reads_data = not _READS_DATA.isdisjoint(op.tags)
+        asked = executable_form(op), written_arguments(op), reads_data, sizes_differ_by_rank(op)
+        found = _known[id(op)] = OpFacts(op, namespace, name, *asked)
+    return found
