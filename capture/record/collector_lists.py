@@ -22,6 +22,8 @@ from itertools import chain, compress, tee
 from typing import Any
 
 _IS_TUPLE = partial(operator.is_, tuple)
+# A number for each object, which no other one has while it is alive. Unlike id, it runs no audit hooks.
+_IDENTITY = object.__hash__
 # What follows the objects in a tee(), which keeps its last block, of 57 objects in CPython, as long as it lives.
 _PADDING = (None,) * 200
 
@@ -44,16 +46,17 @@ class CollectorList:
 
     def of_types(self, types: Iterable[type]) -> list[Any]:
         """The objects whose type is one of ``types``, which are not ``tuple``."""
-        return [each for kind in types for each in self._where(partial(operator.is_, kind))]
+        # Of classes as objects: their own hashes and comparisons may be Python code of a metaclass.
+        return self._where(frozenset(map(_IDENTITY, types)).__contains__, _IDENTITY)
 
     def except_tuples(self) -> list[Any]:
         """The objects of all other types."""
         return self._where(partial(operator.is_not, tuple))
 
-    def _where(self, condition: Callable[[Any], bool]) -> list[Any]:
+    def _where(self, condition: Callable[[Any], bool], of_type: Callable[[type], Any] | None = None) -> list[Any]:
         found: list[Any] = []
         for at in self._generations:
-            part = list(chain.from_iterable(_selected(at, condition)))
+            part = list(chain.from_iterable(_selected(at, condition, of_type)))
             found += part
             part.clear()  # it may have itself
         listed = [each for each in found if each is not None and each is not found]
@@ -79,10 +82,15 @@ class CollectorList:
         return found
 
 
-def _selected(generation: int, condition: Callable[[Any], bool]) -> Iterator[Iterator[Any]]:
-    """One iterator over the objects of a generation whose types fulfil a condition, made when it is asked for."""
+def _selected(
+    generation: int, condition: Callable[[Any], bool], of_type: Callable[[type], Any] | None = None
+) -> Iterator[Iterator[Any]]:
+    """One iterator over the objects of a generation, made when it is asked for: those whose types fulfil a condition,
+    or for which ``of_type`` gives what fulfils it."""
     objects, asked = _twice(map(gc.get_objects, (generation,)))
-    return map(compress, objects, map(partial(map, condition), map(partial(map, type), asked)))
+    kinds = map(partial(map, type), asked)
+    described = kinds if of_type is None else map(partial(map, of_type), kinds)
+    return map(compress, objects, map(partial(map, condition), described))
 
 
 def _twice(several: Iterator[Iterable[Any]]) -> tuple[Iterator[Iterator[Any]], Iterator[Iterator[Any]]]:

@@ -146,12 +146,13 @@ class EscapeCheck:
     def _suspects(self, values: list[weakref.ref[Any]], held: Counter[int]) -> list[Any]:
         """The values that somebody but the graph holds: cycles of the step's own, which are nobody's, do not count.
 
-        While another thread collects, a collection here does nothing and garbage still holds values. So they are
-        counted again a little later. Older objects are not walked.
+        Garbage is collected only where somebody seems to hold a value. While another thread collects, a collection here
+        does nothing and garbage still holds values. So they are counted again a little later. Older objects are not
+        walked.
         """
+        suspects = _held_by_others(values, held)
         pauses = _COUNTED_AFTER_S if threading.active_count() > 1 else (0.0,)
-        suspects: list[Any] = []
-        for pause_s in pauses:
+        for pause_s in pauses if suspects else ():
             suspects.clear()  # it would count as a holder
             time.sleep(pause_s)
             self.collect()
@@ -180,7 +181,7 @@ class EscapeCheck:
         if type(value) is HostArray:
             return any(value.weft_owner.is_of(mode) for mode in self.modes)
         if isinstance(value, FakeTensor):
-            known = any(value.fake_mode is mode for mode in self.modes)
+            known = value.fake_mode in self.modes  # which are compared by identity
             return known and (not self.in_fake_world or was_tracked(value))
         return any(torch_adapter.shape_env_of_number(value) is mode.shape_env for mode in self.modes)
 

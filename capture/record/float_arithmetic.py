@@ -130,6 +130,7 @@ class FloatArithmetic:
                 yield
             finally:
                 _mine.arithmetic = outer
+                self._results.clear()
 
     def choice(self, function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
         """See :func:`choice`."""

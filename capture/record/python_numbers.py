@@ -181,6 +181,7 @@ class PythonNumbers:
                 replaced = type(value) in REPLACED_KINDS and place.path in changing
                 if replaced or (container.outer is None and (id(container.obj), key) in entries):
                     container.by_value[key] = _pattern(value, place, changing, inputs)
+        self._by_entry.clear()
         return numbers
 
 

@@ -94,6 +94,10 @@ class SharedObjects:
             return value
         return dict(zip(value, new, strict=True)) if type(value) is dict else type(value)(new)
 
+    def end(self) -> None:
+        """Let go of what leaves the step, after the last template was made."""
+        self._leaving.clear()
+
     def _count(self, value: Any) -> None:
         if type(value) in _KINDS and id(value) not in self._own:
             self._times[id(value)] += 1

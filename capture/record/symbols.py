@@ -216,6 +216,10 @@ class Symbols:
         crosses = lambda symbol: symbol_is_type(symbol, _UNBACKED) or symbol in self.computed
         return [node for symbol, node in self._nodes.items() if crosses(symbol)]
 
+    def end(self) -> None:
+        """Let go of what would make nodes: it holds numbers."""
+        self._origins.clear()
+
     def knows(self, symbol: sympy.Symbol) -> bool:
         """Whether the symbol is defined."""
         return symbol in self._origins or symbol in self._nodes

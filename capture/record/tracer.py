@@ -215,7 +215,7 @@ class _StepCapture:
                 node.meta.pop("val", None)
             raise
         finally:
-            self.recorder.storages.forget_all()
+            self.recorder.end()
             self.outside.arrays.end()
         captured.seconds = time.perf_counter() - started
         return captured
@@ -366,6 +366,7 @@ class _StepCapture:
             where = "the step's return value"
             returned = Template.of(result, recorder, kept, where, places_by_id=known, slots=slots, shared=shared)
             replaced = self._memory_replaced(effects, keep, nodes, slots) if complete else set()
+            shared.end()
             self.arguments.forget_fakes()
             self._restore_state()
             self.lists.settle(self.state.containers)
@@ -376,11 +377,12 @@ class _StepCapture:
         if complete and not self.branches.taken:  # what a branch holds may share memory too
             nodes = recorder.storages.without_copies(nodes)
         recorder.graph.output(tuple(nodes))
-        detach_from_autograd(self.recorder.graph, self.fake_mode)
-        drop_dead(recorder.graph)
-        inputs, places = self._inputs(outputs)
-        groups = canonical_groups(recorder.graph)
-        graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
+        with torch_adapter.no_torch_function_modes():  # those of a fake world would see each look at a fake value
+            detach_from_autograd(self.recorder.graph, self.fake_mode)
+            drop_dead(recorder.graph)
+            inputs, places = self._inputs(outputs)
+            groups = canonical_groups(recorder.graph)
+            graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
         return CapturedStep(
             graph,
             places,
@@ -511,12 +513,13 @@ class _StepCapture:
         number_places = {each.node: each.place for each in self.numbers.found}
         updated = {out.input for out in outputs if isinstance(out, Update)}
         inputs, places = [], []
+        axes: dict[int, str] = {}
         for node in [n for n in self.recorder.graph.nodes if n.op == "placeholder"]:
             if not node.users and node.name not in updated:
                 self.recorder.graph.erase_node(node)
                 continue
             place = number_places.get(node) or self._place(known[node])
-            inputs.append(Input(node.name, place.role, place.path, _sharding(place)))
+            inputs.append(Input(node.name, place.role, place.path, _sharding(place, axes)))
             places.append(place)
         return inputs, places
 
@@ -567,11 +570,15 @@ def _geometry(node: torch.fx.Node) -> Any:
     return torch_adapter.storage_key(val), val.dtype, *map(str, (val.storage_offset(), *val.shape, *val.stride()))
 
 
-def _sharding(place: StatePlace) -> str:
-    """Global shape, dtype, mesh and placements of a DTensor, the same text on every rank; "" for another tensor."""
+def _sharding(place: StatePlace, axes: dict[int, str]) -> str:
+    """Global shape, dtype, mesh and placements of a DTensor, the same text on every rank; "" for another tensor.
+
+    ``axes`` are the texts of the meshes so far, by their ids; filled here.
+    """
     if not place.inner:
         return ""
     tensor = place.outer()
     mesh = tensor.device_mesh
-    axes = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True))
-    return f"{list(tensor.shape)} {tensor.dtype} over {axes} as {list(tensor.placements)}"
+    if id(mesh) not in axes:
+        axes[id(mesh)] = str(dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True)))
+    return f"{list(tensor.shape)} {tensor.dtype} over {axes[id(mesh)]} as {list(tensor.placements)}"

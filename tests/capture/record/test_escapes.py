@@ -258,3 +258,26 @@ def test_garbage_that_another_threads_collection_leaves_for_later_is_nobodys(mon
         done.set()
         other.join()
     assert calls > 3
+
+
+def test_a_capture_whose_values_nobody_holds_collects_no_garbage_at_its_end() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    collections: list[int] = []
+    count = lambda phase, info: collections.append(info["generation"]) if phase == "start" else None
+    x = torch.randn(4, model[0].in_features)
+    gc.collect()
+    gc.callbacks.append(count)
+    try:
+        capture_step(step, (x,))
+    finally:
+        gc.callbacks.remove(count)
+    assert len(collections) == 1  # before the capture; another one would walk all that the capture made
