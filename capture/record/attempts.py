@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
@@ -12,7 +13,7 @@ import torch
 
 from weft.capture.record.array_sources import ArrayDrawn
 from weft.capture.record.growing_lists import ListsGrew, ListsRead
-from weft.capture.record.held_references import users_modules
+from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
 from weft.capture.state.code_names import opaque_code
@@ -38,8 +39,9 @@ def captured_in_attempts(
         changing: what is known to change from call to call.
         collect: collects garbage; called before each attempt.
     """
-    known = len(opaque_code), len(users_modules())
-    grew = lambda: known != (len(opaque_code), len(users_modules()))
+    known, modules = len(opaque_code), set(sys.modules)
+    imported = lambda: any(is_users_module(sys.modules.get(name)) for name in set(sys.modules) - modules)
+    grew = lambda: len(opaque_code) != known or imported()
     try:
         captured = _with_what_changes(attempt, changing, collect)
     except Exception:

@@ -47,8 +47,10 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
     scopes: dict[int, dict[str, Any]] = {}
     codes: dict[int, set[types.CodeType]] = {}
     for each in functions:
-        names = scopes.setdefault(id(each.__globals__), each.__globals__)
-        codes.setdefault(id(names), set(_codes(names))).add(each.__code__)
+        names = each.__globals__
+        if id(names) not in scopes:
+            scopes[id(names)], codes[id(names)] = names, set(_codes(names))
+        codes[id(names)].add(each.__code__)
     for module in filter(None, map(sys.modules.get, _OF_TORCH)):
         scopes[id(vars(module))], codes[id(vars(module))] = vars(module), set()
     changed: list[tuple[dict[str, Any], str]] = []
@@ -70,7 +72,9 @@ def _codes(names: dict[str, Any]) -> Iterator[types.CodeType]:
     for value in list(names.values()):
         own = isinstance(value, type) and value.__module__ == names.get("__name__")
         for member in list(vars(value).values()) if own else [value]:
-            member = inspect.unwrap(getattr(member, "__func__", member))  # what a decorator made of a function
+            member = getattr(member, "__func__", member)
+            if hasattr(member, "__wrapped__"):  # what a decorator made of a function
+                member = inspect.unwrap(member)
             if isinstance(member, types.FunctionType):
                 yield member.__code__
 

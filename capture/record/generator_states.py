@@ -20,6 +20,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.host_draws import GLOBAL, is_numpy_generator, numpy_global
+from weft.capture.state.type_facts import is_what_its_type_says
 from weft.capture.user_code import Frame, format_frame, is_user_file
 
 
@@ -37,10 +38,15 @@ class GeneratorStates:
             found[id(numpy)] = numpy, "numpy's global generator (numpy.random)"
         if threading.active_count() == 1:  # every operation may draw from it, in other threads too
             found[id(torch.default_generator)] = torch.default_generator, "torch's default generator"
+        others: set[type] = set()
         for obj in objects:
+            if type(obj) in others:
+                continue
             each = obj.__self__ if isinstance(obj, (types.MethodType, types.BuiltinMethodType)) else obj
             if _is_generator(each):
                 found.setdefault(id(each), (each, f"a generator of type {type(each).__name__}"))
+            elif each is obj and is_what_its_type_says(type(obj)):
+                others.add(type(obj))
         self._generators = list(found.values())
         self._states = [_state(generator) for generator, _ in self._generators]
 

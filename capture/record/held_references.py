@@ -27,6 +27,7 @@ _MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypoth
 def held_references_replaced(
     containers: Callable[[], Iterable[Container]],
     objects: Iterable[Any],
+    users: list[dict[str, Any]],
     stand_in: Callable[[Any], Any | None],
     stand_in_reached: Callable[[Any], Any | None],
     builtins: dict[str, Any],
@@ -38,6 +39,7 @@ def held_references_replaced(
     Args:
         containers: tells those that the step can reach, as far as they are known.
         objects: the functions among them can be called by the step.
+        users: the names of the user's modules.
         stand_in: what stands in for a value that any module of the user's holds, None where nothing does.
         stand_in_reached: the same for values that the step can reach.
         builtins: what the users' modules get for names of Python's own, where they define none of that name.
@@ -64,7 +66,7 @@ def held_references_replaced(
                     container.set(key, new)
                     container.before[key] = new
                     stack.callback(_put_back, container, key, value)
-        modules = {id(names): names for names in users_modules()}
+        modules = {id(names): names for names in users}
         for function in objects:
             if type(function) is types.FunctionType:
                 _replace_defaults(stack, function, replacement)
@@ -111,14 +113,17 @@ def original_of(value: Any) -> Any:
 
 def users_modules() -> list[dict[str, Any]]:
     """The names of each loaded module of the user's, installed packages included."""
-    return [vars(module) for module in list(sys.modules.values()) if _is_users(module)]
+    return [vars(module) for module in list(sys.modules.values()) if is_users_module(module)]
 
 
-def _is_users(module: Any) -> bool:
-    if not isinstance(module, types.ModuleType) or module.__name__.split(".")[0] in _MACHINERY:
+def is_users_module(module: Any) -> bool:
+    """Whether it is a module of the user's, or of an installed package that holds nothing for ends of its own."""
+    if not isinstance(module, types.ModuleType):
         return False
     filename = vars(module).get("__file__")
-    return module.__name__ == "__main__" or (isinstance(filename, str) and is_user_file(filename))
+    if not (isinstance(filename, str) and is_user_file(filename)) and module.__name__ != "__main__":
+        return False  # first, since most modules are torch's or Python's
+    return module.__name__.split(".")[0] not in _MACHINERY
 
 
 def _put_back(container: Container, key: Any, value: Any) -> None:

@@ -16,12 +16,14 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
-from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of
+from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of, users_modules
 from weft.capture.record.host_draws import HostDraws
 from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
@@ -30,7 +32,14 @@ from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.record.repeated_warnings import warning_replacements
 from weft.capture.record.torch_generators import TorchGenerators
 from weft.capture.state.reachable_state import ReachableState
+from weft.capture.state.type_facts import is_what_its_type_says
 from weft.errors import UnrecordedDraw
+
+# Of these types some objects have stand-ins and others have none.
+_DECIDED_BY_OBJECT = (
+    *(types.MethodType, types.BuiltinMethodType, types.MethodWrapperType),
+    type(torch.default_generator),
+)
 
 
 class OutsideValues:
@@ -58,6 +67,7 @@ class OutsideValues:
         self._torch = RandomState(recorder, self.draws)
         self._generators = TorchGenerators(recorder, self.draws)
         self._types = EagerTypes(recorder, self._intercepts)
+        self._plain: set[type] = set()  # types of which no object has a stand-in
 
     def _intercepts(self) -> bool:
         """Whether this thread runs the step now, and nothing is paused."""
@@ -69,10 +79,18 @@ class OutsideValues:
         return value if stand_in is None else stand_in
 
     def _stand_in(self, value: Any) -> Any | None:
+        kind = type(value)
+        if kind in self._plain:
+            return None
         stand_in = self._of_generator(value)
-        return self._objects.stand_in(value) if stand_in is None else stand_in
+        stand_in = self._objects.stand_in(value) if stand_in is None else stand_in
+        if stand_in is None and not issubclass(kind, _DECIDED_BY_OBJECT) and is_what_its_type_says(kind):
+            self._plain.add(kind)
+        return stand_in
 
     def _of_generator(self, value: Any) -> Any | None:
+        if type(value) in self._plain:
+            return None
         stand_in = self.draws.stand_in(value)
         return self._generators.stand_in(value) if stand_in is None else stand_in
 
@@ -85,6 +103,7 @@ class OutsideValues:
             ArrayDrawn: an array was drawn, and arrays are not followed.
         """
         states = GeneratorStates(self._state.objects)
+        modules = users_modules()  # before functions that look at files are replaced
         moved = lambda: states.moved(self.draws.used_elsewhere)
         try:
             with contextlib.ExitStack() as stack:
@@ -121,7 +140,8 @@ class OutsideValues:
                 held = lambda value: functions.get(id(value)) or self._of_generator(value)
                 reached = lambda value: functions.get(id(value)) or self._stand_in(value)
                 containers = lambda: self._state.containers
-                stack.enter_context(held_references_replaced(containers, self._state.objects, held, reached, builtins))
+                objects = self._state.objects
+                stack.enter_context(held_references_replaced(containers, objects, modules, held, reached, builtins))
                 line = MovingLine(moved)
                 if self._watched:
                     stack.enter_context(line.watched())

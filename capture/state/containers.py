@@ -13,6 +13,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ class TensorLike:
 
 # Types of lists to which a step may append without reading them.
 GROWING_KINDS = (list, deque)
+# Types whose entries have their positions as keys.
+_BY_POSITION = frozenset({list, tuple, deque, set, frozenset})
 # Python's own types that hold others, those that derive from another one first.
 _HOLDERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, tuple, frozenset, set)
 
@@ -258,12 +261,13 @@ class Container:
     def restore(self) -> None:
         """Put the entries back as they were found, in their order."""
         self.stand_ins.clear()
-        for key, old, _ in reversed(list(self.changes())):
-            if old is MISSING:
-                self.remove(key)
-        for key, old, _ in list(self.changes()):
-            if old is not MISSING:
-                self.set(key, old)
+        if changed := list(self.changes()):
+            for key, old, _ in reversed(changed):
+                if old is MISSING:
+                    self.remove(key)
+            for key, old, _ in list(self.changes()):
+                if old is not MISSING:
+                    self.set(key, old)
         if isinstance(self.obj, dict) and self.keys is None and list(self.entries()) != list(self.before):
             for key in self.before:  # hooks run in the order of their dictionary
                 self._holder.__setitem__(self.obj, key, self._holder.pop(self.obj, key))
@@ -285,12 +289,14 @@ class Container:
 
         Of a tensor, ``requires_grad`` too, which is no entry: :class:`Guards` reads it faster than entries.
         """
-        now = self.entries()
-        for key in {**self.before, **now}:
-            old, new = self.before.get(key, MISSING), now.get(key, MISSING)
-            stands_in = key in self.stand_ins and new is self.stand_ins[key]
-            if old is not new and not stands_in and not same_simple(old, new):
-                yield key, old, new
+        before, now = self.before, self.entries()
+        same_keys = len(before) == len(now) and (type(self.obj) in _BY_POSITION or all(map(is_, before, now)))
+        if not (same_keys and all(map(is_, before.values(), now.values()))):  # most containers are as they were
+            for key in {**before, **now}:
+                old, new = before.get(key, MISSING), now.get(key, MISSING)
+                stands_in = key in self.stand_ins and new is self.stand_ins[key]
+                if old is not new and not stands_in and not same_simple(old, new):
+                    yield key, old, new
         tensor = self.obj
         if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.requires_grad is not self._requires_grad:
             yield "requires_grad", self._requires_grad, tensor.requires_grad

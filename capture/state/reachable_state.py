@@ -176,13 +176,14 @@ class ReachableState:
 
     def sites_of(self, leaf: torch.Tensor, path: str) -> list[HookSite]:
         """Where hooks can be registered on a leaf that requires grad: the tensor and its autograd node."""
-        reads: list[tuple[str, Callable[[], dict[int, Any] | None]]] = []
-        for at, (kind, _) in enumerate(torch_adapter.tensor_hooks(leaf)):
-            reads.append((kind, lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]))
+        sites: list[HookSite] = []
+        for at, (kind, hooks) in enumerate(torch_adapter.tensor_hooks(leaf)):
+            read: Callable[[], Any] = lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]
+            sites.append(HookSite(path, kind, read, dict(hooks or {})))
         node = torch_adapter.accumulator(leaf)
         for kind, hooks in torch_adapter.node_hooks(node):
-            reads.append((kind, lambda hooks=hooks, node=node: hooks))
-        return [HookSite(path, kind, read, dict(read() or {})) for kind, read in reads]
+            sites.append(HookSite(path, kind, lambda hooks=hooks, node=node: hooks, dict(hooks)))
+        return sites
 
     def notice_new_hooks(self) -> None:
         """Treat hooks that the step left on leaves without hooks as changes of Python state."""
@@ -320,18 +321,17 @@ class ReachableState:
         elif place is not None and path in self._growing and type(obj) in GROWING_KINDS:
             self._replaced_at[id(obj)] = path
         elif isinstance(obj, (dict, list, deque)):
-            self._items(obj, path)
+            self._container(Container(obj, path))
         elif isinstance(obj, (set, frozenset)):
             elements = Container(obj, path)
             for at, item in enumerate(obj):
                 self._visit(item, f"{path}[{at}]", StatePlace(elements, at, f"{path}[{at}]", _role_of(item)))
 
-    def _items(self, obj: Any, path: str, role: Role | None = None) -> None:
-        self._container(Container(obj, path), role)
-
     def _container(self, container: Container, role: Role | None = None) -> None:
         self.containers.append(container)
         for key, value in container.before.items():
+            if type(value) in _SIMPLE_KINDS and type(key) in _SIMPLE_KINDS and not (self._replaced or self._growing):
+                continue  # most entries are plain values, in which nothing is found
             path = container.label(key)
             if not isinstance(key, SIMPLE):
                 self._keys.append((key, path))
@@ -345,8 +345,8 @@ class ReachableState:
             inner, names = inner_tensor(tensor)
             found = dataclasses.replace(place, path=path, inner=names)
             self.places_by_id[id(tensor)] = found
-            self.places.setdefault(memory_key(inner), found)
-            self.in_memory.setdefault(memory_key(inner)[0], []).append(inner)
+            self.places.setdefault(key := memory_key(inner), found)
+            self.in_memory.setdefault(key[0], []).append(inner)
         self._tensors[id(tensor)] = tensor, path, dict(vars(tensor))
         if vars(tensor):
             self._objects.setdefault(id(tensor), (tensor, path, set()))
@@ -407,7 +407,7 @@ class ReachableState:
             self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
         self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
         for at, group in enumerate(optimizer.param_groups):
-            self._items(group["params"], f"{path}.param_groups[{at}]['params']", Role.PARAMETER)
+            self._container(Container(group["params"], f"{path}.param_groups[{at}]['params']"), Role.PARAMETER)
             settings = AllBut("params", "lr")
             where = f"{path}.param_groups[{at}]"
             self._container(Container(group, where, settings, lambda key, where=where: f"{where}[{key!r}]"))
@@ -579,6 +579,7 @@ class ReachableState:
         return frozenset(found | self._names.read if kind.falls_back else found)
 
 
+_SIMPLE_KINDS = frozenset(SIMPLE)
 # Types that hold objects and have no attributes: most objects are of one of these.
 _PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})
 # What counts of a function of the user's, of Python itself, and of a logger.

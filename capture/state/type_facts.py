@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import threading
 import types
+from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributions.utils import lazy_property
 
+from weft.capture.state.containers import SIMPLE
 from weft.capture.state.contents import Access, access_to
 from weft.capture.state.origin import held_by, is_own, is_user_class, is_walked
 
@@ -101,6 +103,25 @@ class FactsOfTypes(dict[type, TypeFacts]):
             access_to(kind),
         )
         return found
+
+
+def is_what_its_type_says(kind: type) -> bool:
+    """Whether ``isinstance`` answers by this type alone for all its objects: not so for proxies and mocks, which tell
+    of another class."""
+    return all(
+        base in _TELL_NO_OTHER or (base.__flags__ & _MADE_BY_CLASS and _CLASS_TOLD_BY.isdisjoint(vars(base)))
+        for base in kind.__mro__
+    )
+
+
+_CLASS_TOLD_BY = frozenset({"__class__", "__getattribute__"})
+_MADE_BY_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: of classes that Python code defines, among others
+_TELL_NO_OTHER = frozenset(
+    {
+        *(object, type, dict, list, tuple, set, frozenset, OrderedDict, deque, *SIMPLE),
+        *(types.FunctionType, types.ModuleType, types.CellType, torch.Tensor.__base__),
+    }
+)
 
 
 def _computed_once(kind: type) -> frozenset[str]:
