@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +32,15 @@ from weft.capture.record.autocast_copies import check_copies
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.generator_states import GeneratorStates
 from weft.capture.record.python_numbers import ChangingState
+from weft.capture.record.recorder import check
 from weft.capture.segments import Outcome, Segment, is_branch, segments_of
 from weft.capture.state.containers import Container, StatePlace
 from weft.capture.step_interface import Role
-from weft.errors import PathsDiffer, StaleAutocastCopy, TooManyPaths
+from weft.errors import PathsDiffer, StaleAutocastCopy, TooManyPaths, WeftError
 from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import PlacedProgram, ProgramForm
+from weft.shown_values import listed
 
 # Captures the path of some outcomes, up to the first branch beyond them. Takes the dimensions and the Python numbers to
 # keep symbolic, the outcomes, and the user's line of the last branch.
@@ -53,12 +55,14 @@ class PathEnded(Exception):
     Attributes:
         error: what the capture raised, or what the step raises.
         undone: whether the call has left nothing behind, so that the uncompiled step can take its place.
+        called: the functions outside the step that it has called, and that the uncompiled step calls again.
     """
 
     def __init__(self, error: Exception | SystemExit, undone: bool) -> None:
         super().__init__(str(error))
         self.error = error
         self.undone = undone
+        self.called: list[str] = []
 
 
 class _Branch:
@@ -81,6 +85,18 @@ class _Branch:
         self.next: dict[Outcome, _Branch | _PathEnd] = {}
         acts = any(is_collective(node) or bool(node.meta.get("effect")) for node in segment.graph.graph.nodes)
         self.lasting = acts or any(True for _ in segment.graph.updates())
+
+    def done(self) -> Iterator[tuple[str, str]]:
+        """What a run of the program leaves behind: (kind of change, the tensor, collective or function)."""
+        yield from (("updated in place", entry.path) for entry, _ in self.segment.graph.updates())
+        for node in self.segment.graph.graph.nodes:
+            name = getattr(node.target, "__name__", str(node.target))
+            if is_collective(node):
+                yield "run", name.split(".")[0]
+            elif is_random(node):
+                yield "drawn random numbers by", name.split(".")[0]
+            elif node.meta.get("effect") and not is_branch(node) and node.target is not check:
+                yield "called", name.removeprefix("opaque_")
 
     @functools.cached_property
     def placed(self) -> PlacedProgram:
@@ -142,6 +158,20 @@ class _Undo:
                 tensor.copy_(value)
         for restore in self._states:
             restore()
+
+
+def _what_was_done(step: str, run: Sequence[_Branch]) -> str:
+    """What a call leaves behind that ends after the programs of these branches."""
+    found: dict[str, dict[str, None]] = {}
+    for kind, name in (each for branch in run for each in branch.done()):
+        found.setdefault(kind, {})[name] = None
+    done = "; ".join(f"{kind} {listed(list(names))}" for kind, names in found.items())
+    return (
+        f"{step} has run up to {run[-1].segment.line}, and no further. Up to there it has {done or 'changed nothing'}. "
+        "Its other changes, to new gradients, attributes and Python numbers, were not made. Load what it has changed "
+        'from a checkpoint before you go on with it, or pass fallback="eager" to weft.compile, which takes the updates '
+        "back and runs such a call uncompiled."
+    )
 
 
 class BranchingForm:
@@ -215,8 +245,10 @@ class BranchingForm:
         undo = _Undo(self.captured.state.objects if self._draws else None, self._undoes)
         outcomes: tuple[Outcome, ...] = ()
         here = self._first[False]
+        run: list[_Branch] = []
         while isinstance(here, _Branch):
             undo.before(here)
+            run.append(here)
             here.arguments.bind(leaves)
             outcome, *kept = here.placed.run()
             here.placed.tell_autocast()
@@ -224,7 +256,16 @@ class BranchingForm:
             for name in self._values.keys() - here.segment.used:
                 del self._values[name]
             outcomes = (*outcomes, outcome)
-            here = self._following(here, outcomes, leaves, capture, undo)
+            try:
+                here = self._following(here, outcomes, leaves, capture, undo)
+            except PathEnded as ended:
+                ended.called = [name for branch in run for kind, name in branch.done() if kind == "called"]
+                if not ended.undone:
+                    ended.error.add_note(_what_was_done(self._step, run))
+                raise
+            except WeftError as error:  # ranks differ in what follows
+                error.add_note(_what_was_done(self._step, run))
+                raise
         self.captured, self.guards = here.path, here.guards
         if here.path.raises is not None and undo.possible:
             undo.restore()
@@ -234,6 +275,8 @@ class BranchingForm:
         except StaleAutocastCopy as error:  # raised before the last program ran
             if undo.possible:
                 undo.restore()
+            else:
+                error.add_note(_what_was_done(self._step, run))
             raise PathEnded(error, undo.possible) from error
         if here.path.raises is not None:
             raise copy.copy(here.path.raises)

@@ -64,6 +64,7 @@ from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
 from weft.replay import refused
 from weft.short_tracebacks import shorten_traceback, without_torchs_log
+from weft.shown_values import listed
 from weft.verify import verify_first_call
 
 log = logging.getLogger(__name__)
@@ -303,6 +304,8 @@ class CompiledStep(Generic[P, R]):
         raises = not isinstance(error, WeftError) or (isinstance(error, TextOfValue) and error.in_raise)
         if not ended.undone or not (falls_back or raises):
             raise error
+        if ended.called:
+            log.warning("%s has called %s, and calls them again uncompiled", self.__name__, listed(ended.called))
         result = self.step(*args, **kwargs)  # where it raises, the message has the values of this call
         if not falls_back:
             error.add_note("the uncompiled step, which has run meanwhile, did not raise")

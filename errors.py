@@ -638,7 +638,7 @@ class VerifyFailed(WeftError):
 # ---- capture: collectives
 
 
-class InvalidCollective(WeftError):
+class InvalidCollective(WeftError, ValueError):
     """A collective was called with arguments that do not fit together."""
 
     def __init__(self, name: str, what: str, line: str) -> None:

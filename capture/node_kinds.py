@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
-from weft.capture.user_code import format_frame
-from weft.errors import UnregisteredCollective
+from weft.capture.user_code import format_frame, user_line
+from weft.errors import InvalidCollective, UnregisteredCollective
+from weft.shown_values import listed
 from weft.torch_adapter import OpOverload
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -132,6 +133,28 @@ def unregistered(node: torch.fx.Node) -> UnregisteredCollective:
     """The error that nothing is known of the collective that ``node`` starts, with the user's line."""
     frames = node.meta.get("frames", ())
     return UnregisteredCollective(str(node.target), format_frame(frames[0]) if frames else "")
+
+
+@functools.cache
+def needs_check(target: object) -> bool:
+    """Whether :func:`check_operands` has something to check for an operation."""
+    coalesced = getattr(target, "namespace", "") in COLLECTIVE_NAMESPACES and "_coalesced" in str(target)
+    return coalesced or sizes_differ_by_rank(target)
+
+
+def check_operands(target: Any, operands: tuple[Any, ...]) -> None:
+    """Check what torch would find out when a collective runs.
+
+    Raises:
+        InvalidCollective: the tensors of a coalesced operation have several dtypes.
+    """
+    if sizes_differ_by_rank(target):
+        return check_splits(*operands[:3])
+    dtypes = dict.fromkeys(tensor.dtype for tensor in operands[0])
+    if len(dtypes) > 1:
+        what = f"its tensors have the dtypes {listed(list(map(str, dtypes)))}: call it once for those of each dtype"
+        raise InvalidCollective(target._opname, what, user_line())
+    return None
 
 
 def check_splits(sent: torch.Tensor, theirs: list[Any], ours: list[Any]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,7 +19,10 @@ import torch
 from weft import torch_adapter
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
 from weft.capture.guards.container_guard import ContainerGuard
+from weft.capture.guards.library_guard import LibraryGuard
 from weft.capture.guards.memory_guard import MemoryGuard
+from weft.capture.guards.object_guard import ObjectGuard
+from weft.capture.guards.result_cache_guard import ResultCacheGuard
 from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
@@ -71,6 +73,7 @@ class Guards:
             if isinstance(node.meta["val"], torch.Tensor) and place.container is not arguments.container
         ]
         self._flags = [(tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves]
+        self._kinds = [type(tensor) for tensor, *_ in self._flags]
         self._sites = captured.state.sites
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
@@ -79,12 +82,9 @@ class Guards:
         for each in (*captured.state.containers, *(container for _, container in captured.arguments.gradients)):
             if (like := TensorLike.of_gradient(each)) is not None:
                 each.before["grad"] = like
-        # The class of a module, and its forward, are found by no container: programs replace them, too.
-        self._modules = [(module, path, type(module)) for module, path in captured.state.modules.values()]
-        self._module_objects = [module for module, _, _ in self._modules]
-        self._module_types = [kind for _, _, kind in self._modules]
-        self._kinds = list(dict.fromkeys(self._module_types))
-        self._forwards = _forwards_of(self._kinds)
+        self._libraries = LibraryGuard(captured.libraries)
+        self._objects = ObjectGuard(captured.state.with_attributes)
+        self._results = ResultCacheGuard(captured.state.objects)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
         self._kept_places = PlaceReader([place for place in static if self._containers.keeps(place)])
@@ -113,7 +113,9 @@ class Guards:
         for _, path, requires_grad, hooks in self._flags:
             found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
         found += [Guard("tensor", str(guard)) for guard in self._tensors]
-        found += [Guard("class", f"{path or 'the module'} is a {kind.__qualname__}") for _, path, kind in self._modules]
+        found += [Guard("class", condition) for condition in self._objects.listed()]
+        found += [Guard("result cache", condition) for condition in self._results.listed()]
+        found += [Guard("library", condition) for condition in self._libraries.listed()]
         found += [Guard("size", condition) for condition in self._sizes.conditions]
         found.append(Guard("memory", "the same tensors of the state and of the arguments overlap"))
         found += [Guard("environment", f"{key} is {value!r}") for key, value in self._environment.items()]
@@ -128,7 +130,9 @@ class Guards:
             self._arguments.failure(leaves, spec)
             or self._containers.failure()
             or self._value_failure()
-            or self._class_failure()
+            or self._objects.failure()
+            or self._results.failure()
+            or self._libraries.failure()
             or self._leaf_failure()
             or next(filter(None, (guard.failure() for guard in self._tensors)), None)
             or self._sizes.failure()
@@ -149,8 +153,9 @@ class Guards:
                 and self._arguments.failure(leaves, spec) is None
                 and self._containers.holds()
                 and self._value_failure() is None
-                and list(map(type, self._module_objects)) == self._module_types
-                and _forwards_of(self._kinds) == self._forwards
+                and self._objects.holds()
+                and self._results.holds()
+                and self._libraries.holds()
                 and list(map(_requires_grad, self._leaves)) == self._requires_grad
                 and not any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks)
                 and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
@@ -183,7 +188,9 @@ class Guards:
         return [*self._kept_tensors, *self._other_places.read()]
 
     def _leaf_failure(self) -> str | None:
-        for tensor, path, requires_grad, hooks in self._flags:
+        for (tensor, path, requires_grad, hooks), kind in zip(self._flags, self._kinds, strict=True):
+            if type(tensor) is not kind:
+                return f"the class of {path} is {type(tensor).__qualname__}, was {kind.__qualname__}"
             if tensor.requires_grad is not requires_grad:
                 return f"{path}.requires_grad is {tensor.requires_grad}"
             if hooks_of(tensor) != hooks:
@@ -204,15 +211,6 @@ class Guards:
                     return f"the object of {place.path} is at {'other' if at < before else 'fewer'} places"
         return None
 
-    def _class_failure(self) -> str | None:
-        for module, path, kind in self._modules:
-            if type(module) is not kind:
-                return f"the class of {path or 'the module'} is {type(module).__qualname__}, was {kind.__qualname__}"
-        for kind, now, before in zip(self._kinds, _forwards_of(self._kinds), self._forwards, strict=True):
-            if now != before:
-                return f"{kind.__qualname__}.forward is another function"
-        return None
-
     def _numbered(self, objects: list[Any]) -> list[int]:
         """For each object the number of the first one that is the same; -1 for those that are guarded."""
         first: dict[int, int] = {}
@@ -229,11 +227,6 @@ class Guards:
 
 def _listed(hooks: tuple[HookKey, ...]) -> str:
     return ", ".join(getattr(key.hook, "__qualname__", repr(key.hook)) for key in hooks) or "none"
-
-
-def _forwards_of(kinds: list[type]) -> list[Any]:
-    """The ``forward`` of each class; None for a class that has it for its objects only, as TorchScript's do."""
-    return list(map(getattr, kinds, repeat("forward"), repeat(None)))
 
 
 def _global_state() -> dict[str, Any]:

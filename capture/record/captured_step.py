@@ -20,6 +20,7 @@ from weft.capture.record.symbols import Computed
 from weft.capture.record.templates import Template
 from weft.capture.segments import Outcome
 from weft.capture.state.containers import Container, StatePlace
+from weft.capture.state.library_names import Libraries
 from weft.capture.state.reachable_state import ReachableState
 
 
@@ -65,6 +66,7 @@ class CapturedStep:
         specialised: the sizes that were to be symbolic and are numbers in the graph.
         environment: the environment variables that the step read; None for one that is not set.
         outside: what else the step asked outside, with the answers.
+        libraries: what of libraries the step goes by.
         autocast_copies: copies of weights that autocast keeps in the region around the call.
         outcomes: of the branches on values that the captured path takes.
         complete: whether the path goes to the end of the step, and not to a branch whose outcome is not known.
@@ -92,6 +94,7 @@ class CapturedStep:
     specialised: list[Specialised]
     environment: dict[str, str | None]
     outside: list[OutsideRead]
+    libraries: Libraries
     autocast_copies: list[AutocastCopy]
     aliases: list[int]
     changing: ChangingState

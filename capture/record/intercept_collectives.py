@@ -9,6 +9,7 @@ As in torch, autograd does not see these calls: they write to the buffer's data.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -136,6 +137,7 @@ class _CollectiveInterceptor:
     ) -> CapturedFuture | None:
         call = _Call("all_reduce_coalesced", group)
         call.outputs = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        call.same_dtype(*call.outputs)
         call.inputs = [_data(tensor, call, op) for tensor in call.outputs]
         call.reduction, call.write = call.reduction_name(op), _into(call.inputs)
         return self._future(call, async_op)
@@ -324,7 +326,7 @@ class _CollectiveInterceptor:
 
     @torch.no_grad()
     def _launch(self, call: _Call) -> CapturedWork:
-        work = CapturedWork(call.name, _OPERATIONS[call.name](call), call.write, call.outputs)
+        work = CapturedWork(call.name, _results(call), call.write, call.outputs)
         self._works.append(work)
         return work
 
@@ -412,6 +414,20 @@ _OPERATIONS: dict[str, Callable[[_Call], Sequence[Tensor]]] = {
     "all_to_all": lambda c: [_ops.all_to_all_single(c.inputs[0], *c.splits, c.group_name)],
     "broadcast": lambda c: [_ops.broadcast(c.inputs[0], c.source, c.group_name)],
 }
+
+
+def _results(call: _Call) -> Sequence[Tensor]:
+    """Issue the operation of a call: of a coalesced one, one for each dtype. gloo takes no others."""
+    if len({tensor.dtype for tensor in call.inputs}) < 2:
+        return _OPERATIONS[call.name](call)
+    results: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(tensor.dtype for tensor in call.inputs):
+        at = [at for at, tensor in enumerate(call.inputs) if tensor.dtype == dtype]
+        part = copy.copy(call)
+        part.inputs = [call.inputs[each] for each in at]
+        for each, result in zip(at, _OPERATIONS[call.name](part), strict=True):
+            results[each] = result
+    return [results[at] for at in range(len(call.inputs))]
 
 
 def _coalesced(calls: list[_Call]) -> _Call:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.capture.node_kinds import sizes_differ_by_rank
+from weft.capture.node_kinds import needs_check
 from weft.capture.record.functional_ops import WrittenArguments, executable_form, written_arguments
 from weft.torch_adapter import OpOverload
 
@@ -29,7 +29,7 @@ class OpFacts(NamedTuple):
         executable: what a graph calls for it.
         writes: the arguments that it writes, None where there are none.
         reads_data: whether the sizes or the number that it returns depend on data.
-        splits_by_rank: whether it is a collective whose sizes differ between ranks.
+        needs_check: whether it is a collective whose operands torch checks only when it runs.
     """
 
     op: OpOverload
@@ -38,7 +38,7 @@ class OpFacts(NamedTuple):
     executable: Callable[..., Any]
     writes: WrittenArguments | None
     reads_data: bool
-    splits_by_rank: bool
+    needs_check: bool
 
 
 _known: dict[int, OpFacts] = {}
@@ -50,6 +50,6 @@ def facts_of(op: OpOverload) -> OpFacts:
     if found is None:
         namespace, name = op._schema.name.split("::")
         reads_data = not _READS_DATA.isdisjoint(op.tags)
-        asked = executable_form(op), written_arguments(op), reads_data, sizes_differ_by_rank(op)
+        asked = executable_form(op), written_arguments(op), reads_data, needs_check(op)
         found = _known[id(op)] = OpFacts(op, namespace, name, *asked)
     return found

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_rule
-from weft.capture.node_kinds import check_splits
+from weft.capture.node_kinds import check_operands
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
 from weft.capture.record.list_writes import check_independent
@@ -225,10 +225,10 @@ class OpRecorder(TorchDispatchMode):
             self._forget_stale_memos(tensors)
         if op is aten._local_scalar_dense.default:
             return self._record_item(op, args, fakes[0])
+        if facts.needs_check:
+            check_operands(op, fakes[0])
         if facts.writes is not None:
             return self._record_write(op, facts.writes, args, kwargs, *fakes)
-        if facts.splits_by_rank:
-            check_splits(*fakes[0][:3])
         try:
             out = self.computed(lambda: self._results(op, *fakes))
         except Exception as error:

@@ -67,6 +67,7 @@ from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
 from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
 from weft.capture.state.hook_registrations import user_hook
+from weft.capture.state.library_names import RunningCode
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
@@ -183,6 +184,7 @@ class _StepCapture:
         self.initialized: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
         self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=arrays)
         self.path = ModulePath(self.state)
+        self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []
         self.graphs = KeptGraphs(self.state.places_by_id, earlier)
@@ -267,10 +269,15 @@ class _StepCapture:
             stack.enter_context(symbols_answer_as_numbers())
             stack.enter_context(builtin_types_know_symbols(self.state.functions))
             stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
-            self.recorder.module_path = self.path.current
+            self.recorder.module_path = self._running_module
             self.numbers.put_into(self.state.containers)
             self.lists.put_into(self.state.containers)
             yield
+
+    def _running_module(self) -> str:
+        """The path of the module that records an operation; notes the functions that led to it."""
+        self.running.notice()
+        return self.path.current()
 
     def _plain_argument(self, value: Any, place: StatePlace) -> Any:
         """What the step gets for an argument that is no tensor."""
@@ -401,6 +408,7 @@ class _StepCapture:
             self.specialised,
             self.outside.environment.found,
             self.outside.calls.reads,
+            self.running.libraries(self.state),
             self.autocast_copies,
             aliases,
             self.changing,

@@ -126,11 +126,10 @@ def globals_of(code: types.CodeType) -> set[str]:
     return set().union(*(names.globals for names in _with_inner(code)))
 
 
-def modules_of(function: types.FunctionType) -> list[types.ModuleType]:
-    """The modules that the code of a function imports and that are loaded already."""
-    package = function.__globals__.get("__package__") or ""
+def imported_by(code: types.CodeType, package: str) -> list[types.ModuleType]:
+    """The modules that the code of a function in ``package`` imports and that are loaded already."""
     found = []
-    for names in _with_inner(function.__code__):
+    for names in _with_inner(code):
         for name, level in names.modules:
             if level:
                 parents = package.split(".")
@@ -209,7 +208,7 @@ class AttributeNames(set[str]):
                 used = [
                     method
                     for name, methods in self._methods[owner].items()
-                    if _may_run(name, self)
+                    if may_run(name, self)
                     for method in methods
                     if id(method) not in known
                 ]
@@ -244,6 +243,7 @@ def functions_in(member: Any) -> list[types.FunctionType]:
     return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
-def _may_run(name: str, names: AttributeNames) -> bool:
+def may_run(name: str, names: set[str]) -> bool:
+    """Whether code with these names can run a method called ``name``, by an operator for one."""
     unnamed = name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _CALLED_OUTSIDE)
     return unnamed or name in names

@@ -461,3 +461,14 @@ def same_simple(value: Any, expected: Any) -> bool:
     if value == expected:
         return not isinstance(expected, (float, complex)) or bool(expected) or repr(value) == repr(expected)
     return value != value and expected != expected
+
+
+def label_of(path: str) -> Callable[[Any], str]:
+    """How the user would write the attributes of the object at ``path``."""
+    prefix = f"{path}." if path else ""
+    return lambda key: f"{prefix}{key}"
+
+
+def role_of(value: Any) -> Role:
+    """The role of a tensor in training, as far as its type tells."""
+    return Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.BUFFER

@@ -77,7 +77,12 @@ def referents_of(obj: Any) -> list[Any]:
         return [each for item in obj.items() for each in item]
     if isinstance(obj, _KEYS_OR_VALUES):
         obj = obj.mapping
-    return [obj | _Operand()] if isinstance(obj, types.MappingProxyType) else []
+    return [dictionary_behind(obj)] if isinstance(obj, types.MappingProxyType) else []
+
+
+def dictionary_behind(proxy: Any) -> Any:
+    """The dictionary that a read-only proxy shows, such as the ``vars`` of a class."""
+    return proxy | _Operand()
 
 
 def unproxied(obj: Any) -> Any:

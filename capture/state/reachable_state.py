@@ -30,7 +30,7 @@ from weft.capture.state.code_names import (
     closed_over,
     functions_in,
     globals_of,
-    modules_of,
+    imported_by,
     variables_of,
 )
 from weft.capture.state.containers import (
@@ -45,6 +45,8 @@ from weft.capture.state.containers import (
     LoadedModules,
     StatePlace,
     items_of,
+    label_of,
+    role_of,
 )
 from weft.capture.state.contents import (
     LOCKS,
@@ -58,7 +60,15 @@ from weft.capture.state.contents import (
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
-from weft.capture.state.type_facts import BOOKKEEPING, FactsOfTypes, TypeFacts
+from weft.capture.state.type_facts import (
+    ASK_LOCKS,
+    BOOKKEEPING,
+    OF_FUNCTIONS,
+    OF_LOGGERS,
+    OF_SYS,
+    FactsOfTypes,
+    TypeFacts,
+)
 from weft.capture.state.wrappers_of_torch import refuse_wrapper_of_torch
 from weft.capture.step_interface import Role
 
@@ -156,7 +166,7 @@ class ReachableState:
             self._modules_asked |= names
             self.containers.append(LoadedModules(names))
         for lock in self._locks:  # another thread may hold one that a `with` of the step would wait for
-            lock.frozen = self._names.isdisjoint(_ASK_LOCKS)
+            lock.frozen = self._names.isdisjoint(ASK_LOCKS)
 
     @property
     def objects(self) -> list[Any]:
@@ -167,6 +177,12 @@ class ReachableState:
     def functions(self) -> list[types.FunctionType]:
         """The functions that the step can call, but for those of torch and the like."""
         return list(self._functions.values())
+
+    @property
+    def with_attributes(self) -> list[tuple[Any, str]]:
+        """The objects and classes whose attributes count, with their paths."""
+        found = (*self.modules.values(), *self._objects.values(), *self._schedulers.values(), *self.optimizers)
+        return [each[:2] for each in found]
 
     def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
         """Walk a dictionary of hooks and what they close over."""
@@ -202,7 +218,7 @@ class ReachableState:
             now = own_attributes(tensor)
             new = {name for name, value in now.items() if name not in known and value is not before.get(name, MISSING)}
             if new:
-                container = Container(vars(tensor), path, frozenset(new), _label(path))
+                container = Container(vars(tensor), path, frozenset(new), label_of(path))
                 container.before = {name: before[name] for name in new & before.keys()}
                 self.containers.append(container)
                 self._tensors[id(tensor)] = tensor, path, before | now
@@ -215,7 +231,7 @@ class ReachableState:
             if name not in followed:
                 followed.add(name)
                 names = frozenset({name})
-                self.containers.append(Container(vars(tensor), path, names, _label(path), names))
+                self.containers.append(Container(vars(tensor), path, names, label_of(path), names))
 
     def end_walk(self) -> None:
         """Drop all references that guards, inputs and effects do not need: the program may hold objects weakly."""
@@ -267,9 +283,9 @@ class ReachableState:
             if is_own(obj):
                 self._own(obj, path)
             elif obj is sys:
-                self._container(Container(vars(sys), "sys", _OF_SYS, _label("sys")))
+                self._container(Container(vars(sys), "sys", OF_SYS, label_of("sys")))
         elif isinstance(wrapped := attributes_of(obj).get("__wrapped__"), (types.FunctionType, types.MethodType)):
-            self._visit(wrapped, path, None)  # a compiled step that this step calls, or a cached function
+            self._visit(wrapped, path, None)  # a compiled step that this step calls, or a function with a cache
         else:
             self._other(obj, path, place)
 
@@ -299,12 +315,12 @@ class ReachableState:
         if kind.has_attributes:
             self._object(obj, path)
         elif isinstance(obj, logging.Logger):
-            self._container(Attributes(obj, path, _OF_LOGGERS, _label(path)))
+            self._container(Attributes(obj, path, OF_LOGGERS, label_of(path)))
         elif not kind.is_user:
             for referent in referents_of(obj):
                 self._visit(referent, path, None)
             if names := attributes_with_tensors(obj):  # an object of torch's or of Python's own that the user filled
-                self._container(Container(attributes_of(obj), path, names, _label(path)))
+                self._container(Container(attributes_of(obj), path, names, label_of(path)))
         for function in functions_in(obj):  # of a property
             self._visit(function, path, None)
 
@@ -325,7 +341,7 @@ class ReachableState:
         elif isinstance(obj, (set, frozenset)):
             elements = Container(obj, path)
             for at, item in enumerate(obj):
-                self._visit(item, f"{path}[{at}]", StatePlace(elements, at, f"{path}[{at}]", _role_of(item)))
+                self._visit(item, f"{path}[{at}]", StatePlace(elements, at, f"{path}[{at}]", role_of(item)))
 
     def _container(self, container: Container, role: Role | None = None) -> None:
         self.containers.append(container)
@@ -335,7 +351,7 @@ class ReachableState:
             path = container.label(key)
             if not isinstance(key, SIMPLE):
                 self._keys.append((key, path))
-            self._visit(value, path, StatePlace(container, key, path, role or _role_of(value)))
+            self._visit(value, path, StatePlace(container, key, path, role or role_of(value)))
 
     def _tensor(self, tensor: torch.Tensor, path: str, place: StatePlace | None) -> None:
         if id(tensor) in self._seen:
@@ -375,9 +391,9 @@ class ReachableState:
         self._class(type(module))
         prefix = f"{path}." if path else ""
         own = vars(module)
-        for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER)):
+        self._seen |= {id(each): each for each in (own["_parameters"], own["_buffers"], own["_modules"])}
+        for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER), ("_modules", None)):
             self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
-        self._container(Container(own["_modules"], path, label=lambda key: f"{prefix}{key}"))
         self._attributes.append((module, path))
 
     def _module_attributes(self, module: torch.nn.Module, path: str) -> None:
@@ -396,7 +412,7 @@ class ReachableState:
         known = self._counted_attributes[id(module)]
         if absent := self._absent(self._kinds[type(module)], module) - known:
             self._counted_attributes[id(module)] = known | absent
-            self._container(Container(vars(module), path, absent, _label(path), absent))
+            self._container(Container(vars(module), path, absent, label_of(path), absent))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         self.optimizers.append((optimizer, path))
@@ -430,7 +446,7 @@ class ReachableState:
         self.containers.append(container)
         for name, value in list(attributes.items()):
             where = f"{path}.{name}"
-            self._visit(value, where, StatePlace(container, name, where, _role_of(value)))
+            self._visit(value, where, StatePlace(container, name, where, role_of(value)))
 
     def _scheduler_reads(self, scheduler: Any, path: str, read: set[str]) -> None:
         """The attributes of a scheduler that the user's code names."""
@@ -495,7 +511,7 @@ class ReachableState:
             self._codes.add(fn.__code__)
             self._globals(fn)
         if is_own(fn):
-            self._container(Attributes(fn, fn.__name__, _OF_FUNCTIONS, _label(fn.__name__)))
+            self._container(Attributes(fn, fn.__name__, OF_FUNCTIONS, label_of(fn.__name__)))
             self._visit(fn.__kwdefaults__, f"{fn.__name__}.__kwdefaults__", None)
             if vars(fn):
                 self._object(fn, fn.__name__)
@@ -511,7 +527,7 @@ class ReachableState:
         used = frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent
         if used:
             self._container(Container(variables, "", used, str, absent))
-        for module in modules_of(fn):
+        for module in imported_by(fn.__code__, variables.get("__package__") or ""):
             self._visit(module, module.__name__, None)
 
     def _own(self, owner: Any, path: str) -> None:
@@ -547,13 +563,13 @@ class ReachableState:
         slots = (kind.slots & self._names) - visited
         visited |= keys | absent | slots
         if slots:
-            self._container(Attributes(obj, path, slots, _label(path)))
+            self._container(Attributes(obj, path, slots, label_of(path)))
         if not (keys or absent):
             return
         if isinstance(obj, (type, threading.local)):
-            self._container(Attributes(obj, path, keys | absent, _label(path), absent))
+            self._container(Attributes(obj, path, keys | absent, label_of(path), absent))
             return
-        container = Container(attributes, path, keys | absent, _label(path), absent)
+        container = Container(attributes, path, keys | absent, label_of(path), absent)
         container.frozen = kind.is_frozen
         self._inside_walked += kind.is_walked
         self._container(container)
@@ -582,18 +598,3 @@ class ReachableState:
 _SIMPLE_KINDS = frozenset(SIMPLE)
 # Types that hold objects and have no attributes: most objects are of one of these.
 _PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})
-# What counts of a function of the user's, of Python itself, and of a logger.
-_OF_SYS = frozenset({"argv", "path"})
-_OF_FUNCTIONS = frozenset({"__code__", "__defaults__"})
-# What tells whether a lock is held.
-_ASK_LOCKS = frozenset({"acquire", "locked"})
-_OF_LOGGERS = frozenset({"level", "disabled", "parent"})
-
-
-def _label(path: str) -> Callable[[Any], str]:
-    prefix = f"{path}." if path else ""
-    return lambda key: f"{prefix}{key}"
-
-
-def _role_of(value: Any) -> Role:
-    return Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.BUFFER

@@ -19,9 +19,6 @@ from weft.capture.state.origin import held_by, is_own, is_user_class, is_walked
 # Attributes of every nn.Module that do not change what its forward or backward does.
 BOOKKEEPING = frozenset(
     {
-        "_parameters",
-        "_buffers",
-        "_modules",
         "_non_persistent_buffers_set",
         "_is_full_backward_hook",
         "_forward_hooks_with_kwargs",
@@ -33,6 +30,12 @@ BOOKKEEPING = frozenset(
         "_load_state_dict_post_hooks",
     }
 )
+# What counts of a function of the user's, of Python itself, and of a logger.
+OF_FUNCTIONS = frozenset({"__code__", "__defaults__"})
+OF_SYS = frozenset({"argv", "path"})
+OF_LOGGERS = frozenset({"level", "disabled", "parent"})
+# What tells whether a lock is held.
+ASK_LOCKS = frozenset({"acquire", "locked"})
 
 
 class TypeFacts(NamedTuple):

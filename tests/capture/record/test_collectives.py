@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import weft
 from harness import run_ranks
 from weft import errors
 from weft.capture.record.intercept_collectives import functional_collectives
@@ -268,6 +269,48 @@ def test_a_coalescing_manager_makes_one_operation(kind: str, async_ops: bool) ->
     assert run_ranks(coalescing_body, 2, kind, async_ops) == [True, True]
 
 
+def coalesce_dtypes(rank: int, world: int, kind: str) -> bool:
+    """Tensors of two dtypes under one manager; eager gathers and reduces them one by one here, as gloo must."""
+    warnings.simplefilter("ignore")
+
+    def step(managed: bool, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> list[torch.Tensor]:
+        tensors, outs = [a.clone(), b.clone(), c.clone()], []
+        with dist._coalescing_manager() if managed else nullcontext():
+            for t in tensors:
+                if kind == "reduce":
+                    outs.append(t)
+                    dist.all_reduce(t)
+                elif kind == "gather":
+                    outs.append(t.new_empty(world * t.shape[0], *t.shape[1:]))
+                    dist.all_gather_into_tensor(outs[-1], t)
+                else:
+                    outs.append(t.new_empty(t.shape[0] // world, *t.shape[1:]))
+                    dist.reduce_scatter_tensor(outs[-1], t)
+        return outs
+
+    given = data(rank, 4), data(rank + 7, 2, 2).double(), data(rank + 3, 2)
+    ours = weft.compile(lambda *tensors: step(True, *tensors))(*given)
+    return all(map(torch.equal, ours, step(False, *given)))
+
+
+@pytest.mark.parametrize("kind", ["reduce", "gather", "scatter"])
+def test_a_coalescing_manager_takes_several_dtypes(kind: str) -> None:
+    assert run_ranks(coalesce_dtypes, 2, kind) == [True, True]
+
+
+def functional_dtypes(rank: int, world: int) -> str:
+    given = [torch.ones(2), torch.ones(3, dtype=torch.float64)]
+    with pytest.raises(errors.InvalidCollective) as caught:
+        weft.compile(lambda *tensors: funcol.all_reduce_coalesced(list(tensors), "sum", dist.group.WORLD))(*given)
+    return str(caught.value)
+
+
+def test_a_coalesced_operation_of_several_dtypes_is_refused_in_the_capture() -> None:
+    for said in run_ranks(functional_dtypes, 2):
+        assert "torch.float32, torch.float64" in said
+        assert "test_collectives.py:" in said
+
+
 def from_import_body(rank: int, world: int) -> list[str]:
     with functional_collectives(), Log() as log:
         imported_all_reduce(torch.ones(2))
@@ -415,6 +458,10 @@ def mistakes_body(rank: int, world: int) -> dict[str, str]:
     expect(wrong, "list", lambda: dist.all_gather([t], t))
     expect(wrong, "group", lambda: dist.all_reduce(t, group="dp"))  # type: ignore[arg-type]
     expect(wrong, "premul", lambda: dist.all_reduce(t, dist._make_nccl_premul_sum(0.5)))
+    mixed = [torch.ones(3), torch.ones(2, dtype=torch.float64)]
+    expect(wrong, "dtypes", lambda: dist.all_reduce_coalesced(mixed))
+    with pytest.raises(ValueError, match="different dtypes"):  # eager, too
+        dist.all_reduce_coalesced(mixed)
     expect(wrong, "source", lambda: dist.broadcast(t, group_src=7))
     expect(errors.UnwaitedCollective, "unwaited", lambda: dist.all_reduce(t, async_op=True))
     with pytest.raises(KeyError), functional_collectives():

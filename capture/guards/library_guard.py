@@ -1,0 +1,87 @@
+"""Guards on the functions and methods of libraries that a step goes by.
+
+Nearly always nobody has replaced one. So a call compares the version of each dictionary, and looks at the entries that
+count only where one was changed.
+"""
+
+from __future__ import annotations
+
+import _abc
+import abc
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+from weft import thread_patches, torch_adapter
+from weft.capture.state.containers import MISSING, same_simple
+from weft.capture.state.library_names import Libraries, Namespace
+
+
+class LibraryGuard:
+    """Guards on what is in the namespaces of libraries, and on what is registered with abstract classes, as it is when
+    this is made."""
+
+    def __init__(self, libraries: Libraries) -> None:
+        self._namespaces = namespaces = libraries.namespaces
+        self._token = abc.get_cache_token()  # grows with each registration with any class
+        self._registered = [(kind, set(_registered(kind))) for kind in libraries.abstract]
+        self._dictionaries = [each.entries for each in namespaces]
+        # Read before the entries: what another thread changes meanwhile is another version at the next call.
+        self._versions = self._present_versions()
+        self._expected = [_read(each) for each in namespaces]
+
+    def listed(self) -> list[str]:
+        """The conditions as text, one for each namespace."""
+        return [f"{each.path or 'builtins'} has the same {', '.join(each.names)}" for each in self._namespaces]
+
+    def holds(self) -> bool:
+        """Whether nothing was replaced."""
+        versions, token = self._present_versions(), abc.get_cache_token()
+        if versions == self._versions and token == self._token:
+            return True
+        if self.failure() is not None:
+            return False
+        self._versions, self._token = versions, token
+        return True
+
+    def failure(self) -> str | None:
+        """What was replaced, as text; None where nothing was."""
+        if (changed := self._changed(self._present_versions())) is not None:
+            return f"{changed} was replaced or changed"
+        if abc.get_cache_token() != self._token:
+            for kind, before in self._registered:
+                if new := set(_registered(kind)) - before:
+                    named = ", ".join(sorted(each.__qualname__ for each in new))
+                    return f"{named} was registered with {kind.__qualname__}"
+        return None
+
+    def _present_versions(self) -> list[int]:
+        return list(map(torch_adapter.dict_version, self._dictionaries))
+
+    def _changed(self, versions: list[int]) -> str | None:
+        """The first name whose value is another one, in the dictionaries with other versions."""
+        for at, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
+            if now == before:
+                continue
+            namespace = self._namespaces[at]
+            for name, value, expected in zip(namespace.names, _read(namespace), self._expected[at], strict=True):
+                if value is not expected and not _same(value, expected):
+                    return f"{namespace.path}.{name}" if namespace.path else name
+        return None
+
+
+def _read(namespace: Namespace) -> list[Any]:
+    return list(map(namespace.entries.get, namespace.names, repeat(MISSING)))
+
+
+def _same(value: Any, expected: Any) -> bool:
+    """Whether a value is the expected one for this thread: another thread may replace it for itself."""
+    return same_simple(value, expected) or thread_patches.original(value) is thread_patches.original(expected)
+
+
+def _registered(kind: type) -> Iterator[type]:
+    """The classes that were registered with an abstract class or with a class that derives from it."""
+    if isinstance(kind, abc.ABCMeta):
+        yield from filter(None, (reference() for reference in _abc._get_dump(kind)[0]))
+    for derived in type.__subclasses__(kind):
+        yield from _registered(derived)
