@@ -6,6 +6,9 @@
 #   DEMO_ARGS   more arguments for examples/train_lm.py (--help lists them)
 #   TEST_ARGS   more arguments for pytest
 #   PROGRAMS    how many random programs `make programs` runs eagerly and compiled
+#   SCHEDULES   how many random task graphs `make schedules` compares with their best orders
+#   STEPS       how many steps `make memory` trains on two ranks; FORMS: how many forms of a step it makes
+#   PROCESSES   of `make schedules` and `make programs`
 #   SECONDS     how long `make explore` tries new random examples on all property tests, and `make stress` runs threads
 
 PYTHON ?= python3
@@ -14,6 +17,10 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 SECONDS ?= 600
 PROGRAMS ?= 5000
+SCHEDULES ?= 100000
+STEPS ?= 20000
+FORMS ?= 300
+PROCESSES ?= 1
 PY := .venv/bin/python
 HAS = $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$(1)') is None)"
 
@@ -23,7 +30,7 @@ export NCCL_NVLS_ENABLE = 0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST = 1
 export NVSHMEM_DISABLE_NVLS = 1
 
-.PHONY: demo test slurm-test explore stress check clean
+.PHONY: demo test slurm-test explore programs schedules stress memory nightly check docs clean
 
 demo: .venv/ready
 	@ranks=$${RANKS:-$$($(PY) -c "import torch; print(torch.cuda.device_count() or 2)")}; \
@@ -44,7 +51,16 @@ explore: .venv/ready
 	$(PY) tests/exploration.py --seconds $(SECONDS) $(TEST_ARGS)
 
 programs: .venv/ready
-	$(PY) -W ignore tests/program_search.py --programs $(PROGRAMS)
+	$(PY) -W ignore tests/program_search.py --programs $(PROGRAMS) --processes $(PROCESSES)
+
+schedules: .venv/ready
+	$(PY) tests/schedule_search.py --problems $(SCHEDULES) --processes $(PROCESSES)
+
+memory: .venv/ready
+	$(PY) -W ignore tests/memory_growth.py --steps $(STEPS) --forms $(FORMS)
+
+# What takes hours: everything that `make test` does in small.
+nightly: explore programs schedules stress memory
 
 stress: .venv/ready
 	$(PY) tests/thread_stress.py --seconds $(SECONDS)

@@ -7,10 +7,11 @@ best one; nearly always it is the best one.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
 import sys
-import time
 from collections import Counter
+from collections.abc import Iterable
 
 from brute_force import least_seconds, random_task_graph
 
@@ -31,25 +32,24 @@ def ratio_to_best(seed: int) -> float:
     return found / best if best else 1.0
 
 
-def search(first: int, count: int, every: int = 5_000) -> list[tuple[float, int]]:
-    """Print the distribution over the task graphs of ``count`` seeds; returns those above :data:`MOST` with seeds."""
-    started, above, steps, worst = time.process_time(), [], Counter[float](), (1.0, first)
-    for tried, seed in enumerate(range(first, first + count), start=1):
-        ratio = ratio_to_best(seed)
+def search(ratios: Iterable[tuple[int, float]], every: int = 5_000) -> int:
+    """Print the distribution of (seed, ratio); returns how many are above :data:`MOST`, which are printed."""
+    above, tried, steps, worst = 0, 0, Counter[float](), (1.0, 0)
+    for tried, (seed, ratio) in enumerate(ratios, start=1):
         worst = max(worst, (ratio, seed))
         steps[next((step for step in _STEPS if ratio <= step + 1e-9), ratio)] += 1
         if ratio > MOST + 1e-9:
-            above.append((ratio, seed))
+            above += 1
             print(f"{ratio:.3f} times the best: seed {seed}", flush=True)
-        if tried % every == 0 or tried == count:
-            within = ", ".join(f"{steps[step]:,} within {step}" for step in _STEPS)
-            seconds = time.process_time() - started
-            print(
-                f"{tried:,} problems: {within}, {len(above):,} above; the worst {worst[0]:.3f} (seed {worst[1]}); "
-                f"{seconds:.0f} s of a processor",
-                flush=True,
-            )
+        if tried % every == 0:
+            print(_counted(tried, steps, above, worst), flush=True)
+    print(_counted(tried, steps, above, worst), flush=True)
     return above
+
+
+def _counted(tried: int, steps: Counter[float], above: int, worst: tuple[float, int]) -> str:
+    within = ", ".join(f"{steps[step]:,} within {step}" for step in _STEPS)
+    return f"{tried:,} problems: {within}, {above:,} above; the worst {worst[0]:.3f} (seed {worst[1]})"
 
 
 def main() -> int:
@@ -57,8 +57,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problems", type=int, default=100_000)
     parser.add_argument("--first", type=int, default=1_000_000, help="the first seed")
+    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    return int(bool(search(options.first, options.problems)))
+    seeds = range(options.first, options.first + options.problems)
+    if options.processes == 1:
+        return min(search(zip(seeds, map(ratio_to_best, seeds), strict=True)), 1)
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        return min(search(zip(seeds, pool.imap(ratio_to_best, seeds, chunksize=100), strict=True)), 1)
 
 
 if __name__ == "__main__":
