@@ -6,8 +6,8 @@ count only where one was changed.
 
 from __future__ import annotations
 
-import _abc
 import abc
+import importlib
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -15,6 +15,10 @@ from typing import Any
 from weft import thread_patches, torch_adapter
 from weft.capture.state.containers import MISSING, same_simple
 from weft.capture.state.library_names import Libraries, Namespace
+
+# Of an abstract class: weak references to the classes registered with it, and what it remembers of others. Python has
+# no other way to ask for the former.
+_parts_of: Any = importlib.import_module("_abc")._get_dump
 
 
 class LibraryGuard:
@@ -82,6 +86,6 @@ def _same(value: Any, expected: Any) -> bool:
 def _registered(kind: type) -> Iterator[type]:
     """The classes that were registered with an abstract class or with a class that derives from it."""
     if isinstance(kind, abc.ABCMeta):
-        yield from filter(None, (reference() for reference in _abc._get_dump(kind)[0]))
+        yield from filter(None, (reference() for reference in _parts_of(kind)[0]))
     for derived in type.__subclasses__(kind):
         yield from _registered(derived)
