@@ -35,7 +35,7 @@ from weft.capture.state.containers import SIMPLE
 from weft.capture.state.contents import dictionary_behind
 from weft.capture.state.origin import is_own
 from weft.capture.state.reachable_state import ReachableState
-from weft.capture.user_code import is_user_file
+from weft.capture.user_code import is_own_file
 
 _IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can assign to attributes of such a class
 
@@ -100,7 +100,7 @@ class _Code(NamedTuple):
 class _LibraryNames:
     def __init__(self, state: ReachableState, running: list[_Code]) -> None:
         self._found: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
-        self._asked: set[tuple[int, types.CodeType]] = set()
+        self._asked: set[tuple[int, int]] = set()
         self._kinds = {torch.Tensor, torch.nn.Parameter, *map(type, state.objects)}
         self._kinds.update(each for each in state.objects if isinstance(each, type))
         self._names: set[str] = set()
@@ -110,6 +110,8 @@ class _LibraryNames:
             held = [each for cell in function.__closure__ or () for each in _content_of(cell)]
             called |= self._code(_Code(function.__code__, function.__globals__), held)
         users = set(self._names)
+        for module in [each for each in state.objects if isinstance(each, types.ModuleType)]:
+            self._of_module(module, users, 0, plain=False)
         for kind in self._bases():
             for name in vars(kind).keys() & users:
                 called |= {id(each): each for each in functions_in(vars(kind)[name])}
@@ -139,31 +141,37 @@ class _LibraryNames:
         names = code_names(code.code)
         self._names |= names
         variables = code.variables
-        is_users = is_user_file(code.code.co_filename)
+        own = is_own_file(code.code.co_filename)
         known = globals_of(code.code) & variables.keys()
-        if variables_too:
-            self._note(variables, _name_of(variables), (each for each in known if _counts(variables[each], is_users)))
+        if variables_too and not own:
+            self._note(variables, _name_of(variables), (each for each in known if _counts(variables[each])))
         self._note(vars(builtins), "", (variables_of(code.code) - variables.keys()) & vars(builtins).keys())
         modules = imported_by(code.code, variables.get("__package__") or "")
         self._note(sys.modules, "sys.modules", (module.__name__ for module in modules))
         found = [*held, *(variables[each] for each in known), *modules]
         for module in [each for each in found if isinstance(each, types.ModuleType)]:
-            found += self._of_module(module, names, code.code, is_users)
+            found += self._of_module(module, names, id(code.code), plain=own)
         self._kinds.update(each for each in found if isinstance(each, type))
         functions = [each for each in found if isinstance(each, types.FunctionType) and not is_own(each)]
         return {id(each): each for each in functions}
 
-    def _of_module(self, module: types.ModuleType, names: set[str], code: types.CodeType, is_users: bool) -> list[Any]:
-        """The values that a module has under ``names``, and those in modules among them."""
-        if (id(module), code) in self._asked or is_own(module) or module.__name__.startswith("weft."):
+    def _of_module(self, module: types.ModuleType, names: set[str], asks: int, *, plain: bool) -> list[Any]:
+        """The values that a module has under ``names``, and those in modules among them.
+
+        Args:
+            asks: id of the code that the names are from.
+            plain: whether plain values count. Libraries count and remember for ends of their own.
+        """
+        if (id(module), asks) in self._asked or is_own(module) or module.__name__.startswith("weft."):
             return []
-        self._asked.add((id(module), code))
+        self._asked.add((id(module), asks))
         variables = vars(module)
-        used = [name for name in variables.keys() & names if _counts(variables[name], is_users)]
+        named = variables.keys() & names
+        used = [each for each in named if _counts(variables[each]) or (plain and isinstance(variables[each], SIMPLE))]
         self._note(variables, module.__name__, used)
         found = [variables[name] for name in used]
         for inner in [each for each in found if isinstance(each, types.ModuleType)]:
-            found += self._of_module(inner, names, code, is_users)
+            found += self._of_module(inner, names, asks, plain=plain)
         return found
 
     def _bases(self) -> list[type]:
@@ -177,22 +185,16 @@ class _LibraryNames:
         for base in kind.__mro__[:-1]:
             # The others of a class of the user's are guarded as state of the user's.
             found = (item for item in vars(base).items() if not own or _is_special(item[0]))
-            names.update(name for name, value in found if may_run(name, self._names) and _counts(value, False))
+            names.update(name for name, value in found if may_run(name, self._names) and _counts(value))
         self._note(dictionary_behind(vars(kind)), kind.__qualname__, names)
 
     def _note(self, entries: dict[str, Any], path: str, names: Iterable[str]) -> None:
         self._found.setdefault(id(entries), (entries, path, set()))[2].update(names)
 
 
-def _counts(value: Any, is_users: bool) -> bool:
-    """Whether a value of a library counts: plain ones where the user's code reads them. Libraries count and remember
-    for ends of their own."""
-    return (
-        callable(value)
-        or hasattr(type(value), "__get__")
-        or isinstance(value, types.ModuleType)
-        or (is_users and isinstance(value, SIMPLE))
-    )
+def _counts(value: Any) -> bool:
+    """Whether a value of a library is a function, a method, a property, a class or a module."""
+    return callable(value) or hasattr(type(value), "__get__") or isinstance(value, types.ModuleType)
 
 
 def _is_special(name: str) -> bool:

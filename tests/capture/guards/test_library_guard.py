@@ -28,6 +28,10 @@ MODEL = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4, elementwise_af
 PLAIN = nn.Linear(4, 4)
 
 
+class Holder:
+    functions = F
+
+
 def imports_inside(x: torch.Tensor) -> torch.Tensor:
     from torch.nn.functional import silu
 
@@ -57,6 +61,7 @@ def doubled_gradients(optimizer: Any, closure: Any = None) -> None:
 REPLACED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, str, Any]] = {
     "a function that the step names": (lambda x: torch.nn.functional.relu(x), F, "relu", tripled),
     "a function by another name of its module": (lambda x: F.relu(x), F, "relu", tripled),
+    "a function of a module in an attribute": (lambda x: Holder.functions.relu(x), F, "relu", tripled),
     "a function that a module's forward calls": (lambda x: MODEL(x), F, "relu", tripled),
     "a function of torch's that a function of torch's calls": (lambda x: MODEL(x), torch, "relu", tripled),
     "a function that the step imports": (imports_inside, F, "silu", tripled),
@@ -114,6 +119,15 @@ def test_what_the_step_does_not_go_by_may_be_replaced(monkeypatch: pytest.Monkey
     monkeypatch.setattr(math, "exp", lambda value: 7.0)  # the step's module has the function by a name of its own
     compiled(X)
     assert len(compiled.captures) == 1
+
+
+def test_a_number_of_the_users_that_changes_is_no_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace: dict[str, Any] = {"torch": torch, "count": 0, "__name__": "made"}
+    exec("def step(x):\n    global count\n    count += 1\n    return torch.relu(x) * count", namespace)
+    compiled = weft.compile(namespace["step"])
+    for count in range(1, 7):
+        assert torch.equal(compiled(X), torch.relu(X) * count)
+    assert len(compiled.captures) <= 2
 
 
 def test_a_function_that_another_thread_replaces_for_itself_is_the_same() -> None:
