@@ -167,7 +167,7 @@ def _what_was_done(step: str, run: Sequence[_Branch]) -> str:
         found.setdefault(kind, {})[name] = None
     done = "; ".join(f"{kind} {listed(list(names))}" for kind, names in found.items())
     return (
-        f"{step} has run up to {run[-1].segment.line}, and no further. Up to there it has {done or 'changed nothing'}. "
+        f"{step} has run up to {run[-1].segment.line}, and no further. Up to there it has {done}. "
         "Its other changes, to new gradients, attributes and Python numbers, were not made. Load what it has changed "
         'from a checkpoint before you go on with it, or pass fallback="eager" to weft.compile, which takes the updates '
         "back and runs such a call uncompiled."
@@ -264,7 +264,10 @@ class BranchingForm:
                     ended.error.add_note(_what_was_done(self._step, run))
                 raise
             except WeftError as error:  # ranks differ in what follows
-                error.add_note(_what_was_done(self._step, run))
+                if undo.possible:
+                    undo.restore()
+                else:
+                    error.add_note(_what_was_done(self._step, run))
                 raise
         self.captured, self.guards = here.path, here.guards
         if here.path.raises is not None and undo.possible:

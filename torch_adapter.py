@@ -505,6 +505,18 @@ def symbolic_number(fake_mode: FakeTensorMode, kind: str, expression: Any) -> An
     return make(expression, hint=None)
 
 
+# Entries of torch's cache of fake results, each of about 2 KB, that are left there between captures. The capture of a
+# large model needs some hundreds.
+MAX_FAKE_RESULTS = 2048
+
+
+def bound_fake_results() -> None:
+    """Empty torch's cache of fake results where it has become large. It keeps an entry for each operation and size that
+    was ever captured."""
+    if len(FakeTensorMode.cache) > MAX_FAKE_RESULTS:
+        FakeTensorMode.cache_clear()
+
+
 def new_fake(
     mode: FakeTensorMode, device: torch.device, dtype: torch.dtype, sizes: Any, strides: Any, offset: Any, storage: Any
 ) -> FakeTensor:

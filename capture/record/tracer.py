@@ -126,6 +126,8 @@ def capture_step(
         except Exception as error:
             escapes.raise_for_escaped(name, (), error)
             raise
+        finally:
+            torch_adapter.bound_fake_results()
         escapes.raise_for_escaped(name, captured.fakes())
     return captured
 

@@ -77,7 +77,7 @@ def mismatch(rank: int) -> str:
     try:
         run(torch.full((2, 2), 1.0 if rank else -1.0))
     except GraphMismatch as error:
-        return str(error)
+        return "\n".join([str(error), *error.__notes__])
     return "no error"
 
 
@@ -113,5 +113,6 @@ def test_ranks_branch_as_eager_or_all_hear_which_collectives_differ(world: int) 
         for eager, ours in pairs:
             assert_equal(ours, eager)
         assert "all_reduce" in heard
+        assert "Up to there it has run all_reduce. " in heard
         assert "test_branches_on_ranks.py" in heard
         assert (alone != "no error") == (rank == 0)

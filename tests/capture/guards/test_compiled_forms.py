@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import weft
 from harness import run_ranks
-from weft import knobs
+from weft import knobs, torch_adapter
 from weft.capture.guards.guards import Guards
 
 
@@ -66,6 +66,19 @@ def test_forms_that_went_leave_nothing() -> None:
             del fakes
     assert all(program() is None for program in gone)
     assert counts[0] == counts[1] == counts[2]
+
+
+def test_torchs_cache_of_fake_results_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_adapter, "MAX_FAKE_RESULTS", 60)
+    FakeTensorMode.cache_clear()
+    sizes = []
+    for count in range(20, 26):
+        ours, _ = trained([count], compiled=True)
+        expected, _ = trained([count], compiled=False)
+        assert all(map(torch.equal, ours, expected))
+        sizes.append(len(FakeTensorMode.cache))
+    assert max(sizes) <= 60
+    assert sizes[0] > 10  # so that without a bound there were more
 
 
 def test_a_hit_asks_one_form_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
