@@ -25,9 +25,9 @@ from weft import knobs
 
 RANKS = 2
 # What may be added from the earlier half of the readings to the later one, in MiB and objects: arenas of the allocator,
-# where in the filling of a cache a reading falls.
+# where in the filling of a cache a reading falls, and what torch's own caches of 256 entries keep of a capture.
 SPARE_MIB = 8.0
-SPARE_OBJECTS = 2_000
+SPARE_OBJECTS = 5_000
 
 
 class Memory(NamedTuple):
