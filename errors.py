@@ -770,6 +770,13 @@ class UnshardableParameter(WeftError, ValueError):
         )
 
 
+class InvalidGatherExtension(WeftError, ValueError):
+    """A method with which a tensor subclass gathers itself does not keep FSDP2's contract."""
+
+    def __init__(self, method: str, path: str, what: str) -> None:
+        super().__init__(f"{method} of parameter {path} {what}. Change the method in the class of the parameter")
+
+
 class HookBeforeSharding(WeftError):
     """A hook was registered on a parameter that sharding was about to exchange for another."""
 

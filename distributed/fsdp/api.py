@@ -19,6 +19,7 @@ from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.distributed.arguments import check_ignored, check_mesh, check_policies, wrapped_modules
 from weft.distributed.ddp import ReplicateModule
+from weft.distributed.fsdp.extension import GatherExtension, extends_gather
 from weft.distributed.fsdp.layout import layout_of
 from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, DataParallelMeshDims, data_parallel_mesh, mesh_device
 from weft.distributed.fsdp.module import FSDPModule, wrap_class
@@ -37,6 +38,10 @@ _M = TypeVar("_M", bound=nn.Module)
 Placement = Callable[[nn.Parameter], Any]
 
 _ARGUMENTS = ArgumentChecks("fully_shard")
+_GATHERED_OVER_FEWER = (
+    "defines fsdp_pre_all_gather, and reshard_after_forward is a number: nothing says how a part of what "
+    "fsdp_post_all_gather made is gathered again. Pass True or False there"
+)
 
 # Whole parameters that were sharded: what is tied to one by a module wrapped later is recognized by it.
 _sharded_from = WeakTensorKeyDictionary()
@@ -94,6 +99,9 @@ def fully_shard(
     Beyond torch: 0-dimensional parameters (every rank holds them), sizes that do not divide in any dimension,
     several dtypes in one module, and parameters tied between modules that are wrapped separately.
 
+    A tensor subclass that defines `fsdp_pre_all_gather` and `fsdp_post_all_gather` decides what is gathered of it
+    (weft.distributed.fsdp.extension).
+
     Args:
         module: a module, or a list of modules that are gathered together.
         mesh: 1-D (shard) or 2-D (replicate, shard); by default all ranks.
@@ -131,6 +139,8 @@ def fully_shard(
         param = _already_sharded(slots[0].get(), modules)
         if param is None:
             param = _shard(slots, path, axes, shard_placement_fn, mp_policy, options, residence)
+            if small is not None and param.extension is not None:
+                raise UnshardableParameter(path, _GATHERED_OVER_FEWER)
             param.small = small
         members.append(ManagedParameter(param, slots))
     for member in members:
@@ -272,10 +282,11 @@ def _shard(
         axes = DataParallelMesh.of(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
     layout = layout_of(param, placement, axes, path)
     shard = layout.cut(torch_adapter.local_tensor(param) if isinstance(param, DTensor) else param.detach())
-    if hasattr(shard, "fsdp_pre_all_gather"):
-        raise UnshardableParameter(path, f"is a {type(shard).__name__} that gathers itself (fsdp_pre_all_gather)")
+    extension = None
+    if extends_gather(shard, path):
+        extension = GatherExtension.of(path, layout, slots[0].module, policy)
     sharded = nn.Parameter(layout.wrap(residence.keep(shard)), requires_grad=param.requires_grad)
-    result = ShardedParameter(path, slots[0], sharded, layout, policy, options, residence)
+    result = ShardedParameter(path, slots[0], sharded, layout, policy, options, residence, extension)
     _sharded_from[param] = result
     return result
 

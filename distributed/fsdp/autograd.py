@@ -28,19 +28,19 @@ class ReduceGradient(torch.autograd.Function):
     """Sharded DTensor parameter to anchor; backward reduces the whole gradient to this rank's shard of it."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: torch.Tensor, param: ShardedParameter) -> torch.Tensor:
-        """The anchor: the gathered parameter's shape in the compute dtype, every stride 0, one element of memory."""
+    def forward(ctx: Any, sharded: torch.Tensor, param: ShardedParameter, dtype: torch.dtype) -> torch.Tensor:
+        """The anchor: the gathered parameter's shape and dtype, every stride 0, one element of memory."""
         ctx.param = param
         device = param.residence.device
-        return torch.empty((), dtype=param.compute_dtype, device=device).expand(param.layout.shape)
+        return torch.empty((), dtype=dtype, device=device).expand(param.layout.shape)
 
     @staticmethod
     @torch_adapter.untraced
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         """Reduce-scatter the whole gradient (the gathered parameter's shape); the result is this rank's shard of it."""
         ctx.param.on_gradient()
         with torch.no_grad():
-            return ctx.param.reduce(grads[0]), None
+            return ctx.param.reduce(grads[0]), None, None
 
 
 class Attach(torch.autograd.Function):

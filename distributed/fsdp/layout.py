@@ -64,7 +64,7 @@ class ShardLayout:
     def wrap(self, shard: torch.Tensor) -> DTensor:
         """The DTensor that holds this rank's shard, on the device where the shard is."""
         without_data = DTensor.from_local(  # it would move a shard on the host to the mesh's device
-            shard.to("meta"),
+            torch.empty_strided(shard.shape, shard.stride(), dtype=shard.dtype, device="meta"),
             self.mesh,
             self.placements,
             run_check=False,

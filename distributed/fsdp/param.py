@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from weft import torch_adapter
 from weft.distributed.fsdp.autograd import Attach, ReduceGradient
+from weft.distributed.fsdp.extension import GatherExtension, StartedGather, extends_gather
 from weft.distributed.fsdp.layout import ShardLayout
 from weft.distributed.fsdp.mesh import Axis
 from weft.distributed.fsdp.offload import ShardHome
@@ -59,6 +60,7 @@ class ShardedParameter:
         policy: dtypes of gathering and reducing.
         options: how its gradient is reduced; shared with the wrapped module that owns the parameter.
         residence: where the shard lives.
+        extension: its own way of gathering, None for parameters whose values are gathered as they are.
         on_gradient: called when backward brings a gradient.
         small: the axis to gather it over again where it was resharded to a smaller world after forward.
 
@@ -77,10 +79,11 @@ class ShardedParameter:
     policy: MixedPrecisionPolicy
     options: ReduceOptions
     residence: ShardHome
+    extension: GatherExtension | None = None
     small: Axis | None = None
     gathered: torch.Tensor | None = None
     gathered_from: int = 0
-    pending: tuple[torch.Tensor, int] | None = None
+    pending: tuple[StartedGather, int] | None = None
     kept: tuple[torch.Tensor, int] | None = None
     unreduced: torch.Tensor | None = None
     unsummed: torch.Tensor | None = None
@@ -98,7 +101,8 @@ class ShardedParameter:
     @property
     def _version(self) -> int:
         """Grows with every update: eager optimizers update the DTensor, compiled steps the tensor inside."""
-        return self.sharded._version + self.shard._version
+        inside = sum(part._version for part in torch_adapter.plain_parts(self.shard).values())
+        return self.sharded._version + self.shard._version + inside
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -114,6 +118,9 @@ class ShardedParameter:
             raise ParameterReplaced(self.path, current)
         assert isinstance(current, nn.Parameter)
         self.sharded = current
+        if extends_gather(self.shard, self.path) != (self.extension is not None):
+            own = GatherExtension.of(self.path, self.layout, self.home.module, self.policy)
+            self.extension = None if self.extension is not None else own
         self.forget_gathered()
 
     # ---- gathering
@@ -152,7 +159,7 @@ class ShardedParameter:
     def end_iteration(self) -> None:
         """Let go of what a backward no longer needs."""
         if self.pending is not None:
-            torch.ops._c10d_functional.wait_tensor(self.pending[0])
+            self.pending[0].wait()
         self.pending = self.kept = None
         self.anchors.clear()
 
@@ -181,21 +188,27 @@ class ShardedParameter:
     def gather(self) -> torch.Tensor:
         """The whole in the compute dtype; a view of the shard where nothing is split or cast."""
         self.gathered_from = self._version
-        if not self._is_split:
+        if not self._is_split and self.extension is None:
             shard, dtype = self._fetched(), self.compute_dtype
             return self.layout.wrap_whole(shard.detach() if shard.dtype == dtype else shard.to(dtype))
         if self.pending is not None and self.pending[1] != self.gathered_from:
-            torch.ops._c10d_functional.wait_tensor(self.pending[0])
+            self.pending[0].wait()
             self.pending = None
         started = self._start_gather() if self.pending is None else self.pending[0]
         self.pending = self.kept = None
-        rows = self.layout.shape[self.layout.dim or 0]
         with torch_adapter.below_autograd():
             # Else autograd forbids writing to what forward sees, as a view of memory that it does not know.
-            whole = self._from_front(torch.ops._c10d_functional.wait_tensor(started).narrow(0, 0, rows))
+            arrived = started.wait()
+            if self.extension is None:
+                rows = self.layout.shape[self.layout.dim or 0]
+                whole = self._from_front(arrived.outputs[0].narrow(0, 0, rows))
+        if self.extension is not None:
+            whole = self.extension.finish(self._fetched(), arrived, self.compute_dtype)
         return self.layout.wrap_whole(whole)
 
-    def _start_gather(self) -> torch.Tensor:
+    def _start_gather(self) -> StartedGather:
+        if self.extension is not None:
+            return self.extension.start(self._fetched())
         axis = self.layout.data_parallel.shard
         assert axis is not None
         if self.kept is not None and self.small is not None and self.kept[1] == self._version:
@@ -203,7 +216,8 @@ class ShardedParameter:
         else:
             size = self.layout.shape[self.layout.dim or 0]
             part = pad_shard(self._to_front(self._fetched()), size, axis.size, self.compute_dtype)
-        return torch.ops._c10d_functional.all_gather_into_tensor(part, axis.size, axis.group_name)
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(part, axis.size, axis.group_name)
+        return StartedGather([gathered])
 
     def _fetched(self) -> torch.Tensor:
         return self.residence.fetch(self.shard, self.path)
@@ -227,7 +241,8 @@ class ShardedParameter:
         """The anchor of this iteration: until backward is done, or no graph is left that gathered by it."""
         anchor = self.anchors.get("")
         if anchor is None:
-            anchor = ReduceGradient.apply(self.sharded, self)
+            assert self.gathered is not None
+            anchor = ReduceGradient.apply(self.sharded, self, self.gathered.dtype)
             self.anchors[""] = anchor
         return anchor
 
@@ -253,7 +268,7 @@ class ShardedParameter:
             grad, self.unreduced = self.unreduced + grad, None
         if self.options.reduce and not self.options.reduce_unused:
             return self._reduced(grad)
-        self.unreduced = grad.to(self._reduce_dtype)
+        self.unreduced = grad.to(self._reduce_dtype(grad))
         return None
 
     def reduce_leftover(self) -> None:
@@ -274,13 +289,14 @@ class ShardedParameter:
         if reduced is not None:
             torch.autograd.backward([self.sharded], [reduced])
 
-    @property
-    def _reduce_dtype(self) -> torch.dtype:
-        return self.policy.reduce_dtype or self.compute_dtype
+    def _reduce_dtype(self, grad: torch.Tensor) -> torch.dtype:
+        # Where both are the same, the policy asks for no cast. An extension may have chosen another dtype of gradients.
+        dtype = self.policy.reduce_dtype
+        return grad.dtype if dtype is None or dtype == self.policy.param_dtype else dtype
 
     def _reduced(self, grad: torch.Tensor) -> DTensor | None:
         """The collectives of a gradient; None where the all-reduce is to wait."""
-        options, dtype = self.options, self._reduce_dtype
+        options, dtype = self.options, self._reduce_dtype(grad)
         division = choose_division(self.layout.data_parallel, dtype, options)
         part = self._scattered(grad, dtype, division)
         if (axis := self.layout.data_parallel.replicate) is not None:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-
 from weft import torch_adapter
 from weft.distributed.fsdp.param import ShardedParameter
 
@@ -67,18 +65,24 @@ def describe(tensor: torch.Tensor, whole: torch.Tensor) -> View:
 class Recipe:
     """What stands for a saved tensor: a view of a parameter that is to be gathered again.
 
-    `spec` is the layout of the view where the gathered parameter is a DTensor.
+    A tensor subclass (a DTensor, or what a parameter's own `fsdp_post_all_gather` made) is one around views of the
+    plain tensors inside the parameter.
+
+    Args:
+        views: for each plain tensor inside the saved one, by the attributes that lead to it: the attributes that lead
+            to a plain tensor inside the parameter, and the view of that one.
+        shell: the saved tensor without memory, None for a plain tensor.
     """
 
     param: ShardedParameter
-    view: View
-    spec: Any = None
+    views: dict[tuple[str, ...], tuple[tuple[str, ...], View]]
+    shell: torch_adapter.Shell | None
 
     def follow(self, whole: torch.Tensor) -> torch.Tensor:
         """The saved tensor, as a view of the parameter gathered again."""
-        if self.spec is None:
-            return self.view.of(whole)
-        return torch_adapter.dtensor_with(self.view.of(torch_adapter.local_tensor(whole)), self.spec)
+        parts = torch_adapter.plain_parts(whole)
+        found = {path: view.of(parts[at]) for path, (at, view) in self.views.items()}
+        return found[()] if self.shell is None else self.shell.around(found)
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,30 @@ def saved_as_recipes(
     Everything else goes to the hooks that were innermost before: torch applies one pair only, and activation
     checkpointing around the module is such a pair.
     """
-    gathered = {torch_adapter.storage_key(_local(p.gathered)): p for p in params if p.gathered is not None}
+    gathered = {
+        torch_adapter.storage_key(part): (param, at)
+        for param in params
+        if param.gathered is not None
+        for at, part in torch_adapter.plain_parts(param.gathered).items()
+    }
     outer = torch_adapter.innermost_saved_tensor_hooks()
 
+    def recipe(tensor: torch.Tensor) -> Recipe | None:
+        if tensor.layout is not torch.strided:
+            return None
+        owner, views = None, {}
+        for path, part in torch_adapter.plain_parts(tensor).items():
+            param, at = gathered.get(torch_adapter.storage_key(part), (None, ()))
+            whole = None if param is None or param.gathered is None else torch_adapter.plain_parts(param.gathered)[at]
+            if whole is None or whole.dtype != part.dtype or owner not in (None, param):
+                return None
+            owner, views[path] = param, (at, describe(part, whole))
+        return None if owner is None else Recipe(owner, views, None if () in views else torch_adapter.Shell.of(tensor))
+
     def pack(tensor: torch.Tensor) -> Any:
-        local = _local(tensor)
-        param = gathered.get(torch_adapter.storage_key(local)) if local.layout is torch.strided else None
-        if param is not None and (whole := param.gathered) is not None and whole.dtype == tensor.dtype:
-            spec = torch_adapter.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
-            if (spec is None) == (not isinstance(whole, DTensor)):
-                return Recipe(param, describe(local, _local(whole)), spec)
+        found = recipe(tensor)
+        if found is not None:
+            return found
         return tensor if outer is None else PassedOn(outer[1], outer[0](tensor))
 
     def unpack(packed: Any) -> torch.Tensor:
@@ -116,6 +134,3 @@ def saved_as_recipes(
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return torch_adapter.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

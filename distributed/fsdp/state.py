@@ -195,7 +195,7 @@ class ShardedState:
             self.adopt()
         if member.param.shard.is_meta:
             raise MetaParameters([m.param.path for m in self.members if m.param.shard.is_meta])
-        if hasattr(member.param.shard, "fsdp_pre_all_gather"):  # put there since: fully_shard refuses it
+        if member.param.extension is None and hasattr(member.param.shard, "fsdp_pre_all_gather"):
             what = "was given an all-gather of its own (fsdp_pre_all_gather) after fully_shard"
             raise UnshardableParameter(member.param.path, what)
 
