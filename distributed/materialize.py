@@ -105,7 +105,11 @@ class _Place:
             ParameterSlot(self.module, self.name).put(tensor)
 
     def allocate(self, device: torch.device) -> None:
-        memory = torch.empty(self.meta.shape, dtype=self.meta.dtype, device=device)
+        local = torch_adapter.local_tensor(self.meta) if isinstance(self.meta, DTensor) else self.meta
+        if hasattr(local, "__tensor_flatten__"):  # a subclass stays one; every one that can be sharded knows new_zeros
+            memory = local.new_zeros(self.meta.shape, device=device)
+        else:
+            memory = torch.empty(self.meta.shape, dtype=self.meta.dtype, device=device)
         self.whole = memory if self.is_buffer else nn.Parameter(memory, self.meta.requires_grad)
         self.put(self.whole)
 

@@ -32,17 +32,18 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class _OutputSlot:
-    """Takes output number ``index``, wrapped like ``like`` where that is a tensor subclass; ``grad`` is the slot of its
-    ``.grad``, ``attributes`` the templates of what the step put on it."""
+    """Takes output number ``index`` (or several, of a subclass around several tensors), wrapped like ``like`` where
+    that is a tensor subclass; ``grad`` is the slot of its ``.grad``, ``attributes`` the templates of what the step put
+    on it."""
 
-    index: int
+    index: int | _Parts
     like: torch.Tensor | None = None
     requires_grad: bool = False
     grad: Any = None
     attributes: tuple[tuple[str, Any], ...] = ()
 
     def fill(self, outputs: list[Any]) -> Any:
-        value = outputs[self.index]
+        value = self.index.of_call(outputs) if isinstance(self.index, _Parts) else outputs[self.index]
         value = value if self.like is None else torch_adapter.rewrap(self.like, value)
         if self.requires_grad:
             value.requires_grad_()
@@ -51,6 +52,25 @@ class _OutputSlot:
         for name, template in self.attributes:
             setattr(value, name, template.fill(outputs))
         return value
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Takes the plain tensors inside a subclass around several, each from its own template or as it is."""
+
+    shell: torch_adapter.Shell
+    parts: dict[tuple[str, ...], Any]
+
+    def of_call(self, outputs: list[Any]) -> Any:
+        return self.shell.around({at: self._filled(part, outputs) for at, part in self.parts.items()})
+
+    @staticmethod
+    def _filled(part: Any, outputs: list[Any]) -> Any:
+        if not isinstance(part, _SLOTS):
+            return part
+        value = part.fill(outputs)
+        # Results of one bucket lie in one storage. A subclass may want its tensors to begin at equal offsets.
+        return value.clone() if isinstance(part, _OutputSlot) and value.storage_offset() else value
 
 
 @dataclass(frozen=True)
@@ -139,10 +159,17 @@ def _leaf_template(
             if is_tracked(inner):
                 keep(recorder.current_value(inner))  # the graph lists an argument that is returned, too
             return _StateReference(places_by_id[id(leaf)])
-        if not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
+        inside = torch_adapter.plain_parts(leaf)
+        if len(inside) > 1:
+            parts = {at: _leaf_template(p, recorder, keep, where, places_by_id, slots) for at, p in inside.items()}
+            if not any(isinstance(part, _SLOTS) for part in parts.values()):
+                return leaf
+            index, names = _Parts(torch_adapter.Shell.of(leaf), parts), ()
+        elif not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
             return leaf
+        else:
+            index = slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
         made = leaf.requires_grad and leaf.is_leaf
-        index = slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
         grad = leaf.grad if made else None
         kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
         attributes = tuple(

@@ -585,9 +585,9 @@ def _sharding(place: StatePlace, axes: dict[int, str]) -> str:
 
     ``axes`` are the texts of the meshes so far, by their ids; filled here.
     """
-    if not place.inner:
+    tensor = place.outer() if place.inner else None
+    if tensor is None or not torch_adapter.is_dtensor(tensor):
         return ""
-    tensor = place.outer()
     mesh = tensor.device_mesh
     if id(mesh) not in axes:
         axes[id(mesh)] = str(dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True)))

@@ -59,7 +59,7 @@ from weft.capture.state.contents import (
 )
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.origin import is_foreign, is_own
-from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
+from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
     BOOKKEEPING,
@@ -358,16 +358,19 @@ class ReachableState:
             return
         self._seen[id(tensor)] = tensor
         if place is not None and tensor.layout is torch.strided:
-            inner, names = inner_tensor(tensor)
-            found = dataclasses.replace(place, path=path, inner=names)
-            self.places_by_id[id(tensor)] = found
-            self.places.setdefault(key := memory_key(inner), found)
-            self.in_memory.setdefault(key[0], []).append(inner)
+            self.places_by_id[id(tensor)] = dataclasses.replace(place, path=path, inner=inner_tensor(tensor)[1])
+            parts = torch_adapter.plain_parts(tensor)
+            for names, part in parts.items():
+                where = path if len(parts) == 1 else ".".join((path, *names))
+                self.places.setdefault(key := memory_key(part), dataclasses.replace(place, path=where, inner=names))
+                self.in_memory.setdefault(key[0], []).append(part)
         self._tensors[id(tensor)] = tensor, path, dict(vars(tensor))
         if vars(tensor):
             self._objects.setdefault(id(tensor), (tensor, path, set()))
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
+            for wrapper in wrappers(tensor):  # a step may exchange what is in it
+                self._container(Container(vars(wrapper), path, frozenset(vars(wrapper)), _label(path)))
             self._container(Container(tensor, path, label=lambda key: f"{path}.{key}"), Role.GRADIENT)
             if tensor.requires_grad and self._with_hooks:
                 self._leaf_hooks(tensor, path)

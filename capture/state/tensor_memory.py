@@ -39,4 +39,14 @@ _OF_FAKES = frozenset({"fake_mode", "fake_device", "constant", "pytype", "dispat
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that a program put on a tensor object, or on the fake one that stands for it."""
-    return {name: value for name, value in vars(tensor).items() if name[0] != "_" and name not in _OF_FAKES}
+    found = {name: value for name, value in vars(tensor).items() if name[0] != "_" and name not in _OF_FAKES}
+    inside = tensor.__tensor_flatten__()[0] if found and hasattr(tensor, "__tensor_flatten__") else ()
+    return {name: value for name, value in found.items() if name not in inside}
+
+
+def wrappers(tensor: Any) -> list[torch.Tensor]:
+    """A tensor and those inside it that are subclasses of a program's own around others; a DTensor is none."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    inside = [each for name in tensor.__tensor_flatten__()[0] for each in wrappers(getattr(tensor, name))]
+    return inside if type(tensor).__module__.startswith("torch.distributed") else [tensor, *inside]

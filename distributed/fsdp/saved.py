@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from weft import torch_adapter
 from weft.distributed.fsdp.param import ShardedParameter
 
@@ -133,4 +134,3 @@ def saved_as_recipes(
         return packed.unpack(packed.packed) if isinstance(packed, PassedOn) else packed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-

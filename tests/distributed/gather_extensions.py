@@ -147,3 +147,48 @@ class Scaled(torch.Tensor):
             return cls(func(self.coded, *args[1:]), self.scales, self.total, self.dtype)
         args, kwargs = pytree.tree_map_only(Scaled, Scaled.whole, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _Product(torch.autograd.Function):
+    """``x @ weight.t()`` that saves the weight itself, as float8 products do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ _plain(weight).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ _plain(weight), grads[0].t() @ x
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.whole() if isinstance(weight, Scaled) else weight
+
+
+class ProductLinear(torch.nn.Module):
+    """A linear layer without a bias by `_Product`."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Product.apply(x, self.weight)
+
+
+def two_before(self: Any, mesh: Any) -> Any:
+    """`fsdp_pre_all_gather` of torch's TwoTensor."""
+    return (self.a, self.b), None
+
+
+def two_after(self: Any, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+    """`fsdp_post_all_gather` of torch's TwoTensor."""
+    a, b = outputs
+    if out is None:
+        return type(self)(a, b).to(param_dtype), outputs
+    if a.dtype != param_dtype:
+        out.a.copy_(a)
+        out.b.copy_(b)
+    return None
