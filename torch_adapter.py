@@ -623,6 +623,49 @@ def same_addresses(tensors: list[torch.Tensor]) -> Callable[[], bool]:
 dict_version = torch._C._dynamo.guards.dict_version
 
 
+def unchanged_dicts(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
+    """A check, in C, that these dictionaries have the versions that they have now; None before torch has loaded what
+    makes such checks (its optimizers load it)."""
+    return _checks_in_c(dicts, lambda each, found: _add_guard(each.add_dict_version_guard, found))
+
+
+def no_gradients(leaves: list[torch.Tensor]) -> Callable[[], bool] | None:
+    """A check, in C, that the ``.grad`` of these tensors is None; None as :func:`unchanged_dicts`."""
+
+    def check_gradient(leaf: Any, _: torch.Tensor) -> None:
+        gradient = leaf.grad_manager(source="grad", example_value=None, guard_manager_enum=_guard_kind())
+        _add_guard(gradient.add_id_match_guard, id(None))
+
+    return _checks_in_c(leaves, check_gradient)
+
+
+def _checks_in_c(objects: list[Any], add: Callable[[Any, Any], None]) -> Callable[[], bool] | None:
+    if _guard_kind() is None:
+        return None
+    root = torch._C._dynamo.guards.RootGuardManager()
+    for at, found in enumerate(objects):
+        add(root.list_getitem_manager(key=at, source="", example_value=None, guard_manager_enum=_guard_kind()), found)
+    return functools.partial(root.check, objects)
+
+
+def _guard_kind() -> Any:
+    loaded = sys.modules.get("torch._dynamo.guards")
+    return None if loaded is None else loaded.GuardManagerType.GUARD_MANAGER
+
+
+def _add_guard(method: Any, expected: Any) -> None:
+    described = ["unchanged"]
+    try:
+        method(expected, described, None)
+    except TypeError:  # torch 2.11 takes no stack of the user's
+        method(expected, described)
+
+
+def hooks_made() -> int:
+    """How many hooks were registered in this process so far, on tensors, modules and everything else."""
+    return RemovableHandle.next_id
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]]:
     """Kind and dictionary (None before the first registration) of the hooks registered on a tensor."""
     return [("gradient", tensor._backward_hooks), ("post-accumulate-grad", tensor._post_accumulate_grad_hooks)]

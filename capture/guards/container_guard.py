@@ -1,22 +1,22 @@
 """Guards on what the containers of the Python state hold.
 
 A step of a large model depends on thousands of entries, most of them in dictionaries that nobody changes: those of
-modules and of optimizers. Every change of a dictionary gives it a new version. So a call compares one number for each
-dictionary, and looks at the entries of those dictionaries alone that were changed since the last call.
+modules and of optimizers. Every change of a dictionary gives it a new version. So a call compares versions, and looks
+at the entries of those dictionaries alone that were changed since the last call.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, compress, repeat
 from typing import Any
 
 import torch
 
-from weft import torch_adapter
 from weft.capture.guards.argument_guards import matches
+from weft.capture.guards.dict_watch import DictWatch
 from weft.capture.state.containers import (
     MISSING,
     SIMPLE,
@@ -44,9 +44,8 @@ class ContainerGuard:
         sized = [each for each in containers if _is_sized(each)]
         self._empty = [without_overrides(each.obj) for each in sized if not each.before]
         self._dicts = [_DictGuard(each) for each in containers if _is_dictionary(each) and each.before]
-        self._objects = [each.container.obj for each in self._dicts]
+        self._watch = DictWatch([each.container.obj for each in self._dicts])
         self._contents = [each.contents for each in self._dicts]
-        self._versions = [-1] * len(self._dicts)  # no dictionary has this one: the first check looks at all entries
         # An empty dictionary may be filled without a new version (see `torch_adapter.dict_version`).
         self._unfilled: list[_DictGuard] = []
         # An OrderedDict can change its order without a change of its version.
@@ -84,16 +83,16 @@ class ContainerGuard:
         if any(self._empty) or list(map(len, self._lists)) != self._counts:
             return False
         # Read before the entries: what another thread changes meanwhile is another version at the next call.
-        versions = list(map(torch_adapter.dict_version, self._objects))
-        changed = versions != self._versions or any(each.contents for each in self._unfilled)
-        if changed and not self._changed_match(versions):
+        changes = self._watch.changes()
+        if (changes or any(each.contents for each in self._unfilled)) and not self._changed_match(changes):
             return False
+        self._watch.accept(changes)
         return all(each.is_in_order() for each in self._reorderable) and self._others_match()
 
-    def _changed_match(self, versions: list[int]) -> bool:
+    def _changed_match(self, changes: Collection[int]) -> bool:
         """Whether the dictionaries that may have changed have entries that match."""
         unfilled = list(compress(self._dicts, map(operator.not_, self._contents)))
-        for each in chain(compress(self._dicts, map(operator.ne, versions, self._versions)), self._unfilled):
+        for each in chain((self._dicts[at] for at in changes), self._unfilled):
             now = each.matching()
             if now is None:
                 return False
@@ -101,7 +100,7 @@ class ContainerGuard:
                 each.expected = now
                 self.replacements += 1
                 self.generation += 1
-        self._versions, self._unfilled = versions, unfilled
+        self._unfilled = unfilled
         return True
 
     def _others_match(self) -> bool:

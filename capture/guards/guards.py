@@ -47,6 +47,9 @@ class Guards:
     :meth:`failure` checks them one by one and names the first that does not hold. Nearly always nothing has changed
     since the last call, and a GPU may wait for the answer. So :meth:`unchanged` comes first: it compares everything at
     once with the state that :meth:`failure` last accepted.
+
+    Attributes:
+        checks: what is compared, by name.
     """
 
     def __init__(self, captured: CapturedStep) -> None:
@@ -96,7 +99,9 @@ class Guards:
         self._requires_grad: list[bool] = []
         self._unhooked: list[torch.Tensor] = []
         self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
+        self._hooks_made = -1, -1  # numbers of the last time that no leaf was found to have hooks
         self._alike: Callable[..., bool] | None = None
+        self.checks = self._checks()
 
     def __len__(self) -> int:
         return len(self.listed())
@@ -151,26 +156,42 @@ class Guards:
             return (
                 self._alike is not None
                 and self._arguments.failure(leaves, spec) is None
-                and self._containers.holds()
-                and self._value_failure() is None
-                and self._objects.holds()
-                and self._results.holds()
-                and self._libraries.holds()
-                and list(map(_requires_grad, self._leaves)) == self._requires_grad
-                and not any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks)
-                and all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked)
-                and not any(self._quiet)
-                and self._alike(*self._static_tensors())
-                and all(guard.failure() is None for guard in self._symbolic)
-                and self._sizes.failure() is None
-                and self._memory.holds()
-                and _global_state() == self._world
-                and (not self._environment or environment_failure(self._environment) is None)
-                and (not self._outside or outside_failure(self._outside) is None)
+                and all(holds() for holds in self.checks.values())
             )
+
+    def _checks(self) -> dict[str, Callable[[], bool]]:
+        """What :meth:`unchanged` asks besides the arguments, in this order: each relies on those before it."""
+        return {
+            "dictionaries, lists, attributes": self._containers.holds,
+            "values": lambda: self._value_failure() is None,
+            "classes and attributes of objects": self._objects.holds,
+            "cached results": self._results.holds,
+            "functions of libraries": self._libraries.holds,
+            "requires_grad": lambda: list(map(_requires_grad, self._leaves)) == self._requires_grad,
+            "tensors": lambda: self._alike is not None and self._alike(*self._static_tensors()),
+            "symbolic tensors": lambda: all(guard.failure() is None for guard in self._symbolic),
+            "sizes": lambda: self._sizes.failure() is None,
+            "memory": self._memory.holds,
+            "hooks": self._hooks_hold,
+            "settings of torch": lambda: _global_state() == self._world,
+            "environment": lambda: not self._environment or environment_failure(self._environment) is None,
+            "outside": lambda: not self._outside or outside_failure(self._outside) is None,
+        }
+
+    def _hooks_hold(self) -> bool:
+        if any(self._quiet) or not all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked):
+            return False
+        # A leaf without hooks gets one by a registration, or with the memory of another tensor (`swap_tensors`).
+        made = torch_adapter.hooks_made(), self._memory.moves
+        if made != self._hooks_made:
+            if any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks):
+                return False
+            self._hooks_made = made
+        return True
 
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
+        self._hooks_made = -1, -1
         self._alike = torch_adapter.like(self._static_tensors())
         # Of tensors that have to be alike, `requires_grad` has to be the same too.
         compared = set(map(id, self._kept_tensors))

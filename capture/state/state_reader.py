@@ -7,7 +7,7 @@ may be idle. Here each entry costs one look-up in C (``map`` over ``dict.get``),
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.state.containers import MISSING, Attributes, Container, Content, StatePlace, without_overrides
 
 
@@ -73,19 +74,27 @@ class EntryReader:
     def __init__(self, containers: Sequence[Container]) -> None:
         plain = [each for each in containers if not isinstance(each, (Attributes, Content))]
         sequences = [each for each in plain if isinstance(each.obj, (list, deque))]
-        others = [each for each in plain if not isinstance(each.obj, (list, deque))]
+        sequences.sort(key=_is_whole, reverse=True)
+        leaves = [each for each in plain if isinstance(each.obj, torch.Tensor) and list(each.guarded()) == ["grad"]]
+        known = {id(each) for each in (*sequences, *leaves)}
+        others = [each for each in plain if id(each) not in known]
         attributes = [each for each in containers if isinstance(each, Attributes)]
         objects = [*others, *(each for each in attributes if not isinstance(each.obj, type))]
         classes = [each for each in attributes if isinstance(each.obj, type)]
         contents = [each for each in containers if isinstance(each, Content)]
-        self.containers = [*sequences, *objects, *classes, *contents]
-        items = [*map(without_overrides, _objects(sequences))]
-        self._sequences = items, [key for each in sequences for key in each.guarded()]
-        self.in_sequences = len(items)
+        self.containers = [*sequences, *objects, *classes, *contents, *leaves]
+        self._whole = [without_overrides(each.obj) for each in sequences if _is_whole(each)]
+        parts = [each for each in sequences if not _is_whole(each)]
+        self._parts = list(map(without_overrides, _objects(parts))), [key for each in parts for key in each.guarded()]
+        self.in_sequences = sum(len(each.guarded()) for each in sequences)
         self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.guarded()]
         own = [vars(each.obj) for each in classes for _ in each.guarded()]
         self._classes = own, [key for each in classes for key in each.guarded()]
         self._contents = [(each.read, each.obj) for each in contents]
+        self._leaves = [each.obj for each in leaves]
+        self._no_gradients: Callable[[], bool] | None = None
+        self._compared: Sequence[Any] | None = None
+        self._expects_none = False
 
     def read(self) -> list[Any]:
         """The values of all entries that are guarded, now; MISSING where there is no such attribute.
@@ -97,12 +106,26 @@ class EntryReader:
         return list(self._values())
 
     def all_are(self, expected: Sequence[Any]) -> bool:
-        """Whether :meth:`read` would give these very objects; as many as there are entries."""
-        return all(map(is_, self._values(), expected))
+        """Whether :meth:`read` would give these very objects; as many as there are entries. A list or deque of which
+        all entries are guarded must have kept its length."""
+        if expected is not self._compared:
+            gradients = expected[len(expected) - len(self._leaves) :]
+            self._compared, self._expects_none = expected, all(gradient is None for gradient in gradients)
+        if not self._expects_none:
+            return all(map(is_, self._values(), expected))
+        if self._no_gradients is None:
+            self._no_gradients = torch_adapter.no_gradients(self._leaves)
+        if self._no_gradients is None:
+            return all(map(is_, self._values(), expected))
+        return self._no_gradients() and all(map(is_, self._values_but_gradients(), expected))
 
     def _values(self) -> Iterator[Any]:
+        return chain(self._values_but_gradients(), map(_gradient, self._leaves))
+
+    def _values_but_gradients(self) -> Iterator[Any]:
         return chain(
-            map(getitem, *self._sequences),
+            chain.from_iterable(self._whole),
+            map(getitem, *self._parts),
             map(getattr, *self._attributes, repeat(MISSING)),
             map(MappingProxyType.get, *self._classes, repeat(MISSING)),
             (read(obj) for read, obj in self._contents),
@@ -112,6 +135,14 @@ class EntryReader:
 def _objects(containers: Sequence[Container]) -> list[Any]:
     """The object of each entry."""
     return [each.obj for each in containers for _ in each.guarded()]
+
+
+_gradient = attrgetter("grad")
+
+
+def _is_whole(container: Container) -> bool:
+    """Whether the guarded entries of a list or deque are all that it had, and their number is guarded."""
+    return container.keys is None and list(container.guarded()) == list(range(len(container.before)))
 
 
 def _attribute(container: Container, key: Any) -> str:
