@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
+from weft import tensor_subclasses, torch_adapter
 from weft.capture.record.argument_containers import ArgumentContainers
 from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes
 from weft.capture.record.recorder import OpRecorder
@@ -196,7 +196,7 @@ class CallArguments:
             part = recorder.view_of_input(inner) if not dims else None
             known = (part or recorder.new_input(inner, val)).val
         fake = known
-        passed = torch_adapter.rewrap(leaf, fake) if names else fake
+        passed = tensor_subclasses.rewrap(leaf, fake) if names else fake
         self._passed[at] = passed
         for name, value in own_attributes(leaf).items():
             setattr(passed, name, value)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft import torch_adapter
+from weft import tensor_subclasses, torch_adapter
 from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.held_references import original_of
 from weft.capture.record.host_arrays import HostArray
@@ -44,7 +44,7 @@ class _OutputSlot:
 
     def fill(self, outputs: list[Any]) -> Any:
         value = self.index.of_call(outputs) if isinstance(self.index, _Parts) else outputs[self.index]
-        value = value if self.like is None else torch_adapter.rewrap(self.like, value)
+        value = value if self.like is None else tensor_subclasses.rewrap(self.like, value)
         if self.requires_grad:
             value.requires_grad_()
         if self.grad is not None:
@@ -58,7 +58,7 @@ class _OutputSlot:
 class _Parts:
     """Takes the plain tensors inside a subclass around several, each from its own template or as it is."""
 
-    shell: torch_adapter.Shell
+    shell: tensor_subclasses.Shell
     parts: dict[tuple[str, ...], Any]
 
     def of_call(self, outputs: list[Any]) -> Any:
@@ -66,11 +66,11 @@ class _Parts:
 
     @staticmethod
     def _filled(part: Any, outputs: list[Any]) -> Any:
-        if not isinstance(part, _SLOTS):
-            return part
-        value = part.fill(outputs)
-        # Results of one bucket lie in one storage. A subclass may want its tensors to begin at equal offsets.
-        return value.clone() if isinstance(part, _OutputSlot) and value.storage_offset() else value
+        if isinstance(part, _OutputSlot):
+            value: Any = part.fill(outputs)
+            # Results of one bucket lie in one storage. A subclass may want its tensors to begin at equal offsets.
+            return value.clone() if value.storage_offset() else value
+        return part.fill(outputs) if isinstance(part, _StateReference) else part
 
 
 @dataclass(frozen=True)
@@ -159,12 +159,12 @@ def _leaf_template(
             if is_tracked(inner):
                 keep(recorder.current_value(inner))  # the graph lists an argument that is returned, too
             return _StateReference(places_by_id[id(leaf)])
-        inside = torch_adapter.plain_parts(leaf)
+        inside = tensor_subclasses.plain_parts(leaf)
         if len(inside) > 1:
             parts = {at: _leaf_template(p, recorder, keep, where, places_by_id, slots) for at, p in inside.items()}
             if not any(isinstance(part, _SLOTS) for part in parts.values()):
                 return leaf
-            index, names = _Parts(torch_adapter.Shell.of(leaf), parts), ()
+            index, names = _Parts(tensor_subclasses.Shell.of(leaf), parts), ()
         elif not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
             return leaf
         else:

@@ -59,7 +59,7 @@ from weft.capture.state.contents import (
 )
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.origin import is_foreign, is_own
-from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, wrappers
+from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
     BOOKKEEPING,
@@ -359,9 +359,7 @@ class ReachableState:
         self._seen[id(tensor)] = tensor
         if place is not None and tensor.layout is torch.strided:
             self.places_by_id[id(tensor)] = dataclasses.replace(place, path=path, inner=inner_tensor(tensor)[1])
-            parts = torch_adapter.plain_parts(tensor)
-            for names, part in parts.items():
-                where = path if len(parts) == 1 else ".".join((path, *names))
+            for where, names, part in parts_at(tensor, path):
                 self.places.setdefault(key := memory_key(part), dataclasses.replace(place, path=where, inner=names))
                 self.in_memory.setdefault(key[0], []).append(part)
         self._tensors[id(tensor)] = tensor, path, dict(vars(tensor))

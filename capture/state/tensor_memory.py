@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from weft.tensor_subclasses import plain_parts
+
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for plain tensors with the same elements in memory: storage, offset, sizes, strides and dtype."""
@@ -42,6 +44,12 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     found = {name: value for name, value in vars(tensor).items() if name[0] != "_" and name not in _OF_FAKES}
     inside = tensor.__tensor_flatten__()[0] if found and hasattr(tensor, "__tensor_flatten__") else ()
     return {name: value for name, value in found.items() if name not in inside}
+
+
+def parts_at(tensor: torch.Tensor, path: str) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
+    """For each plain tensor inside the one at ``path``: its path, the attributes that lead to it, and it."""
+    parts = plain_parts(tensor)
+    return [(path if len(parts) == 1 else ".".join((path, *at)), at, part) for at, part in parts.items()]
 
 
 def wrappers(tensor: Any) -> list[torch.Tensor]:

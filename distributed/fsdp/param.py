@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from weft import torch_adapter
+from weft import tensor_subclasses, torch_adapter
 from weft.distributed.fsdp.autograd import Attach, ReduceGradient
 from weft.distributed.fsdp.extension import GatherExtension, StartedGather, extends_gather
 from weft.distributed.fsdp.layout import ShardLayout
@@ -101,7 +101,7 @@ class ShardedParameter:
     @property
     def _version(self) -> int:
         """Grows with every update: eager optimizers update the DTensor, compiled steps the tensor inside."""
-        inside = sum(part._version for part in torch_adapter.plain_parts(self.shard).values())
+        inside = sum(part._version for part in tensor_subclasses.plain_parts(self.shard).values())
         return self.sharded._version + self.shard._version + inside
 
     @property
@@ -199,9 +199,9 @@ class ShardedParameter:
         with torch_adapter.below_autograd():
             # Else autograd forbids writing to what forward sees, as a view of memory that it does not know.
             arrived = started.wait()
+            whole = arrived.outputs[0]
             if self.extension is None:
-                rows = self.layout.shape[self.layout.dim or 0]
-                whole = self._from_front(arrived.outputs[0].narrow(0, 0, rows))
+                whole = self._from_front(whole.narrow(0, 0, self.layout.shape[self.layout.dim or 0]))
         if self.extension is not None:
             whole = self.extension.finish(self._fetched(), arrived, self.compute_dtype)
         return self.layout.wrap_whole(whole)

@@ -16,6 +16,7 @@ import torch
 
 from weft import torch_adapter
 from weft.distributed.fsdp.param import ShardedParameter
+from weft.tensor_subclasses import Shell, plain_parts
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,11 @@ class Recipe:
 
     param: ShardedParameter
     views: dict[tuple[str, ...], tuple[tuple[str, ...], View]]
-    shell: torch_adapter.Shell | None
+    shell: Shell | None
 
     def follow(self, whole: torch.Tensor) -> torch.Tensor:
         """The saved tensor, as a view of the parameter gathered again."""
-        parts = torch_adapter.plain_parts(whole)
+        parts = plain_parts(whole)
         found = {path: view.of(parts[at]) for path, (at, view) in self.views.items()}
         return found[()] if self.shell is None else self.shell.around(found)
 
@@ -106,7 +107,7 @@ def saved_as_recipes(
         torch_adapter.storage_key(part): (param, at)
         for param in params
         if param.gathered is not None
-        for at, part in torch_adapter.plain_parts(param.gathered).items()
+        for at, part in plain_parts(param.gathered).items()
     }
     outer = torch_adapter.innermost_saved_tensor_hooks()
 
@@ -114,13 +115,13 @@ def saved_as_recipes(
         if tensor.layout is not torch.strided:
             return None
         owner, views = None, {}
-        for path, part in torch_adapter.plain_parts(tensor).items():
+        for path, part in plain_parts(tensor).items():
             param, at = gathered.get(torch_adapter.storage_key(part), (None, ()))
-            whole = None if param is None or param.gathered is None else torch_adapter.plain_parts(param.gathered)[at]
+            whole = None if param is None or param.gathered is None else plain_parts(param.gathered)[at]
             if whole is None or whole.dtype != part.dtype or owner not in (None, param):
                 return None
             owner, views[path] = param, (at, describe(part, whole))
-        return None if owner is None else Recipe(owner, views, None if () in views else torch_adapter.Shell.of(tensor))
+        return None if owner is None else Recipe(owner, views, None if () in views else Shell.of(tensor))
 
     def pack(tensor: torch.Tensor) -> Any:
         found = recipe(tensor)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import gather_extensions as extensions
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 import weft
-from tests.distributed import gather_extensions as extensions
-from tests.harness import run_ranks
+from harness import run_ranks
 from weft import errors
 from weft.torch_adapter import local_tensor
 
@@ -27,12 +27,17 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 ALL_HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
+def given(layer: Any, kind: Callable[..., torch.Tensor]) -> None:
+    """Make the weight of a layer what `kind` makes of it."""
+    layer.weight = nn.Parameter(kind(layer.weight.detach()))
+
+
 def network(kind: Callable[..., torch.Tensor], rows: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
     product = extensions.ProductLinear(rows, rows)
     model = nn.Sequential(nn.Linear(6, rows), nn.ReLU(), product, nn.ReLU(), nn.Linear(rows, 4))
     for layer in (model[0], model[2]):
-        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+        given(layer, kind)
     return model
 
 
@@ -105,7 +110,7 @@ def two_models(scale: float, kind: Callable[..., torch.Tensor]) -> nn.Sequential
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
     for layer in (model[0], model[2]):
-        layer.weight = nn.Parameter(kind(scale * layer.weight.detach()))
+        given(layer, lambda weight: kind(scale * weight))
     return model
 
 
@@ -157,7 +162,8 @@ def checkpointed(rank: int, world: int) -> list[bool]:
     columns: Any = {"shard_placement_fn": lambda p: Shard(1)}
     sideways = network(extensions.RawWire)[2]
     weft.fully_shard(sideways, **columns)
-    whole = network(extensions.RawWire)[2].weight.elem.to(torch.bfloat16)
+    unsharded: Any = network(extensions.RawWire)[2].weight
+    whole = unsharded.elem.to(torch.bfloat16)
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     return [
         not before,
@@ -215,7 +221,7 @@ def test_materialize_and_to_empty_keep_the_subclass() -> None:
         for fill in (weft.materialize, lambda model: model.to_empty(device="cpu")):
             with torch.device("meta"):
                 model = nn.Sequential(nn.Linear(6, 8))
-            model[0].weight = nn.Parameter(extensions.HalfWire(model[0].weight.detach()))
+            given(model[0], extensions.HalfWire)
             weft.fully_shard(model)
             fill(model)
             assert isinstance(local_tensor(model[0].weight), extensions.HalfWire)

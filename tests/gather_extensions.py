@@ -40,7 +40,9 @@ class Wrapped(torch.Tensor):
         return f"{type(self).__name__}({self.elem})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def inner(tree: Any) -> Any:
             return pytree.tree_map_only(Wrapped, lambda tensor: tensor.elem, tree)
 
@@ -140,7 +142,9 @@ class Scaled(torch.Tensor):
         return self.coded.to(self.dtype) * self.scales[:, None].to(self.dtype) + 0 * self.total.to(self.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.as_strided, torch.ops.aten.alias):
             self = args[0]
