@@ -99,7 +99,7 @@ class Guards:
         self._requires_grad: list[bool] = []
         self._unhooked: list[torch.Tensor] = []
         self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
-        self._hooks_made = -1, -1  # numbers of the last time that no leaf was found to have hooks
+        self._hooks_made = -1  # the number of the last time that no leaf was found to have hooks
         self._alike: Callable[..., bool] | None = None
         self.checks = self._checks()
 
@@ -181,8 +181,8 @@ class Guards:
     def _hooks_hold(self) -> bool:
         if any(self._quiet) or not all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked):
             return False
-        # A leaf without hooks gets one by a registration, or with the memory of another tensor (`swap_tensors`).
-        made = torch_adapter.hooks_made(), self._memory.moves
+        # A leaf without hooks gets one by a registration alone: `swap_tensors` registers one, too.
+        made = torch_adapter.hooks_made()
         if made != self._hooks_made:
             if any(any(map(hooks, self._unhooked)) for hooks in torch_adapter.leaf_hooks):
                 return False
@@ -191,7 +191,7 @@ class Guards:
 
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
-        self._hooks_made = -1, -1
+        self._hooks_made = -1
         self._alike = torch_adapter.like(self._static_tensors())
         # Of tensors that have to be alike, `requires_grad` has to be the same too.
         compared = set(map(id, self._kept_tensors))

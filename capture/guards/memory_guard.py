@@ -33,9 +33,6 @@ class MemoryGuard:
     Args:
         captured: the step.
         containers: of its state.
-
-    Attributes:
-        moves: grows when a kept tensor may have other memory than before.
     """
 
     def __init__(self, captured: CapturedStep, containers: ContainerGuard) -> None:
@@ -60,7 +57,6 @@ class MemoryGuard:
         self._paths += [place.path for place in self._arguments]
         self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
         self._paths += [each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key))]
-        self.moves = 0
         self._remember()
         self._overlapping = overlapping([*self._tensors, *self._new_tensors()])
         self._new_overlap = any(at >= len(self._tensors) for at in self._overlapping)
@@ -99,7 +95,6 @@ class MemoryGuard:
 
     def _remember(self) -> None:
         """Store where the kept tensors are now, for later comparisons."""
-        self.moves += 1
         entries = self._containers.entries()
         found = [entries[at] for at in self._at]
         found += [tensor for at in self._nested for tensor in _tensors(entries[at])]
