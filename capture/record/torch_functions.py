@@ -25,6 +25,7 @@ from weft.errors import NumpyOnTensor, UncapturableMutation
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 _EQUAL = (torch.equal, torch.Tensor.equal)
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 # The dtypes that they give to numbers; None is the default dtype.
 _DTYPES = {torch.SymFloat: None, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
 _FUSED = tuple(
@@ -61,6 +62,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return self._to_list(args[0])
             if func in _MAKE_TENSORS and len(args) == 1 and (numbers := _symbolic_numbers(args[0])):
                 return _tensor_of(args[0], numbers, kwargs)
+            if func in _INDEXED and (index := _with_tensors(args[1], args[0].device)) is not args[1]:
+                args = (args[0], index, *args[2:])
             if func in _EQUAL and not kwargs:
                 return bool(self._equal(*args))
             refuse_memory_access(func)
@@ -165,6 +168,20 @@ def _tensor_of(data: Any, numbers: list[Any], options: dict[str, Any]) -> torch.
     return made.requires_grad_() if requires_grad else made
 
 
+def _with_tensors(index: Any, device: torch.device) -> Any:
+    """An index with tensors for lists of symbolic numbers, which torch would turn into tensors of their present values.
+
+    A list in which there are lists means another thing than in a tuple: torch takes it for a tuple.
+    """
+    if type(index) is tuple:
+        made = tuple(_with_tensors(each, device) if type(each) is list else each for each in index)
+        return made if any(new is not old for new, old in zip(made, index, strict=True)) else index
+    if type(index) is not list or any(type(each) in (list, tuple) for each in index):
+        return index
+    numbers = _symbolic_numbers(index)
+    return _tensor_of(index, numbers, {"device": device}) if numbers else index
+
+
 def _is_size(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and not value.is_floating_point()
@@ -185,5 +202,5 @@ def _with_plain_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _LOOKED_INTO = frozenset(
-    {torch.Tensor.tolist, _SET_DATA, *_MAKE_TENSORS, *_EQUAL, *_TO_NUMPY, *_FUSED, *MEMORY_ACCESS, *TEXTS}
+    {torch.Tensor.tolist, _SET_DATA, *_MAKE_TENSORS, *_INDEXED, *_EQUAL, *_TO_NUMPY, *_FUSED, *MEMORY_ACCESS, *TEXTS}
 )

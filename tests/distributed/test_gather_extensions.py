@@ -77,33 +77,40 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def against_torch(rank: int, world: int) -> list[str]:
-    """What differs from PyTorch's fully_shard, of training with each kind of extension."""
-    cases = [
-        (extensions.HalfWire, 8, MixedPrecisionPolicy(), True),
-        (extensions.HalfWire, 7, HALF, True),
-        (extensions.HalfWire, 7, MixedPrecisionPolicy(), False),
-        (extensions.RawWire, 8, ALL_HALF, True),
-        (extensions.Float8Wire, 8, MixedPrecisionPolicy(), True),
-        (extensions.Float8Wire, 8, HALF, False),
-        (extensions.Float8Wire, 8, ALL_HALF, True),
-    ]
-    wrong = []
-    for kind, rows, policy, reshard in cases:
-        options: Any = {"mp_policy": policy, "reshard_after_forward": reshard}
-        theirs = trained(shard(network(kind, rows), torch_fully_shard, **options), rank)
-        for compiled in (False, True):
-            if not same(trained(shard(network(kind, rows), **options), rank, compiled), theirs):
-                wrong.append(f"{kind.__name__} {rows} {policy} {reshard=} {compiled=}")
-    strided = trained(shard(network(extensions.StridedFloat8Wire)), rank)
-    if not same(strided, trained(shard(network(extensions.Float8Wire)), rank)):
-        wrong.append("a tensor that is not contiguous")
-    return wrong
+CASES = {
+    "bfloat16": (extensions.HalfWire, 8, MixedPrecisionPolicy(), True),
+    "bfloat16, uneven, mixed precision": (extensions.HalfWire, 7, HALF, True),
+    "bfloat16, uneven, kept": (extensions.HalfWire, 7, MixedPrecisionPolicy(), False),
+    "bfloat16 gradients": (extensions.RawWire, 8, ALL_HALF, True),
+    "float8": (extensions.Float8Wire, 8, MixedPrecisionPolicy(), True),
+    "float8, mixed precision, kept": (extensions.Float8Wire, 8, HALF, False),
+}
+
+
+def against_torch(rank: int, world: int, case: str) -> dict[str, bool]:
+    """Whether losses and shards are those of PyTorch's fully_shard, eagerly and compiled."""
+    kind, rows, policy, reshard = CASES[case]
+    options: Any = {"mp_policy": policy, "reshard_after_forward": reshard}
+    theirs = trained(shard(network(kind, rows), torch_fully_shard, **options), rank)
+    eager = trained(shard(network(kind, rows), **options), rank)
+    compiled = trained(shard(network(kind, rows), **options), rank, True)
+    return {"eager": same(eager, theirs), "compiled": same(compiled, theirs)}
 
 
 @pytest.mark.gloo
-def test_training_equals_torchs_fully_shard_bit_for_bit() -> None:
-    assert run_ranks(against_torch, 2) == [[], []]
+@pytest.mark.parametrize("case", list(CASES))
+def test_training_equals_torchs_fully_shard_bit_for_bit(case: str) -> None:
+    assert run_ranks(against_torch, 2, case) == [{"eager": True, "compiled": True}] * 2
+
+
+def strided(rank: int, world: int) -> bool:
+    ours = trained(shard(network(extensions.StridedFloat8Wire)), rank)
+    return same(ours, trained(shard(network(extensions.Float8Wire)), rank))
+
+
+@pytest.mark.gloo
+def test_tensors_that_are_not_contiguous_are_gathered() -> None:
+    assert run_ranks(strided, 2) == [True, True]
 
 
 def two_models(scale: float, kind: Callable[..., torch.Tensor]) -> nn.Sequential:
@@ -114,7 +121,7 @@ def two_models(scale: float, kind: Callable[..., torch.Tensor]) -> nn.Sequential
     return model
 
 
-def twofold(rank: int, world: int) -> list[str]:
+def twofold(rank: int, world: int, compiled: bool) -> list[str]:
     """A parameter of two tensors trains as two models of one tensor do, with PyTorch's fully_shard."""
     TwoTensor.fsdp_pre_all_gather = extensions.two_before  # type: ignore[attr-defined]
     TwoTensor.fsdp_post_all_gather = extensions.two_after  # type: ignore[attr-defined]
@@ -138,18 +145,18 @@ def twofold(rank: int, world: int) -> list[str]:
     theirs = [losses(two_models(scale, torch.clone), torch_fully_shard, False, False) for scale in (1, 2)]
     wrong = []
     for keep in (False, True):
-        for compiled in (False, True):
-            both = two_models(1, lambda weight: TwoTensor(weight, 2 * weight))
-            ours = losses(both, weft.fully_shard, compiled, keep)
-            for name, reference in zip("ab", theirs, strict=True):
-                if not same([getattr(each, name) for each in ours], reference):
-                    wrong.append(f"{name} {keep=} {compiled=}")
+        both = two_models(1, lambda weight: TwoTensor(weight, 2 * weight))
+        ours = losses(both, weft.fully_shard, compiled, keep)
+        for name, reference in zip("ab", theirs, strict=True):
+            if not same([getattr(each, name) for each in ours], reference):
+                wrong.append(f"{name} {keep=}")
     return wrong
 
 
 @pytest.mark.gloo
-def test_a_parameter_of_two_tensors_trains_as_two_models() -> None:
-    assert run_ranks(twofold, 2) == [[], []]
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parameter_of_two_tensors_trains_as_two_models(compiled: bool) -> None:
+    assert run_ranks(twofold, 2, compiled) == [[], []]
 
 
 def checkpointed(rank: int, world: int) -> list[bool]:
