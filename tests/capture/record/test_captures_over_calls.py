@@ -129,6 +129,20 @@ def lists_of_numbers() -> Case:
     return _case(step, [tuple(each.tolist() for each in _batch(at)) for at in range(CALLS)])
 
 
+@case()
+def lists_of_ints_as_indices() -> Case:
+    train = _step()[0]
+
+    def step(x: torch.Tensor, y: torch.Tensor, rows: list[int], columns: list[int]) -> torch.Tensor:
+        x = x.clone()
+        x[:, columns] = 0.5
+        x[columns] *= 2
+        return train(x[rows], y[rows], 1.0 + sum(rows) / 10)
+
+    drawn = [([at % 4, (3 * at + 1) % 4, at % 3], [at % 4, -1 - (5 * at) % 4]) for at in range(CALLS)]
+    return _case(step, [(*_batch(at), *lists) for at, lists in enumerate(drawn)])
+
+
 @case(3)
 def gradient_scaler() -> Case:
     model, optimizer = _model()
