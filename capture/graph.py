@@ -10,13 +10,15 @@ module and the stage that it belongs to, and what the compiler decided about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
 
+from weft import torch_adapter
 from weft.capture.node_kinds import group_of, is_collective, is_effect, is_wait, mutates
 from weft.capture.node_meta import meta_fault
 from weft.capture.printer import print_graph
@@ -70,8 +72,11 @@ class StepGraph:
         """A copy with nodes of its own, which passes may change; the fake values are shared."""
         graph = torch.fx.Graph()
         nodes: dict[torch.fx.Node, torch.fx.Node] = {}
-        results = graph.graph_copy(self.graph, nodes)
-        graph.output(results)
+        for node in self.graph.nodes:
+            if node.op == "output":
+                graph.output(torch.fx.node.map_arg(node.args[0], nodes.__getitem__))
+            else:
+                nodes[node] = copy_node(graph, node, nodes.__getitem__)
         return StepGraph(graph, list(self.inputs), list(self.outputs), dict(self.groups))
 
     def check(self) -> StepGraph:
@@ -91,6 +96,16 @@ class StepGraph:
 
     def __str__(self) -> str:
         return print_graph(self)
+
+
+def copy_node(
+    graph: torch.fx.Graph, node: torch.fx.Node, new: Callable[[torch.fx.Node], torch.fx.Node]
+) -> torch.fx.Node:
+    """A copy of ``node`` in ``graph``, with its metadata, that reads ``new`` of each of its operands."""
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), new)  # type: ignore[misc]
+    copied = torch_adapter.new_node(graph, node.op, node.target, args, kwargs, node.name)
+    copied.type, copied.meta = node.type, copy.copy(node.meta)
+    return copied
 
 
 def drop_dead(graph: torch.fx.Graph) -> int:

@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from weft import knobs, torch_adapter
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, copy_node
 from weft.capture.node_meta import meta_of
 from weft.capture.record.symbols import Symbols
 from weft.inductor.codegen import canonical
@@ -89,7 +89,7 @@ class _Emitter:
     ) -> StepGraph:
         # Inputs keep their order, which is the step's interface, even if no kernel reads them.
         for node in self.step.placeholders:
-            self._keep(node, self.graph.node_copy(node))
+            self._keep(node, copy_node(self.graph, node, lambda used: used))
         for item, generated in zip(items, kernels, strict=True):
             if isinstance(item, Extern):
                 self._node(item.node)
@@ -113,7 +113,7 @@ class _Emitter:
         if operand is not None and operand.buffer in self.node_of_buffer and self._is_whole(node):
             return self._keep(node, self.node_of_buffer[operand.buffer])
         # Operands are emitted on demand: views that only kernels read are never made.
-        new = self.graph.node_copy(node, self._node)
+        new = copy_node(self.graph, node, self._node)
         base = new.args[0] if new.args else None
         # A view of what a kernel made: its fake tensor must alias the new base, for the verifier and for live ranges.
         if operand is not None and isinstance(base, Node) and operand.buffer != node.name:

@@ -33,6 +33,7 @@ from weft.capture.node_meta import meta_fault
 from weft.capture.record import clocks, float_arithmetic, host_draws, randomness, recorder, streams, torch_functions
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
 from weft.capture.user_code import Frame
+from weft.inductor.graph import host_scalars
 from weft.inductor.graph.serializable import construct, fields_of, serializable
 from weft.torch_adapter import OpOverload
 
@@ -67,11 +68,12 @@ _MODULES: dict[Any, Iterable[str]] = {
     clocks: ("read_clock",),
     streams: ("stream_wait",),
     torch_functions: ("to_list",),
+    host_scalars: ("to_memory",),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"{module.__name__}.{name}": getattr(module, name) for module, names in _MODULES.items() for name in names
 }
-"""The functions that nodes may call, by their names in data: arithmetic on sizes and what capture records."""
+"""The functions that nodes may call, by their names in data: arithmetic on sizes, and what capture and passes add."""
 _FUNCTION_NAMES = {function: name for name, function in reversed(FUNCTIONS.items())}
 
 _EXPRESSIONS: dict[str, type] = {

@@ -32,6 +32,7 @@ from weft.inductor.passes.tensor_lists import (
     list_of_elements,
     multi_tensor_call,
     readable_by_kernels,
+    replace_elements,
     same_layouts,
 )
 
@@ -252,8 +253,5 @@ def _replace(
     vals += [[step.meta["val"] for step in counted]] if counted else []
     results = multi_tensor_call(graph, node, call, arguments, vals)
     new = [results[0], list(grads), *results[1:]]
-    for user in list(node.users):
-        for use in list(user.users):
-            use.replace_all_uses_with(new[user.args[1]][use.args[1]])  # type: ignore[index]
-    for old, step in zip(counted, new[-1], strict=False):
-        old.replace_all_uses_with(step)
+    elements = [(use, new[user.args[1]][use.args[1]]) for user in node.users for use in user.users]  # type: ignore[index]
+    replace_elements([*elements, *zip(counted, new[-1], strict=False)])

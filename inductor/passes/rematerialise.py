@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.graph import StepGraph, copy_node, drop_dead
 from weft.capture.node_kinds import is_effect, is_random
 from weft.capture.node_meta import same_meta
 from weft.capture.sizes_in_bytes import format_bytes
@@ -408,7 +408,7 @@ class _RecomputeRewriter:
 
 
 def _copied(step: StepGraph, node: Node, copies: dict[Node, Node]) -> Node:
-    copy = step.graph.node_copy(node, lambda used: copies.get(used, used))
+    copy = copy_node(step.graph, node, lambda used: copies.get(used, used))
     copy.meta = same_meta(node, stage="backward", recomputed=True)
     args: Any = torch.fx.node.map_arg((copy.args, copy.kwargs), lambda used: used.meta["val"])
     # The fake value is computed anew: the copy has memory of its own.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -98,3 +98,21 @@ def multi_tensor_call(
         new.meta = meta_of(node, val=[list(list_) for list_ in vals])
         lists = [pick(new, at, list(list_)) for at, list_ in enumerate(vals)]
         return [[pick(a, at, val) for at, val in enumerate(list_)] for a, list_ in zip(lists, vals, strict=True)]
+
+
+def replace_elements(pairs: Iterable[tuple[Node, Node]]) -> None:
+    """Let all users of the first node of each pair read the second. No first node is also the second of a pair.
+
+    The output of a step reads every element of an update: replaced one by one, each would rewrite the whole list.
+    """
+    new: dict[Node, Node] = {}
+    readers: dict[Node, None] = {}
+    for old, replacement in pairs:
+        new[old] = replacement
+        # A reader moves to the end of its operands' users whenever it is rewritten: the last time counts.
+        for reader in old.users:
+            readers.pop(reader, None)
+            readers[reader] = None
+    for reader in readers:
+        args, kwargs = torch.fx.node.map_arg((reader.args, reader.kwargs), lambda used: new.get(used, used))  # type: ignore
+        reader.args, reader.kwargs = args, kwargs

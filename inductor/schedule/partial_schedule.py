@@ -91,6 +91,10 @@ class PartialSchedule:
         # By task, the place in the reference until which `can_issue` has found no room. Saves repeated range maxima.
         self._no_room: dict[int, int] = {}
         self._noticed = 0  # how many of `ended` are counted in `streams`
+        # By task, what `lacking` found: candidates are looked at in many decisions, and few tasks are issued between two.
+        # By unissued task, the tasks whose list it is in: these lists end when it is issued.
+        self._lacking: dict[int, list[int]] = {}
+        self._lacked_by: dict[int, list[int]] = {}
         self._expected: dict[int, float] = {}  # by START, its predicted end; cleared when a collective is started
 
         # By task, its needs that are, or need, an unissued COMPUTE or START. NO_TIME and WAIT tasks do not count: they
@@ -110,7 +114,16 @@ class PartialSchedule:
     # ---- unissued needs, and when they are ready
 
     def lacking(self, task: int) -> list[int]:
-        """The unissued tasks that ``task`` needs, directly or not, in a valid order, and then ``task`` itself."""
+        """The unissued tasks that ``task`` needs, directly or not, in a valid order, and then ``task`` itself. The
+        caller must not change the list."""
+        known = self._lacking.get(task)
+        if known is None:
+            known = self._lacking[task] = self._find_lacking(task)
+            for other in known[:-1]:
+                self._lacked_by.setdefault(other, []).append(task)
+        return known
+
+    def _find_lacking(self, task: int) -> list[int]:
         issued, needs = self.issued, self.needs
         for need in needs[task]:
             if not issued[need]:
@@ -134,6 +147,8 @@ class PartialSchedule:
     def ready(self, lacking: Sequence[int]) -> float:
         """When these tasks can be issued without a stall of the compute stream, in seconds."""
         ready = self.machine.now
+        if len(lacking) == 1 and self.kinds[lacking[0]] is not Kind.WAIT:
+            return ready
         for task in lacking:
             if self.kinds[task] is Kind.WAIT:
                 ready = max(ready, self.end_of(self.reference.start_of[task]))
@@ -266,6 +281,8 @@ class PartialSchedule:
                     self.forecast.issue_ahead(follows, self.allocated[follows], self.at)
                     self._add_postponed(follows)
         self.issued[task] = True
+        for other in self._lacked_by.pop(task, ()):
+            self._lacking.pop(other, None)
         self.order.append(task)
         self.live_memory.issue(task)
         self.machine.issue(task)

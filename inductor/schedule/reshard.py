@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, copy_node
 from weft.capture.node_kinds import WAIT
 from weft.capture.node_meta import same_meta
 from weft.inductor.cost.task_graph import Kind, TaskGraph
@@ -231,7 +231,7 @@ class _Copier:
         self._storages: dict[int, Any] = {}
 
     def __call__(self, node: Node, copies: dict[Node, Node]) -> Node:
-        copy = self.graph.node_copy(node, lambda used: copies.get(used, used))
+        copy = copy_node(self.graph, node, lambda used: copies.get(used, used))
         copy.meta = same_meta(node, val=self._fake(node.meta["val"]))
         return copy
 
