@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from llama import SHAPES, Llama
 
 
-def sharded_llama(layers: int, tokens: int, *, clip: bool) -> StepGraph:
-    """The step of one rank of the fake world that is open, captured: blocks sharded over all ranks, gathered in
-    bfloat16 and reduced in float32, AdamW, with clipping by the norm or without."""
+def llama_step(layers: int, *, clip: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The step of one rank of the fake world that is open: blocks sharded over all ranks, gathered in bfloat16 and
+    reduced in float32, AdamW, with clipping by the norm or without."""
     shape = type(SHAPES["8b"])(**{**vars(SHAPES["8b"]), "layers": layers})
     with torch.device("meta"):
         model = Llama(shape)
@@ -38,5 +39,10 @@ def sharded_llama(layers: int, tokens: int, *, clip: bool) -> StepGraph:
         optimizer.zero_grad()
         return loss.detach()
 
+    return step
+
+
+def sharded_llama(layers: int, tokens: int, *, clip: bool) -> StepGraph:
+    """:func:`llama_step`, captured and moved to GPUs."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device="cuda")
-    return retarget(weft.capture(step, ids, ids))
+    return retarget(weft.capture(llama_step(layers, clip=clip), ids, ids))

@@ -65,7 +65,7 @@ class Machine:
     )
 
     def __init__(self, task_graph: TaskGraph) -> None:
-        self._tables = tables = _Tables(task_graph)
+        self._tables = tables = task_graph.derived(_Tables)
         streams, links = len(tables.streams), len(tables.links)
         self.now = 0.0
         self.slowed = dict.fromkeys(tables.streams, 0.0)
@@ -232,7 +232,7 @@ class LiveMemory:
     __slots__ = ("_left", "_tables", "now", "peak")
 
     def __init__(self, task_graph: TaskGraph) -> None:
-        self._tables = tables = StorageUses(task_graph)
+        self._tables = tables = task_graph.derived(StorageUses)
         self.now = self.peak = task_graph.base
         self._left = array("i", tables.uses)  # by storage: its users that are not issued; an array copies fast
 
@@ -294,6 +294,7 @@ class StorageUses:
 
     Attributes:
         sizes: bytes of each storage.
+        users: by storage, the tasks that it is held for, see :func:`users_of`.
         allocated: by task, the bytes that it allocates.
         used: by task, the storages that are held for it.
         uses: by storage, how many tasks it is held for; 0 if it is live until the end of the step.
@@ -302,11 +303,11 @@ class StorageUses:
     def __init__(self, task_graph: TaskGraph) -> None:
         waits = task_graph.waits_of()
         self.sizes = [storage.size for storage in task_graph.storages]
+        self.users = [users_of(storage, waits) for storage in task_graph.storages]
         self.allocated = [0] * len(task_graph.tasks)
         self.used: list[list[int]] = [[] for _ in task_graph.tasks]
         self.uses: list[int] = []
-        for at, storage in enumerate(task_graph.storages):
-            users = users_of(storage, waits)
+        for at, (storage, users) in enumerate(zip(task_graph.storages, self.users, strict=True)):
             self.allocated[storage.maker] += storage.size
             for user in users:
                 self.used[user].append(at)

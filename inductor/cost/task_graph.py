@@ -10,8 +10,11 @@ or no graph.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Kind(enum.Enum):
@@ -87,6 +90,13 @@ class TaskGraph:
     storages: list[Storage] = field(default_factory=list)
     base: int = 0
     set_aside: int = 0
+    _derived: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def derived(self, make: Callable[[TaskGraph], T]) -> T:
+        """``make(self)``, made once: what follows from the task graph, which is not changed once it is complete."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        return self._derived[make]
 
     def waits_of(self) -> dict[int, list[int]]:
         """The positions of the WAITs of each START, by the position of the START."""

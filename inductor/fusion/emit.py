@@ -80,6 +80,7 @@ class _Emitter:
         # A new graph, not a changed one: the order of nodes changes as a whole, and the old one stays to be compared.
         self.graph = torch.fx.Graph()
         self.nodes: dict[Node, Node] = {}
+        self.by_name: dict[str, Node] = {}  # the same new nodes, by the names of the old ones
         self.node_of_buffer: dict[str, Node] = {}  # the latest node whose result is the buffer
         self.computed: set[Node] = set()  # by kernels so far; a node that several compute is counted once
         self.symbols: Symbols | None = None
@@ -129,7 +130,7 @@ class _Emitter:
         return node.target is operator.getitem and operand.buffer == f"{source.name}.{node.args[1]}"  # type: ignore
 
     def _keep(self, node: Node, new: Node) -> Node:
-        self.nodes[node] = new
+        self.nodes[node] = self.by_name[node.name] = new
         operand = self.lowered.operands.get(node)
         if operand is not None and self._is_whole(node):
             self.node_of_buffer.setdefault(operand.buffer, new)
@@ -143,8 +144,7 @@ class _Emitter:
             # `node.1` is element 1 of an ATen call's results; names of kernels' results were entered when they were
             # emitted.
             source, _, at = name.rpartition(".")
-            node = next(n for n in self.nodes if n.name == source)
-            self.node_of_buffer[name] = self._element(self.nodes[node], int(at))
+            self.node_of_buffer[name] = self._element(self.by_name[source], int(at))
         return self.node_of_buffer[name]
 
     def _element(self, new: Node, at: int) -> Node:

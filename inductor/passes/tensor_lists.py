@@ -109,10 +109,7 @@ def replace_elements(pairs: Iterable[tuple[Node, Node]]) -> None:
     readers: dict[Node, None] = {}
     for old, replacement in pairs:
         new[old] = replacement
-        # A reader moves to the end of its operands' users whenever it is rewritten: the last time counts.
-        for reader in old.users:
-            readers.pop(reader, None)
-            readers[reader] = None
+        readers |= old.users
     for reader in readers:
         args, kwargs = torch.fx.node.map_arg((reader.args, reader.kwargs), lambda used: new.get(used, used))  # type: ignore
         reader.args, reader.kwargs = args, kwargs

@@ -279,6 +279,9 @@ class _ListScheduler:
         now, due, work = step.machine.now, step.keys[task][0], self.work[task]
         best: tuple[float, Key] | None = None
         for key in self.others(task):
+            # Candidates are sorted by key, and none begins before now.
+            if best is not None and best[0] <= now:
+                break
             other, when = key[2], key[0]
             lacking = step.lacking(other)
             begins = step.ready(lacking)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weft.inductor.cost.simulate import LiveMemory, users_of
+from weft.inductor.cost.simulate import LiveMemory, StorageUses
 from weft.inductor.cost.task_graph import TaskGraph
 
 # Live bytes at the place of a task that was issued ahead: smaller than any maximum, even after additions. Nothing runs
@@ -25,16 +25,13 @@ class MemoryForecast:
     """
 
     def __init__(self, task_graph: TaskGraph, order: Sequence[int]) -> None:
-        live_memory = LiveMemory(task_graph)
-        waits = task_graph.waits_of()
+        live_memory, uses = LiveMemory(task_graph), task_graph.derived(StorageUses)
         self._place = [0] * len(order)
         for place, task in enumerate(order):
             self._place[task] = place
-        self._sizes = [storage.size for storage in task_graph.storages]
+        self._sizes = uses.sizes
         # By storage, the places of its users in ascending order; empty if it is live until the end of the step.
-        self._users = [
-            sorted(self._place[user] for user in users_of(storage, waits)) for storage in task_graph.storages
-        ]
+        self._users = [sorted(self._place[user] for user in users) for users in uses.users]
         self._used: list[list[int]] = [[] for _ in order]
         for at, places in enumerate(self._users):
             for place in places:

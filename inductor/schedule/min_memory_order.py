@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection, Sequence
 
-from weft.inductor.cost.simulate import StorageUses, users_of
+from weft.inductor.cost.simulate import StorageUses
 from weft.inductor.cost.task_graph import Kind, TaskGraph
 from weft.inductor.schedule.precedence import Precedence
 
@@ -28,10 +28,9 @@ def min_memory_order(task_graph: TaskGraph, before: Precedence) -> list[int]:
     """
     tasks = task_graph.tasks
     allocated, read = [0] * len(tasks), [0] * len(tasks)
-    waits = task_graph.waits_of()
-    for storage in task_graph.storages:
+    for storage, users in zip(task_graph.storages, task_graph.derived(StorageUses).users, strict=True):
         allocated[storage.maker] += storage.size
-        for user in users_of(storage, waits):
+        for user in users:
             if user != storage.maker:
                 read[user] += storage.size
     # WAITs and views that allocate nothing follow their operands at once: a WAIT frees the operands of its collective.
@@ -81,10 +80,8 @@ def unavoidable_bytes(task_graph: TaskGraph, before: Precedence, task: int) -> i
     # Whatever the order, predecessors run before `task` and successors after it. All other tasks may be moved away, so
     # their storages do not count.
     earlier, later = _reached(before.needs, task), _reached(before.users, task)
-    waits = task_graph.waits_of()
     live_bytes = task_graph.base
-    for storage in task_graph.storages:
-        users = users_of(storage, waits)
+    for storage, users in zip(task_graph.storages, task_graph.derived(StorageUses).users, strict=True):
         # Without users a storage is live until the end of the step.
         if storage.maker in earlier and not (users and later.isdisjoint(users)):
             live_bytes += storage.size
@@ -96,9 +93,8 @@ def operands_bytes(task_graph: TaskGraph, tasks: Collection[int]) -> int:
     the inputs of the step with all that one of these tasks reads and makes."""
     # While a task runs, its operands and results are live at once, in every graph that still has the task.
     live = [0] * len(task_graph.tasks)
-    waits = task_graph.waits_of()
-    for storage in task_graph.storages:
-        for task in {storage.maker, *users_of(storage, waits)}:
+    for storage, users in zip(task_graph.storages, task_graph.derived(StorageUses).users, strict=True):
+        for task in {storage.maker, *users}:
             live[task] += storage.size
     return task_graph.base + max((live[task] for task in tasks), default=0)
 

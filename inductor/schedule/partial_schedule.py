@@ -91,8 +91,8 @@ class PartialSchedule:
         # By task, the place in the reference until which `can_issue` has found no room. Saves repeated range maxima.
         self._no_room: dict[int, int] = {}
         self._noticed = 0  # how many of `ended` are counted in `streams`
-        # By task, what `lacking` found: candidates are looked at in many decisions, and few tasks are issued between two.
-        # By unissued task, the tasks whose list it is in: these lists end when it is issued.
+        # By task, what `lacking` found: decisions look at the same candidates, and few tasks are issued between two.
+        # By unissued task, the tasks whose list it is in: these lists are dropped when it is issued.
         self._lacking: dict[int, list[int]] = {}
         self._lacked_by: dict[int, list[int]] = {}
         self._expected: dict[int, float] = {}  # by START, its predicted end; cleared when a collective is started

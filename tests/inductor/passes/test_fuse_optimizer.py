@@ -24,7 +24,7 @@ from weft.inductor.multi_tensor.norm import Norm
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.sgd import Sgd
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
-from weft.inductor.passes.tensor_lists import same_layouts
+from weft.inductor.passes.tensor_lists import replace_elements, same_layouts
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.runtime.multi_tensor import use_kernels
 
@@ -353,3 +353,27 @@ def test_stacks_of_other_values_are_not_fused_as_norms() -> None:
     rows = [build.call(aten.unsqueeze.default, build.call(aten.reshape.default, node, [-1]), 0) for node in a[:1]]
     build.returns(build.call(aten.cat.default, rows))
     assert calls(fused(build.build())) == []
+
+
+def test_elements_are_replaced_at_once_as_they_are_one_by_one() -> None:
+    """Readers of several elements, in lists too, and the users of everything."""
+
+    def built() -> tuple[StepGraph, list[torch.fx.Node]]:
+        build = StepBuilder()
+        x = build.input(torch.zeros(4))
+        values = [build.call(op, x, val=x.meta["val"]) for op in 3 * (aten.sin.default, aten.cos.default)]
+        sums = [
+            build.call(aten.add.Tensor, values[a], values[b], val=x.meta["val"]) for a, b in ((0, 1), (2, 0), (1, 5))
+        ]
+        listed = build.call(aten.stack.default, [*values[:3], *values], val=torch.zeros(9, 4))
+        build.returns(*sums, listed, *values)
+        return build.build(), values
+
+    (one, first), (other, second) = built(), built()
+    for old, new in zip(first[:3], first[3:], strict=True):
+        old.replace_all_uses_with(new)
+    replace_elements(zip(second[:3], second[3:], strict=True))
+    assert str(one) == str(other)
+    assert [sorted(user.name for user in node.users) for node in one.graph.nodes] == [
+        sorted(user.name for user in node.users) for node in other.graph.nodes
+    ]

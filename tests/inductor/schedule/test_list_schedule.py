@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
-from synthetic_steps import Steps
+import pytest
+from synthetic_steps import Steps, fsdp
 
 from weft.inductor.cost.task_graph import Kind, TaskGraph
 from weft.inductor.schedule.list_schedule import LeadTime, ListSchedule, list_schedule
+from weft.inductor.schedule.partial_schedule import PartialSchedule
 from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.reference_order import Reference
 
@@ -122,3 +124,21 @@ def test_a_dependent_collective_starts_after_a_margin_for_late_results() -> None
         order = names(task_graph, found)
         assert order[order.index("gather") + 1] == before
         assert found.seconds == 9.0
+
+
+def test_what_a_task_lacks_is_found_anew_after_a_part_of_it_was_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, lengths = PartialSchedule.lacking, set[int]()
+
+    def checked(step: PartialSchedule, task: int) -> list[int]:
+        found = kept(step, task)
+        assert found == step._find_lacking(task)
+        lengths.add(len(found))
+        return found
+
+    monkeypatch.setattr(PartialSchedule, "lacking", checked)
+    task_graph = fsdp(6, views=2, gather=4.0)
+    for limit in (None, 6_000):
+        for lead_time in (PUNCTUAL, AT_ONCE, IN_ORDER):
+            found = scheduled(task_graph, {}, lead_time, limit)
+            assert sorted(found.order) == list(range(len(task_graph.tasks)))
+    assert max(lengths) > 3  # views and waits that follow a collective
