@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import BranchesOnInteger, UnknownOption
-from weft.inductor.cost.cluster import load_cluster
-from weft.plan.changes import scaling
 from weft.plan.memory_roles import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from weft.plan.plan import StepPlanner
 from weft.plan.prediction import Prediction
@@ -219,13 +217,12 @@ def test_a_check_of_a_value_is_taken_to_be_false_and_a_count_is_refused() -> Non
 def test_throughput_from_8_to_128_gpus_falls_as_torchtitan_publishes() -> None:
     """Its table of Llama 3.1 8B (FSDP2, sequences of 8,192 tokens, H100) has 5,762 tokens a second and GPU on 8 and
     5,605 on 128: 97.3% are kept. Two points are allowed, because the network there is not published."""
-    cluster = load_cluster("h100x8")
-    with weft.fake_world(8):
-        ids = torch.zeros(1, 8192, dtype=torch.long, device="cuda")
-        planner = StepPlanner(llama_step(32, clip=True), (ids, ids))
-        found = planner.predict(cluster)
-        points = {point.world_size: point for point in scaling(planner, found, cluster)}
-    one, many = points[8].tokens_per_second, points[128].tokens_per_second
+    tokens = []
+    for world in (8, 128):
+        with weft.fake_world(world):
+            ids = torch.zeros(1, 8192, dtype=torch.long, device="cuda")
+            tokens.append(weft.plan(llama_step(32, clip=True), ids, ids, cluster="h100x8").tokens_per_second)
+    one, many = tokens
     assert one is not None
     assert many is not None
     assert many / one == pytest.approx(0.973, abs=0.02)
