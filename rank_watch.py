@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from weft import store_threads
 from weft.errors import StoreLost
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def answered(name: str, rank: int, requests: Callable[[], Answer]) -> Answer:
         except BaseException as error:  # noqa: BLE001 - raised below
             answers.put(error)
 
-    threading.Thread(target=ask, name="weft store requests", daemon=True).start()
+    store_threads.started("weft store requests", ask)
     try:
         answer = answers.get(timeout=STORE_S)
     except queue.Empty:
@@ -189,8 +190,7 @@ class RankWatch:
         self._wake, self._told = threading.Event(), threading.Event()
         self._store.compare_set(_COMPARED, "", "0")
         self._write()
-        self._thread = threading.Thread(target=self._run, name="weft rank watch", daemon=True)
-        self._thread.start()
+        self._thread = store_threads.started("weft rank watch", self._run)
 
     @contextlib.contextmanager
     def waiting(
@@ -219,7 +219,7 @@ class RankWatch:
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread, once it has written the last state."""
+        """Have the thread end, once it has written the last state. :mod:`weft.store_threads` waits for it at exit."""
         self._stopped = True
         self.wake()
         self._thread.join(BEAT_S)
@@ -232,7 +232,7 @@ class RankWatch:
     def _run(self) -> None:
         try:
             while self._alive():
-                last = self._stopped
+                last = self._stopped or store_threads.ending()
                 self._look()
                 if last:
                     return

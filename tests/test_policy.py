@@ -50,6 +50,7 @@ BASEMENT = [
     "triton_adapter",
     "transport_rows",
     "knobs",
+    "store_threads",
     "rank_watch",
     "graph_hashes",
     "dynamo_entry",

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from weft import rank_watch, torch_adapter
+from weft import rank_watch, store_threads, torch_adapter
 from weft.capture.agreement.lockstep import Lockstep
 from weft.distributed.checkpoint import exchange
 from weft.errors import StoreLost
@@ -59,6 +60,70 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_store_whose_process_is_stopped_is_an_error(waits: Callable[[], Any], name: str, stopped: None) -> None:
     with pytest.raises(StoreLost, match=f"{name}: rank 1 lost the store"):
         waits()
+
+
+# Requests take two seconds, and Python needs four to take the program apart.
+REQUEST_AT_EXIT = """
+import sys, time, threading
+from datetime import timedelta
+import torch.distributed as dist
+from weft import rank_watch, store_threads
+
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+client = dist.TCPStore("localhost", store.port, is_master=False)
+asked = threading.Event()
+
+def ask():
+    asked.set()
+    client.wait(["never"], timedelta(seconds=2))
+
+class Slow:
+    def __getattr__(self, name):
+        return getattr(client, name)
+
+    def multi_get(self, keys):
+        try:
+            ask()
+        except RuntimeError:
+            return client.multi_get(keys)
+
+class Last:
+    def __del__(self, sleep=time.sleep):
+        sleep(4)
+
+sys.last_one = Last()
+HOW
+asked.wait()
+print("ends", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "rank_watch.RankWatch(0, 1, Slow(), lambda: True, lambda number: None)",
+        "watch = rank_watch.RankWatch(0, 1, Slow(), lambda: True, lambda number: None)\n"
+        "import atexit\natexit.register(watch.stop)",
+        "store_threads.started('test', ask)",
+    ],
+    ids=["a watch", "a watch that is told to stop", "another thread"],
+)
+def test_a_process_ends_well_while_a_thread_is_in_a_request(how: str) -> None:
+    run = subprocess.run([sys.executable, "-c", REQUEST_AT_EXIT.replace("HOW", how)], capture_output=True, text=True)
+    assert "terminate called" not in run.stderr
+    assert (run.returncode, run.stdout) == (0, "ends\n")
+
+
+def test_the_end_of_a_process_does_not_wait_for_long_for_ranks_that_are_gone() -> None:
+    program = REQUEST_AT_EXIT.replace("seconds=2", "seconds=100").replace("sleep(4)", "pass")
+    wait = "def wait():\n    with store_threads.waiting_for_ranks():\n        ask()\nstore_threads.started('test', wait)"
+    command = [sys.executable, "-c", program.replace("HOW", wait)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ends\n"
+        began = time.monotonic()
+        assert run.wait(60) == 0
+    assert time.monotonic() - began < store_threads._REQUEST_S - 1
 
 
 def test_what_is_asked_is_answered_or_raised() -> None:

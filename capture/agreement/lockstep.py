@@ -34,7 +34,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from weft import errors, knobs, rank_watch, torch_adapter
+from weft import errors, knobs, rank_watch, store_threads, torch_adapter
 from weft.capture.agreement import collective_ring
 from weft.capture.agreement.agreement import agree
 from weft.capture.agreement.claims import NO_CLAIMS, Claims
@@ -201,7 +201,7 @@ class Lockstep:
         before they make a call that they know."""
         timeout_s = knobs.peer_timeout_s if call else knobs.agreement_timeout_s
         comparison = _EventComparison(self, number, event, timeout_s)
-        comparison.thread.start()
+        comparison.start()
         self.watch.comparing = number
         with self.watch.waiting(range(self.world)) as wait:
             try:
@@ -240,7 +240,7 @@ class Lockstep:
             last = self._past[-1]
             long_ago = RankEvent(last.name, f"rank {self.rank} has made {back} calls since the one that is compared")
             event = self._past[-1 - back] if back < len(self._past) else long_ago
-        _EventComparison(self, number, event, knobs.peer_timeout_s, past=True).thread.start()
+        _EventComparison(self, number, event, knobs.peer_timeout_s, past=True).start()
 
     # ---- collectives on CPUs
 
@@ -297,7 +297,10 @@ class _EventComparison:
         self._ranks, self._number, self._event = ranks, number, event
         self._timeout_s = timeout_s
         self._past = past
-        self.thread = threading.Thread(target=self._run, name="weft comparison", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        store_threads.started("weft comparison", self._run)
 
     def _run(self) -> None:
         ranks, event = self._ranks, self._event
