@@ -25,6 +25,7 @@ from weft.distributed.checkpoint.exchange import Ranks
 from weft.distributed.checkpoint.folder import CheckpointFolder
 from weft.distributed.checkpoint.read import load_into, newest_valid
 from weft.distributed.checkpoint.staging import SharedMemory, stage
+from weft.distributed.checkpoint.tensor_bytes import bytes_of
 from weft.distributed.checkpoint.write import SaveRequest
 from weft.errors import CannotCheckpoint, CheckpointMismatch, CheckpointNotLoaded, CheckpointNotSaved
 from weft.rank_watch import CannotEnd
@@ -264,7 +265,7 @@ def _to_bytes(value: Any) -> torch.Tensor:
 
 def _from_bytes(data: torch.Tensor) -> Any:
     """The value that :func:`_to_bytes` encoded. Nothing is imported or executed by name."""
-    return torch.load(io.BytesIO(bytes(data.numpy())), weights_only=True)
+    return torch.load(io.BytesIO(bytes_of(data)), weights_only=True)
 
 
 def _tuples(value: Any) -> Any:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from weft import rank_watch, torch_adapter
+from weft.distributed.checkpoint.tensor_bytes import bytes_of
 from weft.rank_watch import CannotEnd, RankWatch
 
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -154,7 +155,7 @@ def _padded(data: bytes, size: int) -> torch.Tensor:
 
 
 def _cut(data: torch.Tensor, size: int) -> bytes:
-    return data[:size].numpy().tobytes()
+    return bytes_of(data[:size])
 
 
 def _watch(rank: int, world: int) -> RankWatch:

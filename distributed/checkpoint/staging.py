@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from weft.distributed.checkpoint.tensor_bytes import bytes_of
+
 # Tensors begin at multiples of so many bytes, for the copies and for all dtypes.
 _ALIGNMENT = 256
 
@@ -133,7 +135,7 @@ class StagedPlanner(DefaultSavePlanner):
         """A tensor, or the bytes of a value that is none."""
         place = self._places[write_item.index]
         value = _view(self._data, place)
-        return value if place.dtype is not None else io.BytesIO(value.numpy().tobytes())
+        return value if place.dtype is not None else io.BytesIO(bytes_of(value))
 
 
 def _view(data: torch.Tensor, place: Place) -> torch.Tensor:

@@ -9,6 +9,8 @@ import pickle
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -529,3 +531,29 @@ def test_the_manifest_says_which_graphs_the_run_had_and_scalers_are_saved(tmp_pa
     weft.TrainState(model=model, scaler=other).load(tmp_path)
     assert other.get_scale() == 8.0
     assert other.state_dict() == scaler.state_dict()
+
+
+def test_a_checkpoint_needs_no_numpy(tmp_path: Path) -> None:
+    # It is no requirement of torch's or weft's. The file stands for a numpy that is not installed, in the writer, too.
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError\n")
+    program = """
+import random, sys, torch, weft
+model = torch.nn.Linear(3, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+def step():
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+step()
+state = weft.TrainState(model=model, optimizer=optimizer)
+state.save("checkpoints", 1)
+state.wait()
+saved, drawn = model.weight.tolist(), random.random()
+step()
+assert (state.load("checkpoints"), model.weight.tolist(), random.random()) == (1, saved, drawn)
+assert not any(name.startswith("numpy") for name in sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
