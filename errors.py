@@ -945,6 +945,16 @@ class NotOnGpu(WeftError):
         )
 
 
+class NoGeneratedKernels(WeftError):
+    """The kernels of a step were asked for that runs ATen's alone: on a CPU, or with ``mode="bitwise"``."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__(
+            f'{step} runs ATen\'s kernels here, and no generated ones. explained.on("H200") has those that a GPU would '
+            'run: explained = weft.explain(...), then print(explained.on("H200").kernels())'
+        )
+
+
 class NotASavedGraph(WeftError, ValueError):
     """A file that was to be reduced is none that weft wrote."""
 

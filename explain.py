@@ -29,12 +29,13 @@ from weft.capture.record.opaque import OpaqueCall
 from weft.capture.sizes_in_bytes import collective_bytes, format_bytes, tensor_bytes
 from weft.capture.step_interface import Role
 from weft.compile import CompiledStep
-from weft.errors import CannotWrite, NotCapturedYet, NotOnGpu, NotScheduled
+from weft.errors import CannotWrite, NoGeneratedKernels, NotCapturedYet, NotScheduled
 from weft.explain_tables import (
     Section,
     bucket_rows,
     graph_section,
     kernels_section,
+    least_seconds,
     pairs,
     plain_collective,
     plain_operation,
@@ -55,6 +56,7 @@ from weft.inductor.runtime.cudagraph_partition import partition_step
 from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.planner import Schedule
+from weft.shown_values import counted
 
 _CHECKS = ArgumentChecks("weft.explain")
 
@@ -217,10 +219,11 @@ class Explanation:
         """The same, with the time that each kernel takes on this machine's GPU.
 
         Raises:
-            NotOnGpu: the step runs on none.
+            NoGeneratedKernels: it has none.
+            NotOnGpu: they were generated for another GPU, by :meth:`on`.
         """
         if self.kernel_report is None:
-            raise NotOnGpu("of this step")
+            raise NoGeneratedKernels(self.name)
         return replace(self, kernel_report=self.kernel_report.measured())
 
     def write(self, path: str | Path) -> None:
@@ -248,10 +251,10 @@ class Explanation:
         """Generated kernels, what libraries run beside them, and their times.
 
         Raises:
-            NotOnGpu: the step runs on none. :meth:`on` says what would run there.
+            NoGeneratedKernels: it has none. :meth:`on` says what would run on a GPU.
         """
         if self.kernel_report is None:
-            raise NotOnGpu("of this step")
+            raise NoGeneratedKernels(self.name)
         return kernels_section(self.kernel_report)
 
     def collectives(self, why: bool = False) -> Section:
@@ -312,7 +315,7 @@ class Explanation:
 
     def summary(self) -> Section:
         """What ``print`` shows."""
-        title = f"{self.name}: {self.nodes} operations, captured in {seconds_text(self.seconds)}"
+        title = f"{self.name}: {counted(self.nodes, 'operation')}, captured in {seconds_text(self.seconds)}"
         return Section(pairs(title, _summary(self)))
 
     def __rich__(self) -> RenderableType:
@@ -430,31 +433,33 @@ def _summary(explained: Explanation) -> Iterator[tuple[str, str]]:
         yield "runs on", f"rank {explained.rank} of {explained.world_size}"
     sizes = (f"{i.role.value} {format_bytes(i.bytes)} in {i.count}" for i in explained.inputs if i.bytes)
     yield "this rank", ", ".join(sizes) or "holds no tensors"
-    counted = (
-        f"{c.count} {plain_collective(c.kind)} of {'sizes by data' if c.bytes is None else format_bytes(c.bytes)} "
-        f"over {c.group}"
+    collectives = (
+        f"{counted(c.count, plain_collective(c.kind))} over {c.group}, "
+        f"{'of sizes that data decides' if c.bytes is None else f'{format_bytes(c.bytes)} together'}"
         for c in explained.collective_counts
     )
-    yield "communicates", "; ".join(counted) or "not at all"
+    yield "communicates", "; ".join(collectives) or "not at all"
     yield from _predicted(explained)
     report_ = explained.kernel_report
     if report_ is None:
         yield "kernels", 'ATen runs all operations here; .on("H200") says what a GPU would run'
     else:
         launches = sum(use.count for use in report_.kernels)
-        least = sum(use.roofline_us * use.count for use in report_.kernels)
-        on = f"on {report_.gpu.name}, at least {seconds_text(least * 1e-6)}"
-        yield "kernels", f"{len(report_.kernels)} generated, launched {launches} times {on}"
+        on = f"on {report_.gpu.name}, at least {seconds_text(least_seconds(report_, report_.kernels))}"
+        yield "kernels", f"{len(report_.kernels)} generated, launched {counted(launches, 'time')} {on}"
         others = Counter[str]()
         for calls in report_.calls:
             others[plain_operation(calls.operation)] += calls.count if calls.why != "communicates" else 0
-        yield "libraries", ", ".join(f"{count} {name}" for name, count in others.most_common(5) if count) or "nothing"
+        yield "other calls", ", ".join(f"{count} {name}" for name, count in others.most_common(5) if count) or "nothing"
     if explained.hooks or explained.opaque_calls:
         fired = sum(hook.count for hook in explained.hooks)
-        text = f"{len(explained.hooks)} hooks fired {fired} times, {len(explained.opaque_calls)} opaque calls"
+        text = (
+            f"{counted(len(explained.hooks), 'hook')} fired {counted(fired, 'time')}, "
+            f"{counted(len(explained.opaque_calls), 'opaque call')}"
+        )
         yield "hooks", f"{text}: .hooks_and_calls()"
     times = "once" if len(explained.captures) <= 1 else f"{len(explained.captures)} times"
-    yield "guards", f"{len(explained.guard_list)} conditions; captured {times}"
+    yield "guards", f"{counted(len(explained.guard_list), 'condition')}; captured {times}"
     if explained.symbolic or explained.specialised:
         yield "sizes", f"{len(explained.symbolic)} symbolic, {len(explained.specialised)} specialised: .guards()"
     yield "more", ".graph() .kernels() .collectives() .memory() .guards(), print(explained.step_graph)"

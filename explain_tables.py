@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -25,21 +25,23 @@ from weft.capture.sizes_in_bytes import format_bytes
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.kernel_report import KernelReport, KernelUse
 from weft.inductor.schedule.schedule_tables import BucketReport
+from weft.shown_values import counted
 
 _NARROW = 80  # columns where no terminal says how many there are
 _LONGEST = 34  # letters of a name in a table
 _SMALL = 0.01  # rows with less than this part of the total are added up
 _MOST_OPS = 3  # operations that a row of the short graph names
+_COMPUTE_NOTHING = ("getitem", "wait_tensor")  # named last there
 
 
 def seconds_text(seconds: float) -> str:
-    """A time with the unit in which its number reads: ``1.20 s``, ``110 ms``, ``0.40 us``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(seconds) >= scale or unit == "us":
+    """A time with the unit in which its number reads: ``1.20 s``, ``110 ms``, ``12.3 us``, ``400 ns``, ``<1 ns``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9)):
+        if abs(seconds) >= scale:
             value = seconds / scale
-            digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-            return "0" if not seconds else f"{value:.{digits}f} {unit}"
-    raise AssertionError
+            digits = 0 if unit == "ns" or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+            return f"{value:.{digits}f} {unit}"
+    return "<1 ns" if seconds else "0"
 
 
 def shortened(name: str, longest: int = _LONGEST) -> str:
@@ -104,7 +106,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
         return []
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for at, column in enumerate(columns):
-        number = all(re.match(r"-?[\d.]+( ?[a-zA-Z%]+)?$", row[at]) for row in rows if row[at])
+        number = all(re.match(r"[-<]?[\d.]+( ?[a-zA-Z%]+)?$", row[at]) for row in rows if row[at])
         last = at == len(columns) - 1 and not number and column != "from"
         made.add_column(column, justify="right" if number else "left", no_wrap=not last, overflow="fold")
     for row in rows:
@@ -148,18 +150,26 @@ def short_graph(graph: StepGraph) -> list[_Part]:
 
 def graph_section(graph: StepGraph) -> Section:
     """The short form of the graph: by stage and module."""
-    rows = []
-    for part in short_graph(graph):
-        named = [f"{count} {name}" for name, count in part.operations.most_common(_MOST_OPS)]
-        more = sum(part.operations.values()) - sum(count for _, count in part.operations.most_common(_MOST_OPS))
+    rows, parts = [], short_graph(graph)
+    for part in parts:
+        counts = sorted(part.operations.items(), key=lambda item: (item[0] in _COMPUTE_NOTHING, -item[1]))[:_MOST_OPS]
+        named = [f"{count} {name}" for name, count in counts]
+        more = sum(part.operations.values()) - sum(count for _, count in counts)
         module = shortened(part.module or "(the step)") + (f" x{part.count}" if part.count > 1 else "")
         named += [f"{more} more"] * (more > 0)
         rows.append((part.stage, module, sum(part.operations.values()), ", ".join(named)))
-    title = f"{len(graph)} operations; print(explained.step_graph) shows all"
+    operations = sum(sum(part.operations.values()) * part.count for part in parts)
+    title = f"{counted(operations, 'operation')}; print(explained.step_graph) shows all"
     return Section(table(title, ["stage", "module", "each", "operations"], rows))
 
 
 # ---- kernels
+
+
+def least_seconds(report: KernelReport, uses: Iterable[KernelUse]) -> float:
+    """Time of all launches of generated kernels, at least: that of their bytes at the GPU's copy bandwidth. No kernel
+    takes less than the shortest one."""
+    return sum(use.count * max(use.roofline_us * 1e-6, report.gpu.launch_latency) for use in uses)
 
 
 def library_seconds(report: KernelReport) -> dict[str, float]:
@@ -179,18 +189,19 @@ def kernels_section(found: KernelReport) -> Section:
     gpu = f"{found.gpu.name}, {found.gpu.copy_bandwidth / 1e12:g} TB/s"
     library = library_seconds(found)
     times = {name: seconds_text(seconds) for name, seconds in library.items()}
-    generated = sum(use.roofline_us * use.count for use in found.kernels) * 1e-6
+    generated = least_seconds(found, found.kernels)
     launches, calls = sum(use.count for use in found.kernels), sum(call.count for call in found.calls)
     total = (
-        f"{launches} launches of {len(found.kernels)} generated kernels: at least {seconds_text(generated)}; "
-        f"{calls} other calls: about {seconds_text(sum(library.values()))}"
+        f"{counted(len(found.kernels), 'generated kernel')}, launched {counted(launches, 'time')}: "
+        f"at least {seconds_text(generated)}; "
+        f"{counted(calls, 'other call')}: about {seconds_text(sum(library.values()))}"
     )
     measured = any(use.measured_us is not None for use in found.kernels)
     columns = ["kernel", "count", "bytes", "least", *(["measured"] if measured else []), "regs", "from"]
     parts = [
         Text(f"on {gpu}", style="bold"),
         Text(total),
-        *table("\nkernels (regs: registers + spilled)", columns, _kernel_rows(found.kernels, measured)),
+        *table("\nkernels (regs: registers + spilled)", columns, _kernel_rows(found, measured)),
         *table(
             "\nnot generated",
             ["operation", "count", "about", "why"],
@@ -225,22 +236,22 @@ def plain_collective(kind: str) -> str:
     return kind.removesuffix("_into_tensor").removesuffix("_tensor").replace("_", "-")
 
 
-def _kernel_rows(uses: Sequence[KernelUse], measured: bool) -> Iterator[tuple[Any, ...]]:
-    total = sum(use.roofline_us * use.count for use in uses)
-    shown = [use for use in uses if use.roofline_us * use.count >= _SMALL * total or use.measured_us is not None]
+def _kernel_rows(report: KernelReport, measured: bool) -> Iterator[tuple[Any, ...]]:
+    uses, total = report.kernels, least_seconds(report, report.kernels)
+    shown = [use for use in uses if least_seconds(report, [use]) >= _SMALL * total or use.measured_us is not None]
     for use in shown:
         needs = "" if use.resources is None else str(use.resources.registers)
         if use.resources is not None and use.resources.spills:
             needs += f"+{use.resources.spills}"
-        time = seconds_text(use.roofline_us * 1e-6)
+        time = seconds_text(least_seconds(report, [replace(use, count=1)]))
         found = [] if not measured else ["" if use.measured_us is None else seconds_text(use.measured_us * 1e-6)]
         yield shortened(use.name, 28), use.count, format_bytes(use.bytes), time, *found, needs, first_line(use.lines)
     others = [use for use in uses if use not in shown]
     if others:
-        time = seconds_text(sum(use.roofline_us * use.count for use in others) * 1e-6)
+        time = seconds_text(least_seconds(report, others))
         moved = format_bytes(sum(use.bytes * use.count for use in others))
         count = sum(use.count for use in others)
-        yield f"{len(others)} others", count, moved, time, *([""] if measured else []), "", ""
+        yield counted(len(others), "other"), count, moved, time, *([""] if measured else []), "", ""
 
 
 def first_line(lines: Sequence[str]) -> str:

@@ -17,6 +17,11 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 form``, ``2 forms``, ``1,024 ranks``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def choices(value: object, known: Sequence[object]) -> str:
     """At most ten of the values that an option takes, those first that look like the one given."""
     near = difflib.get_close_matches(str(value), [one for one in known if isinstance(one, str)])

@@ -14,6 +14,7 @@ from weft.capture.user_code import shown_file
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import compilation_of, schedule_of
 from weft.program_form import ProgramForm
+from weft.shown_values import counted
 
 
 def defined_at(step: Callable[..., object]) -> str:
@@ -34,11 +35,14 @@ def rows(
     """Names and values: where the step is, how often it was captured, and for the form that ran last what runs."""
     yield "defined at", defined_at(step) or "unknown"
     yield "mode", mode
-    yield "captures", f"{len(captures)}, {len(forms)} forms kept" if captures else "none yet: it was not called"
+    yield (
+        "captures",
+        f"{len(captures)}, {counted(len(forms), 'form')} kept" if captures else "none yet: it was not called",
+    )
     if not forms:
         return
     graph = forms[0].captured.graph
-    yield "nodes", str(len(graph))
+    yield "operations", str(sum(node.op == "call_function" for node in graph.graph.nodes))
     if isinstance(forms[0], BranchingForm):
         yield "branches on values", "one program per path"
         return
@@ -48,7 +52,7 @@ def rows(
     collectives = len(list(graph.collectives()))
     yield (
         "collectives",
-        f"{collectives} in {len(schedule.reports)} buckets" if schedule is not None else str(collectives),
+        f"{collectives} in {counted(len(schedule.reports), 'bucket')}" if schedule is not None else str(collectives),
     )
     if schedule is not None:
         yield "peak memory", f"{format_bytes(schedule.simulation.peak)} predicted"
@@ -68,4 +72,4 @@ def as_html(name: str, found: Sequence[tuple[str, str]]) -> str:
 
 def _kernels(graph: StepGraph) -> str:
     calls = [node.target for node in graph.graph.nodes if isinstance(node.target, KernelCall)]
-    return f"{len({call.generated.source for call in calls})} generated, launched {len(calls)} times"
+    return f"{len({call.generated.source for call in calls})} generated, launched {counted(len(calls), 'time')}"

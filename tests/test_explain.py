@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import weft
 from weft import knobs
 from weft.capture.step_interface import Role
-from weft.errors import NotCapturedYet, NotOnGpu, NotScheduled, UnknownOption, WeftError
+from weft.errors import NoGeneratedKernels, NotCapturedYet, NotOnGpu, NotScheduled, UnknownOption, WeftError
 from weft.explain import CollectiveCount, Explanation, HookFired, InputBytes
 from weft.explain_tables import seconds_text
 
@@ -249,12 +249,14 @@ def test_kernels_that_would_run_on_a_gpu(tmp_path: Path) -> None:
     assert [(calls.operation, calls.why) for calls in found.calls] == [("aten.cumsum.default", "no lowering")]
     assert {"graph", "lower", "fuse", "generate", "compile"} <= set(found.seconds)
     text = str(explained.on("H200"))
-    assert "1 generated, launched 1 times" in text
+    assert "1 generated, launched 1 time on H200, at least 2.00 us" in text  # that of the shortest kernel
     sections = str(explained.on("H200").kernels())
     assert "cumsum" in sections
     assert "no lowering" in sections
     with pytest.raises(NotOnGpu):
         explained.on("H200").measured()
+    with pytest.raises(NoGeneratedKernels, match=r"ATen's kernels here, and no generated ones\. explained\.on\("):
+        explained.kernels()
     with pytest.raises(UnknownOption, match="'H200'"):
         explained.on("RTX 2000")
 
@@ -268,6 +270,17 @@ def test_what_runs_is_written_to_a_file(tmp_path: Path) -> None:
     names = runpy.run_path(str(tmp_path / "aten.py"))
     x = torch.randn(4, 4)
     assert torch.equal(names["run"]([x])[0], x.exp() @ x)
+    head, _, text = (tmp_path / "aten.py").read_text().partition("\n")
+    assert head.endswith('Runs on a CPU with torch."""')
+    assert "import triton" not in text
+    assert (
+        '"""A step compiled by weft: 1 kernels, 1 other calls. Runs on a GPU with torch and triton."""'
+        in (tmp_path / "kernels.py").read_text()
+    )
+    run = subprocess.run([sys.executable, str(tmp_path / "kernels.py")], capture_output=True, text=True)
+    assert (
+        torch.cuda.is_available() or run.stderr == f"{tmp_path}/kernels.py runs on a GPU, and torch finds none here\n"
+    )
 
 
 def test_the_schedule_that_a_step_would_have_on_a_cluster(tmp_path: Path) -> None:
@@ -344,6 +357,22 @@ def test_text_fits_80_columns_and_repeated_layers_have_one_row() -> None:
     assert "predicted" in str(scheduled.summary())
 
 
+def test_what_is_printed_adds_up_and_reads() -> None:
+    _, _, step = training()
+    explained = weft.explain(step, torch.randn(4, 8))
+    text = str(explained.graph())
+    rows = [re.search(r"(?: x(\d+))? +(\d+)  \d+ \w", line) for line in text.splitlines()[2:]]
+    assert sum(int(row[1] or 1) * int(row[2]) for row in rows if row) == explained.nodes
+    assert text.startswith(f"{explained.nodes} operations;")
+    assert str(explained).startswith(f"step: {explained.nodes} operations")
+    on_gpu = explained.on("H200")
+    wrong = r"(?<![\d.])0(\.\d+)? us|<1 ns|\b1 (operation|time|kernel|call|condition|other)s\b"
+    for printed in map(str, (on_gpu, on_gpu.kernels())):
+        assert not re.search(wrong, printed), printed
+    _, scheduled = sharded_step(4)
+    assert re.search(r"\d+ all-gathers over \w+, [\d.]+ \wiB\s+together", str(scheduled))
+
+
 def test_the_names_of_gpus_and_clusters_are_the_same() -> None:
     explained = weft.explain(lambda x: x.exp(), torch.randn(4, 4))
     assert str(explained.on("H200").kernels()) == str(explained.on("h200x8").kernels())
@@ -363,7 +392,8 @@ def test_a_step_on_a_cpu_is_scheduled_without_a_fake_world(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(1.5, "1.50 s"), (0.110227, "110 ms"), (12.34e-6, "12.3 us"), (0.0, "0")]
+    ("seconds", "text"),
+    [(1.5, "1.50 s"), (0.110227, "110 ms"), (12.34e-6, "12.3 us"), (4e-7, "400 ns"), (2e-10, "<1 ns"), (0.0, "0")],
 )
 def test_units_are_those_in_which_a_number_reads(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
@@ -411,8 +441,8 @@ def test_a_compiled_step_says_what_it_holds(caplog: pytest.LogCaptureFixture) ->
     assert repr(compiled) == f"{head}, captures none yet: it was not called>"
     compiled(torch.randn(4, 8))
     compiled(torch.randn(4, 8))
-    nodes = len(compiled.entries[0].captured.graph)
-    assert repr(compiled) == f"{head}, captures 1, 1 forms kept, nodes {nodes}, kernels ATen's, collectives 0>"
+    nodes = weft.explain(compiled).nodes
+    assert repr(compiled) == f"{head}, captures 1, 1 form kept, operations {nodes}, kernels ATen's, collectives 0>"
     assert f"<td style='text-align:left'>{nodes}</td>" in compiled._repr_html_()
     (said,) = [record.getMessage() for record in caplog.records if "memory_limit" in record.getMessage()]
     assert said == (

@@ -34,7 +34,7 @@ from weft.torch_adapter import OpOverload
 _MODULES = {"operator": operator, "math": math}
 _OF_ARENAS = (new_arena, part)
 
-_HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs with torch and triton{also}.{run}"""
+_HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs {where} with torch{also}.{run}"""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ import math
 import operator
 
 import torch
-import triton
-import triton.language as tl
 '''
+
+_TRITON = """import triton
+import triton.language as tl
+"""
 
 _ELSEWHERE = '''
 
@@ -135,9 +137,11 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
     kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
     bound = list(_bound(names))
     needed = ["what works on lists of tensors"] * bool(_lists(names)) + ["its own operations"] * _own_operations(bound)
-    also = f", and weft for {' and '.join(needed)}" if needed else ""
+    also = " and triton" * bool(kernels) + (f", and weft for {' and '.join(needed)}" if needed else "")
+    where = "on a GPU" if _on_gpu(step) else "on a CPU"
     groups, run = _groups(step)
-    parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also, run=run)]
+    parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also, run=run, where=where)]
+    parts += [_TRITON] * bool(kernels)
     if _own_operations(bound):
         parts.append("\nimport weft.distributed.ops  # torch.ops.weft\n")
     if groups:
@@ -277,12 +281,20 @@ def _own_operations(bound: Iterable[str]) -> bool:
 
 def _script(step: StepGraph, groups: dict[str, tuple[int, ...]]) -> str:
     lines = ['if __name__ == "__main__":']
+    if _on_gpu(step):
+        what = 'f"{__file__} runs on a GPU, and torch finds none here"'
+        lines += ["    if not torch.cuda.is_available():", f"        raise SystemExit({what})"]
     lines += [f"    connect({torch_adapter.world_size()}, {groups})"] if groups else []
     lines += ["    run(", "        ["]
     for entry, node in zip(step.inputs, step.placeholders, strict=True):
         lines.append(f"            {_zeros(node.meta['val'])},  # {entry.role.value} {printable(entry.path)}")
     lines += ["        ]", "    )"] + ["    torch.distributed.destroy_process_group()"] * bool(groups)
     return "\n".join(lines) + "\n"
+
+
+def _on_gpu(step: StepGraph) -> bool:
+    vals = (node.meta.get("val") for node in step.graph.nodes)
+    return any(isinstance(val, torch.Tensor) and val.is_cuda for val in vals)
 
 
 def _zeros(val: Any) -> str:
