@@ -16,10 +16,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-# Seconds at exit that requests under way get. One takes milliseconds, or seconds where the machine is overloaded. One that
-# takes longer is to a process that is stopped: it will not be answered while this process ends.
+# Seconds at exit that requests under way get. One takes milliseconds, or seconds where the machine is overloaded. One
+# that takes longer is to a process that is stopped: it will not be answered while this process ends.
 _REQUEST_S = 10.0
-# The same for requests that other ranks have to answer. They may be gone, and are not heard of before the wait times out.
+# The same for requests that other ranks have to answer. They may be gone, and then only a timeout ends the request.
 _RANKS_S = 1.0
 _LOOK_S = 0.02
 

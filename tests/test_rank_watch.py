@@ -116,7 +116,9 @@ def test_a_process_ends_well_while_a_thread_is_in_a_request(how: str) -> None:
 
 def test_the_end_of_a_process_does_not_wait_for_long_for_ranks_that_are_gone() -> None:
     program = REQUEST_AT_EXIT.replace("seconds=2", "seconds=100").replace("sleep(4)", "pass")
-    wait = "def wait():\n    with store_threads.waiting_for_ranks():\n        ask()\nstore_threads.started('test', wait)"
+    wait = (
+        "def wait():\n    with store_threads.waiting_for_ranks():\n        ask()\nstore_threads.started('test', wait)"
+    )
     command = [sys.executable, "-c", program.replace("HOW", wait)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None

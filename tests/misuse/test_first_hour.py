@@ -1,12 +1,14 @@
 """Mistakes of the first hour: each gives one clear error or warning, with exactly the text that is written here.
 
 What torch's users do from habit, and what works as it is, is tested too: prints and logging in a step.
+``docs/first_hour.md`` is the list of them; a test holds it to these texts.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import re
 import subprocess
 import sys
 import traceback
@@ -19,9 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
+from harness import ScriptRun, run_script_on_ranks
 from weft import knobs
 
 HERE = __file__
+PAGE = Path(__file__).parents[2] / "docs" / "first_hour.md"
+
+
+def assert_on_page(text: str) -> None:
+    """The page of these mistakes has the text, with a line of ``train.py`` in place of the real one. It wraps texts."""
+    text = re.sub(r"(/[\w./-]+|train)\.py:\d+", "train.py:12", text).replace(str(Path(HERE)), "train.py")
+    assert " ".join(text.split()) in " ".join(PAGE.read_text().split()), text
 
 
 def line_of(text: str) -> int:
@@ -59,6 +69,7 @@ def test_an_optimizer_made_before_sharding_is_warned_about(
     weft.fully_shard(model, mesh=mesh)
     with caplog.at_level(logging.WARNING, "weft"):
         weft.compile(stepped(early, model))(torch.randn(2, 8))
+    assert_on_page(warnings_of(caplog)[0])
     assert warnings_of(caplog) == [
         f"SGD.step at {HERE}:{line_of('update')} in train_step changes nothing: none of its 2 "
         "parameters has a gradient. If the optimizer was made before fully_shard, replicate or materialize, it has "
@@ -81,6 +92,7 @@ def test_a_wrong_shape_is_one_error_with_the_users_lines_only(caplog: pytest.Log
         step(torch.randn(2, 7))
     where = f"{HERE}:{line_of('forward')} in train_step"
     assert str(found.value) == "a and b must have same reduction dim, but got [2, 7] X [8, 8]."
+    assert_on_page(f"RuntimeError: {found.value}\n{found.value.__notes__[0]}")
     assert found.value.__notes__ == [f"while capturing aten.addmm.default at {where}"]
     files = [Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)]
     assert files == ["test_first_hour.py", "test_first_hour.py"]
@@ -112,12 +124,14 @@ def test_a_limit_that_is_a_text() -> None:
     with pytest.raises(weft.WeftError) as found:
         weft.compile(lambda x: x, memory_limit="45GB")  # type: ignore[call-overload]
     assert str(found.value) == LIMIT
+    assert_on_page(LIMIT)
 
 
 def test_no_launcher() -> None:
     with pytest.raises(weft.WeftError) as found:
         weft.fully_shard(nn.Linear(2, 2))
     assert str(found.value) == LAUNCHER
+    assert_on_page(LAUNCHER)
 
 
 def test_a_mesh_without_names() -> None:
@@ -125,6 +139,7 @@ def test_a_mesh_without_names() -> None:
         mesh = dist.init_device_mesh("cpu", (2, 2))
         with pytest.raises(weft.WeftError) as found:
             weft.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    assert_on_page(str(found.value))
     assert str(found.value) == (
         "fully_shard cannot use mesh=DeviceMesh((2, 2), 'cpu', stride=(2, 1)): a mesh of two dimensions needs names. "
         "Create it with mesh_dim_names=('replicate', 'shard')"
@@ -135,6 +150,7 @@ def test_a_module_wrapped_twice(mesh: dist.DeviceMesh) -> None:
     model = weft.fully_shard(nn.Linear(4, 4), mesh=mesh)
     with pytest.raises(weft.WeftError) as found:
         weft.fully_shard(model, mesh=mesh)
+    assert_on_page(str(found.value))
     assert str(found.value) == (
         "cannot apply fully_shard to a FSDPLinear: it is wrapped already. Wrap each module once: modules that need "
         "another setting first, then the one around them"
@@ -147,6 +163,7 @@ def test_a_model_on_the_meta_device(mesh: dist.DeviceMesh) -> None:
     weft.fully_shard(model, mesh=mesh)
     with pytest.raises(weft.WeftError) as found:
         weft.compile(stepped(torch.optim.SGD(model.parameters()), model))(torch.randn(2, 4))
+    assert_on_page(str(found.value))
     assert str(found.value) == (
         "sharded parameters are still on the meta device: weight, bias. Call weft.materialize(model, device=...) "
         "before the first forward"
@@ -174,6 +191,8 @@ def test_what_people_do_from_habit_works(capsys: pytest.CaptureFixture[str]) -> 
         print(loss.item())
         print(f"{loss.item():.3f}")
         print(f"{loss.detach()}")
+        print(loss)
+        print(f"{loss}")
         wandb.log({"loss": loss.item()})
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -186,8 +205,96 @@ def test_what_people_do_from_habit_works(capsys: pytest.CaptureFixture[str]) -> 
     assert wandb.seen == losses
     assert len(set(losses)) == 3
     lines = capsys.readouterr().out.splitlines()
-    in_eager = [(str(loss), f"{loss:.3f}", f"{torch.tensor(loss)}") for loss in losses]
+    shapes = [torch.tensor(loss, requires_grad=True) + 0 for loss in losses]
+    as_shown = [str(loss).replace("AddBackward0", "MeanBackward0") for loss in shapes]
+    in_eager = [
+        (str(loss), f"{loss:.3f}", f"{torch.tensor(loss)}", shown, str(loss))
+        for loss, shown in zip(losses, as_shown, strict=True)
+    ]
     assert lines == [text for texts in in_eager for text in texts]
+
+
+def test_a_memory_limit_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 8)
+    train_step = stepped(torch.optim.SGD(model.parameters()), model)
+    with caplog.at_level(logging.WARNING, "weft"):
+        weft.compile(train_step, memory_limit=45)(torch.randn(2, 8))
+    assert warnings_of(caplog) == [
+        "train_step: memory_limit has no effect on a CPU, where ATen's kernels run as they are captured. "
+        'weft.explain(train_step).scheduled("h200x8") keeps it and says what it would do on GPUs'
+    ]
+    assert_on_page(warnings_of(caplog)[0])
+
+
+# ---- on two ranks
+
+SCRIPT = """
+import sys, torch, weft
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+mesh = init_device_mesh("cpu", (2,))
+rank = mesh.get_rank()
+model = weft.fully_shard(nn.Linear(8, 8), mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+@weft.compile
+def train_step(x):
+    loss = model(x).square().mean()
+    IN_STEP
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+for step in range(3):
+    IN_LOOP
+    train_step(torch.ones(2, 8))
+print("ends")
+torch.distributed.destroy_process_group()
+"""
+
+
+def ranks_of(tmp_path: Path, in_step: str = "", in_loop: str = "") -> list[ScriptRun]:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("IN_STEP", in_step).replace("IN_LOOP", in_loop))
+    return run_script_on_ranks(tmp_path / "train.py", 2)
+
+
+@pytest.mark.gloo
+def test_a_rank_exits_early(tmp_path: Path) -> None:
+    left, gone = ranks_of(tmp_path, in_loop="if rank == 1 and step == 1: sys.exit()")
+    assert (left.returncode, gone.returncode) == (1, 0)
+    error = left.stderr[left.stderr.index("weft.errors.") :].strip()
+    assert "rank 0 waited 16.0 s and did not hear from rank 1" in error
+    assert_on_page(error)
+
+
+@pytest.mark.gloo
+def test_another_collective_on_one_rank(tmp_path: Path) -> None:
+    runs = ranks_of(tmp_path, "if rank == 1: torch.distributed.all_reduce(loss.detach())")
+    line = SCRIPT[: SCRIPT.index("IN_STEP")].count("\n") + 1
+    for rank, run in enumerate(runs):
+        assert run.returncode == 1
+        assert "ends" not in run.stdout
+        error = run.stderr[run.stderr.index("weft.errors.") :].replace(f"This is rank {rank}", "This is rank 0")
+        added = [text for text in error.splitlines() if text.startswith("+ ")]
+        assert [re.sub(r" at \S*/train", " at train", text) for text in added] == [
+            "+ _c10d_functional::all_reduce(reduce_op=sum, group_name=world): torch.float32 [1]; forward  # at "
+            f"train.py:{line} in train_step"
+        ]
+        for part in (error.partition("\n")[0], added[0], error.strip().splitlines()[-1]):
+            assert_on_page(part)
+
+
+@pytest.mark.gloo
+def test_other_arithmetic_on_one_rank_is_what_eager_does(tmp_path: Path) -> None:
+    in_step = "if rank == 1: loss = loss * 2"
+    compiled = ranks_of(tmp_path, in_step, "print(model.weight.to_local().tolist())")
+    eager = SCRIPT.replace("@weft.compile\n", "").replace("IN_STEP", in_step)
+    (tmp_path / "eager.py").write_text(eager.replace("IN_LOOP", "print(model.weight.to_local().tolist())"))
+    same = run_script_on_ranks(tmp_path / "eager.py", 2)
+    assert [run.returncode for run in (*compiled, *same)] == [0] * 4
+    assert [run.stdout for run in compiled] == [run.stdout for run in same]
 
 
 def test_a_script_ends_with_one_line() -> None:
