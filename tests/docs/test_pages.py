@@ -17,25 +17,18 @@ import doctest
 import importlib.util
 import pkgutil
 import re
-import textwrap
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import page_parts
 import weft
 from harness import ScriptRun, run_script, run_script_on_ranks
+from page_parts import CODE, FENCE, PROCESSES, links, pages
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
-CODE = re.compile(
-    r"<!-- setup\n(?P<setup>.*?)-->|^```python\n(?P<block>.*?)^```(?:\n+```text\n(?P<shown>.*?)^```)?",
-    re.DOTALL | re.MULTILINE,
-)
-# A page whose blocks are a program for several processes says so.
-PROCESSES = re.compile(r"<!-- processes: (\d) -->")
-FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+PAGES = pages(ROOT)
 TARGETS = ("inductor", "capture", "distributed", "launch", "tests", "bench", "docs", "examples")
 NAMED_FILE = re.compile(rf"`((?:{'|'.join(TARGETS)})/[\w/]+(?:\.py|\.md|\.toml|/)?)`")
 
@@ -54,8 +47,7 @@ def anchors(page: Path) -> set[str]:
 def broken_links(page: Path) -> list[str]:
     """Links of ``page`` to files or headings that do not exist. Links to other sites are not followed."""
     wrong = []
-    for found in LINK.finditer(FENCE.sub("", page.read_text())):
-        link = found[1] or found[2]
+    for link in links(page.read_text()):
         if re.match(r"[a-z]+:", link):
             continue
         file, _, anchor = link.partition("#")
@@ -67,8 +59,7 @@ def broken_links(page: Path) -> list[str]:
 
 def program(text: str) -> str:
     """The Python of a page, in order; empty where it has none. It prints a line after each block."""
-    parts = [found["setup"] or found["block"] for found in CODE.finditer(text)]
-    return "".join(f"{textwrap.dedent(part)}\nprint({END_OF_BLOCK!r}, flush=True)\n" for part in parts)
+    return page_parts.program(text, f"print({END_OF_BLOCK!r}, flush=True)")
 
 
 def wrong_outputs(text: str, printed: str) -> list[str]:
