@@ -30,7 +30,7 @@ export NCCL_NVLS_ENABLE = 0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST = 1
 export NVSHMEM_DISABLE_NVLS = 1
 
-.PHONY: demo test slurm-test explore programs schedules stress memory nightly check docs clean
+.PHONY: demo test slurm-test explore programs schedules stress memory nightly newcomer check docs clean
 
 demo: .venv/ready
 	@ranks=$${RANKS:-$$($(PY) -c "import torch; print(torch.cuda.device_count() or 2)")}; \
@@ -64,6 +64,10 @@ nightly: explore programs schedules stress memory
 
 stress: .venv/ready
 	$(PY) tests/thread_stress.py --seconds $(SECONDS)
+
+# A fresh clone, an environment of its own, and every page's blocks and commands: minutes.
+newcomer:
+	PIP_ARGS="$(PIP_ARGS)" .ci/newcomer $(PYTHON)
 
 check: .venv/ready
 	@if $(call HAS,ruff); then $(PY) -m ruff check .; else echo "ruff is not installed: skipped"; fi

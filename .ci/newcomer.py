@@ -1,7 +1,7 @@
 """python .ci/newcomer.py CHECKOUT [--quick]: what a new user does with the pages, in an environment that has weft.
 
-Runs, page by page and in the current folder, the Python blocks and then the commands of a checkout's pages. Commands for
-which this machine lacks something are listed with the reason. Ends with status 1 if something failed.
+Runs, page by page and in the current folder, the Python blocks and then the commands of a checkout's pages. Commands
+for which this machine lacks something are listed with the reason. Ends with status 1 if something failed.
 
 --quick runs the commands of the README and its program, and no other page.
 """
@@ -25,7 +25,7 @@ QUICK = "--quick" in sys.argv
 NOT_HERE = {
     r"\.\.\.": "has a part for the reader to fill in",
     r"pip install": "done before",
-    r"make (demo|test|explore|docs)|pytest|newcomer|figures": "tests, demo and pages have jobs of their own",
+    r"make (demo|test|explore|docs|newcomer)|pytest|figures": "tests, demo and pages have jobs of their own",
     r"slurm|--partition|--follow|cancel": "needs Slurm",
     r"--gpus|--nproc-per-node gpu|launch train\.py$": "needs GPUs",
 }
