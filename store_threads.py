@@ -4,16 +4,19 @@ A request releases Python's lock while it waits for the answer. When Python fina
 the lock any more: CPython before 3.14 ends it there with ``pthread_exit``, which unwinds its C++ frames. One of these
 is the destructor in torch's bindings that takes the lock back. A destructor must not be unwound, so C++ ends the whole
 process with SIGABRT, "terminate called without an active exception", after a run that went well. So at exit
-these threads are told to come back, and waited for.
+these threads are told to come back, and waited for: until the kernel has no such thread any more, since destructors of
+C++'s thread-local objects run after the last line of Python.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 
 # Seconds at exit that requests under way get. One takes milliseconds, or seconds where the machine is overloaded. One
@@ -25,12 +28,18 @@ _LOOK_S = 0.02
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _waiting: set[int | None] = set()  # threads that wait for other ranks
+_kernel_threads: deque[int] = deque(maxlen=64)  # ids of the last that were started
 _ending = threading.Event()
 
 
 def started(name: str, run: Callable[[], None]) -> threading.Thread:
     """A thread that runs ``run()``, which asks the store, and returns or raises soon after :func:`ending` is True."""
-    thread = threading.Thread(target=run, name=name, daemon=True)
+
+    def known() -> None:
+        _kernel_threads.append(threading.get_native_id())
+        run()
+
+    thread = threading.Thread(target=known, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
     return thread
@@ -58,6 +67,11 @@ def _finish() -> None:
     while under_way := [thread.ident for thread in list(_threads) if thread.is_alive()]:
         seconds = time.monotonic() - start
         if seconds > (_RANKS_S if _waiting.issuperset(under_way) else _REQUEST_S):
+            return
+        time.sleep(_LOOK_S)
+    start = time.monotonic()
+    while any(os.path.exists(f"/proc/self/task/{thread}") for thread in _kernel_threads):  # Linux alone has these
+        if time.monotonic() - start > _RANKS_S:
             return
         time.sleep(_LOOK_S)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from weft import rank_watch, store_threads, torch_adapter
+from weft import rank_watch, torch_adapter
 from weft.capture.agreement.lockstep import Lockstep
 from weft.distributed.checkpoint import exchange
 from weft.errors import StoreLost
@@ -119,13 +119,14 @@ def test_the_end_of_a_process_does_not_wait_for_long_for_ranks_that_are_gone() -
     wait = (
         "def wait():\n    with store_threads.waiting_for_ranks():\n        ask()\nstore_threads.started('test', wait)"
     )
-    command = [sys.executable, "-c", program.replace("HOW", wait)]
+    # The limit for requests that no other rank answers, so that a slow machine is told from the wrong limit.
+    command = [sys.executable, "-c", program.replace("HOW", f"store_threads._REQUEST_S = 100\n{wait}")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "ends\n"
         began = time.monotonic()
-        assert run.wait(60) == 0
-    assert time.monotonic() - began < store_threads._REQUEST_S - 1
+        assert run.wait(150) == 0
+    assert time.monotonic() - began < 50
 
 
 def test_what_is_asked_is_answered_or_raised() -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.gloo
+@pytest.mark.timeout(600)
 def test_the_commands_of_the_readme_run_in_a_fresh_clone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     if subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], capture_output=True).returncode:
