@@ -17,7 +17,7 @@ import logging
 import sys
 import threading
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -66,6 +66,8 @@ from weft.capture.state.type_facts import (
     OF_FUNCTIONS,
     OF_LOGGERS,
     OF_SYS,
+    PLAIN_HOLDERS,
+    SIMPLE_KINDS,
     FactsOfTypes,
     TypeFacts,
 )
@@ -269,7 +271,7 @@ class ReachableState:
             self._met_again(obj, path, place)
             return
         self._seen[id(obj)] = obj
-        if type(obj) in _PLAIN_HOLDERS:
+        if type(obj) in PLAIN_HOLDERS:
             self._elements(obj, path, place)
         elif isinstance(obj, torch.nn.Module):
             self._module(obj, path)
@@ -346,7 +348,7 @@ class ReachableState:
     def _container(self, container: Container, role: Role | None = None) -> None:
         self.containers.append(container)
         for key, value in container.before.items():
-            if type(value) in _SIMPLE_KINDS and type(key) in _SIMPLE_KINDS and not (self._replaced or self._growing):
+            if type(value) in SIMPLE_KINDS and type(key) in SIMPLE_KINDS and not (self._replaced or self._growing):
                 continue  # most entries are plain values, in which nothing is found
             path = container.label(key)
             if not isinstance(key, SIMPLE):
@@ -368,7 +370,7 @@ class ReachableState:
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
             for wrapper in wrappers(tensor):  # a step may exchange what is in it
-                self._container(Container(vars(wrapper), path, frozenset(vars(wrapper)), _label(path)))
+                self._container(Container(vars(wrapper), path, frozenset(vars(wrapper)), label_of(path)))
             self._container(Container(tensor, path, label=lambda key: f"{path}.{key}"), Role.GRADIENT)
             if tensor.requires_grad and self._with_hooks:
                 self._leaf_hooks(tensor, path)
@@ -594,8 +596,3 @@ class ReachableState:
             return frozenset(name for base in kind.own for name in vars(base) if name in self._names)
         found = self._names.looked_for | (kind.defaults & {*self._names, "forward"})
         return frozenset(found | self._names.read if kind.falls_back else found)
-
-
-_SIMPLE_KINDS = frozenset(SIMPLE)
-# Types that hold objects and have no attributes: most objects are of one of these.
-_PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})

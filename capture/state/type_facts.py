@@ -37,6 +37,10 @@ OF_LOGGERS = frozenset({"level", "disabled", "parent"})
 # What tells whether a lock is held.
 ASK_LOCKS = frozenset({"acquire", "locked"})
 
+SIMPLE_KINDS = frozenset(SIMPLE)
+# Types that hold objects and have no attributes: most objects are of one of these.
+PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})
+
 
 class TypeFacts(NamedTuple):
     """One type.
