@@ -80,8 +80,9 @@ class TensorLike:
     def of_gradient(cls, container: Container, *, is_read: bool = True) -> TensorLike | None:
         """What the gradient is like that was found on a tensor; None where there is none."""
         found = container.before.get("grad") if isinstance(container.obj, torch.Tensor) else None
-        is_plain = isinstance(found, torch.Tensor) and not found.requires_grad
-        return cls(found.shape, found.dtype, is_read) if is_plain else None
+        if not isinstance(found, torch.Tensor) or found.requires_grad:
+            return None
+        return cls(found.shape, found.dtype, is_read)
 
 
 # Types of lists to which a step may append without reading them.
