@@ -122,10 +122,8 @@ class ContainerGuard:
     def release_gradients(self) -> bool:
         """Remember of gradients what they must be like, and not the tensors. Returns whether any was held."""
         held = [at for at in self._gradients if isinstance(self._expected[at], torch.Tensor)]
-        if held:
-            self._expected = list(self._expected)
-            for at in held:
-                self._expected[at] = TensorLike(self._expected[at].shape, self._expected[at].dtype)
+        for at in held:  # in the list itself, which the reader of entries has too
+            self._expected[at] = TensorLike(self._expected[at].shape, self._expected[at].dtype)
         return bool(held)
 
     def failure(self) -> str | None:
