@@ -917,7 +917,9 @@ def force_eager() -> Iterator[None]:
 def dtensors_in_captures() -> Iterator[None]:
     """DTensors take numbers that have no value (a count of steps, in a capture). To place the result of an operation,
     torch looks at all arguments, and would ask for the values: it gets 1.0, since no number decides on a placement.
-    Operations on lists are placed in time that does not grow with the square of the lists."""
+    Operations on lists are placed in time that does not grow with the square of the lists. Torch's table of placements
+    holds the numbers of a call, and compares those of later calls with them: that would ask for the value of a number
+    of another capture, so the table is emptied before and after."""
     if "torch.distributed.tensor" not in sys.modules:
         yield
         return
@@ -937,7 +939,10 @@ def dtensors_in_captures() -> Iterator[None]:
 
         return run
 
+    forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
+    forget()
     with contextlib.ExitStack() as stack:
+        stack.callback(forget)
         for name in ("propagate_op_sharding", "propagate_op_sharding_non_cached"):
             place = placed(_placed_once_a_column(thread_patches.present(propagator, name)))
             stack.enter_context(thread_patches.replaced(propagator, name, place))

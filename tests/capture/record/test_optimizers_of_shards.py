@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from harness import run_ranks
+from weft.branching_form import BranchingForm
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {}),
@@ -52,6 +53,34 @@ def both(rank: int, world: int) -> None:
 @pytest.mark.gloo
 def test_training_by_any_optimizer_is_eager_training() -> None:
     run_ranks(both, 2, timeout=150)
+
+
+def captured_again_and_again(rank: int, world: int) -> list[tuple[int, int]]:
+    """How many captures and how many forms with branches each of several compiled steps of one process has."""
+    found = []
+    for _ in range(6):
+        torch.manual_seed(0)
+        net = weft.fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (world,)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, net: Any = net, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = net(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run: Any = weft.compile(step)
+        for _ in range(2):
+            run(torch.randn(4, 8))
+        found.append((len(run.captures), sum(isinstance(form, BranchingForm) for form in run.entries)))
+    return found
+
+
+@pytest.mark.gloo
+def test_numbers_of_earlier_captures_are_no_questions_of_later_ones() -> None:
+    """Torch 2.11 compares the numbers of an operation on DTensors with those in its table of placements."""
+    assert run_ranks(captured_again_and_again, 1) == [[(1, 0)] * 6]
 
 
 def accumulated(rank: int, world: int, compiled: bool) -> list[torch.Tensor]:
