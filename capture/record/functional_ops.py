@@ -1,9 +1,10 @@
 """The functional form of in-place operations, and the inverses of views.
 
-A StepGraph has no mutation. For each operation that writes to arguments, :func:`effects` names the functional form,
-which returns the new values instead: ``aten.add`` for ``aten.add_``. Where ATen has none, :class:`Functionalized`
-clones what the operation writes. For each view, :func:`write_back` emits the operation that puts a changed view back
-into its base (``slice_scatter`` for ``slice``), so that a write through a view becomes a new value of the base.
+A StepGraph has no mutation. For each operation that writes to arguments, :func:`written_arguments` and
+:func:`out_of_place` name the functional form, which returns the new values instead: ``aten.add`` for ``aten.add_``.
+Where ATen has none, :class:`Functionalized` clones what the operation writes. For each view, :func:`write_back` emits
+the operation that puts a changed view back into its base (``slice_scatter`` for ``slice``), so that a write through a
+view becomes a new value of the base.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@ This module is the bookkeeping that turns such writes into values while the step
 one :class:`TrackedStorage` a storage, with the node of its current contents, and one :class:`TrackedTensor` a fake
 tensor, which is the whole of a storage or a view into it. Aliasing is decided by the storages of the fake tensors.
 
-Take ``p.grad.add_(g)`` where the step made ``p.grad`` as the view ``flat[0:4]`` of a flat gradient buffer (a view
-that was there before the step is found by its memory, as ``as_strided`` of the tensor it lies in: :meth:`part`):
+Take ``p.grad.add_(g)`` where the step made ``p.grad`` as the view ``flat[0:4]`` of a flat gradient buffer. (A gradient
+that was there before the step is an input, without steps 2 and 3; one inside a larger input is a view of that:
+:meth:`part`.)
 
 1. The recorder asks for the current values of both operands (:meth:`TrackedStorages.read`) and emits the functional
    form ``new = aten.add(grad, g)`` (:mod:`weft.capture.record.functional_ops` knows it).
@@ -16,9 +17,11 @@ that was there before the step is found by its memory, as ``as_strided`` of the 
    emitted again on ``flat_1``; a view that is never read again costs no node.
 4. At the end of the capture the tracer reads every input once more. An input whose node is no longer its placeholder
    was written by the step, and the node becomes an :class:`~weft.capture.step_interface.Update` output. A gradient
-   that the step made becomes a :class:`~weft.capture.step_interface.Create` output.
-5. When the step runs, :mod:`weft.inductor.runtime.placement` has made the update an in-place operation on the user's
-   tensor again, or a copy into it. What is created is assigned to ``p.grad`` by :mod:`weft.program_form`.
+   that the step made is found by comparing the state with what it was, and becomes a
+   :class:`~weft.capture.step_interface.Create` output.
+5. The compiler makes the update an in-place operation on the user's tensor again where nothing reads the old value
+   later (:mod:`weft.inductor.runtime.placement`), else a copy into it; generated kernels end in a copy. What is created
+   is assigned to ``p.grad`` by :mod:`weft.program_form`.
 """
 
 from __future__ import annotations

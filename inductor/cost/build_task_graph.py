@@ -3,7 +3,7 @@
 A task needs the operands of its node, and what any other order would break: an operation that writes to memory comes
 after all readers of the old value; calls with effects and random draws keep their order; a call that orders the step
 with outside streams keeps its place; inputs come first and the output last. Collectives keep no order among themselves:
-the chosen order follows from the graph alone, and so is the same on all ranks.
+ranks agree on the order that is chosen (:mod:`weft.inductor.schedule.agree_on_schedule`).
 
 Transports over symmetric memory may already be applied to the graph
 (:mod:`weft.inductor.transports.apply_transports`). Values in the symmetric arena are then no storages of the task

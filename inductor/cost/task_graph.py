@@ -80,7 +80,7 @@ class TaskGraph:
     """A step to be scheduled.
 
     Attributes:
-        tasks: in a valid order, the one the step was captured in.
+        tasks: in a valid order, that of the graph.
         storages: memory that tasks allocate, without the inputs.
         base: bytes that are allocated for the whole step: the inputs and ``set_aside``.
         set_aside: bytes of ``base`` that the symmetric-memory transports keep during and between steps.

@@ -4,7 +4,8 @@ The nodes of a graph stand in the order in which they are issued. This pass find
 Random operations and calls with effects keep their order. Every decision follows from the graph alone, so all ranks
 issue their collectives in the same order.
 
-On CPUs, and on GPUs without a description of the cluster, this is the order in which a step runs. Otherwise it is the
+On CPUs, and on GPUs without a description of the cluster, this is the order in which a step runs, if all ranks come to
+the same collectives; else these run as captured. With a description it is the
 order from which :mod:`weft.inductor.schedule.planner` starts: it says when operands are ready and results are needed.
 
 Keeps the bits of every result.

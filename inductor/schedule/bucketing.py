@@ -8,9 +8,10 @@ A larger bucket costs time: it starts when its last operand is ready, and its fi
 Buckets are cut on a stream, which runs one call at a time, by dynamic programming over the places to cut. It minimises
 first the largest lateness of a result, then the time on the stream. For reductions, in the order in which gradients
 become ready, this is the problem of MG-WFBP (S. Shi, X. Chu, B. Li, "MG-WFBP: Efficient Data Communication for
-Distributed Synchronous SGD Algorithms", INFOCOM 2019). A reduction cannot start before its gradient is ready, and its
-end is free. An all-gather of shards can start at any time, and its end is fixed by its first use. So gathers are cut on
-the reversed time axis. The planner chooses how large a bucket can get, see :func:`balanced_bucket_bytes`.
+Distributed Synchronous SGD Algorithms", INFOCOM 2019). A reduction cannot start before its gradient is ready, and is
+due at its first use. An all-gather of parameters can start at any time before it is due. So these gathers are cut on
+the reversed time axis; gathers of computed values are cut as reductions are. The planner chooses how large a bucket can
+get, see :func:`balanced_bucket_bytes`.
 
 Gathers keep their bits. A library may sum more than two numbers in another order when tensors are merged.
 """
@@ -107,8 +108,8 @@ def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[li
 def cut_into_buckets(
     members: Sequence[BucketEntry], clock: Sequence[float], sizes: Sequence[int], price: Price, max_bytes: float
 ) -> list[list[BucketEntry]]:
-    """Cut one of :func:`bucketable_sequences` into buckets, each in order, with the least lateness; of those, with the
-    least time on the stream. Runs in time linear in the members.
+    """Cut one of :func:`bucketable_sequences` into buckets, each in order, with little lateness; of those, with little
+    time on the stream. Only the best few cuts of each prefix are kept, so that the time is linear in the members.
 
     Args:
         clock: by position in the graph, when the compute stream comes there if it never stalls (s).

@@ -4,7 +4,7 @@ The planner compares a few candidates. A candidate says which gathered parameter
 (:mod:`weft.inductor.schedule.reshard`) and how large buckets can get (:mod:`weft.inductor.schedule.bucketing`). For
 each candidate the graph is rewritten, priced (:mod:`weft.inductor.cost.build_task_graph`), ordered within the memory
 limit (:mod:`weft.inductor.schedule.search_order`) and simulated with the transports that it will run with. The schedule
-has the fewest regathers that fit, and of the bucket sizes that are tried for these, the fastest.
+has few regathers, found greedily, and of the bucket sizes that are tried for these, the fastest.
 
 Gathering again costs communication, so as few parameters as possible are resharded. Those with the longest idle time
 per second of communication go first: the first layers' parameters, which backward needs last. How many must go is
@@ -13,9 +13,9 @@ parameters go. *Regathers* are the all-gathers of a value after its first.
 
 Orders are searched with the times of the chosen transports, and as if no result lay in the symmetric arena, since the
 size of the arena follows from the order. The arena is then laid out for the order that was found. If the sum exceeds
-the limit, the search runs again with a limit that is lower by the excess. Where the arena of the last order leaves a
-candidate far too little, its orders are not searched. If no order with transports over peers fits, the library carries
-the collectives.
+the limit, the search runs again with a limit that is lower by the excess. A candidate that would exceed the limit by
+far with the arena of the last order is rejected without a search. If no order with transports over peers fits, the
+library carries the collectives.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def schedule(
     keep_bits: bool = False,
     unreachable_groups: Collection[str] = (),
 ) -> Schedule:
-    """Schedule a step of generated kernels. ``step`` is not changed.
+    """Schedule a step of generated kernels, or of ATen's with ``keep_bits``. ``step`` is not changed.
 
     Args:
         memory_limit: peak memory of a rank in bytes, including the step's inputs. Default: 90% of the memory of the
@@ -336,7 +336,7 @@ class _Planner:
         if self.infeasible:
             self.refused = allowed_transports(self.cluster)  # their memory would only add to the peak
             self.evaluate(ScheduleCandidate(self.regathers(0)[0], 0.0), last=True)
-        while (found := None if self.infeasible else self.fewest_regathers()) is None and self.by_peers:
+        while (found := None if self.infeasible else self.few_regathers()) is None and self.by_peers:
             # `by_peers` lists transports in use, and each round refuses some of them. So the loop ends, at the latest
             # when the library carries everything.
             # The arena stays allocated for the whole step. Results in it live longest, so their transports go first.
@@ -361,9 +361,10 @@ class _Planner:
         # order may be larger.
         return self.evaluate(found.applied.candidate) or found
 
-    def fewest_regathers(self) -> _OrderedCandidate | None:
-        """The candidate that fits with the fewest regathers, None where none fits."""
-        target, step, tried = self.limit, int(self.limit * _TARGET_STEP), None
+    def few_regathers(self) -> _OrderedCandidate | None:
+        """A candidate that fits, with few regathers; None where none fits. Estimates that are too low are answered with
+        a lower target, which may skip the fewest that would do."""
+        target, decrement, tried = self.limit, int(self.limit * _TARGET_STEP), None
         candidate = self.candidate(target)
         # Regathers are prefetched, which needs room for a bucket that the low-memory order does not count.
         if candidate is not None and candidate.regathers:
@@ -375,10 +376,10 @@ class _Planner:
                 if (found := self.evaluate(tight)) is not None:
                     return found
         while candidate is not None:
-            if candidate != tried and (found := self.evaluate(candidate, hopeless=step)) is not None:
+            if candidate != tried and (found := self.evaluate(candidate, far_bytes=decrement)) is not None:
                 return found
             # Lower the target by the excess of the candidate, and by a step so that the loop ends.
-            tried, target = candidate, target - max(self.excess, 0) - step
+            tried, target = candidate, target - max(self.excess, 0) - decrement
             candidate = self.candidate(target)
         # The last resorts: every regather that lowers the peak, then without buckets, whose results are live together.
         most_regathers = ScheduleCandidate(self.regathers(0)[0], _BUCKET_SCALES[0])
@@ -402,14 +403,14 @@ class _Planner:
         return tuple((value, tuple(sorted(uses[value]))) for value in sorted(uses)), int(memory.max()) <= target
 
     def evaluate(
-        self, candidate: ScheduleCandidate, *, last: bool = False, hopeless: float = math.inf
+        self, candidate: ScheduleCandidate, *, last: bool = False, far_bytes: float = math.inf
     ) -> _OrderedCandidate | None:
         """Apply and order a candidate. None where no order that fits is found easily. For the ``last`` candidate the
         search takes longer, and ``least`` is updated.
 
         Args:
-            hopeless: if the candidate exceeds the limit by more than so many bytes with the arena of the last order, no
-                order is searched, and ``estimated`` is set.
+            far_bytes: if the candidate exceeds the limit by more than so many bytes with the arena of the last order,
+                no order is searched, and ``estimated`` is set.
         """
         self.evaluated += 1
         applied = self.applied(candidate)
@@ -417,7 +418,7 @@ class _Planner:
         # arena would cost up to `_MAX_REORDERS` searches to be rejected. Where even the low-memory order exceeds the
         # limit, `ordered` rejects without a search, and knows the excess exactly.
         estimate = applied.low_memory_peak + self.unpredicted - self.limit
-        self.estimated = applied.low_memory_peak <= self.limit and estimate > hopeless
+        self.estimated = applied.low_memory_peak <= self.limit and estimate > far_bytes
         if self.estimated:
             self.excess = estimate
             return None

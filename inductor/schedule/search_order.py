@@ -60,7 +60,8 @@ def search_order(task_graph: TaskGraph, memory_limit: int | None = None) -> list
 
 def _search(task_graph: TaskGraph, memory_limit: int | None) -> list[int]:
     before = precedence(task_graph)
-    # The order that runs without a schedule. It is a candidate, so that scheduling makes no step slower as predicted.
+    # The order of the graph, with the buckets and regathers of this candidate. Because it competes, no search makes the
+    # candidate slower than the simple rules would, as predicted.
     own_order = simulate(task_graph)
     reference = Reference(task_graph, before, _order_within(task_graph, before, own_order, memory_limit), memory_limit)
     schedules = _schedules(reference)

@@ -161,7 +161,7 @@ def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(
         fewest = within.candidate(limit)
         assert fewest is not None
         assert 0 < count(fewest.regathers) < count(within.regathers(0)[0])
-        found = within.fewest_regathers()
+        found = within.few_regathers()
     assert found is not None
     assert found.applied.candidate == fewest
     assert found.simulation.peak <= limit
@@ -182,11 +182,11 @@ def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(
         fewest = within.candidate(limit)
         assert fewest is not None
         within.unpredicted = limit
-        assert within.evaluate(fewest, hopeless=limit // 128) is None
+        assert within.evaluate(fewest, far_bytes=limit // 128) is None
         assert within.estimated
         assert not searches.called
         # The last resort is searched for all that: arenas differ between orders.
-        found = within.fewest_regathers()
+        found = within.few_regathers()
         most = within.regathers(0)[0]
     assert searches.called
     assert found is not None
