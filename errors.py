@@ -950,8 +950,8 @@ class NoGeneratedKernels(WeftError):
 
     def __init__(self, step: str) -> None:
         super().__init__(
-            f'{step} runs ATen\'s kernels here, and no generated ones. explained.on("H200") has those that a GPU would '
-            'run: explained = weft.explain(...), then print(explained.on("H200").kernels())'
+            f'{step} runs ATen\'s kernels here, and no generated ones. Call print(explained.on("H200").kernels()) for '
+            "those that a GPU would run, where explained = weft.explain(...)"
         )
 
 

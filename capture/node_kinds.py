@@ -138,15 +138,16 @@ def unregistered(node: torch.fx.Node) -> UnregisteredCollective:
 @functools.cache
 def needs_check(target: object) -> bool:
     """Whether :func:`check_operands` has something to check for an operation."""
-    coalesced = getattr(target, "namespace", "") in COLLECTIVE_NAMESPACES and "_coalesced" in str(target)
-    return coalesced or sizes_differ_by_rank(target)
+    name = str(target) if getattr(target, "namespace", "") in COLLECTIVE_NAMESPACES else ""
+    # Gathers take tensors of several dtypes.
+    return ("_coalesced" in name and "reduce" in name) or sizes_differ_by_rank(target)
 
 
 def check_operands(target: Any, operands: tuple[Any, ...]) -> None:
     """Check what torch would find out when a collective runs.
 
     Raises:
-        InvalidCollective: the tensors of a coalesced operation have several dtypes.
+        InvalidCollective: the tensors of a coalesced reduction have several dtypes.
     """
     if sizes_differ_by_rank(target):
         return check_splits(*operands[:3])

@@ -72,7 +72,7 @@ def arg_across(
     kind: str, value: str, position: str, mask: str | None, dtype: torch.dtype, how: Across
 ) -> tuple[str, str]:
     """The extreme value of a tile and, given its name in place of ``{best}``, the first position that has it."""
-    # In two steps, value then position: `tl.argmax` does not order NaN as torch does.
+    # In two steps, value then position: Triton's argmax does not order NaN as torch does.
     best = how.reduce(_extremum(kind.removeprefix("arg"), dtype), value)
     here = f"{value} == {{best}}"
     if dtype.is_floating_point:
