@@ -14,10 +14,6 @@ import page_parts
 ROOT = Path(__file__).parents[2]
 
 
-# One run in about 100 of a program on several ranks still ends with SIGABRT after its last step, when torch's threads
-# outlive the interpreter on a busy machine. Until the cause is found, continuous integration does not run it;
-# `make newcomer` runs the commands of all pages.
-@pytest.mark.skipif("WEFT_NEWCOMER" not in os.environ, reason="set WEFT_NEWCOMER=1 to run it")
 @pytest.mark.gloo
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_readme_run_in_a_fresh_clone(tmp_path: Path) -> None:
