@@ -42,6 +42,7 @@ BASEMENT = [
     "shown_values",
     "errors",
     "argument_checks",
+    "gloo_at_exit",
     "gloo",
     "logs",
     "tensor_subclasses",
