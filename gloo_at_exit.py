@@ -17,9 +17,9 @@ import time
 
 _NAME = "(pt_gloo_runloop)"
 _LOOK_S = 0.002
-# Looks in a row that must find no such thread: between two, a thread may have been given Python's lock.
+# Looks in a row that must find none of them running: between two, one may get Python's lock and go on.
 _LOOKS = 3
-# A collective whose partner never comes keeps no thread running. This bounds what cannot be foreseen.
+# Upper bound of the wait. A collective that other ranks never join sleeps, and is not waited for.
 _MOST_S = 10.0
 
 

@@ -122,6 +122,7 @@ class ProgramForm:
         captured.arguments.bind(leaves)
         if captured.autocast_copies:
             check_copies(captured.autocast_copies)
+        # The call replaces these gradients and reads none. Held until its end, they would add to the peak memory.
         for container in captured.unread_gradients:
             container.obj.grad = None
         outputs = self._compute()

@@ -93,7 +93,7 @@ class CompiledForms(list[F]):
         return form
 
     def _release_others(self, serving: F) -> None:
-        """Let all other forms hold no gradients: the one that serves the calls now may replace them."""
+        """Release the gradients that the guards of all other forms hold: the form that serves now may replace them."""
         for each in self:
             if each is not serving:
                 each.guards.release_gradients()
