@@ -239,10 +239,12 @@ class CompiledStep(Generic[P, R]):
             return self._run_form(entry, leaves, args, kwargs)
         ranks.begin(event)
         try:
-            return self._run_form(entry, leaves, args, kwargs)
+            result = self._run_form(entry, leaves, args, kwargs)
+            ranks.end()
         except BaseException as error:
             ranks.fail(error)
             raise
+        return result
 
     def _run_form(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         try:

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from weft import store_threads
+from weft import host_processes, store_threads
 from weft.errors import StoreLost
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,12 @@ SLICE_S = 0.25
 SILENT_S = 16.0
 # The same where a collective has failed already, and the question is why.
 EXPLAIN_S = 6.0
+# How many times as long a process may be silent that is known to run, on this host: it may be in a long call of a
+# library that holds Python's lock.
+_RUNNING_MAY = 4
+# Seconds from the end of a process to the time at which it is reported, so that those that end together are named
+# together, and what the process did last can still be heard.
+_TOGETHER_S = 1.0
 
 # States that all ranks together read in a second, at most.
 _READS_PER_S = 200_000
@@ -148,6 +154,7 @@ class RankWait:
     clock: _Clock = field(default_factory=_Clock)
     answered: float = 0.0  # when the store answered last, on the clock
     due: float = 0.0  # when the states are to be read next, on the thread's clock
+    ended: float | None = None  # when the first process was found that has ended
 
     def check(self, watch: RankWatch) -> None:
         """Raise CannotEnd where the wait cannot end."""
@@ -171,6 +178,7 @@ class RankWatch:
         comparing: the number of the call that this rank has to have compared; None for none.
         failure: what other ranks have to know of this one.
         lost: whether the store is closed.
+        beside: called in the thread at each look.
     """
 
     def __init__(
@@ -180,6 +188,8 @@ class RankWatch:
         self.comparing: int | None = None
         self.failure: RankFailure | None = None
         self.lost = False
+        self.beside: Callable[[], object] = lambda: None
+        self._process = host_processes.identity()
         self._store = store
         self._alive = alive
         self._compared = compared
@@ -189,16 +199,20 @@ class RankWatch:
         self._stopped = False
         self._wake, self._told = threading.Event(), threading.Event()
         self._store.compare_set(_COMPARED, "", "0")
-        self._write()
+        self.write()
         self._thread = store_threads.started("weft rank watch", self._run)
+
+    def wait_for(self, ranks: Sequence[int], point: Point | None = None, silent_s: float | None = None) -> RankWait:
+        """A wait for these ranks, without this one. Whoever makes it calls :meth:`read` in the thread."""
+        others = [rank for rank in ranks if rank != self.rank]
+        return RankWait(others, point, max(silent_s or SILENT_S, 4 * self._beat_s()))
 
     @contextlib.contextmanager
     def waiting(
         self, ranks: Sequence[int], point: Point | None = None, silent_s: float | None = None
     ) -> Iterator[RankWait]:
         """Inside, the states of ``ranks`` are read, and the wait learns of what is found."""
-        others = [rank for rank in ranks if rank != self.rank]
-        wait = RankWait(others, point, max(silent_s or SILENT_S, 4 * self._beat_s()))
+        wait = self.wait_for(ranks, point, silent_s)
         before, self._wait = self._wait, wait
         self.wake()
         try:
@@ -243,52 +257,78 @@ class RankWatch:
             self.lost = True
 
     def _look(self) -> None:
-        self._write()
+        self.write()
         # Written until all ranks have come: another rank may compare another call, and writes over it.
         if (number := self.comparing) is not None:
             self._store.set(_COMPARED, str(number))
         if number := int(self._store.multi_get([_COMPARED])[0]):
             self._compared(number)
-        now, wait = self._clock.look(), self._wait
-        if wait is None:
-            return
+        self.beside()
+        if (wait := self._wait) is not None:
+            self.read(wait)
+
+    def write(self) -> None:
+        """Write the state of this rank. Called in the thread."""
+        self._beats += 1
+        failure = self.failure
+        self._store.set(_state(self.rank), json.dumps([self._beats, failure, self._process]))
+        if failure is self.failure:
+            self._told.set()
+
+    def read(self, wait: RankWait) -> None:
+        """Read the states of the ranks of a wait, where that is due. Called in the thread."""
+        now = self._clock.look()
         if now >= wait.due:
             wait.due = now + len(wait.ranks) * self.world / _READS_PER_S
             self._read(wait, now)
         wait.answered = wait.clock.seconds
 
-    def _write(self) -> None:
-        self._beats += 1
-        failure = self.failure
-        self._store.set(_state(self.rank), json.dumps([self._beats, failure]))
-        if failure is self.failure:
-            self._told.set()
-
     def _read(self, wait: RankWait, now: float) -> None:
-        """Read the states of the ranks that are waited for."""
         keys = [_state(rank) for rank in wait.ranks]
         if not self._store.check(keys):
             return  # one has not begun yet, and reading would wait for it
         raised: dict[int, str] = {}
+        states: dict[int, str] = {}
+        never_comes = ""
         for rank, text in zip(wait.ranks, self._store.multi_get(keys), strict=True):
-            beats, posted = json.loads(text)
+            beats, posted, process = json.loads(text)
+            states[rank] = host_processes.state_of(process, self._process)
             if posted is not None:
                 failure = RankFailure(*posted)
                 raised[rank] = f". Rank {rank} had raised {failure.why}"
-                if failure.misses(wait.point):
-                    wait.why = f"rank {rank} has raised: {failure.why}"
-                    return
+                if failure.misses(wait.point) and not never_comes:
+                    never_comes = f"rank {rank} has raised: {failure.why}"
             if wait.heard.get(rank, (0, 0.0))[0] != beats:
                 wait.heard[rank] = beats, now
-        silences = {rank: now - since for rank, (_, since) in wait.heard.items()}
+        ended = sorted(rank for rank in wait.ranks if states[rank] == "ended")
+        # What others raise, and end with, follows from the end of a process that has raised nothing.
+        if first := [rank for rank in ended if rank not in raised] or ([] if never_comes else ended):
+            wait.ended = now if wait.ended is None else wait.ended
+            if now - wait.ended >= _TOGETHER_S:
+                has = "the process of {} has ended" if len(first) == 1 else "the processes of {} have ended"
+                wait.silent, wait.why = first, has.format(listed(first))
+        elif never_comes:
+            wait.why = never_comes
+            return
+        else:
+            self._hear(wait, now, states)
+        if wait.silent:
+            wait.why += f". Look at its log first{''.join(raised.get(rank, '') for rank in wait.silent)}"
+
+    def _hear(self, wait: RankWait, now: float, states: dict[int, str]) -> None:
+        """Find the ranks that have been silent for too long."""
+        silences = {
+            rank: (now - since) / (_RUNNING_MAY if states[rank] == "running" else 1)
+            for rank, (_, since) in wait.heard.items()
+        }
         if max(silences.values(), default=0.0) > wait.silent_s:
             # The last beats of ranks that stopped together were read up to one beat apart, and a little more.
             together = wait.silent_s - 1.5 * self._beat_s()
             wait.silent = sorted(rank for rank, silence in silences.items() if silence > together)
-            wait.why = (
-                f"{listed(wait.silent)} did not answer for {wait.silent_s:g} s: the process is dead or stopped. Look "
-                f"at its log first{''.join(raised.get(rank, '') for rank in wait.silent)}"
-            )
+            known = {states[rank] for rank in wait.silent}
+            what = {"stopped": "stopped by a signal", "running": "running, and its threads are held up"}
+            wait.why = f"{listed(wait.silent)} did not answer for {wait.silent_s:g} s: the process is "
+            wait.why += what.get(known.pop(), "dead or stopped") if len(known) == 1 else "dead or stopped"
 
 
 def listed(ranks: Sequence[int], at_most: int = 20) -> str:

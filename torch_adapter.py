@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import pickle
 import sys
 import threading
 from collections import OrderedDict, UserDict
@@ -1279,6 +1280,53 @@ def surely(condition: bool | torch.SymBool) -> bool:
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+@dataclasses.dataclass(frozen=True)
+class UnfinishedCollective:
+    """A collective that NCCL's flight recorder has not seen end.
+
+    Attributes:
+        operation: as the recorder calls it, such as ``nccl:_all_gather_base``.
+        group: the description of its process group.
+        lines: (file, line) of the Python code that issued it, innermost first.
+    """
+
+    operation: str
+    group: str
+    lines: tuple[tuple[str, int], ...]
+
+
+def unfinished_collectives(since_ns: int) -> list[UnfinishedCollective]:
+    """The collectives over NCCL that were issued after this time (ns since 1970) and have not ended, oldest first.
+
+    Empty where the recorder is switched off (``TORCH_FR_BUFFER_SIZE=0``), and for replays of CUDA graphs, which it does
+    not see. May wait for the GPU.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None:
+        return []
+    entries = pickle.loads(dump(True, True, False)).get("entries", ())  # written by this process just now
+    return [
+        UnfinishedCollective(
+            entry["profiling_name"],
+            str(entry["process_group"][1]),
+            tuple((frame["filename"], frame["line"]) for frame in entry.get("frames", ())),
+        )
+        for entry in entries
+        if entry["state"] != "completed" and entry["time_created_ns"] >= since_ns
+    ]
+
+
+def abort_process_groups() -> None:
+    """End all collectives of this process on GPUs. What they write is wrong, and no group can be used any more."""
+    groups = list(distributed_c10d._world.pg_map)
+    first: Any = groups[0]._get_backend(torch.device("cuda"))
+    # In one group call: communicators that are aborted one by one may wait for each other (pytorch issue 119797).
+    first._group_start()
+    for group in groups:
+        group.abort()
+    first._group_end()
 
 
 def map_leaves(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:

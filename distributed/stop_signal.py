@@ -11,6 +11,7 @@ miss it.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import queue
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft import torch_adapter
+from weft import store_threads, torch_adapter
 from weft.errors import NotMainThread, StoreLost
 from weft.rank_watch import STORE_S
 
@@ -34,6 +35,10 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR2", "SIGINT
 # Signals within so many seconds of the first one are copies of it. A cluster may send one to each process of a job, and
 # the launcher or torchrun may pass on its own; Ctrl-C reaches all processes of a terminal.
 _COPIES_S = 1.0
+
+# Between calls that are less than so many seconds apart, the decision of the next one is asked for in advance: nobody
+# waits for the store then, and a signal ends the loop one step later.
+_AHEAD_S = 1.0
 
 # Decisions of so many calls ago are removed from the store: no rank is that far behind.
 _KEPT = 1000
@@ -50,15 +55,24 @@ class StoreRequests:
     def __init__(self, silent_s: float = STORE_S) -> None:
         self._silent_s = silent_s
         self._lost = False
-        self._requests: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="weft stopping", daemon=True).start()
+        store_threads.started("weft stopping", self._run)
+        atexit.register(self._requests.put, None)
 
     def __call__(self, request: Callable[..., Any], *arguments: Any) -> Any:
         """What ``request(*arguments)`` returns. Raises StoreLost, and what it raises."""
+        self.start(request, *arguments)
+        return self.answer()
+
+    def start(self, request: Callable[..., Any], *arguments: Any) -> None:
+        """Make a request whose answer is asked for later, before the next request."""
+        self._requests.put((request, arguments))
+
+    def answer(self) -> Any:
+        """What the request that was started returns. Raises StoreLost, and what it raises."""
         if self._lost:
             raise self._error()
-        self._requests.put((request, arguments))
         try:
             answer, error = self._answers.get(timeout=self._silent_s)
         except queue.Empty:
@@ -72,8 +86,8 @@ class StoreRequests:
         return StoreLost("weft.stopping", dist.get_rank() if dist.is_initialized() else 0)
 
     def _run(self) -> None:
-        while True:
-            request, arguments = self._requests.get()
+        while (asked := self._requests.get()) is not None:
+            request, arguments = asked
             try:
                 self._answers.put((request(*arguments), None))
             except BaseException as error:  # noqa: BLE001 - the caller raises it
@@ -92,6 +106,8 @@ class _StopSignals:
         self._ask: StoreRequests | None = None
         self._group: Any = None
         self._calls = 0
+        self._last_call = -_AHEAD_S  # when it was
+        self._asked = False  # whether the decision of the next call has been asked for
         self._stopped = False
 
     def install(self) -> None:
@@ -122,20 +138,32 @@ class _StopSignals:
             return self._stopped
         group = dist.group.WORLD
         if group is not self._group:  # the first call, or a process group that was made anew
-            self._group, self._calls = group, 0
+            self._group, self._calls, self._asked = group, 0, False
             self._store = dist.PrefixStore("weft/stopping", torch_adapter.default_store())
             self._ask = StoreRequests()
         store, ask, self._calls = self._store, self._ask, self._calls + 1
         assert store is not None
         assert ask is not None
-        decided = ask(store.compare_set, f"call/{self._calls}", "", "go" if self.received is None else "stop")
+        if not self._asked:
+            self._ask_for(store, ask, self._calls)
+        decided = ask.answer()
+        self._asked = False
         if self.received is not None and decided != b"stop":
             ask(self._claim, store)
         if self._calls % _KEPT == 0 and dist.get_rank() == 0:
             for old in range(self._calls - 2 * _KEPT + 1, self._calls - _KEPT + 1):
                 ask(store.delete_key, f"call/{old}")
         self._stopped = decided == b"stop"
+        now = time.monotonic()
+        if now - self._last_call < _AHEAD_S and self.received is None and not self._stopped:
+            self._ask_for(store, ask, self._calls + 1)
+            self._asked = True
+        self._last_call = now
         return self._stopped
+
+    def _ask_for(self, store: dist.Store, ask: StoreRequests, call: int) -> None:
+        """Ask for the decision of a call, and make it where no rank has."""
+        ask.start(store.compare_set, f"call/{call}", "", "go" if self.received is None else "stop")
 
     def _claim(self, store: dist.Store) -> None:
         """Decide that all ranks stop at the first later call that no rank has decided yet."""
@@ -161,7 +189,9 @@ def stopping() -> bool:
     ends its process at once: signals that come sooner are copies of the first one. Processes forked from this one
     ignore the first signal.
 
-    A call costs one request to the store of the process group, tens of microseconds, and no collective.
+    A call makes one request to the store of the process group, and no collective. Where calls are less than a second
+    apart, the request is made during the step before: a call then costs a few microseconds, and ranks leave one step
+    later.
 
     Raises:
         StoreLost: the process that holds the store does not answer for 30 s, or is gone.

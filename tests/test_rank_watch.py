@@ -105,8 +105,9 @@ print("ends", flush=True)
         "watch = rank_watch.RankWatch(0, 1, Slow(), lambda: True, lambda number: None)\n"
         "import atexit\natexit.register(watch.stop)",
         "store_threads.started('test', ask)",
+        "from weft.distributed.stop_signal import StoreRequests\nrequests = StoreRequests()\nrequests.start(ask)",
     ],
-    ids=["a watch", "a watch that is told to stop", "another thread"],
+    ids=["a watch", "a watch that is told to stop", "another thread", "weft.stopping"],
 )
 def test_a_process_ends_well_while_a_thread_is_in_a_request(how: str) -> None:
     run = subprocess.run([sys.executable, "-c", REQUEST_AT_EXIT.replace("HOW", how)], capture_output=True, text=True)
@@ -144,7 +145,7 @@ def test_ranks_that_stopped_together_are_named_together() -> None:
 
     def read(now: float, *beats: int) -> None:
         for rank, beat in zip(wait.ranks, beats, strict=True):
-            store.set(rank_watch._state(rank), json.dumps([beat, None]))
+            store.set(rank_watch._state(rank), json.dumps([beat, None, "elsewhere|1|1"]))
         watch._read(wait, now)
 
     read(100.0, 7, 7, 7)

@@ -14,8 +14,9 @@ No wait is without an end, and none holds a lock. A wait for a collective or a c
 :mod:`weft.rank_watch` finds: a rank that has raised, a process that is dead or stopped. A comparison
 ends after its timeout, a collective after that of its process group.
 
-Only waits for collectives on CPUs can be interrupted. A rank that waits for a GPU learns what the others know at its
-next call, or when the watchdog of NCCL ends its wait.
+Waits for collectives on CPUs are interrupted where they cannot end. What ends those of GPUs is
+:mod:`weft.capture.agreement.device_watch`: it looks for processes that are gone. A rank whose GPU waits for one that
+has raised, and lives on, learns of it at its next call, or when the watchdog of NCCL ends its wait.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from weft import errors, knobs, rank_watch, store_threads, torch_adapter
+from weft import cuda_driver, errors, knobs, rank_watch, store_threads, torch_adapter
 from weft.capture.agreement import collective_ring
 from weft.capture.agreement.agreement import agree
 from weft.capture.agreement.claims import NO_CLAIMS, Claims
+from weft.capture.agreement.device_watch import DeviceProgress, DeviceWatch
 from weft.capture.agreement.text_difference import without_remarks
 from weft.capture.fake.fake_world import current_fake_world
 from weft.rank_watch import CannotEnd, Point, RankFailure, RankWatch, listed
@@ -58,7 +60,7 @@ class RankEvent:
         name: of the step.
         text: equal on all ranks that do the same.
         claims: see :class:`Claims`.
-        counted: whether :meth:`Lockstep.issue` is called for each of its collectives. Not compared.
+        counted: whether :meth:`Lockstep.issue` is called for each of its collectives: those on CPUs. Not compared.
     """
 
     name: str
@@ -102,6 +104,8 @@ class Lockstep:
         self._after: dict[tuple[bytes, ...], bytes] = {}
         self._broken: errors.WeftError | None = None
         self._abandoned = False
+        self._progress: DeviceProgress | None = None  # made by the first call whose collectives run on a GPU
+        self._on_device = False  # whether those of the last call do
         rank_watch.answered("the first compiled call", self.rank, self._connect)
         atexit.register(self.stop)
 
@@ -138,6 +142,7 @@ class Lockstep:
                 no more calls.
         """
         self._go_on()
+        self._on_device = call and not event.counted
         with self._lock:
             number, recent = self._number + 1, self._recent
             compares = not call or self._after.get(recent) != event.key or number in self._to_compare
@@ -152,10 +157,30 @@ class Lockstep:
             self._after[recent] = event.key
             self._recent = (*recent[1:], event.key)
         try:
-            return compares and self._compare(number, event, call)
+            linked = compares and self._compare(number, event, call)
+            if self._on_device:
+                self._device_progress().begin()
+            return linked
         except errors.WeftError as error:
             collective_ring.write(self.rank, f"{type(error).__name__}: {error}")
             raise
+
+    def end(self) -> None:
+        """The call that began last has issued all that it computes."""
+        if self._on_device:
+            self._device_progress().end()
+
+    def _device_progress(self) -> DeviceProgress:
+        if self._progress is None:
+            self._progress = DeviceProgress(cuda_driver.driver())
+            self.watch.beside = DeviceWatch(self.watch, self._progress, self._device_lost).look
+        return self._progress
+
+    def _device_lost(self, error: errors.CollectiveFailed) -> None:
+        """The GPU waited for a rank that is gone. Called in the thread of the watch, which writes the failure."""
+        self._broken = error
+        why = f"{type(error).__name__}: {str(error).splitlines()[0][:500]}"
+        self.watch.failure = RankFailure(self._number, self._issued, True, why)
 
     def issue(self) -> Point:
         """Count a collective that has been issued. Returns its place in the order of all ranks."""

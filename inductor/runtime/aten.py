@@ -21,6 +21,7 @@ import torch
 
 import weft.gloo  # noqa: F401 - registers CPU all-gathers that may be in flight together
 from weft import knobs, torch_adapter
+from weft.capture.agreement import device_watch
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_wait
 from weft.capture.sizes_in_bytes import format_bytes
@@ -69,6 +70,7 @@ class AtenProgram:
         self.source = source
         self._lines = lines
         self._filename = f"<weft program {next(_count)}>"
+        device_watch.programs[self._filename] = self
         # Tracebacks and debuggers show the text of the program through linecache.
         linecache.cache[self._filename] = (
             len(source),
@@ -131,6 +133,13 @@ class AtenProgram:
                 error.add_note(f"raised in a compiled step at {stack[0] if stack else node.name}")
                 raise
             raise StepFailed(str(node.target), stack, error, _fails_eagerly(node, error)) from error
+
+    def collective_at(self, line: int) -> tuple[str, list[str]]:
+        """The operation that a line of the text runs (from 1), and the user's lines that it came from."""
+        node = self._lines[line - 1]
+        assert node is not None
+        start = start_of(node) if is_wait(node) else node
+        return str(start.target), [format_frame(frame) for frame in start.meta.get("frames", ())]
 
     def _failing_node(self, traceback: TracebackType | None) -> Node | None:
         while traceback is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.inductor.runtime import cuda_driver
+from weft import cuda_driver
 
 # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM in cuda.h: sources are read in stream order.
 _IN_ORDER_OF_STREAM = 1

@@ -10,10 +10,10 @@ from ctypes import c_void_p
 
 import torch
 
-from weft import errors, triton_adapter
+from weft import cuda_driver, errors, triton_adapter
 from weft.inductor.cache.kernel_cache import Binary, Resources
 from weft.inductor.codegen.kernel_source import KernelSource
-from weft.inductor.runtime import compile_pool, cuda_driver
+from weft.inductor.runtime import compile_pool
 
 log = logging.getLogger(__name__)
 

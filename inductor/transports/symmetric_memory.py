@@ -12,22 +12,21 @@ earlier programs keep the old one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import logging
 import mmap
 import os
 import select
-import socket
+import time
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from weft import errors, knobs, torch_adapter
+from weft import errors, host_processes, knobs, torch_adapter
+from weft.capture.agreement import device_watch
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.fake.fake_world import current_fake_world
 from weft.inductor.transports.kernels import failure
@@ -48,6 +47,9 @@ _GRANULARITY = 2 << 20
 # Seconds per poll of a signal pad, on a GPU and in Triton's interpreter. Kernels count polls, so the timeout becomes a
 # number of polls.
 _SECONDS_PER_POLL = {"cuda": 1e-6, "cpu": 1e-3}
+
+# Seconds in which a kernel that waits notices that the host has ended all waiting: it looks every 64 polls.
+_NOTICED_S = 1.0
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
@@ -105,6 +107,7 @@ class SymmetricBuffer:
         bases, pads = (torch.tensor(table, dtype=torch.int64).to(self.device) for table in tables)
         self.peers = PeerGroup(len(ranks), rank, bases, pads, self._record, max_polls)
         weakref.finalize(self, _close, processes)
+        device_watch.shared_memory.add(self)
 
     def view(self, offset: int, sizes: Sequence[int], dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
         """A contiguous tensor at ``offset`` bytes of an arena.
@@ -157,6 +160,20 @@ class SymmetricBuffer:
             kind = errors.PeerLost if ended else errors.PeerTimeout
             raise kind(self.ranks[found.rank], self.axis, self._descriptions[found.collective], self.timeout)
 
+    def end_waiting(self) -> str:
+        """Have kernels that wait for a rank go on, and later ones not wait. What they compute is wrong.
+
+        Returns the collective that a kernel waited for; "" where none did.
+        """
+        failure.end_waiting(self._record)
+        until = time.monotonic() + _NOTICED_S
+        while self._failed.value == failure.FailureKind.STOPPED and time.monotonic() < until:
+            time.sleep(0.01)
+        found = failure.read(self._record)
+        if found is None or found.what is failure.FailureKind.STOPPED:
+            return ""
+        return self._descriptions[found.collective]
+
 
 def _close(files: Sequence[int]) -> None:
     for file in files:
@@ -205,7 +222,7 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
     if device.type not in known:
         # Each check is agreed on before the next one starts: a rank that skipped a rendezvous would block the others.
         rendezvous = peer_rendezvous(axis, group, f"reachable/{device.type}")
-        why = rendezvous.first_objection(_why_not(rendezvous.broadcast(_host()), device))
+        why = rendezvous.first_objection(_why_not(rendezvous.broadcast(host_processes.host()), device))
         if why is None:
             rendezvous = peer_rendezvous(axis, group, f"watched/{device.type}")
             why = rendezvous.first_objection(_why_not_watched(rendezvous))
@@ -217,22 +234,11 @@ def reachable(axis: str, group: str, device: torch.device) -> str | None:
     return known[device.type]
 
 
-def _host() -> str:
-    """Text that is equal for two processes on one machine that can see each other: host name, boot id, pid namespace.
-    A container may hide some of them."""
-    # The host name alone is not enough: containers on one machine may share it, or machines of one image.
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
-
-
 def _why_not(host: str, device: torch.device) -> str | None:
-    """Why this process cannot share memory with those of ``host`` (a text of :func:`_host`); None if it can."""
+    """Why this process cannot share memory with those of ``host`` (see :func:`weft.host_processes.host`); None if it
+    can."""
     # The cheapest questions first, and those whose answer says most to the user.
-    here = _host()
+    here = host_processes.host()
     if here != host:
         names = host.split()[0], here.split()[0]
         if names[0] == names[1]:

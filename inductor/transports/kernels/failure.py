@@ -55,12 +55,11 @@ def read(record: torch.Tensor) -> Failure | None:
     return Failure(FailureKind(what), collective, rank, epoch % 2**32) if what else None
 
 
-def stop(record: torch.Tensor) -> None:
+def end_waiting(record: torch.Tensor) -> None:
     """Make waiting kernels end soon, and later ones not wait at all. For a host that knows that a rank has ended.
 
-    A failure that is already recorded stays.
+    A kernel that waited then records what it waited for, as after a timeout. A failure that is already recorded stays.
     """
     if not record[1]:
-        # As kernels do: the first word comes last, and whoever sees it finds the record taken.
-        record[1] = 1
+        # Word 1 stays 0: the first kernel that waited takes the record, and completes it.
         record[0] = int(FailureKind.STOPPED)

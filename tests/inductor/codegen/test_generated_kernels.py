@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from weft import errors, knobs, triton_adapter
+from weft import cuda_driver, errors, knobs, triton_adapter
 from weft.inductor.cache import folder, kernel_cache
 from weft.inductor.cache.kernel_cache import Binary, Resources
 from weft.inductor.codegen.kernel_source import KernelSource
-from weft.inductor.runtime import compile_pool, cuda_driver
+from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.kernels import CompiledKernel, compile_kernels, inspect_kernel
 
 HEAD = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"

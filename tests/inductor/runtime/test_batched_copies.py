@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from weft import errors
-from weft.inductor.runtime import cuda_driver
+from weft import cuda_driver, errors
 from weft.inductor.runtime.batched_copies import BlockCopy, Copies, DeviceCopies, copies_on
 
 STREAM = 0x7F12_3456_789A

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from harness import RanksFailed, run_ranks
-from weft import errors, knobs
+from weft import errors, host_processes, knobs
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
-from weft.inductor.transports import arena_layout, symmetric_memory
+from weft.inductor.transports import arena_layout
 from weft.inductor.transports.peer_launch import BoundPeerCall
 
 pytestmark = pytest.mark.gloo
@@ -356,7 +356,7 @@ def test_groups_of_a_mesh_communicate_beside_each_other() -> None:
 
 
 def apart(rank: int, world: int) -> tuple[str, list[str], str]:
-    symmetric_memory._host = lambda: f"host{rank} x"  # type: ignore[assignment]
+    host_processes.host = lambda: f"host{rank} x"  # type: ignore[assignment]
     nets = [sharded(model()) for _ in range(2)]
     expected = train(step_of(nets[0]), nets[0], rank)
     carried: list[str] = []

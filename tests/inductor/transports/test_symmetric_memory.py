@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import weft
 from harness import RanksFailed, run_ranks
-from weft import errors, knobs, torch_adapter
+from weft import errors, host_processes, knobs, torch_adapter
 from weft.inductor.transports import symmetric_memory
 from weft.inductor.transports.kernels import failure
 from weft.inductor.transports.symmetric_memory import SymmetricBuffer, reachable, refuse_multicast, symmetric_buffer
@@ -251,7 +251,7 @@ def test_a_rank_that_does_not_come_to_a_rendezvous_is_an_error() -> None:
 
 
 def apart(rank: int, world: int) -> tuple[str | None, str, str | None]:
-    symmetric_memory._host = lambda: f"host{rank} {rank}"  # type: ignore[assignment]
+    host_processes.host = lambda: f"host{rank} {rank}"  # type: ignore[assignment]
     why = reachable("world", world_group(), CPU)
     with pytest.raises(errors.PeersUnreachable) as caught:
         a_buffer()
@@ -266,7 +266,7 @@ def test_ranks_of_different_hosts_agree_that_they_cannot() -> None:
 
 
 def in_containers(rank: int, world: int) -> str | None:
-    symmetric_memory._host = lambda: f"host boot pid:[{rank}]"  # type: ignore[assignment]
+    host_processes.host = lambda: f"host boot pid:[{rank}]"  # type: ignore[assignment]
     return reachable("world", world_group(), CPU)
 
 
@@ -280,10 +280,10 @@ def test_a_sandbox_may_hide_what_tells_hosts_apart(monkeypatch: pytest.MonkeyPat
     def hidden(*_: object) -> str:
         raise FileNotFoundError
 
-    assert len(symmetric_memory._host().split()) == 3
-    monkeypatch.setattr(symmetric_memory.Path, "read_text", hidden)
+    assert len(host_processes.host().split()) == 3
+    monkeypatch.setattr(host_processes.Path, "read_text", hidden)
     monkeypatch.setattr(os, "readlink", hidden)
-    assert symmetric_memory._host() == socket.gethostname()
+    assert host_processes.host() == socket.gethostname()
 
 
 def not_watched(rank: int, world: int) -> tuple[str | None, int]:
@@ -329,5 +329,5 @@ def test_gpus_share_nothing_unless_multicast_is_off(monkeypatch: pytest.MonkeyPa
         text = str(caught.value)
         assert f"{name} is {wrong or 'not set'}" in text
         assert all(f"{each}={value}" in text for each, value in off.items())
-        assert symmetric_memory._why_not(symmetric_memory._host(), torch.device("cuda", 0)) == text
+        assert symmetric_memory._why_not(host_processes.host(), torch.device("cuda", 0)) == text
         monkeypatch.setenv(name, off[name])

@@ -457,18 +457,25 @@ def test_a_rank_missing_at_the_exit_barrier_is_recorded_so(alone: Here) -> None:
     assert torch.equal(alone.buffers[1][:64].view(f32), shard)
 
 
-def test_the_host_can_end_all_waiting(alone: Here) -> None:
+def test_the_host_can_end_all_waiting_and_learns_what_was_waited_for(alone: Here) -> None:
     alone.peers = dataclasses.replace(alone.peers, max_polls=2**31 - 1)
-    threading.Timer(0.3, failure.stop, [alone.record]).start()
-    alone.meet()
+    threading.Timer(0.3, failure.end_waiting, [alone.record]).start()
+    alone.meet(collective=3)
+    assert alone.failure() == Failure(FailureKind.ENTRY_BARRIER, 3, 1, 1)
+
+
+def test_no_kernel_waits_once_the_host_has_ended_all_waiting(alone: Here) -> None:
+    failure.end_waiting(alone.record)
     found = alone.failure()
     assert found is not None
     assert found.what is FailureKind.STOPPED
+    alone.peers = dataclasses.replace(alone.peers, max_polls=2**31 - 1)
+    alone.meet(collective=3)
 
 
-def test_stopping_does_not_hide_a_failure(alone: Here) -> None:
+def test_ending_all_waiting_does_not_hide_a_failure(alone: Here) -> None:
     alone.meet(collective=5)
-    failure.stop(alone.record)
+    failure.end_waiting(alone.record)
     assert alone.failure() == Failure(FailureKind.ENTRY_BARRIER, 5, 1, 1)
 
 

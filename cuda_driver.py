@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from ctypes import c_char_p, c_int, c_void_p
+from ctypes import c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ class Driver:
         # None before CUDA 12.8. CUDA 13 added cuMemcpyBatchAsync_v2, with other arguments, and kept this one.
         self.copy_batch: Any = getattr(library, "cuMemcpyBatchAsync", None)
         library.cuStreamIsCapturing.argtypes = [c_void_p, c_void_p]
+        library.cuStreamWriteValue32_v2.argtypes = [c_void_p, c_uint64, c_uint32, c_uint]
         library.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
         library.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
         library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
@@ -144,6 +145,13 @@ class Driver:
         status = c_int()
         self.check(self._library.cuStreamIsCapturing(stream, ctypes.byref(status)), "looking at a CUDA stream")
         return bool(status.value)
+
+    def write_word(self, stream: int, address: int, value: int) -> None:
+        """Have a stream write a 32-bit word after all work that it has. ``address`` is 4-byte aligned, of a GPU's
+        memory or of pinned memory. Raises CudaError."""
+        self.check(
+            self._library.cuStreamWriteValue32_v2(stream, address, value, 0), "writing a word from a CUDA stream"
+        )
 
     def check(self, code: int, what: str) -> None:
         """Raise CudaError if ``code`` is not 0 (success); ``what`` names the failed action in the message."""
