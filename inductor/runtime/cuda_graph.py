@@ -8,7 +8,7 @@ numbers. The program keeps one recording per combination of these, unless they c
   input whose address keeps changing is copied to a static buffer. Arguments of the step are always copied.
 - Results are cloned, so that those of earlier steps stay valid, unlike with ``torch.compile(mode="reduce-overhead")``.
   A large result (a gradient that the step returns) is returned without a copy, if the caller drops it before the next
-  call and no other recording shares its memory.
+  call and no other recording shares its memory. Results that share memory are copied together.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weft.capture.step_interface import Role, Update
 from weft.inductor.runtime.aten import AtenProgram
 from weft.inductor.runtime.bound_plan import RECORDINGS
 from weft.inductor.runtime.graph_recorder import GraphRecorder, Recording
+from weft.inductor.runtime.shared_results import SharedCopies, view_of_input
 from weft.inductor.runtime.static_input import StaticInput
 
 log = logging.getLogger(__name__)
@@ -245,7 +246,8 @@ class _Recorded:
         # Behind the replay on the same stream, so the caller's tensor has the new value when the call returns.
         for at in self._written:
             inputs[at].copy_(self._copied[at].tensor, non_blocking=True)
-        return [output(inputs) for output in self._outputs]
+        copies = self._shared.copied()
+        return [copies[at] if at in copies else output(inputs) for at, output in enumerate(self._outputs)]
 
     def results_in_use(self) -> set[int]:
         """Positions of the results that were returned without a copy and that the caller still references."""
@@ -258,18 +260,23 @@ class _Recorded:
         of_inputs = {id(value): at for at, value in enumerate(recorded_inputs) if isinstance(value, torch.Tensor)}
         storages = [_storage(value) for value in (*recorded_inputs, *results)]
         plans: list[Callable[[Sequence[Any]], Any]] = []
+        copied: dict[int, torch.Tensor] = {}
         for at, value in enumerate(results):
             source = of_inputs.get(id(value))
             if source is not None:  # a returned parameter is the caller's own object
                 plans.append(lambda inputs, source=source: inputs[source])
             elif not isinstance(value, torch.Tensor) or at in internal:
                 plans.append(lambda _, value=value: value)
+            elif (view := view_of_input(value, recorded_inputs)) is not None:
+                plans.append(view)
             elif self._recording.alone and at not in kept and _is_large(value) and storages.count(_storage(value)) == 1:
                 # Sole user of its storage: the count of users shows whether the caller still has it.
                 self._uncopied[at] = value, torch_adapter.storage_users(value)
                 plans.append(lambda _, value=value: value.detach())
             else:
                 plans.append(lambda _, value=value: value.clone())
+                copied[at] = value
+        self._shared = SharedCopies(copied)
         return plans
 
 

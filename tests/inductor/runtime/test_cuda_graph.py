@@ -128,6 +128,34 @@ def test_a_schedule_of_learning_rates_is_recorded_once(optimizer: Any, recorder:
     assert graphed.replays == 6
 
 
+@pytest.mark.parametrize("steps", [1, 6])
+def test_results_share_memory_as_those_of_eager_do(steps: int, recorder: FakeRecorder) -> None:
+    """Results with each other, with a parameter and with an argument; also as complex and as negated numbers."""
+    states = []
+    for compiled in (False, True):
+        model, (x,) = _model(), _batches(1)
+        buffer = torch.arange(12.0)
+
+        def step(x: torch.Tensor, model: nn.Module = model, buffer: torch.Tensor = buffer) -> list[torch.Tensor]:
+            whole = model(x).cos().detach()
+            pairs = torch.view_as_complex(whole.view(-1, 2))
+            alone = whole.sum()
+            return [whole, whole[1:3], whole.t()[1], pairs[2:], alone, model[0].weight.detach()[3:5], buffer[4:6], x[1]]
+
+        run = weft.compile(step) if compiled else step
+        for _ in range(steps):
+            results = run(x)
+            for at, result in enumerate(results):
+                with torch.no_grad():
+                    result.mul_(2).add_(at)
+            kept = [result.clone() for result in results]
+        states.append([*kept, *model.parameters(), buffer, x])
+        if compiled and steps > 3:
+            (graphed,) = _graphed(run.entries[0].program)
+            assert graphed.replays
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+
+
 def test_losses_kept_over_steps_keep_their_values(recorder: FakeRecorder) -> None:
     step = weft.compile(_training_step(model := _model(), torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)))
     (x,) = _batches(1)

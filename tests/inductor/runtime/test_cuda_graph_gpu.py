@@ -326,3 +326,26 @@ def test_collectives_of_nccl_are_recorded() -> None:
     for parameters, whys in results:
         assert whys == [None]
         torch.testing.assert_close(parameters, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_results_share_memory_as_those_of_eager_do() -> None:
+    states = []
+    for compiled in (False, True):
+        model, (x,) = _model(), _batches(1)
+        buffer = torch.arange(12.0, device="cuda")
+
+        def step(x: torch.Tensor, model: nn.Module = model, buffer: torch.Tensor = buffer) -> list[torch.Tensor]:
+            whole = model(x).detach().exp()
+            return [whole, whole[1:3], whole.t()[1], whole.sum(), model[0].weight.detach()[3:5], buffer[4:6], x[1]]
+
+        run = weft.compile(step) if compiled else step
+        for _ in range(6):
+            results = run(x)
+            for at, result in enumerate(results):
+                with torch.no_grad():
+                    result.mul_(0.5).add_(at)
+            kept = [result.clone() for result in results]
+        states.append([*kept, *model.parameters(), buffer, x])
+        if compiled:
+            assert all(graphed.replays for graphed in _graphed(run))
+    torch.testing.assert_close(states[1], states[0])
