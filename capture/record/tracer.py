@@ -304,6 +304,7 @@ class _StepCapture:
                     self.autocast_copies.append(AutocastCopy(name, places[id(leaf)], copy.dtype, after_write))
 
     def _restore_state(self) -> None:
+        self.state.notice_new_hooks()
         self.state.notice_new_attributes()
         self.state.restore()
         self.arguments.restore()
@@ -360,7 +361,7 @@ class _StepCapture:
                 if raised is None:
                     self.hooks.check()
                 self._refuse_new_leaves()
-                self.state.notice_new_hooks()
+            self.state.notice_new_hooks()
             self.state.notice_new_attributes()
             self.graphs.check([tensor for _, tensor in recorder.placeholders])
             changes = [*self.state.changes(), *self.arguments.changes()]
