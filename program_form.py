@@ -143,5 +143,7 @@ class ProgramForm:
                     effect.container.remove(effect.key)
                 else:
                     effect.container.set(effect.key, value)
+            for container, keys in captured.moved:
+                container.move_to_end(keys)
         self._placed.tell_autocast()
         return result

@@ -15,6 +15,7 @@ from weft.capture.record.array_sources import ArrayDrawn
 from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
+from weft.capture.record.optimizer_states import Entry, OptimizerStateMade
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
 from weft.capture.state.code_names import opaque_code
 from weft.errors import UnrecordedDraw, UsedDuringCapture
@@ -63,9 +64,13 @@ def _with_what_changes(
     guards on their values.
     """
     earlier: Mapping[str, torch.Tensor] = {}
+    made: list[Entry] = []
     while True:
         try:
-            return _with_what_it_draws(functools.partial(attempt, changing, earlier), {}, collect)
+            return _with_what_it_draws(functools.partial(attempt, changing, earlier, made=made), {}, collect)
+        except OptimizerStateMade as found:
+            made = found.entries
+            continue
         except GraphsKept as found:
             earlier = found.tensors
         except NumbersChanged as found:
@@ -79,11 +84,13 @@ def _with_what_changes(
         except Exception as error:
             if changing.growing:
                 changing = replace(changing, growing=frozenset(), read=changing.read | changing.growing)
+                made = []
                 continue
             if not changing.numbers:
                 raise
             log.info("captured with numbers as constants: %s", str(error).split("\n")[0])
             changing = CONSTANTS
+        made = []  # the attempt has removed it
 
 
 def _with_what_it_draws(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft import torch_adapter
@@ -49,6 +49,7 @@ from weft.capture.record.kept_graphs import KeptGraphs
 from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
+from weft.capture.record.optimizer_states import Entry, OptimizerStates
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
 from weft.capture.record.printed import output_repeated
@@ -62,7 +63,7 @@ from weft.capture.record.streams import Streams
 from weft.capture.record.templates import Template
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
-from weft.capture.record.tracked_storages import is_tensor, was_tracked
+from weft.capture.record.tracked_storages import is_tensor
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
 from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
@@ -116,7 +117,7 @@ def capture_step(
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
     _refuse_tools_around(name)
 
-    def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: bool) -> CapturedStep:
+    def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
         paths = outcomes, expected
         return _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how).run()
 
@@ -154,6 +155,7 @@ class _StepCapture:
         outcomes: tuple[tuple[Outcome, ...], tuple[Outcome, ...]],
         earlier: Mapping[str, torch.Tensor],
         *,
+        made: list[Entry],
         watched: bool = False,
         arrays: bool = False,
     ) -> None:
@@ -183,7 +185,7 @@ class _StepCapture:
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.numbers = PythonNumbers(self.recorder, changing, shared)
         self.lists = GrowingLists(changing, shared)
-        self.initialized: list[tuple[torch.optim.Optimizer, torch.Tensor]] = []
+        self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, made)
         self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=arrays)
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
@@ -209,11 +211,11 @@ class _StepCapture:
                         raise
                     raised = without_capture(error)
                 self.specialised = self.sizes.specialised()
+            self.optimizer_states.check()
             captured = self._finish(result, raised)
         except BaseException:
             self._restore_state()
-            for optimizer, parameter in self.initialized:
-                optimizer.state.pop(parameter, None)
+            self.optimizer_states.undo()
             for node in self.recorder.graph.nodes:
                 # A value holds what autograd made of it, and wrappers look whether that is alive.
                 node.meta.pop("val", None)
@@ -315,27 +317,7 @@ class _StepCapture:
         if all(known is not optimizer for known, _ in self.state.optimizers):
             self.state.add(optimizer, "optimizer")
             self.numbers.put_into(self.state.containers)
-        missing = [
-            p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p not in optimizer.state
-        ]
-        if missing:
-            with self.recorder.paused(*self.modes):
-                made = torch_adapter.init_optimizer_state(optimizer)
-            states = [value for p in missing for value in optimizer.state.get(p, {}).values()]
-            if made and any(map(self._is_of_the_capture, states)):
-                # Made from gradients, which are fakes here: it is made again in the step, and recorded there.
-                for p in missing:
-                    optimizer.state.pop(p, None)
-            elif made:
-                self.initialized += [(optimizer, p) for p in missing]
-                self.state.extend_optimizer_state(optimizer)
-
-    def _is_of_the_capture(self, value: Any) -> bool:
-        """Whether a value of an optimizer's state means nothing outside the capture."""
-        if not isinstance(value, torch.Tensor):
-            return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        inner = inner_tensor(value)[0]
-        return isinstance(inner, FakeTensor) and (not self.modes or was_tracked(inner))
+        self.optimizer_states.prepare(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizing = False
@@ -357,6 +339,7 @@ class _StepCapture:
             slots: dict[int, int] = {}
             effects: list[Effect] = []
             appends: list[Append] = []
+            moved: list[tuple[Container, list[Any]]] = []
             if complete := not self.branches.undecided:
                 if raised is None:
                     self.hooks.check()
@@ -371,6 +354,7 @@ class _StepCapture:
             known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
             if complete:
                 effects = self._effects(changes, keep, slots, shared, known)
+                moved = [(each, keys) for each in own if (keys := each.moved())]
                 appends = self._appends(keep, slots, shared, known)
             kept = lambda value: keep(Return, value)
             where = "the step's return value"
@@ -419,6 +403,7 @@ class _StepCapture:
             complete,
             raised,
             release_replaced(effects, [*places, *known.referred], recorder.graph),
+            moved,
         )
 
     def _refuse_new_leaves(self) -> None:

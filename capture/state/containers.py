@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
@@ -269,9 +269,27 @@ class Container:
             for key, old, _ in list(self.changes()):
                 if old is not MISSING:
                     self.set(key, old)
-        if isinstance(self.obj, dict) and self.keys is None and list(self.entries()) != list(self.before):
-            for key in self.before:  # hooks run in the order of their dictionary
-                self._holder.__setitem__(self.obj, key, self._holder.pop(self.obj, key))
+        # Keys may be tensors, which have no truth value to compare by.
+        if isinstance(self.obj, dict) and self.keys is None and not all(map(is_, self.entries(), self.before)):
+            self.move_to_end(self.before)  # hooks run in the order of their dictionary
+
+    def moved(self) -> list[Any]:
+        """The keys that have to be moved to the end of a dictionary, one by one, after removed keys were removed and
+        new ones were added, so that all keys come in the order that they have now."""
+        if not isinstance(self.obj, dict) or self.keys is not None:
+            return []
+        now = list(self.entries())
+        if len(now) == len(self.before) and all(map(is_, now, self.before)):
+            return []
+        place = {id(key): at for at, key in enumerate(self.before)}
+        order = [place.get(id(key), len(place) + at) for at, key in enumerate(now)]
+        in_order = next((at for at in range(1, len(order)) if order[at] < order[at - 1]), len(order))
+        return now[in_order:]
+
+    def move_to_end(self, keys: Iterable[Any]) -> None:
+        """Move entries of a dictionary to its end, in the order of ``keys``."""
+        for key in keys:
+            self._holder.__setitem__(self.obj, key, self._holder.pop(self.obj, key))
 
     def grew(self) -> bool:
         """Whether a list kept its entries and got more of them, as it then would at every call."""

@@ -90,7 +90,7 @@ class ReachableState:
         containers: every mutable container that was met.
         places_by_id: the place where each tensor object was found first, by its id.
         in_memory: the plain tensors found in each storage, by ``memory_key(tensor)[0]``.
-        modules, optimizers, leaves: those found, with their paths.
+        modules, optimizers, leaves: those found, with their paths. names: attributes that the code of the step names.
         plain_leaves: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
         shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
@@ -137,21 +137,21 @@ class ReachableState:
         self._codes: set[types.CodeType] = set()
         self._inside_walked = 0
         self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
-        self._names = AttributeNames(step)
+        self.names = AttributeNames(step)
         self.add(step, "")
 
     def add(self, obj: Any, path: str) -> None:
         """Walk ``obj`` too, a module or optimizer that the step was seen to use."""
         self._visit(obj, path, None)
         known = -1
-        while self._attributes or self._later or self._keys or known != self._names.count:
+        while self._attributes or self._later or self._keys or known != self.names.count:
             if self._attributes:
                 self._module_attributes(*self._attributes.pop(0))
             elif self._later:
                 self._optimizer(*self._later.pop())
-            elif known != self._names.count:
+            elif known != self.names.count:
                 # Functions met since then name more attributes. Objects met before may have these attributes.
-                known = self._names.count
+                known = self.names.count
                 for module, where in list(self.modules.values()):
                     if self._kinds[type(module)].own and id(module) in self._counted_attributes:
                         self._count_absent(module, where)
@@ -164,11 +164,11 @@ class ReachableState:
             else:
                 key, where = self._keys.pop(0)
                 self._visit(key, where, None)
-        if names := frozenset(self._names.modules) - self._modules_asked:
+        if names := frozenset(self.names.modules) - self._modules_asked:
             self._modules_asked |= names
             self.containers.append(LoadedModules(names))
         for lock in self._locks:  # another thread may hold one that a `with` of the step would wait for
-            lock.frozen = self._names.isdisjoint(ASK_LOCKS)
+            lock.frozen = self.names.isdisjoint(ASK_LOCKS)
 
     @property
     def objects(self) -> list[Any]:
@@ -336,7 +336,8 @@ class ReachableState:
                 self.containers[-1].outer, self.containers[-1].frozen = place, True
             for at, item in items_of(obj):
                 self._visit(item, f"{path}[{at!r}]", place and place.inside(at))
-        elif place is not None and path in self._growing and type(obj) in GROWING_KINDS:
+        # A stand-in cannot take the place of a list inside of a tuple.
+        elif place is not None and not place.items and path in self._growing and type(obj) in GROWING_KINDS:
             self._replaced_at[id(obj)] = path
         elif isinstance(obj, (dict, list, deque)):
             self._container(Container(obj, path))
@@ -405,7 +406,7 @@ class ReachableState:
         They come after its parameters, so that a parameter that is found in both places has its short name.
         """
         prefix = f"{path}." if path else ""
-        keys = frozenset(vars(module)) - BOOKKEEPING | frozenset(self._names)
+        keys = frozenset(vars(module)) - BOOKKEEPING | frozenset(self.names)
         absent = self._absent(self._kinds[type(module)], module) - vars(module).keys()
         self._counted_attributes[id(module)] = absent.union(vars(module))
         self._container(Container(vars(module), path, keys | absent, label=lambda key: f"{prefix}{key}", absent=absent))
@@ -453,7 +454,7 @@ class ReachableState:
 
     def _scheduler_reads(self, scheduler: Any, path: str, read: set[str]) -> None:
         """The attributes of a scheduler that the user's code names."""
-        names = self._names.of(vars(scheduler)) | ({"_last_lr"} if "get_last_lr" in self._names else set())
+        names = self.names.of(vars(scheduler)) | ({"_last_lr"} if "get_last_lr" in self.names else set())
         keys = frozenset(names & vars(scheduler).keys()) - read
         if keys:
             read |= keys
@@ -498,7 +499,7 @@ class ReachableState:
         else:
             self._function_code(fn)
             if not is_foreign(fn.__module__):
-                self._names.add_code(fn.__code__)
+                self.names.add_code(fn.__code__)
 
     def _function_code(self, fn: Any) -> None:
         """What a function closes over, the globals and modules that it names, and what it itself holds."""
@@ -553,7 +554,7 @@ class ReachableState:
         return facts
 
     def _methods(self, kind: type) -> None:
-        for method in self._names.methods_used(kind):
+        for method in self.names.methods_used(kind):
             self._function_code(method)
 
     def _object(self, obj: Any, path: str, known: frozenset[str] = frozenset()) -> None:
@@ -563,7 +564,7 @@ class ReachableState:
         attributes = attributes_of(obj)
         keys = (frozenset(attributes) if kind.is_walked else self._named(obj, attributes, kind)) - visited
         absent = self._absent(self._kinds[obj] if isinstance(obj, type) else kind, obj) - attributes.keys() - visited
-        slots = (kind.slots & self._names) - visited
+        slots = (kind.slots & self.names) - visited
         visited |= keys | absent | slots
         if slots:
             self._container(Attributes(obj, path, slots, label_of(path)))
@@ -580,8 +581,8 @@ class ReachableState:
 
     def _named(self, obj: Any, attributes: Mapping[str, Any], kind: TypeFacts) -> frozenset[str]:
         """The attributes of an object that code can read."""
-        names = self._names.of(attributes)  # also those of attributes that the step may make
-        if self._names.whole_dataclasses and dataclasses.is_dataclass(obj):
+        names = self.names.of(attributes)  # also those of attributes that the step may make
+        if self.names.whole_dataclasses and dataclasses.is_dataclass(obj):
             names |= attributes.keys() & {field.name for field in dataclasses.fields(obj)}
         return frozenset(names.union(kind.holder))
 
@@ -593,6 +594,6 @@ class ReachableState:
         if not kind.looked_into:
             return frozenset()
         if isinstance(obj, type):
-            return frozenset(name for base in kind.own for name in vars(base) if name in self._names)
-        found = self._names.looked_for | (kind.defaults & {*self._names, "forward"})
-        return frozenset(found | self._names.read if kind.falls_back else found)
+            return frozenset(name for base in kind.own for name in vars(base) if name in self.names)
+        found = self.names.looked_for | (kind.defaults & {*self.names, "forward"})
+        return frozenset(found | self.names.read if kind.falls_back else found)
