@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -54,6 +55,8 @@ class RedirectCudaToCpu(TorchFunctionMode):
     """Function mode that redirects requests for cuda devices to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
         if kwargs:
             kwargs = redirect_to_cpu(kwargs)
         elif func not in _MOVES:  # most calls read an attribute of a tensor
@@ -67,6 +70,30 @@ class RedirectCudaToCpu(TorchFunctionMode):
         elif func is torch.Tensor.pin_memory:
             return args[0]
         return func(*args, **kwargs)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention as one operation, also with dropout. A GPU has such kernels; the function of torch goes by the CPU,
+    whose kernel draws no dropout, and would take attention apart into two products and what is between them."""
+    shared = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if not dropout_p or not shared:
+        how = {"scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return attend(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def patch_devices(

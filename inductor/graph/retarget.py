@@ -5,8 +5,9 @@ and device arguments get the other device, what shared memory goes on sharing it
 alone become those that it calls on a GPU. Groups, roles and the user's lines stay as they are.
 
 What Python decided from a tensor's device cannot be seen in a graph and stays as decided: that an optimizer takes its
-``foreach`` implementation on GPUs alone, that dropout of attention is no library's on a CPU, that batch norms are
-cuDNN's on a GPU. Numbers that an optimizer counts on the CPU stay there.
+``foreach`` implementation on GPUs alone, that batch norms are cuDNN's on a GPU. Dropout of attention is no library's on
+a CPU; a fake world captures it as one operation all the same (:mod:`weft.capture.fake.fake_cuda`). Numbers that an
+optimizer counts on the CPU stay there.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _use_cudnn(graph: torch.fx.Graph, node: Node, mode: FakeTensorMode) -> None:
     # Defaults of the operation's schema, where the call leaves them out.
     query, key, value, dropout, causal = (*node.args, *(0.0, False)[len(node.args) - 3 :])
     backwards = _backwards(node)
-    if backwards is None or dropout or node.kwargs.get("attn_mask") is not None or not _supported(query, key, value):
+    if backwards is None or node.kwargs.get("attn_mask") is not None or not _supported(query, key, value):
         return
     scale = {"scale": node.kwargs["scale"]} if "scale" in node.kwargs else {}
     arguments = (query, key, value, None, bool(backwards), dropout, causal, False)
