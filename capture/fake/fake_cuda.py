@@ -85,7 +85,8 @@ def _attention(
     """Attention as one operation, also with dropout. A GPU has such kernels; the function of torch goes by the CPU,
     whose kernel draws no dropout, and would take attention apart into two products and what is between them."""
     shared = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if not dropout_p or not shared:
+    learnt = attn_mask is not None and attn_mask.requires_grad  # the kernel gives no gradient of the mask
+    if not dropout_p or not shared or learnt:
         how = {"scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
     if enable_gqa:

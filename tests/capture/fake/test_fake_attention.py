@@ -71,3 +71,12 @@ def test_the_gradients_have_the_sizes_of_their_tensors() -> None:
         assert query.grad is not None
         assert key.grad is not None
         assert (query.grad.shape, key.grad.shape) == (query.shape, key.shape)
+
+
+def test_a_mask_that_is_learnt_gets_a_gradient() -> None:
+    with weft.fake_world(1):
+        query = torch.randn(2, 4, 16, 64, device="cuda", requires_grad=True)
+        bias = torch.zeros(4, 16, 16, device="cuda", requires_grad=True)
+        F.scaled_dot_product_attention(query, query, query, bias, dropout_p=0.5).sum().backward()
+        assert bias.grad is not None
+        assert bias.grad.shape == bias.shape
