@@ -32,35 +32,50 @@ def is_collective(node: torch.fx.Node) -> bool:
 
 def calls_collective(target: Any) -> bool:
     """Whether a call of ``target`` starts a collective, see :func:`is_collective`."""
-    return _of(target).collective if isinstance(target, OpOverload) else getattr(target, "collective", False)
+    return _of(target).collective
 
 
-class _OpKind(NamedTuple):
-    """What is known of one operation: torch answers these questions with Python code at each call.
+class _Traits(NamedTuple):
+    """What is known of the target of a call. Every predicate of this file is one look-up of it: torch answers these
+    questions about an operation with Python code at each call.
 
     Attributes:
-        op: held, because its id is the key.
+        target: of an operation; held, because its id is the key.
         collective: whether it starts a collective.
+        waits: whether it waits for one.
+        draws: whether it draws from a random generator.
         group: position and name of the argument that says over which process group, None where there is none.
         mutates: whether it writes to an argument.
     """
 
-    op: OpOverload
+    target: OpOverload | None
     collective: bool
-    group: tuple[int, str] | None
-    mutates: bool
+    waits: bool
+    draws: bool
+    group: tuple[int, str] | None = None
+    mutates: bool = False
+
+    @property
+    def acts(self) -> bool:
+        """Whether a call does more than to compute its result."""
+        return self.collective or self.waits or self.draws
 
 
-_known: dict[int, _OpKind] = {}
+_known: dict[int, _Traits] = {}
 
 
-def _of(op: OpOverload) -> _OpKind:
-    found = _known.get(id(op))
-    if found is None:
-        schema = op._schema
-        starts = op.namespace in COLLECTIVE_NAMESPACES and op is not WAIT and not op._opname.startswith("_")
-        groups = [(at, each.name) for at, each in enumerate(schema.arguments) if each.name in GROUP_ARGUMENTS]
-        found = _known[id(op)] = _OpKind(op, starts, groups[0] if groups else None, schema.is_mutable)
+def _of(target: Any) -> _Traits:
+    found = _known.get(id(target))
+    if found is not None:
+        return found
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    if not isinstance(target, OpOverload):  # not kept: a kernel lives as long as its program
+        return _Traits(None, getattr(target, "collective", False), getattr(target, "waits", False), draws)
+    schema = target._schema
+    starts = target.namespace in COLLECTIVE_NAMESPACES and target is not WAIT and not target._opname.startswith("_")
+    groups = [(at, each.name) for at, each in enumerate(schema.arguments) if each.name in GROUP_ARGUMENTS]
+    group = groups[0] if groups else None
+    found = _known[id(target)] = _Traits(target, starts, target is WAIT, draws, group, schema.is_mutable)
     return found
 
 
@@ -72,24 +87,31 @@ def mutates(target: Any) -> bool:
 def is_wait(node: torch.fx.Node) -> bool:
     """Whether the node waits for a collective and hands on what it is given: the operation, or a callable that says so
     (``waits``)."""
-    return node.target is WAIT or getattr(node.target, "waits", False)
+    return calls_wait(node.target)
+
+
+def calls_wait(target: Any) -> bool:
+    """Whether a call of ``target`` waits for a collective, see :func:`is_wait`."""
+    return target is WAIT or getattr(target, "waits", False)
 
 
 def is_effect(node: torch.fx.Node) -> bool:
     """Whether the node must stay even when nothing uses its result (collectives, checks, opaque calls, random
     state)."""
-    return (
-        node.op in ("placeholder", "output")
-        or is_collective(node)
-        or is_wait(node)
-        or bool(node.meta.get("effect"))
-        or is_random(node)
-    )
+    if node.op != "call_function":
+        return node.op in ("placeholder", "output") or bool(node.meta.get("effect"))
+    return _of(node.target).acts or bool(node.meta.get("effect"))
+
+
+def is_ordered(node: torch.fx.Node) -> bool:
+    """Whether the node keeps its place among its like: an effect that is neither a collective nor the wait for one."""
+    traits = _of(node.target)
+    return is_effect(node) and not traits.collective and not traits.waits
 
 
 def is_random(node: torch.fx.Node) -> bool:
     """Whether the node draws from a random generator, so that its order among such nodes matters."""
-    return node.op == "call_function" and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "call_function" and _of(node.target).draws
 
 
 @functools.cache

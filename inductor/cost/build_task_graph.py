@@ -18,7 +18,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import is_collective, is_effect, is_wait
+from weft.capture.node_kinds import is_collective, is_ordered, is_wait
 from weft.capture.record.streams import StreamCall
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import collective_of, transfer
@@ -91,9 +91,9 @@ class _TaskGraphBuilder:
 
     def task(self, at: int, node: Node) -> Task:
         """The task of node number ``at``. Must be called once per node, in order."""
-        kind = self._kind(node)
-        task = Task(node.name, kind, self._needs(at, node), pinned=_is_pinned(node))
-        self._note_users(at, node)
+        kind, written = self._kind(node), self._written(node)
+        task = Task(node.name, kind, self._needs(at, node, written), pinned=is_ordered(node))
+        self._note_users(at, node, kind, written)
         if kind is Kind.COMPUTE:
             task.seconds = self.costs.seconds(node)
         elif kind is Kind.START:
@@ -107,11 +107,13 @@ class _TaskGraphBuilder:
         if is_collective(node):
             self.collectives[node] = node
             return Kind.START
-        operand = node.args[0] if node.args else None
-        # Through elements of a coalesced result, so that its waits are WAITs of the one START.
-        if operand in self.collectives and (is_wait(node) or node.target is operator.getitem):
-            self.collectives[node] = self.collectives[operand]
-            return Kind.WAIT if is_wait(node) else Kind.NO_TIME
+        start = self.collectives.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
+        if start is not None:
+            waits = is_wait(node)
+            # Through elements of a coalesced result, so that its waits are WAITs of the one START.
+            if waits or node.target is operator.getitem:
+                self.collectives[node] = start
+                return Kind.WAIT if waits else Kind.NO_TIME
         if is_free(node):
             return Kind.NO_TIME
         # In a step on the GPU, nodes on CPU scalars run on the host, ahead of the compute stream.
@@ -120,11 +122,11 @@ class _TaskGraphBuilder:
 
     # ---- order
 
-    def _needs(self, at: int, node: Node) -> tuple[int, ...]:
+    def _needs(self, at: int, node: Node, written: list[LiveRange]) -> tuple[int, ...]:
         # Operands first: `TaskGraph.start_of` follows the first need of a WAIT.
         needs = dict.fromkeys(self.place[used] for used in node.all_input_nodes)
-        for written in self._written(node):
-            needs |= dict.fromkeys(self.since_written[written])  # write after read, write after write
+        for live_range in written:
+            needs |= dict.fromkeys(self.since_written[live_range])  # write after read, write after write
         fences = _is_fence(node)
         # The needs of a fence reach every task before it through the sinks, and every later task reaches the fence.
         # Direct edges to all tasks would take quadratic time and memory.
@@ -148,19 +150,19 @@ class _TaskGraphBuilder:
 
     # ---- memory
 
-    def _note_users(self, at: int, node: Node) -> None:
+    def _note_users(self, at: int, node: Node, kind: Kind, written: list[LiveRange]) -> None:
         # A list element reads nothing: it would extend the live ranges of all tensors of a coalesced result.
         read = [] if node.target is operator.getitem else node.all_input_nodes
         # A collective reads its operands until its wait: nothing may overwrite them before.
-        if is_wait(node) and node in self.collectives:
+        if kind is Kind.WAIT:
             read = [*read, *self.collectives[node].all_input_nodes]
         for used in read:
             for live_range in self.memory.of[used]:
                 self.users[live_range][at] = None
                 self.since_written[live_range].append(at)
         # A write makes a new version: later writes come after this one and its readers.
-        for written in self._written(node):
-            self.since_written[written] = [at]
+        for live_range in written:
+            self.since_written[live_range] = [at]
         for live_range in self.memory.of.get(node, ()):
             self.users[live_range][at] = None
 
@@ -175,8 +177,9 @@ class _TaskGraphBuilder:
                 readers = tuple(at for at in users if at not in (maker, output))
                 storages.append(Storage(live_range.size, maker, readers, kept=output in users))
         # A library that sums in a wider dtype gets casted copies of its operands, live while the collective is issued.
-        widens = (at for at, node in enumerate(self.nodes) if sum_dtype_of(node) is not None)
-        return storages + [Storage(_widened(self.nodes[at]), at) for at in widens if self._by_library(self.nodes[at])]
+        starts = [node for node, start in self.collectives.items() if node is start and self._by_library(node)]
+        widens = (node for node in starts if sum_dtype_of(node) is not None)
+        return storages + [Storage(_widened(node), self.place[node]) for node in widens]
 
     def _by_library(self, node: Node) -> bool:
         return node.meta.get("transport", LIBRARY) in LIBRARIES
@@ -194,10 +197,6 @@ def _widened(node: Node) -> int:
     operands = [used.meta["val"] for used in payload_of(node)]
     more = ((torch_adapter.hint(val.numel()) or 0) * (dtype.itemsize - val.dtype.itemsize) for val in operands)
     return sum(-(-size // BLOCK) * BLOCK for size in more)
-
-
-def _is_pinned(node: Node) -> bool:
-    return is_effect(node) and not is_collective(node) and not is_wait(node)
 
 
 def _is_fence(node: Node) -> bool:

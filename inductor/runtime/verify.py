@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import WAIT, calls_collective
+from weft.capture.node_kinds import calls_collective, calls_wait, is_wait
 from weft.capture.record.functional_ops import Functionalized, written_arguments
 from weft.capture.step_interface import Update
 from weft.errors import MalformedProgram
@@ -292,7 +292,7 @@ class _ProgramVerifier:
             self._bind(variable, storage)
 
     def _read_by(self, function: Any, call: ast.Call, read: Sequence[str], node: Node | None) -> None:
-        waits = _is_wait(function)
+        waits = calls_wait(function)
         if waits:
             for name in read:
                 self._wait(self._of(name))
@@ -473,7 +473,7 @@ class _ProgramVerifier:
 
     def _origin(self, node: Node) -> Node:
         """The node whose statement computes the value of ``node``."""
-        while _is_wait(node.target) or (node not in self.computed and (looks_into(node) or node.target in SCATTERS)):
+        while is_wait(node) or (node not in self.computed and (looks_into(node) or node.target in SCATTERS)):
             node = _stands_for(node)[-1]
         return node
 
@@ -493,10 +493,6 @@ def _forms(node: Node) -> tuple[Any, ...]:
 
 def _is_new_arena(function: Any) -> bool:
     return getattr(function, "__name__", "") == new_arena.__name__  # tests put another one in its place
-
-
-def _is_wait(function: Any) -> bool:
-    return function is WAIT or getattr(function, "waits", False)
 
 
 def _read(tree: ast.AST) -> list[str]:

@@ -35,7 +35,7 @@ from weft.capture.step_interface import Role
 from weft.inductor.graph.aliasing import looks_into, storages
 from weft.inductor.graph.collectives import collective_op, reduction_of
 from weft.inductor.graph.node_order import put, reorder, together
-from weft.inductor.schedule.reshard import written_operands
+from weft.inductor.schedule.reshard import writes_of
 
 Node = torch.fx.Node
 
@@ -81,7 +81,9 @@ def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[li
     """
     nodes = list(step.graph.nodes)
     place = {node: at for at, node in enumerate(nodes)}
-    until, model_only, writes = _untils(nodes), _depends_on_model_only(step), _writes(nodes)
+    # Collectives count as effects here. Waits may move: they follow their collective.
+    anchored = {node for node in nodes if node.op == "call_function" and is_effect(node) and not is_wait(node)}
+    until, model_only, writes = _untils(place, anchored), _depends_on_model_only(step, anchored), writes_of(nodes)[1]
     sequences: dict[tuple[Any, ...], list[BucketEntry]] = {}
     for at, node in enumerate(nodes):
         if _can_coalesce(node) and all(user.target is WAIT for user in node.users):
@@ -252,25 +254,15 @@ def _kind(node: Node) -> tuple[Any, ...]:
     return node.target, operand.meta["val"].dtype, *others, *node.kwargs.items(), node.meta.get("inplace")  # type: ignore
 
 
-def _untils(nodes: list[Node]) -> dict[Node, int]:
-    """By node, the position of the first immovable node that needs it, directly or not: a collective or an effect."""
-    place = {node: at for at, node in enumerate(nodes)}
+def _untils(place: dict[Node, int], anchored: set[Node]) -> dict[Node, int]:
+    """By node, the position of the first ``anchored`` node that needs it, directly or not."""
     until: dict[Node, int] = {}
-    for node in reversed(nodes):
+    for node in reversed(place):
         # Reverse order: the positions of all users are known. Other users can be moved behind the merged call, and only
         # what needs them in turn can forbid that.
-        users = (place[user] if _is_anchored(user) else until[user] for user in node.users)
-        until[node] = min(users, default=len(nodes))
+        users = (place[user] if user in anchored else until[user] for user in node.users)
+        until[node] = min(users, default=len(place))
     return until
-
-
-def _writes(nodes: list[Node]) -> dict[int, list[int]]:
-    """By storage, the positions of the operations that write to it."""
-    positions: dict[int, list[int]] = {}
-    for at, node in enumerate(nodes):
-        for key in {key for written in written_operands(node) for key in storages(written)}:
-            positions.setdefault(key, []).append(at)
-    return positions
 
 
 def _first_after(at: int, places: Sequence[int]) -> float:
@@ -279,7 +271,7 @@ def _first_after(at: int, places: Sequence[int]) -> float:
     return places[next_one] if next_one < len(places) else math.inf
 
 
-def _depends_on_model_only(step: StepGraph) -> set[Node]:
+def _depends_on_model_only(step: StepGraph, anchored: set[Node]) -> set[Node]:
     """The nodes that depend on parameters and buffers only: on no batch, collective, effect or random draw."""
     model = {entry.name for entry in step.inputs if entry.role in (Role.PARAMETER, Role.BUFFER)}
     nodes: set[Node] = set()
@@ -287,15 +279,10 @@ def _depends_on_model_only(step: StepGraph) -> set[Node]:
         if node.op == "placeholder":
             is_one = node.name in model
         else:
-            is_one = not _is_anchored(node) and all(used in nodes for used in node.all_input_nodes)
+            is_one = node not in anchored and all(used in nodes for used in node.all_input_nodes)
         if is_one:
             nodes.add(node)
     return nodes
-
-
-def _is_anchored(node: Node) -> bool:
-    # Collectives count as effects here. Waits may move: they follow their collective.
-    return is_effect(node) and node.op == "call_function" and not is_wait(node)
 
 
 def _ready_at(start: Node, place: dict[Node, int]) -> int:

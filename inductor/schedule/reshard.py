@@ -58,14 +58,14 @@ def gather_once(step: StepGraph) -> list[Gathered]:
     """
     escaped = escaping(step)
     place = {node: at for at, node in enumerate(step.graph.nodes)}
-    writes = _first_writes(place)
+    written, writes = writes_of(place)
     groups: dict[tuple[Any, ...], list[Node]] = {}
     for node in step.graph.find_nodes(op="call_function", target=ALL_GATHER.op):
         waits = list(node.users)
         # With one gather in place of several, a result that the caller holds, or that is written to, would be seen by
         # all of them.
         ordinary = all(wait.target is WAIT and wait.users and wait not in escaped for wait in waits)
-        if ordinary and not _is_written(waits):
+        if ordinary and written.isdisjoint(view for wait in waits for view in _views(wait)):
             # The shard's node is part of the key: the shard after an update is another node.
             groups.setdefault((*node.args, *node.kwargs.items()), []).append(node)
     values = []
@@ -88,7 +88,7 @@ def gather_once(step: StepGraph) -> list[Gathered]:
         readers = {user for view in _views(kept) for user in view.users if not looks_into(user)}
         uses = sorted(readers, key=place.__getitem__)
         # After the optimizer has written to the shard, another gather would give the new value.
-        until = min((writes[key] for key in storages(first.all_input_nodes[0]) if key in writes), default=len(place))
+        until = min((writes[key][0] for key in storages(first.all_input_nodes[0]) if key in writes), default=len(place))
         if uses:
             # Equal counts: a gather in front of the writing node itself still reads the old value.
             values.append(Gathered(first, kept, uses, sum(place[use] <= until for use in uses)))
@@ -255,23 +255,19 @@ def _views(wait: Node) -> list[Node]:
     return views
 
 
-def _first_writes(place: dict[Node, int]) -> dict[int, int]:
-    """By storage, the position of the first operation that writes to it."""
-    positions: dict[int, int] = {}
-    for node, at in place.items():
-        for written in written_operands(node):
-            for key in storages(written):
-                positions.setdefault(key, at)
-    return positions
+def writes_of(nodes: Iterable[Node]) -> tuple[set[Node], dict[int, list[int]]]:
+    """The operands that ``nodes`` write to; and by storage the positions of the writes, in order."""
+    operands: set[Node] = set()
+    positions: dict[int, list[int]] = {}
+    for at, node in enumerate(nodes):
+        written = _written_operands(node)
+        operands.update(written)
+        for key in {key for operand in written for key in storages(operand)}:
+            positions.setdefault(key, []).append(at)
+    return operands, positions
 
 
-def _is_written(waits: list[Node]) -> bool:
-    """Whether an operation writes to a gathered value."""
-    views = [view for wait in waits for view in _views(wait)]
-    return any(view in written_operands(user) for view in views for user in view.users)
-
-
-def written_operands(node: Node) -> list[Node]:
+def _written_operands(node: Node) -> list[Node]:
     """The operands that a node writes to: those of a multi-tensor update, or of an operation that was in place."""
     if isinstance(node.target, MultiTensor):
         operands = [node.args[at] for at in node.target.updated]
