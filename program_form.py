@@ -46,7 +46,7 @@ class PlacedProgram:
 
     def run(self) -> list[Any]:
         """Run with the present values; returns those of the outputs that update no input."""
-        return self.program(*self._inputs.read())
+        return self.program.boxed(self._inputs.read())
 
     def tell_autocast(self) -> None:
         """Say that the program has written weights of which autocast may hold copies."""
@@ -86,7 +86,7 @@ class ProgramForm:
 
     @property
     def program(self) -> Any:
-        """The compiled program, which ``run`` calls; assigning another replaces it."""
+        """The compiled program, whose ``boxed`` is called by ``run``; assigning another replaces it."""
         return self._placed.program
 
     @program.setter

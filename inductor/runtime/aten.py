@@ -100,6 +100,7 @@ class AtenProgram:
         return counts
 
     def __call__(self, *inputs: Any) -> list[Any]:
+        """:meth:`boxed`, for a caller that holds the inputs during the call in any case."""
         return self.boxed([*inputs])
 
     def boxed(self, inputs: list[Any]) -> list[Any]:

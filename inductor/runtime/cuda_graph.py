@@ -97,20 +97,27 @@ class GraphedProgram:
         return self.program.operations
 
     def __call__(self, *inputs: Any) -> list[Any]:
+        """See :meth:`AtenProgram.__call__`."""
+        return self.boxed([*inputs])
+
+    def boxed(self, inputs: list[Any]) -> list[Any]:
+        """As :meth:`AtenProgram.boxed`. A replay reads its inputs at fixed addresses until its end."""
         self._calls += 1
         # Libraries allocate handles and workspaces in the first calls, which a capture forbids.
         if self.why_not is not None or self._calls <= _WARM_UP_CALLS:
-            return self.program(*inputs)
+            return self.program.boxed(inputs)
         recorded = self._find(inputs) or self._record(inputs)
         if recorded is None:
-            return self.program(*inputs)
+            return self.program.boxed(inputs)
         self.replays += 1
         # A check also makes the compute stream wait for the communication stream, on which calls from outside of this
         # recording may still run.
         for check in self._checks:
             check()
         with torch.no_grad():
-            return recorded.replay(inputs)
+            results = recorded.replay(inputs)
+        inputs.clear()
+        return results
 
     # ---- which recording
 

@@ -105,13 +105,19 @@ class PiecewiseProgram:
         return sum((program.operations for program in self.partitions), Counter())
 
     def __call__(self, *inputs: Any) -> list[Any]:
+        """See :meth:`AtenProgram.__call__`."""
+        return self.boxed([*inputs])
+
+    def boxed(self, inputs: list[Any]) -> list[Any]:
+        """As :meth:`AtenProgram.boxed`."""
         values = dict(zip(self._names, inputs, strict=True))
+        inputs.clear()
         for program, input_names, output_names, last_used in self._plan:
-            outputs = program(*[values[name] for name in input_names])
-            # Without this a value between partitions would keep its memory until the end of the step.
+            given = [values[name] for name in input_names]
+            # Before the call: the program frees what it is the last to read, also values between partitions.
             for name in last_used:
                 del values[name]
-            values.update(zip(output_names, outputs, strict=True))
+            values.update(zip(output_names, program.boxed(given), strict=True))
         return [values[name] for name in self._results]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,12 +138,12 @@ def test_gradients_that_nothing_reads_are_let_go_before_the_program_runs() -> No
     form = training.step.entries[0]
     program, alive = form.program, []
 
-    def watched(*args: Any) -> Any:
+    def watched(inputs: list[Any]) -> Any:
         alive.append([each() is not None for each in before])
-        return program(*args)
+        return program.boxed(inputs)
 
     before = [weakref.ref(g) for g in training.gradients()]
-    form.program = watched
+    form.program = SimpleNamespace(boxed=watched)
     training.step(torch.randn(2, 4))
     assert alive == [[False] * 4]
     assert all(g is not None for g in training.gradients())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -517,6 +518,31 @@ def test_an_input_is_updated_after_its_last_reader_in_any_partition() -> None:
         assert (read[0], before[0], value[0]) == (512 * old, old, old + 9)
     assert order == [9.0, 18.0, 27.0, 36.0, 45.0]
     assert [g.replays for g in _graphed(program)] == [3, 3]
+
+
+def test_inputs_and_values_between_partitions_are_freed_at_their_last_use() -> None:
+    """A call with an effect sees which of them are still there: it runs in a partition that is not recorded, behind the
+    last readers of ``x`` and ``between``."""
+    there: list[list[bool]] = []
+    watched: list[weakref.ref[torch.Tensor]] = []
+    build = StepBuilder()
+    x, y = build.input(torch.ones(3)), build.input(torch.ones(3))
+    between = build.call(aten.mul.Tensor, x, y)
+    for _ in range(9):
+        between = build.call(aten.add.Tensor, between, 1.0)
+    build.effect(lambda value: watched.append(weakref.ref(value)), between)
+    build.effect(lambda value: there.append([each() is not None for each in watched]), y)
+    value = y
+    for _ in range(9):
+        value = build.call(aten.mul.Tensor, value, 2.0)
+    build.returns(value)
+    program = compile_recorded(_on_gpu(build), FakeRecorder(), CPU)
+    assert isinstance(program, PiecewiseProgram)
+    inputs = [torch.zeros(3), torch.ones(3)]
+    watched.append(weakref.ref(inputs[0]))
+    (found,) = program.boxed(inputs)
+    assert there == [[False, False]]
+    assert inputs == [] and found[0] == 512.0
 
 
 def test_a_step_of_which_nothing_can_be_recorded_is_one_program() -> None:
