@@ -13,14 +13,6 @@ from typing import Any
 import torch
 
 
-def rewrap(like: Any, inner: torch.Tensor) -> torch.Tensor:
-    """A wrapper subclass like ``like`` (a DTensor) around another inner tensor."""
-    names, context = like.__tensor_flatten__()
-    parts = {name: getattr(like, name) for name in names}
-    inside = {name: inner if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
-    return type(like).__tensor_unflatten__(inside, context, like.shape, like.stride())
-
-
 def plain_parts(tensor: torch.Tensor) -> dict[tuple[str, ...], torch.Tensor]:
     """The plain tensors inside a wrapper subclass (DTensor), by the attributes that lead to them; a plain tensor is
     its own part, under ``()``."""

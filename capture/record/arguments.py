@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft import tensor_subclasses, torch_adapter
+from weft import torch_adapter
 from weft.capture.record.argument_containers import ArgumentContainers
 from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes
 from weft.capture.record.recorder import OpRecorder
@@ -22,6 +22,7 @@ from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attri
 from weft.capture.step_interface import Role
 from weft.capture.strided_overlap import offset_within, span
 from weft.errors import GraphOutsideStep, UnregisteredType, UnstridedArgument
+from weft.tensor_subclasses import Shell
 
 
 class CallArguments:
@@ -196,7 +197,7 @@ class CallArguments:
             part = recorder.view_of_input(inner) if not dims else None
             known = (part or recorder.new_input(inner, val)).val
         fake = known
-        passed = tensor_subclasses.rewrap(leaf, fake) if names else fake
+        passed = Shell.of(leaf).around({names: fake}) if names else fake
         self._passed[at] = passed
         for name, value in own_attributes(leaf).items():
             setattr(passed, name, value)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft import tensor_subclasses, torch_adapter
+from weft import torch_adapter
 from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.held_references import original_of
 from weft.capture.record.host_arrays import HostArray
@@ -26,25 +26,23 @@ from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.errors import EscapedTensor
+from weft.tensor_subclasses import Shell, plain_parts
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
 class _OutputSlot:
-    """Takes output number ``index`` (or several, of a subclass around several tensors), wrapped like ``like`` where
-    that is a tensor subclass; ``grad`` is the slot of its ``.grad``, ``attributes`` the templates of what the step put
-    on it."""
+    """Takes output number ``index``, or of a tensor subclass the outputs inside; ``grad`` is the slot of its ``.grad``,
+    ``attributes`` the templates of what the step put on it."""
 
     index: int | _Parts
-    like: torch.Tensor | None = None
     requires_grad: bool = False
     grad: Any = None
     attributes: tuple[tuple[str, Any], ...] = ()
 
     def fill(self, outputs: list[Any]) -> Any:
         value = self.index.of_call(outputs) if isinstance(self.index, _Parts) else outputs[self.index]
-        value = value if self.like is None else tensor_subclasses.rewrap(self.like, value)
         if self.requires_grad:
             value.requires_grad_()
         if self.grad is not None:
@@ -56,9 +54,10 @@ class _OutputSlot:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Takes the plain tensors inside a subclass around several, each from its own template or as it is."""
+    """Takes the plain tensors inside a subclass, each from its own template or as it is. Of one around a single tensor
+    that is the number of an output: what the step did with the tensor is said by the slot of the whole."""
 
-    shell: tensor_subclasses.Shell
+    shell: Shell
     parts: dict[tuple[str, ...], Any]
 
     def of_call(self, outputs: list[Any]) -> Any:
@@ -66,6 +65,8 @@ class _Parts:
 
     @staticmethod
     def _filled(part: Any, outputs: list[Any]) -> Any:
+        if isinstance(part, int):
+            return outputs[part]
         if isinstance(part, _OutputSlot):
             value: Any = part.fill(outputs)
             # Results of one bucket lie in one storage. A subclass may want its tensors to begin at equal offsets.
@@ -159,16 +160,18 @@ def _leaf_template(
             if is_tracked(inner):
                 keep(recorder.current_value(inner))  # the graph lists an argument that is returned, too
             return _StateReference(places_by_id[id(leaf)])
-        inside = tensor_subclasses.plain_parts(leaf)
+        inside = plain_parts(leaf)
         if len(inside) > 1:
             parts = {at: _leaf_template(p, recorder, keep, where, places_by_id, slots) for at, p in inside.items()}
             if not any(isinstance(part, _SLOTS) for part in parts.values()):
                 return leaf
-            index, names = _Parts(tensor_subclasses.Shell.of(leaf), parts), ()
+            index: int | _Parts = _Parts(Shell.of(leaf), parts)
         elif not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
             return leaf
         else:
-            index = slots.setdefault(id(leaf), keep(recorder.current_value(inner)))
+            if id(leaf) not in slots:  # one object in several places is one output
+                slots[id(leaf)] = keep(recorder.current_value(inner))
+            index = _Parts(Shell.of(leaf), {names: slots[id(leaf)]}) if names else slots[id(leaf)]
         made = leaf.requires_grad and leaf.is_leaf
         grad = leaf.grad if made else None
         kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
@@ -176,7 +179,7 @@ def _leaf_template(
             (name, Template.of(value, recorder, keep, f"{where}.{name}", places_by_id=places_by_id, slots=slots))
             for name, value in own_attributes(leaf).items()
         )
-        return _OutputSlot(index, leaf if names else None, made, kept, attributes)
+        return _OutputSlot(index, made, kept, attributes)
     if type(leaf) is HostArray:
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):

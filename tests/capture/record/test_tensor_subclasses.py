@@ -65,3 +65,33 @@ def test_what_a_subclass_is_around_can_be_exchanged_by_a_step() -> None:
     for ours, theirs in zip(compiled[:3], eager[:3], strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(compiled[3].elem, eager[3].elem)
+
+
+class _Outer(extensions.Wrapped):
+    """Around another subclass."""
+
+
+def test_a_subclass_around_a_subclass_is_an_argument_and_a_result() -> None:
+    found = []
+    for compiled in (False, True):
+        seen: list[Any] = []
+
+        def step(x: Any, seen: list[Any] = seen) -> Any:
+            seen.append(type(x.elem))
+            return x.clone(), x * 2
+
+        run: Any = weft.compile(step) if compiled else step
+        whole, plain = run(_Outer(extensions.HalfWire(torch.arange(4.0))))
+        assert set(seen) == {extensions.HalfWire}
+        found.append((type(whole), type(whole.elem), whole.elem.elem.tolist(), plain.tolist()))
+    assert found[0] == found[1]
+
+
+def test_a_result_in_several_places_is_one_output() -> None:
+    def step(x: torch.Tensor) -> Any:
+        y = x * 2
+        return y, [y], {"a": y}
+
+    assert len(weft.capture(step, torch.ones(3)).outputs) == 1
+    y, (again,), named = weft.compile(step)(torch.ones(3))
+    assert y is again is named["a"]

@@ -542,7 +542,8 @@ def test_inputs_and_values_between_partitions_are_freed_at_their_last_use() -> N
     watched.append(weakref.ref(inputs[0]))
     (found,) = program.boxed(inputs)
     assert there == [[False, False]]
-    assert inputs == [] and found[0] == 512.0
+    assert inputs == []
+    assert found[0] == 512.0
 
 
 def test_a_step_of_which_nothing_can_be_recorded_is_one_program() -> None:
