@@ -1080,6 +1080,16 @@ class CannotCarry(WeftError):
         )
 
 
+class TransportNotBound(WeftError):
+    """A transport has a row and calls in graphs, and nothing that runs them."""
+
+    def __init__(self, transport: str, call: str) -> None:
+        super().__init__(
+            f"nothing runs the calls of transport {transport}, which are {call}s: declare a subclass of BoundPeerCall "
+            f'with transport="{transport}", in a file that weft.inductor.transports.apply_transports imports'
+        )
+
+
 class LinkMissing(WeftError):
     """A cluster's description does not say what joins the ranks of a group."""
 

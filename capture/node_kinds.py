@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,14 +132,20 @@ def group_of(node: torch.fx.Node) -> str:
     target = node.target
     if not isinstance(target, OpOverload):
         return target.group if is_collective(node) else ""  # type: ignore[union-attr]
-    op = _of(target)
-    if op.group is not None:
-        at, name = op.group
-        named = node.args[at] if at < len(node.args) else node.kwargs.get(name)
-        return named if isinstance(named, str) else ""
-    if op.collective:
+    traits = _of(target)
+    if traits.collective and traits.group is None:
         raise unregistered(node)
-    return ""
+    return group_among(target, node.args, node.kwargs)
+
+
+def group_among(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The process group among the operands of a call of ``op``, "" where it takes none."""
+    argument = _of(op).group
+    if argument is None:
+        return ""
+    at, name = argument
+    group = args[at] if at < len(args) else kwargs.get(name)
+    return group if isinstance(group, str) else ""
 
 
 def set_group(node: torch.fx.Node, name: str) -> None:

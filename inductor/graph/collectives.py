@@ -2,8 +2,9 @@
 
 Two tables. :data:`KINDS`: what moves between the ranks, from which the cost model takes the traffic.
 :data:`COLLECTIVES`: one row an operation, with its operands and its other forms. A third, of transports, is
-:mod:`weft.transport_rows`. Passes, cost model, schedule and transports ask these tables and compare no operation's
-name.
+:mod:`weft.transport_rows`. Cost model, schedule and transports ask these tables what an operation does and name none.
+So do passes, but for those that write one operation for another: these take both from the rows below
+(``REDUCE_SCATTER.op``), because they put the operands of one into the places of the other.
 
 A new collective of a kind that exists is its operation and its row here (:func:`register`). Beside them, a new
 
@@ -216,17 +217,8 @@ _SENDS = tuple(
     for op in _forms(name)
 )
 
-COLLECTIVES: list[CollectiveOp] = [
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    WIDENING_REDUCE_SCATTER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BROADCAST,
-    *_SENDS,
-]
-
-_BY_FORM: dict[Any, CollectiveOp] = {form: row for row in COLLECTIVES for form in row.forms}
+COLLECTIVES: list[CollectiveOp] = []
+_BY_FORM: dict[Any, CollectiveOp] = {}
 
 
 def register(row: CollectiveOp) -> None:
@@ -270,6 +262,10 @@ def _check(row: CollectiveOp) -> None:
         require(row.coalesced is None or (library and library.coalesced), what, "Give library a coalesced form")
 
 
+for _row in (ALL_GATHER, REDUCE_SCATTER, WIDENING_REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, *_SENDS):
+    register(_row)
+
+
 def collective_op(target: Any) -> CollectiveOp | None:
     """The row that an operation is a form of; None for everything that is no collective operation."""
     return _BY_FORM.get(target)
@@ -297,6 +293,12 @@ def is_kind(node: Node, kind: CollectiveKind) -> bool:
     unlike :func:`kind_of`: passes ask it for what they may rewrite, and such calls are final."""
     row = collective_op(node.target)
     return row is not None and row.kind is kind
+
+
+def is_single(node: Node, kind: CollectiveKind) -> bool:
+    """Whether the node calls an operation of this kind for one tensor, in its functional form."""
+    row = collective_op(node.target)
+    return row is not None and row.kind is kind and node.target is row.op
 
 
 def reduction_of(node: Node) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph, drop_dead
-from weft.capture.node_kinds import WAIT, is_wait
-from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE
+from weft.capture.node_kinds import WAIT, group_of, is_wait
+from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE, is_single, payload_of
 from weft.inductor.graph.emitter import emitter
 from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.graph.sizes import node_bytes
@@ -47,9 +47,9 @@ def _use_shards(graph: torch.fx.Graph, node: Node) -> None:
     gathers = {tensor: members for tensor in tensors if (members := _gather_of(tensor)) is not None}
     groups: dict[Any, list[Node]] = {}
     for tensor, gather in gathers.items():
-        groups.setdefault(gather.args[2], []).append(tensor)
+        groups.setdefault(group_of(gather), []).append(tensor)
     saved = {
-        group: sum(node_bytes(tensor) - node_bytes(gathers[tensor].args[0]) for tensor in members)  # type: ignore[arg-type]
+        group: sum(node_bytes(tensor) - node_bytes(payload_of(gathers[tensor])[0]) for tensor in members)
         for group, members in groups.items()
     }
     # By group: each costs an all-reduce of its own.
@@ -58,7 +58,7 @@ def _use_shards(graph: torch.fx.Graph, node: Node) -> None:
         return
     ((norms,),) = node.meta["val"]
     squares = [_squares(graph, node, [gathers[tensor] for tensor in members]) for members in taken.values()]
-    others = [tensor for tensor in tensors if tensor not in gathers or gathers[tensor].args[2] not in taken]
+    others = [tensor for tensor in tensors if tensor not in gathers or group_of(gathers[tensor]) not in taken]
     ((new,),) = multi_tensor_call(graph, node, NormOfSquares(len(norms), norms.dtype), (squares, others), [[norms]])
     for old in [element for list_ in node.users for element in list_.users]:
         old.replace_all_uses_with(new)
@@ -67,12 +67,12 @@ def _use_shards(graph: torch.fx.Graph, node: Node) -> None:
 
 def _squares(graph: torch.fx.Graph, node: Node, gathers: list[Node]) -> Node:
     """The sum of squares of each gathered tensor, from the sums of squares of their shards."""
-    shards: Any = [gather.args[0] for gather in gathers]
+    shards = [shard for gather in gathers for shard in payload_of(gather)]
     sums = shards[0].meta["val"].new_empty(len(shards))
     ((norms,),) = multi_tensor_call(graph, node, Norm(2.0, together=True), (shards,), [[sums]])
     with graph.inserting_before(node):
         emit = emitter(graph, norms)
-        start = emit(ALL_REDUCE.op, emit(aten.pow.Tensor_Scalar, norms, 2.0), "sum", gathers[0].args[2])
+        start = emit(ALL_REDUCE.op, emit(aten.pow.Tensor_Scalar, norms, 2.0), "sum", group_of(gathers[0]))
         start.meta["capture_order"] = max(gather.meta.get("capture_order", 0) for gather in gathers)
         return emit(WAIT, start)
 
@@ -84,8 +84,8 @@ def _gather_of(tensor: Node) -> Node | None:
     """
     while tensor.target in _VIEWS:
         tensor = tensor.args[0]  # type: ignore[assignment]
-    if tensor.target is not WAIT or tensor.args[0].target is not ALL_GATHER.op:  # type: ignore[union-attr]
+    gather: Any = tensor.args[0] if tensor.target is WAIT else None
+    if gather is None or not is_single(gather, ALL_GATHER.kind):
         return None
-    gather: Any = tensor.args[0]
-    shard = gather.args[0]
+    (shard,) = payload_of(gather)
     return gather if is_wait(shard) and shard.meta["val"].dtype == torch.float32 else None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from weft import torch_adapter
 from weft.capture.agreement.collective_ring import RingEntry, record
 from weft.capture.agreement.lockstep import CollectiveWork, Lockstep, lockstep
-from weft.capture.node_kinds import WAIT, is_collective, is_wait
+from weft.capture.node_kinds import WAIT, group_among, is_collective, is_wait
 from weft.gloo import KNOWN_DTYPES
 from weft.inductor.graph.collectives import COLLECTIVES, collective_op
 from weft.rank_watch import CannotEnd, Point
@@ -110,7 +110,8 @@ _ISSUE: dict[OpOverload, Callable[..., _Issued]] = {
 def interruptible(nodes: Iterable[Node | None]) -> dict[OpOverload, Callable[..., Any]]:
     """What a program of these nodes calls in place of collectives on CPUs and their waits. All collectives are counted.
     Where a result is read by anything but a wait, which would not see that it is unfinished, all run as before."""
-    starts = [node for node in nodes if node is not None and is_collective(node) and _on_cpu(node)]
+    # A node has as many lines as its statement.
+    starts = [node for node in dict.fromkeys(nodes) if node is not None and is_collective(node) and _on_cpu(node)]
     waited = all(is_wait(user) for node in starts if node.target in _ISSUE for user in node.users)
     # A program may call another form of an operation than its graph holds: one that works in place.
     forms = [form for row in COLLECTIVES for form in row.forms] if starts else []
@@ -125,42 +126,46 @@ def _on_cpu(start: Node) -> bool:
 
 def _issuing(op: OpOverload, issue: Callable[..., _Issued] | None) -> Callable[..., Any]:
     original = torch_adapter.kernel(op)
+    row = collective_op(op)
+    assert row is not None
+
+    def record_of(operands: tuple[Any, ...], group: str, point: Point | None) -> RingEntry:
+        payload = operands[row.payload]
+        parts = payload if isinstance(payload, (list, tuple)) else [payload]
+        size = sum(part.numel() * part.element_size() for part in parts)
+        call, index = point or (-1, -1)
+        return record(op._schema.name.partition("::")[2], group, size, call, index)
 
     def start(tensor: Any, *how: Any, **named: Any) -> Any:
         ranks = lockstep()
-        if issue is None or named or not _over_gloo(op, tensor, how):
+        group = group_among(op, (tensor, *how), named)
+        if issue is None or named or not _over_gloo(op, tensor, how, group):
             result = original(tensor, *how, **named)
             if ranks is not None:
-                _record(op, tensor, how, ranks.issue())
+                record_of((tensor, *how), group, ranks.issue())
             return result
         try:
-            result, work, finish = issue(torch_adapter.process_group(how[-1]), tensor, *how)
+            result, work, finish = issue(torch_adapter.process_group(group), tensor, *how)
         except RuntimeError as error:
             if ranks is None:
                 raise
-            raise CannotEnd(ranks.explain(error, how[-1])) from error
+            raise CannotEnd(ranks.explain(error, group)) from error
         point = ranks.issue() if ranks is not None else None
-        setattr(result, _UNFINISHED, _Unfinished(work, how[-1], ranks, point, finish, _record(op, tensor, how, point)))
+        entry = record_of((tensor, *how), group, point)
+        setattr(result, _UNFINISHED, _Unfinished(work, group, ranks, point, finish, entry))
         return result
 
     return start
 
 
-def _record(op: OpOverload, tensor: Any, how: tuple[Any, ...], point: Point | None) -> RingEntry:
-    parts = tensor if isinstance(tensor, (list, tuple)) else [tensor]
-    size = sum(part.numel() * part.element_size() for part in parts)
-    call, index = point or (-1, -1)
-    return record(op._schema.name.partition("::")[2], str(how[-1]), size, call, index)
-
-
-def _over_gloo(op: OpOverload, tensor: Tensor, how: tuple[Any, ...]) -> bool:
+def _over_gloo(op: OpOverload, tensor: Tensor, how: tuple[Any, ...], group: str) -> bool:
     """Whether gloo carries this collective as it is."""
     if tensor.dtype not in KNOWN_DTYPES or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     row = collective_op(op)
     if row is not None and row.reduction is not None and how[row.reduction - 1] not in _REDUCTIONS:
         return False
-    return "cpu:gloo" in dist.get_backend_config(torch_adapter.process_group(how[-1]))
+    return "cpu:gloo" in dist.get_backend_config(torch_adapter.process_group(group))
 
 
 def _wait(tensor: Tensor) -> Tensor:

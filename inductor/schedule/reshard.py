@@ -23,7 +23,7 @@ from weft.capture.node_kinds import WAIT
 from weft.capture.node_meta import same_meta
 from weft.inductor.cost.task_graph import Kind, TaskGraph
 from weft.inductor.graph.aliasing import effects_of, looks_into, storages
-from weft.inductor.graph.collectives import ALL_GATHER
+from weft.inductor.graph.collectives import ALL_GATHER, is_single
 from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.fake_values import take_memory
 from weft.inductor.multi_tensor.operation import MultiTensor
@@ -60,14 +60,16 @@ def gather_once(step: StepGraph) -> list[Gathered]:
     place = {node: at for at, node in enumerate(step.graph.nodes)}
     written, writes = writes_of(place)
     groups: dict[tuple[Any, ...], list[Node]] = {}
-    for node in step.graph.find_nodes(op="call_function", target=ALL_GATHER.op):
+    for node in place:
+        if not is_single(node, ALL_GATHER.kind):
+            continue
         waits = list(node.users)
         # With one gather in place of several, a result that the caller holds, or that is written to, would be seen by
         # all of them.
         ordinary = all(wait.target is WAIT and wait.users and wait not in escaped for wait in waits)
         if ordinary and written.isdisjoint(view for wait in waits for view in _views(wait)):
             # The shard's node is part of the key: the shard after an update is another node.
-            groups.setdefault((*node.args, *node.kwargs.items()), []).append(node)
+            groups.setdefault((node.target, *node.args, *node.kwargs.items()), []).append(node)
     values = []
     for starts in groups.values():
         first, *others = sorted(starts, key=place.__getitem__)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.capture.node_kinds import GROUP_ARGUMENTS, group_of, is_collective, is_effect, is_wait
+from weft.capture.node_kinds import group_of, is_collective, is_effect, is_wait
 from weft.inductor.graph.collectives import (
     ALL_GATHER,
     collective_op,
@@ -177,15 +177,15 @@ class _StepNumberer:
             return kind.name, getattr(call, "op", ""), group
         row = collective_op(node.target)
         assert row is not None  # kind_of has found it
-        # It is never merged: compared like any other operation.
-        if row.coalesced is None:
-            rest = [(name, value) for name, value in other_operands(node) if name not in GROUP_ARGUMENTS]
-            return self.numbering.target(node.target), self.operand(rest), group
-        # The same for both forms of an operation, and for those that differ in the dtype they sum in: it is that of the
+        # The same for all forms of an operation, and for those that differ in the dtype they sum in: it is that of the
         # result, which is numbered.
+        what = kind.name, reduction_of(node), group
+        if not row.further_operands:
+            return what
+        # What a further operand means is the operation's own. No transport over peers has a place for it.
         names = [row.op._schema.arguments[at].name for at in row.further_operands]
         further = [(name, value) for name, value in other_operands(node) if name in names]
-        return kind.name, reduction_of(node), group, *self.operand(further)  # type: ignore[misc]
+        return *what, self.numbering.target(row.library or row.op), self.operand(further)
 
     def of_payload(self, payload: Any) -> Hashable:
         """The operand of a collective without casts: a transport may cast what it sends."""

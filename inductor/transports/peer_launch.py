@@ -17,6 +17,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.agreement.collective_ring import record
+from weft.errors import TransportNotBound
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.runtime.batched_copies import BlockCopy, copies_on
 from weft.inductor.runtime.bound_plan import AddressTable
@@ -543,8 +544,14 @@ def bind_call(
     call: PeerCall, inputs: Tensors, outputs: Tensors, buffer: SymmetricBuffer, description: str
 ) -> BoundPeerCall:
     """The runnable form of ``call`` on this rank, see :class:`BoundPeerCall`. The caller must :meth:`attach
-    <BoundPeerCall.attach>` its kernels before the first call."""
-    return BoundPeerCall.classes[call.transport](call, inputs, outputs, buffer, description)
+    <BoundPeerCall.attach>` its kernels before the first call.
+
+    Raises:
+        TransportNotBound: no class runs the calls of this transport.
+    """
+    if (bound := BoundPeerCall.classes.get(call.transport)) is None:
+        raise TransportNotBound(call.transport, type(call).__qualname__)
+    return bound(call, inputs, outputs, buffer, description)
 
 
 def _peers_in_turn(buffer: SymmetricBuffer) -> list[int]:

@@ -18,6 +18,7 @@ from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE, KINDS, Colle
 from weft.inductor.schedule.agree_on_collectives import _line
 from weft.inductor.schedule.decisions import MergeBuckets, structure
 from weft.inductor.schedule.value_numbers import ValueNumbering
+from weft.inductor.transports.peer_calls import PeerReduceScatter, use_transport
 
 pytestmark = pytest.mark.fake
 
@@ -101,3 +102,17 @@ def test_an_operand_of_one_operation_alone_is_part_of_what_it_computes() -> None
         MergeBuckets([[2, 3]])(merged)
         assert [node.target for node in merged.collectives()] == [several]
         assert numbering.values(merged).outputs == before
+
+
+def test_a_transport_carries_the_same_value_as_an_operation_without_a_coalesced_form() -> None:
+    """The verifier of schedules compares a step before and after its transports are applied."""
+    part = lambda x, op, size, group: x.new_empty(x.shape[0] // size)
+    schema = "(Tensor input, str reduce_op, int group_size, str group_name) -> Tensor"
+    with operations(lone_sum=(schema, part)) as ops:
+        register(CollectiveOp(ops.lone_sum.default, KINDS["reduce_scatter"], reduction=1))
+        step = step_of((ops.lone_sum.default, "sum", 4, "dp"))
+        numbering = ValueNumbering()
+        before = numbering.values(step).outputs
+        use_transport(step, step.collectives()[0], "pull")
+        assert isinstance(step.collectives()[0].target, PeerReduceScatter)
+        assert numbering.values(step).outputs == before

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from collective_ops import gathered as extended
+from collective_ops import operations
 from sharded_steps import GROUPS, outcome, the_steps
 from torch import nn
 
@@ -18,7 +20,7 @@ from step_builder import StepBuilder
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
 from weft.capture.step_interface import Role
-from weft.inductor.graph.collectives import ALL_GATHER
+from weft.inductor.graph.collectives import ALL_GATHER, KINDS, CollectiveOp, register
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.passes.common_subexpressions import common_subexpressions
 from weft.inductor.passes.drop_unused_gathers import drop_unused_gathers
@@ -289,3 +291,19 @@ def test_nothing_happens_without_gathers() -> None:
     before = str(step)
     assert gather_once(step) == []
     assert str(step) == before
+
+
+def test_gathers_of_an_operation_that_weft_does_not_have_become_one_too() -> None:
+    """A row of the kind all_gather is all that it takes; gathers by different operations stay apart."""
+    with operations(striped=("(Tensor input, int group_size, str group_name) -> Tensor", extended)) as ops:
+        op = ops.striped.default
+        register(CollectiveOp(op, KINDS["all_gather"]))
+        b = StepBuilder()
+        x, shard = b.input(torch.ones(4, 4), Role.BATCH), b.input(torch.ones(2, 4))
+        for each in (op, op, ALL_GATHER.op):
+            start = b.call(each, shard, 2, "dp")
+            x = b.call(aten.mm.default, x, b.call(WAIT, start, val=start.meta["val"]))
+        b.returns(x)
+        step = b.build({"dp": "0"})
+        assert [len(value.uses) for value in gather_once(step)] == [2, 1]
+        assert [node.target for node in step.check().collectives()] == [op, ALL_GATHER.op]

@@ -101,3 +101,9 @@ def test_a_row_and_a_file_make_a_transport() -> None:
             bind_call(start.target, (), (), mock.Mock(), "a sum")  # type: ignore[arg-type]
         made.assert_called_once()
     assert communicates("ring_reduce_0d1d")
+
+
+def test_calls_that_nothing_runs_are_an_error_that_names_what_is_missing() -> None:
+    message = r'transport ring, which are RingReduces.*transport="ring"'
+    with mock.patch.dict(BoundPeerCall.classes, clear=True), pytest.raises(errors.TransportNotBound, match=message):
+        bind_call(RingReduce("dp", 8), (), (), mock.Mock(), "a sum")
