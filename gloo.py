@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-import weft.gloo_at_exit  # noqa: F401 - registers a handler
+import weft.threads_at_exit  # noqa: F401 - registers a handler
 
 _ops = torch.ops._c10d_functional
 _library = torch.library.Library("_c10d_functional", "IMPL")

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from weft import host_processes, store_threads
+from weft import host_processes, threads_at_exit
 from weft.errors import StoreLost
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def answered(name: str, rank: int, requests: Callable[[], Answer]) -> Answer:
         except BaseException as error:  # noqa: BLE001 - raised below
             answers.put(error)
 
-    store_threads.started("weft store requests", ask)
+    threads_at_exit.started("weft store requests", ask)
     try:
         answer = answers.get(timeout=STORE_S)
     except queue.Empty:
@@ -200,7 +200,7 @@ class RankWatch:
         self._wake, self._told = threading.Event(), threading.Event()
         self._store.compare_set(_COMPARED, "", "0")
         self.write()
-        self._thread = store_threads.started("weft rank watch", self._run)
+        self._thread = threads_at_exit.started("weft rank watch", self._run)
 
     def wait_for(self, ranks: Sequence[int], point: Point | None = None, silent_s: float | None = None) -> RankWait:
         """A wait for these ranks, without this one. Whoever makes it calls :meth:`read` in the thread."""
@@ -233,7 +233,7 @@ class RankWatch:
         self._wake.set()
 
     def stop(self) -> None:
-        """Have the thread end, once it has written the last state. :mod:`weft.store_threads` waits for it at exit."""
+        """Have the thread end, once it has written the last state. :mod:`weft.threads_at_exit` waits for it at exit."""
         self._stopped = True
         self.wake()
         self._thread.join(BEAT_S)
@@ -246,7 +246,7 @@ class RankWatch:
     def _run(self) -> None:
         try:
             while self._alive():
-                last = self._stopped or store_threads.ending()
+                last = self._stopped or threads_at_exit.ending()
                 self._look()
                 if last:
                     return

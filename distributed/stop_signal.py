@@ -24,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft import store_threads, torch_adapter
+from weft import threads_at_exit, torch_adapter
 from weft.errors import NotMainThread, StoreLost
 from weft.rank_watch import STORE_S
 
@@ -57,7 +57,7 @@ class StoreRequests:
         self._lost = False
         self._requests: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        store_threads.started("weft stopping", self._run)
+        threads_at_exit.started("weft stopping", self._run)
         atexit.register(self._requests.put, None)
 
     def __call__(self, request: Callable[..., Any], *arguments: Any) -> Any:

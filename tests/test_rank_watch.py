@@ -67,7 +67,7 @@ REQUEST_AT_EXIT = """
 import sys, time, threading
 from datetime import timedelta
 import torch.distributed as dist
-from weft import rank_watch, store_threads
+from weft import rank_watch, threads_at_exit
 
 store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 client = dist.TCPStore("localhost", store.port, is_master=False)
@@ -104,7 +104,7 @@ print("ends", flush=True)
         "rank_watch.RankWatch(0, 1, Slow(), lambda: True, lambda number: None)",
         "watch = rank_watch.RankWatch(0, 1, Slow(), lambda: True, lambda number: None)\n"
         "import atexit\natexit.register(watch.stop)",
-        "store_threads.started('test', ask)",
+        "threads_at_exit.started('test', ask)",
         "from weft.distributed.stop_signal import StoreRequests\nrequests = StoreRequests()\nrequests.start(ask)",
     ],
     ids=["a watch", "a watch that is told to stop", "another thread", "weft.stopping"],
@@ -117,11 +117,10 @@ def test_a_process_ends_well_while_a_thread_is_in_a_request(how: str) -> None:
 
 def test_the_end_of_a_process_does_not_wait_for_long_for_ranks_that_are_gone() -> None:
     program = REQUEST_AT_EXIT.replace("seconds=2", "seconds=100").replace("sleep(4)", "pass")
-    wait = (
-        "def wait():\n    with store_threads.waiting_for_ranks():\n        ask()\nstore_threads.started('test', wait)"
-    )
+    wait = "def wait():\n    with threads_at_exit.waiting_for_ranks():\n        ask()\n"
+    wait += "threads_at_exit.started('test', wait)"
     # The limit for requests that no other rank answers, so that a slow machine is told from the wrong limit.
-    command = [sys.executable, "-c", program.replace("HOW", f"store_threads._REQUEST_S = 100\n{wait}")]
+    command = [sys.executable, "-c", program.replace("HOW", f"threads_at_exit._REQUEST_S = 100\n{wait}")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "ends\n"

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from weft import cuda_driver, errors, knobs, rank_watch, store_threads, torch_adapter
+from weft import cuda_driver, errors, knobs, rank_watch, threads_at_exit, torch_adapter
 from weft.capture.agreement import collective_ring
 from weft.capture.agreement.agreement import agree
 from weft.capture.agreement.claims import NO_CLAIMS, Claims
@@ -325,7 +325,7 @@ class _EventComparison:
 
     def start(self) -> None:
         """Begin."""
-        store_threads.started("weft comparison", self._run)
+        threads_at_exit.started("weft comparison", self._run)
 
     def _run(self) -> None:
         ranks, event = self._ranks, self._event

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from weft import errors, store_threads, torch_adapter
+from weft import errors, threads_at_exit, torch_adapter
 
 
 class StoreRendezvous:
@@ -102,7 +102,7 @@ class StoreRendezvous:
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
         """Those of ``keys`` that are not there after so many seconds."""
-        with self._reachable(), store_threads.waiting_for_ranks():
+        with self._reachable(), threads_at_exit.waiting_for_ranks():
             try:
                 self._store.wait(list(keys), timedelta(seconds=max(seconds, 0.01)))
             except dist.DistNetworkError:
