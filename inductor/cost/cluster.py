@@ -210,6 +210,7 @@ def save_cluster(cluster: Cluster, path: Path, comment: str = "") -> None:
 
     Creates missing folders. Raises OSError.
     """
+    _fitting.cache_clear()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(cluster_file.text(cluster, comment))
 
@@ -232,7 +233,7 @@ def cluster_here() -> Cluster:
 
     ``gpus_per_node`` follows from the number of processes that torchrun started here, without torchrun from the number
     of visible GPUs. The result can differ between machines that were calibrated separately, so ranks must agree on that
-    of rank 0.
+    of rank 0. Descriptions that were calibrated are read once in a process: what ranks have compared stays true.
 
     Raises:
         NoClusterHere: there is no GPU, or no description of it.
@@ -243,24 +244,30 @@ def cluster_here() -> Cluster:
     if not torch.cuda.is_available():
         raise NoClusterHere("no GPU")
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
-    calibrated = _calibrated()
-    fitting = [
-        cluster
-        for cluster in (*calibrated, *shipped_clusters())
-        if cluster.gpu.name in device.name
-        and abs(device.total_memory - cluster.gpu.memory) <= _MEMORY_TOLERANCE * cluster.gpu.memory
-    ]
-    if not fitting:
+    best = _fitting(device.name, device.total_memory, calibrated_folder())
+    if best is None:
         raise NoClusterHere(f"{device.name} with {device.total_memory} bytes")
-    # The longest name is the most specific ("GB200" before "B200"); of equal ones the first, which is the calibrated
-    # one.
-    best = max(fitting, key=lambda cluster: len(cluster.gpu.name))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
     return replace(best, gpus_per_node=here * best.hosts_per_node)
 
 
+@cache
+def _fitting(name: str, memory: int, calibrated: Path) -> Cluster | None:
+    """The description of a GPU with torch's name for it and bytes of memory; None where there is none."""
+    fitting = [
+        cluster
+        for cluster in (*_calibrated(calibrated), *shipped_clusters())
+        if cluster.gpu.name in name and abs(memory - cluster.gpu.memory) <= _MEMORY_TOLERANCE * cluster.gpu.memory
+    ]
+    # The longest name is the most specific ("GB200" before "B200"); of equal ones the first, which is the calibrated
+    # one.
+    return max(fitting, key=lambda cluster: len(cluster.gpu.name), default=None)
+
+
 def is_described() -> bool:
-    """Whether :func:`cluster_here` finds a description. Raises as it does, but for NoClusterHere."""
+    """Whether :func:`cluster_here` finds a description. A file that the knob names is read where it is used."""
+    if knobs.cluster:
+        return True
     try:
         cluster_here()
     except NoClusterHere:
@@ -273,11 +280,11 @@ def calibrated_folder() -> Path:
     return Path(knobs.cache_dir).expanduser() / "clusters"
 
 
-def _calibrated() -> list[Cluster]:
-    """The descriptions that were measured here. A file that others can write to, or that is none, is left out with a
-    warning: the cache must not end a run."""
+def _calibrated(where: Path) -> list[Cluster]:
+    """The descriptions in the folder of those that were measured here. A file that others can write to, or that is
+    none, is left out with a warning: the cache must not end a run."""
     found = []
-    for file in _files(calibrated_folder()) if folder.usable() else []:
+    for file in _files(where) if folder.usable() else []:
         content = folder.read_own(file)
         try:
             if content is not None:

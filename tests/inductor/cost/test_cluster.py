@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from weft import knobs
 from weft.errors import InvalidCluster, InvalidKnob, NoClusterFile, NoClusterHere, UnknownOption
+from weft.inductor.cache import folder
+from weft.inductor.cost import cluster as cluster_module
 from weft.inductor.cost.cluster import (
     DTYPES,
     SHIPPED,
@@ -22,6 +24,7 @@ from weft.inductor.cost.cluster import (
     Link,
     TransportModel,
     cluster_here,
+    is_described,
     load_cluster,
     save_cluster,
     shipped_clusters,
@@ -257,8 +260,21 @@ def test_a_calibration_that_others_can_change_is_left_out(machine: SimpleNamespa
     mine = dataclasses.replace(shipped, name="mine", gpu=dataclasses.replace(shipped.gpu, copy_bandwidth=4.0e12))
     save_cluster(mine, tmp_path / "clusters" / "h200x8.toml")
     assert cluster_here() == mine
+    cluster_module._fitting.cache_clear()
     (tmp_path / "clusters" / "h200x8.toml").chmod(0o666)
     assert cluster_here() == shipped
+
+
+def test_calibrations_are_read_once_in_a_process(
+    machine: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every capture asks for them, and ranks that have compared the answer rely on it."""
+    mine = dataclasses.replace(load_cluster("h200x8"), name="mine")
+    save_cluster(mine, tmp_path / "clusters" / "h200x8.toml")
+    assert is_described()
+    monkeypatch.setattr(folder, "read_own", lambda file: pytest.fail(f"{file} is read again"))
+    assert is_described()
+    assert cluster_here() == mine
 
 
 def test_the_knob_names_the_cluster_of_this_machine(machine: SimpleNamespace, tmp_path: Path) -> None:
