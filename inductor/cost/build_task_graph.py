@@ -26,7 +26,7 @@ from weft.inductor.cost.compute_cost import ComputeCosts, is_free
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
 from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.collectives import payload_of, sum_dtype_of
-from weft.inductor.graph.host_scalars import tensors_of
+from weft.inductor.graph.host_scalars import on_host
 from weft.inductor.graph.live_range import BLOCK
 from weft.inductor.graph.liveness import LiveRange, liveness
 from weft.inductor.lowering.lower import device_kind
@@ -117,8 +117,7 @@ class _TaskGraphBuilder:
         if is_free(node):
             return Kind.NO_TIME
         # In a step on the GPU, nodes on CPU scalars run on the host, ahead of the compute stream.
-        on_host = self.on_gpu and not any(tensor.is_cuda for tensor in tensors_of(node))
-        return Kind.NO_TIME if on_host else Kind.COMPUTE
+        return Kind.NO_TIME if self.on_gpu and on_host(node) else Kind.COMPUTE
 
     # ---- order
 

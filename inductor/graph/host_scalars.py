@@ -26,9 +26,9 @@ def host_nodes(step: StepGraph) -> set[Node]:
     for node in step.graph.nodes:
         # Moving a draw ahead of others would change what each of them draws.
         follows = found.issuperset(node.all_input_nodes) and not (is_random(node) and drawn_by_others)
-        if _on_host(node) and (node.op == "placeholder" or (_is_pure(node) and follows)):
+        if on_host(node) and (node.op == "placeholder" or (_is_pure(node) and follows)):
             found.add(node)
-        elif _calls_python(node) or (is_random(node) and _on_host(node)):
+        elif _calls_python(node) or (is_random(node) and on_host(node)):
             drawn_by_others = True
     return found
 
@@ -74,5 +74,6 @@ def _calls_python(node: Node) -> bool:
     return isinstance(node.target, StreamCall) or (bool(node.meta.get("effect")) and node.target is not check)
 
 
-def _on_host(node: Node) -> bool:
+def on_host(node: Node) -> bool:
+    """Whether no tensor of a node's result is on a GPU. In a step on GPUs, the host computes such a node."""
     return not any(tensor.is_cuda for tensor in tensors_of(node))

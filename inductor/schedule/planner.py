@@ -42,8 +42,10 @@ from weft.inductor.cost.collective_cost import Collective, collective_of, transf
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.simulate import Simulation, peak_memory, simulate
 from weft.inductor.cost.task_graph import TaskGraph
+from weft.inductor.graph.host_scalars import on_host
 from weft.inductor.graph.node_order import reorder, together
 from weft.inductor.graph.pass_runner import is_enabled
+from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule import schedule_tables
 from weft.inductor.schedule.bucket_reports import bucket_reports
 from weft.inductor.schedule.bucketing import (
@@ -57,7 +59,7 @@ from weft.inductor.schedule.bucketing import (
 from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, regather, structure
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
 from weft.inductor.schedule.precedence import precedence
-from weft.inductor.schedule.reshard import choose_gaps, gaps, gather_once
+from weft.inductor.schedule.reshard import GapSequence, gaps, gather_once
 from weft.inductor.schedule.schedule_tables import BucketReport
 from weft.inductor.schedule.search_order import TIME_TOLERANCE, limit_error, search_order
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
@@ -262,6 +264,7 @@ class _Planner:
         self.cluster = cluster
         self.transport_rules = {"keep_bits": keep_bits, "unreachable_groups": unreachable_groups}
         self.keep_bits = keep_bits
+        self.on_gpu = device_kind(step.graph.nodes) == "cuda"
         self.requested_limit = limit
         self.limit = usable_memory(cluster) if limit is None else limit
         self.reported_limit = self.limit
@@ -285,8 +288,7 @@ class _Planner:
         # it is `reserve`.
         task_graph, nodes = build(whole, cluster, self.costs)
         order = min_memory_order(task_graph, precedence(task_graph))
-        self.gaps = gaps(values, task_graph, nodes, order)
-        self.memory = torch.tensor(simulate(task_graph, order).memory)
+        self.gaps = GapSequence(gaps(values, task_graph, nodes, order), simulate(task_graph, order).memory)
         # Calls of libraries are the same in every candidate, whatever is gathered, merged, split or recomputed.
         calls = [
             at
@@ -335,7 +337,7 @@ class _Planner:
         """
         if self.infeasible:
             self.refused = allowed_transports(self.cluster)  # their memory would only add to the peak
-            self.evaluate(ScheduleCandidate(self.regathers(0)[0], 0.0), last=True)
+            self.evaluate(replace(self.candidate(len(self.gaps)), scale=0.0), last=True)
         while (found := None if self.infeasible else self.few_regathers()) is None and self.by_peers:
             # `by_peers` lists transports in use, and each round refuses some of them. So the loop ends, at the latest
             # when the library carries everything.
@@ -363,44 +365,45 @@ class _Planner:
 
     def few_regathers(self) -> _OrderedCandidate | None:
         """A candidate that fits, with few regathers; None where none fits. Estimates that are too low are answered with
-        a lower target, which may skip the fewest that would do."""
-        target, decrement, tried = self.limit, int(self.limit * _TARGET_STEP), None
-        candidate = self.candidate(target)
+        a lower target, and what that skips is bisected."""
+        target, decrement, tried = self.limit, int(self.limit * _TARGET_STEP), -1
+        count = self.gaps.fewest(target)
         # Regathers are prefetched, which needs room for a bucket that the low-memory order does not count.
-        if candidate is not None and candidate.regathers:
-            tight, target = candidate, target - self.reserve
-            candidate = self.candidate(target)
+        if count:
+            tight, target = count, target - self.reserve
+            count = self.gaps.fewest(target)
             # No regathers leave that much room. Those that do without it are few, so they are tried before all others.
-            if candidate is None:
+            if count is None:
                 tried = tight
-                if (found := self.evaluate(tight)) is not None:
+                if (found := self.evaluate(self.candidate(tight))) is not None:
                     return found
-        while candidate is not None:
-            if candidate != tried and (found := self.evaluate(candidate, far_bytes=decrement)) is not None:
-                return found
+        # The most regathers that were refused. Fewer than the first that are tried leave no room for prefetching.
+        refused = None
+        while count is not None:
+            if count != tried and (found := self.evaluate(self.candidate(count), far_bytes=decrement)) is not None:
+                return found if refused is None else self.fewer(found, refused, count, decrement)
             # Lower the target by the excess of the candidate, and by a step so that the loop ends.
-            tried, target = candidate, target - max(self.excess, 0) - decrement
-            candidate = self.candidate(target)
+            tried, refused, target = count, count, target - max(self.excess, 0) - decrement
+            count = self.gaps.fewest(target)
         # The last resorts: every regather that lowers the peak, then without buckets, whose results are live together.
-        most_regathers = ScheduleCandidate(self.regathers(0)[0], _BUCKET_SCALES[0])
         # The loop has searched `tried` for an order, unless it was dismissed by its estimate. Then it still deserves a
         # search.
-        found = self.evaluate(most_regathers) if most_regathers != tried or self.estimated else None
-        return found or self.evaluate(replace(most_regathers, scale=0.0), last=True)
+        most = len(self.gaps)
+        found = self.evaluate(self.candidate(most)) if most != tried or self.estimated else None
+        return found or self.evaluate(replace(self.candidate(most), scale=0.0), last=True)
 
-    def candidate(self, target: int) -> ScheduleCandidate | None:
-        """The candidate with the fewest regathers whose low-memory order is estimated to fit ``target`` bytes; None
-        where there is none."""
-        regathers, fits = self.regathers(target)
-        return ScheduleCandidate(regathers, _BUCKET_SCALES[0]) if fits else None
+    def fewer(self, found: _OrderedCandidate, refused: int, fits: int, far_bytes: float) -> _OrderedCandidate:
+        """The candidate that fits with the fewest regathers between ``refused``, which do not, and ``fits``, which are
+        those of ``found``. A bisection: more regathers need less memory."""
+        while fits - refused > 1:
+            middle = (refused + fits) // 2
+            other = self.evaluate(self.candidate(middle), far_bytes=far_bytes)
+            refused, fits, found = (middle, fits, found) if other is None else (refused, middle, other)
+        return found
 
-    def regathers(self, target: int) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], bool]:
-        """The regathers that bring the estimated peak to ``target`` bytes, and whether they do."""
-        memory = self.memory.clone()
-        uses: dict[int, list[int]] = {}
-        for gap in choose_gaps(self.gaps, memory, target):
-            uses.setdefault(gap.value, []).append(gap.use)
-        return tuple((value, tuple(sorted(uses[value]))) for value in sorted(uses)), int(memory.max()) <= target
+    def candidate(self, count: int) -> ScheduleCandidate:
+        """The candidate with the first ``count`` regathers."""
+        return ScheduleCandidate(self.gaps.regathers(count), _BUCKET_SCALES[0])
 
     def evaluate(
         self, candidate: ScheduleCandidate, *, last: bool = False, far_bytes: float = math.inf
@@ -495,7 +498,8 @@ class _Planner:
     def bucket_entries(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
         """The buckets of a step's collectives."""
         # A compute stream that never stalls: buckets are cut before there is an order whose stalls could be counted.
-        clock = [0.0, *accumulate(map(self.costs.seconds, step.graph.nodes))]
+        seconds = (0.0 if self.on_gpu and on_host(node) else self.costs.seconds(node) for node in step.graph.nodes)
+        clock = [0.0, *accumulate(seconds)]
         buckets = []
         for sequence, sizes, price, balanced in self.priced(step):
             buckets += cut_into_buckets(sequence, clock, sizes, price, scale * balanced if scale else 0)

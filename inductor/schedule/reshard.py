@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -193,6 +194,50 @@ def choose_gaps(gaps: Iterable[Gap], memory: torch.Tensor, target: int) -> list[
         # Between the two uses the value is freed; the next use has its own gather just before it.
         memory[gap.begin : gap.end] -= gap.size
     return chosen
+
+
+class GapSequence:
+    """The gaps of :func:`choose_gaps` in the order in which lower and lower targets take them: what a target needs is
+    the beginning of what a lower one needs.
+
+    Args:
+        gaps: sorted by cost.
+        memory: live bytes at each position of the order, with all values kept.
+    """
+
+    def __init__(self, gaps: Sequence[Gap], memory: Sequence[int]) -> None:
+        self._gaps = gaps
+        self._memory = memory
+        self._kept_peak = max(memory)
+
+    @cached_property
+    def _chosen(self) -> list[Gap]:
+        return choose_gaps(self._gaps, torch.tensor(self._memory), 0)
+
+    @cached_property
+    def _peaks(self) -> list[int]:
+        """After none, one, two, ... of the gaps, in bytes."""
+        memory, peaks = torch.tensor(self._memory), [self._kept_peak]
+        for gap in self._chosen:
+            memory[gap.begin : gap.end] -= gap.size
+            peaks.append(int(memory.max()))
+        return peaks
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def fewest(self, target: int) -> int | None:
+        """How many gaps bring the peak to ``target`` bytes; None where all of them do not."""
+        if self._kept_peak <= target:  # the usual case, which needs no gaps
+            return 0
+        return next((count for count, peak in enumerate(self._peaks) if peak <= target), None)
+
+    def regathers(self, count: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The regathers that the first ``count`` gaps need, see :class:`weft.inductor.schedule.decisions.Decisions`."""
+        uses: dict[int, list[int]] = {}
+        for gap in self._chosen[:count] if count else ():
+            uses.setdefault(gap.value, []).append(gap.use)
+        return tuple((value, tuple(sorted(uses[value]))) for value in sorted(uses))
 
 
 def _gather_for(step: StepGraph, gathered: Gathered, uses: list[Node]) -> Gathered:

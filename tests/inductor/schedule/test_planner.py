@@ -34,6 +34,7 @@ from weft.inductor.cost.build_task_graph import build
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.simulate import simulate
+from weft.inductor.cost.task_graph import Kind
 from weft.inductor.graph.collectives import ALL_GATHER, CollectiveOp, register
 from weft.inductor.graph.liveness import liveness
 from weft.inductor.graph.node_order import waits_of
@@ -50,6 +51,7 @@ from weft.inductor.schedule.planner import Schedule, ScheduleCandidate, follow, 
 from weft.inductor.transports import symmetric_memory
 
 H200 = load_cluster("h200x8")
+aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 Node = torch.fx.Node
 GIB = 2**30
@@ -158,18 +160,36 @@ def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(
     with torch_adapter.only_mode():
         within = planner_within(llama, limit)
         within.reserve = limit  # no regathers leave that much
-        fewest = within.candidate(limit)
+        fewest = within.gaps.fewest(limit)
         assert fewest is not None
-        assert 0 < count(fewest.regathers) < count(within.regathers(0)[0])
+        assert 0 < fewest < len(within.gaps)
         found = within.few_regathers()
     assert found is not None
-    assert found.applied.candidate == fewest
+    assert found.applied.candidate == within.candidate(fewest)
     assert found.simulation.peak <= limit
     assert within.evaluated == 1
 
 
-def count(regathers: tuple[tuple[int, tuple[int, ...]], ...]) -> int:
-    return sum(len(uses) for _, uses in regathers)
+@pytest.mark.parametrize("enough", [0, 1, 5, 11, 12])
+def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
+    llama: StepGraph, unbounded: Schedule, enough: int
+) -> None:
+    """``enough`` more regathers than the first estimate would do; the target falls by those of twelve and more."""
+    limit = int(0.88 * unbounded.simulation.peak)
+    with torch_adapter.only_mode():
+        within = planner_within(llama, limit)
+        first = within.gaps.fewest(limit - within.reserve)
+        assert first
+        twelve = within.gaps._peaks[first] - within.gaps._peaks[first + 12]
+        counts = {within.candidate(at).regathers: at for at in range(first, len(within.gaps) + 1)}
+
+        def evaluate(candidate: ScheduleCandidate, **how: Any) -> int | None:
+            within.excess = twelve
+            at = counts[candidate.regathers]
+            return at if at >= first + enough else None
+
+        with mock.patch.object(within, "evaluate", evaluate):
+            assert within.few_regathers() == first + enough
 
 
 def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(
@@ -179,18 +199,38 @@ def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(
     searches = mock.Mock(side_effect=planner.search_order)
     with torch_adapter.only_mode(), mock.patch.object(planner, "search_order", searches):
         within = planner_within(llama, limit)
-        fewest = within.candidate(limit)
+        fewest = within.gaps.fewest(limit)
         assert fewest is not None
         within.unpredicted = limit
-        assert within.evaluate(fewest, far_bytes=limit // 128) is None
+        assert within.evaluate(within.candidate(fewest), far_bytes=limit // 128) is None
         assert within.estimated
         assert not searches.called
         # The last resort is searched for all that: arenas differ between orders.
         found = within.few_regathers()
-        most = within.regathers(0)[0]
+        most = within.candidate(len(within.gaps))
     assert searches.called
     assert found is not None
-    assert found.applied.candidate.regathers == most
+    assert found.applied.candidate.regathers == most.regathers
+
+
+@pytest.mark.usefixtures("llama")  # its world
+def test_what_the_host_computes_takes_no_time_of_the_clock_that_buckets_are_cut_by() -> None:
+    """As in the task graph: numbers on the CPU are ahead of the compute stream."""
+    b = StepBuilder()
+    x, shard, number = b.input(torch.ones(64, 64)), b.input(torch.ones(8, 64)), b.input(torch.tensor(1.0))
+    host = [number]
+    for _ in range(50):
+        host.append(b.call(aten.mul.Tensor, host[-1], 2.0))
+    start = b.call(ALL_GATHER.op, shard, 8, "dp")
+    b.returns(b.call(aten.mm.default, x, b.call(WAIT, start, val=start.meta["val"])), host[-1])
+    cut = mock.Mock(side_effect=planner.cut_into_buckets)
+    with torch_adapter.only_mode(), mock.patch.object(planner, "cut_into_buckets", cut):
+        step = retarget(b.build({"dp": dist.group.WORLD.group_name}), "cuda", host.__contains__)
+        planner_within(step, H200.gpu.memory).bucket_entries(step, 1.0)
+        tasks = build(step, H200)[0].tasks
+    ((_, clock, *_), _) = cut.call_args
+    assert clock[-1] == pytest.approx(sum(task.seconds for task in tasks if task.kind is Kind.COMPUTE))
+    assert 0 < clock[-1] < 10 * H200.gpu.launch_latency
 
 
 def test_decisions_for_another_graph_are_refused(llama: StepGraph, unbounded: Schedule) -> None:
@@ -309,7 +349,7 @@ def random_schedules(rank: int, world: int, seeds: range) -> list[str]:
         number_collectives(step)
         made = {"captured order": in_captured_order(step.copy()), "free": schedule(step, H200, keep_bits=True).step}
         made_by = planner._Planner(step, H200, 0, keep_bits=True)
-        made_by.evaluate(ScheduleCandidate(made_by.regathers(0)[0], 0.0))
+        made_by.evaluate(replace(made_by.candidate(len(made_by.gaps)), scale=0.0))
         least, most = made_by.excess, schedule(step, H200, keep_bits=True).simulation.peak
         for limit in {least, max(least, (least + most) // 2)}:
             found = schedule(step, H200, limit, keep_bits=True)
