@@ -189,7 +189,7 @@ class GraphedProgram:
         # The recording reads static buffers where inputs are copied, and the caller's own tensors elsewhere.
         recorded_inputs = [value.tensor if isinstance(value, StaticInput) else value for value in static]
         try:
-            recording = self.recorder.record(lambda: self.program(*recorded_inputs))
+            recording = self.recorder.record(lambda: self.program.boxed([*recorded_inputs]))
         except Exception as error:  # noqa: BLE001 - a step that cannot be recorded still runs kernel by kernel
             self._give_up(_reason(error))
             return None
