@@ -49,12 +49,11 @@ def transported(
     for members in bucketable_sequences(made):
         merge_buckets(made, in_fours(members))
     schedule_waits(split_updates(made))
-    chosen = {}
     for node in made.collectives():
-        chosen[node] = next(
+        node.meta["transport"] = next(
             (name for name in transports if unsupported_reason(made, node, name) is None), dist.get_backend()
         )
-    use_transports(made, chosen, dist.get_backend())
+    use_transports(made, dist.get_backend())
     return made.check()
 
 

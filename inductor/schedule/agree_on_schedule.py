@@ -199,7 +199,7 @@ def apply_transports(step: StepGraph) -> StepGraph:
     In a fake world it does nothing: there are no peers, and nothing runs.
     """
     if current_fake_world() is None:
-        use_transports(step, {node: node.meta.get("transport", LIBRARY) for node in step.collectives()})
+        use_transports(step)
     return step
 
 

@@ -214,7 +214,7 @@ def _verify(step: StepGraph, result: Schedule, limit: int | None) -> None:
     # The arena exists only once transports are applied, so memory is checked on a copy that has them. `result.step`
     # stays without: the compiler applies transports to it, with the real answer on peer access.
     transported = result.step.copy()
-    use_transports(transported, _chosen(transported), LIBRARY, unreachable=_assume_reachable)
+    use_transports(transported, unreachable=_assume_reachable)
     checks.check(transported, "applying transports", limit=limit, predicted_peak=result.simulation.peak)
 
 
@@ -545,16 +545,12 @@ class _TransportedCosts(ComputeCosts):
         super().__init__(costs.gpu)
         self._costs = costs
         handed = step.copy()
-        replace_collectives(handed, _chosen(handed), LIBRARY, unreachable=_assume_reachable)
+        replace_collectives(handed, LIBRARY, _assume_reachable)
         self._left = {node.name: node for node in handed.graph.nodes}
 
     def seconds(self, node: Node) -> float:
         left = self._left.get(node.name)
         return 0.0 if left is None else self._costs.seconds(left)
-
-
-def _chosen(step: StepGraph) -> dict[Node, str]:
-    return {node: node.meta.get("transport", LIBRARY) for node in step.collectives()}
 
 
 def _assume_reachable(step: StepGraph, node: Node) -> None:
@@ -569,8 +565,7 @@ def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int
 def _simulated(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
     """Apply the transports of ``step`` and simulate it in the order of its nodes. Returns the simulation and the node
     of each of its tasks. Changes ``step``."""
-    for node, transport in use_transports(step, _chosen(step), LIBRARY, unreachable=_assume_reachable).items():
-        node.meta["transport"] = transport
+    use_transports(step, unreachable=_assume_reachable)
     task_graph, nodes = build(step, cluster, costs)
     return simulate(task_graph), nodes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
@@ -32,61 +32,53 @@ def unreachable(step: StepGraph, node: Node) -> str | None:
 
 def use_transports(
     step: StepGraph,
-    chosen: Mapping[Node, str],
     library: str = LIBRARY,
     unreachable: Callable[[StepGraph, Node], str | None] = unreachable,
-) -> dict[Node, str]:
-    """Apply the transports of ``chosen`` to the collectives of ``step`` and plan the arena. The arguments are those
-    of :func:`replace_collectives`.
+) -> None:
+    """Apply the transports that the metadata of the collectives of ``step`` names and plan the arena. The arguments are
+    those of :func:`replace_collectives`.
 
     Changes ``step``. Its nodes must be in issue order, because the arena plan depends on it.
     :func:`weft.inductor.transports.instantiate.bind` makes the result runnable. A collective call: every rank must call
-    it with the same step and choice, because the default ``unreachable`` makes a rendezvous.
+    it with the same step, because the default ``unreachable`` makes a rendezvous.
 
     Raises:
         PeersUnreachable: a rank did not join the rendezvous.
     """
     # Before the layout: which values are in the arena follows from the transports.
-    applied = replace_collectives(step, chosen, library, unreachable)
+    replace_collectives(step, library, unreachable)
     lay_out(step)
-    return applied
 
 
-def replace_collectives(
-    step: StepGraph, chosen: Mapping[Node, str], library: str, unreachable: Callable[[StepGraph, Node], str | None]
-) -> dict[Node, str]:
-    """Apply the transports of ``chosen`` to the collectives of ``step``, without arena offsets. Casts and norms that
-    the transports compute on the way are removed from the graph. Changes ``step``.
+def replace_collectives(step: StepGraph, library: str, unreachable: Callable[[StepGraph, Node], str | None]) -> None:
+    """Apply the transports of ``meta["transport"]`` to the collectives of ``step``, without arena offsets. Casts and
+    norms that the transports compute on the way are removed from the graph. Changes ``step``; its metadata names the
+    transports that are applied.
 
     Args:
-        chosen: transport by starting node. Other collectives use ``library``.
-        library: "nccl" or "gloo".
+        library: "nccl" or "gloo": of collectives without a transport, and of those whose transport cannot carry them.
         unreachable: why the ranks of a collective cannot share memory, or None. A prediction passes a function that
             makes no rendezvous.
-
-    Returns the applied transport of every collective, by the node that starts it afterwards.
 
     Raises:
         PeersUnreachable: a rank did not join the rendezvous.
     """
-    applied: dict[Node, str] = {}
     # A step has hundreds of collectives, and one reason for all of them.
     messages: dict[str, None] = {}
     for node in step.collectives():
-        name = chosen.get(node, library)
+        name = node.meta.get("transport", library)
         # The schedule assumed that the ranks can share memory. Where they cannot, the step runs all the same.
         # Both answers are the same on all ranks: one is agreed on, the other follows from the graph.
         why = None if name in LIBRARIES else unreachable(step, node) or unsupported_reason(step, node, name)
         if why is not None:
             messages[f"{name} does not carry collectives over {group_of(node)}: {why}"] = None
             name = library
-        applied[use_transport(step, node, name)] = name
+        use_transport(step, node, name).meta["transport"] = name
     for line in messages:
         log.warning("%s; %s does", line, library)
     # Last: a cast can feed several collectives, and the last of them decides whether it is still read.
     drop_unread_casts(step)
     fuse_grad_norm(step)
-    return applied
 
 
 def drop_unread_casts(step: StepGraph) -> None:

@@ -106,8 +106,7 @@ def llama() -> Iterator[StepGraph]:
 def carried(found: Schedule) -> StepGraph:
     """The step as it runs where ranks reach each other."""
     step = found.step.copy()
-    chosen = {node: node.meta["transport"] for node in step.collectives()}
-    use_transports(step, chosen, LIBRARY, unreachable=lambda step, node: None)
+    use_transports(step, unreachable=lambda step, node: None)
     return step
 
 

@@ -110,8 +110,7 @@ def case(step: StepGraph, transports: str) -> Case:
     with knobs.override(transports=transports):
         found = schedule(step, SLOW_LIBRARY)
     transported = found.step.copy()
-    chosen = {node: node.meta["transport"] for node in transported.collectives()}
-    use_transports(transported, chosen, "nccl", unreachable=lambda step, node: None)
+    use_transports(transported, unreachable=lambda step, node: None)
     return Case(checks, found, transported)
 
 

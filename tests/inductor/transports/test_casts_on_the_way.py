@@ -32,7 +32,8 @@ def test_a_shard_that_is_updated_before_it_is_gathered_is_sent_from_its_cast(tra
         b.returns(b.call(aten.mul.Tensor, whole, 2))
         step = b.build({"dp": dist.group.WORLD.group_name})
         verifier = ScheduleVerifier(step)
-        use_transports(step, {start: transport}, unreachable=lambda step, node: None)
+        start.meta["transport"] = transport
+        use_transports(step, unreachable=lambda step, node: None)
         verifier.check(step, "applying transports")
         (call,) = step.collectives()
         assert call.all_input_nodes == [shard if updated == "after the wait" else cast]

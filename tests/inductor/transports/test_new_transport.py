@@ -91,7 +91,7 @@ def test_a_row_and_a_file_make_a_transport() -> None:
 
         choose_transports(step, cluster)
         assert start.meta["transport"] == "ring_4"
-        use_transports(step, {start: "ring_4"}, unreachable=lambda step, node: None)
+        use_transports(step, unreachable=lambda step, node: None)
         (start,) = step.collectives()
         assert replace(start.target, offsets=(), opening_barrier=False) == RingReduce("dp", 8, 4)  # type: ignore[type-var]
         assert set_aside(step) == shared_bytes(step) + 4096

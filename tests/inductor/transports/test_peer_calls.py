@@ -361,7 +361,12 @@ def apart(rank: int, world: int) -> tuple[str, list[str], str]:
     expected = train(step_of(nets[0]), nets[0], rank)
     carried: list[str] = []
     apply = peer_steps.use_transports
-    peer_steps.use_transports = lambda *args: carried.extend((found := apply(*args)).values()) or found
+
+    def applied(step: Any, library: str) -> None:
+        apply(step, library)
+        carried.extend(node.meta["transport"] for node in step.collectives())
+
+    peer_steps.use_transports = applied
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
