@@ -38,6 +38,7 @@ import torch
 import torch.fx
 
 from weft import knobs, torch_adapter
+from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import COLLECTIVE_NAMESPACES, GROUP_ARGUMENTS, unregistered
 from weft.errors import InvalidCollectiveRow
 from weft.inductor.graph import widening_ops  # noqa: F401 (defines torch.ops.weft_c10d)
@@ -299,6 +300,13 @@ def is_single(node: Node, kind: CollectiveKind) -> bool:
     """Whether the node calls an operation of this kind for one tensor, in its functional form."""
     row = collective_op(node.target)
     return row is not None and row.kind is kind and node.target is row.op
+
+
+def single_calls(step: StepGraph, kind: CollectiveKind | None = None) -> list[Node]:
+    """The nodes of ``step`` that call a collective operation for one tensor, see :func:`is_single`, in order; those of
+    any kind by default. No other node is looked at: torch keeps a table of the calls of each operation."""
+    ops = [row.op for row in COLLECTIVES if kind is None or row.kind is kind]
+    return sorted(node for op in ops for node in step.graph.find_nodes(op="call_function", target=op, sort=False))
 
 
 def reduction_of(node: Node) -> str:

@@ -33,7 +33,7 @@ from weft.capture.node_kinds import WAIT, group_of, is_effect, is_wait
 from weft.capture.node_meta import meta_of
 from weft.capture.step_interface import Role
 from weft.inductor.graph.aliasing import looks_into, storages
-from weft.inductor.graph.collectives import collective_op, reduction_of
+from weft.inductor.graph.collectives import collective_op, reduction_of, single_calls
 from weft.inductor.graph.node_order import put, reorder, together
 from weft.inductor.schedule.reshard import writes_of
 
@@ -85,8 +85,9 @@ def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[li
     anchored = {node for node in nodes if node.op == "call_function" and is_effect(node) and not is_wait(node)}
     until, model_only, writes = _untils(place, anchored), _depends_on_model_only(step, anchored), writes_of(nodes)[1]
     sequences: dict[tuple[Any, ...], list[BucketEntry]] = {}
-    for at, node in enumerate(nodes):
-        if _can_coalesce(node) and all(user.target is WAIT for user in node.users):
+    for node in single_calls(step):
+        at = place[node]
+        if collective_op(node.target).coalesced and all(user.target is WAIT for user in node.users):  # type: ignore
             # The sum of two numbers does not depend on their order. Of more, a library adds in an order that depends on
             # the element's place in the buffer, which merging changes.
             if keep_bits and reduction_of(node) and len(torch_adapter.group_ranks(step.groups[group_of(node)])) > 2:
@@ -314,12 +315,6 @@ def _first_use(start: Node, place: dict[Node, int]) -> int:
 
 
 # ---- rewriting the graph
-
-
-def _can_coalesce(node: Node) -> bool:
-    """Whether the node is a collective of one tensor that has a coalesced form."""
-    row = collective_op(node.target)
-    return row is not None and row.coalesced is not None and node.target is row.op
 
 
 def _coalesced(graph: torch.fx.Graph, starts: list[Node]) -> Node:

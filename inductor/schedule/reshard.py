@@ -24,7 +24,7 @@ from weft.capture.node_kinds import WAIT
 from weft.capture.node_meta import same_meta
 from weft.inductor.cost.task_graph import Kind, TaskGraph
 from weft.inductor.graph.aliasing import effects_of, looks_into, storages
-from weft.inductor.graph.collectives import ALL_GATHER, is_single
+from weft.inductor.graph.collectives import ALL_GATHER, single_calls
 from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.fake_values import take_memory
 from weft.inductor.multi_tensor.operation import MultiTensor
@@ -61,9 +61,7 @@ def gather_once(step: StepGraph) -> list[Gathered]:
     place = {node: at for at, node in enumerate(step.graph.nodes)}
     written, writes = writes_of(place)
     groups: dict[tuple[Any, ...], list[Node]] = {}
-    for node in place:
-        if not is_single(node, ALL_GATHER.kind):
-            continue
+    for node in single_calls(step, ALL_GATHER.kind):
         waits = list(node.users)
         # With one gather in place of several, a result that the caller holds, or that is written to, would be seen by
         # all of them.
