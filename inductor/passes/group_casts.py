@@ -32,7 +32,8 @@ BYTES_AT_A_TIME = 64 << 20
 def group_casts(step: StepGraph) -> StepGraph:
     """Join casts of parameters to one dtype, up to ``BYTES_AT_A_TIME`` of results each. Changes ``step``."""
     parameters = {entry.name for entry in step.inputs if entry.role is Role.PARAMETER}
-    casts = [node for node in step.graph.nodes if _is_cast(node, parameters)]
+    casts = step.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    casts = [node for node in casts if _is_cast(node, parameters)]
     for group in _groups(casts):
         first = group[0]
         sources = [node.args[0] for node in group]
@@ -45,7 +46,7 @@ def group_casts(step: StepGraph) -> StepGraph:
 
 
 def _is_cast(node: Node, parameters: set[str]) -> bool:
-    if node.target is not torch.ops.aten._to_copy.default or list(node.kwargs) != ["dtype"]:
+    if list(node.kwargs) != ["dtype"]:
         return False
     source = node.args[0]
     assert isinstance(source, Node)

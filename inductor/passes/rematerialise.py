@@ -27,7 +27,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph, copy_node, drop_dead
-from weft.capture.node_kinds import is_effect, is_random
+from weft.capture.node_kinds import is_effect
 from weft.capture.node_meta import same_meta
 from weft.capture.sizes_in_bytes import format_bytes
 from weft.inductor.graph.aliasing import looks_into
@@ -121,7 +121,7 @@ class Rematerialise:
 def is_elementwise(node: Node) -> bool:
     """Whether the node is deterministic, and fuses into an elementwise kernel that reads it."""
     target = node.target
-    if not isinstance(target, OpOverload) or is_effect(node) or is_random(node):
+    if not isinstance(target, OpOverload) or is_effect(node):
         return False
     return torch.Tag.pointwise in target.tags or target in _ELEMENTWISE
 
