@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from weft.distributed.dtensor import RowwiseParallel as RowwiseParallel
     from weft.distributed.dtensor import SequenceParallel as SequenceParallel
     from weft.distributed.dtensor import loss_parallel as loss_parallel
-    from weft.distributed.dtensor import parallelize as parallelize
-    from weft.distributed.dtensor import parallelize_module as parallelize_module
+    from weft.distributed.dtensor.parallelize import parallelize as parallelize
+    from weft.distributed.dtensor.parallelize import parallelize_module as parallelize_module
     from weft.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
     from weft.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
     from weft.distributed.fsdp import FSDPModule as FSDPModule

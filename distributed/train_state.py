@@ -61,7 +61,7 @@ class TrainState:
         CannotCheckpoint: an object lacks these methods, or an optimizer has parameters of no module given here.
     """
 
-    def __init__(self, *, keep_last: int = 3, **objects: Any) -> None:
+    def __init__(self, *, keep_last: int = 3, **objects: object) -> None:
         if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
             raise CannotCheckpoint("keep_last", f"{keep_last!r} is no positive number of checkpoints")
         self.keep_last = keep_last

@@ -53,11 +53,11 @@ _TOP_TENSORS = 10
 
 
 def plan(
-    step: Callable[..., Any],
-    *args: Any,
+    step: Callable[..., object],
+    *args: object,
     cluster: str | os.PathLike[str] | Cluster = "h200x8",
     memory_limit: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Prediction:
     """Predict what a training step will do on a cluster: time, memory, communication. Nothing runs.
 

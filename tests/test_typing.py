@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import weft
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "typing" / "public_names.py"
@@ -20,7 +23,8 @@ def check(checker: str, file: Path) -> subprocess.CompletedProcess[str]:
     python = sys.executable
     if checker == "pyrefly":
         command = [shutil.which("pyrefly", path=f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}") or ""]
-        command += ["check", "-c", str(ROOT / "pyproject.toml"), "--python-interpreter-path", python, str(file)]
+        command += ["check", "-c", str(ROOT / "pyproject.toml"), "--python-interpreter-path", python]
+        command += ["--output-format", "min-text", str(file)]
         found = bool(command[0])
     else:
         command = [python, "-m", "mypy", "--follow-imports=silent", "--ignore-missing-imports", str(file)]
@@ -30,6 +34,28 @@ def check(checker: str, file: Path) -> subprocess.CompletedProcess[str]:
         pytest.skip(f"{checker} is not installed")
     return subprocess.run(
         command, capture_output=True, text=True, cwd=file.parent, env={**os.environ, "MYPYPATH": package}
+    )
+
+
+# Torch's own function, without annotations there.
+OF_TORCH = {"loss_parallel"}
+# What ``...`` of a callable is printed as, and modules that are public as a whole.
+NO_ANY = re.compile(r"\(\*Any, \*\*Any\)")
+MODULES = {"errors", "knobs"}
+
+
+@pytest.mark.parametrize("checker", ["pyrefly", "mypy"])
+def test_no_public_name_is_any(checker: str, tmp_path: Path) -> None:
+    file = tmp_path / "reveals.py"
+    file.write_text(
+        "from typing import reveal_type\nimport weft\n" + "".join(f"reveal_type(weft.{n})\n" for n in weft.__all__)
+    )
+    output = check(checker, file).stdout
+    found = dict(re.findall(r"reveals\.py:(\d+)\b.*[Rr]evealed type(?: is)?:? ?(.*)", output))
+    types = {name: NO_ANY.sub("(...)", found[str(at)]) for at, name in enumerate(weft.__all__, 3)}
+    assert {name for name, text in types.items() if re.search(r"\b(Any|Unknown)\b", text)} <= OF_TORCH, types
+    assert {name for name, text in types.items() if "ModuleType" in text or text.startswith("Module[")} <= MODULES, (
+        types
     )
 
 

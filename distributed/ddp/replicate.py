@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -136,9 +136,9 @@ class ReplicateModule(SettingsWithoutEffect):
 
     _checks = _METHODS
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Indexing a container makes a new one of the same class; the new one is not replicated.
-        return cls.__bases__[1](*args, **kwargs)
+        return cast("Self", cls.__bases__[1](*args, **kwargs))
 
     @property
     def _replicate_state(self) -> _State:
@@ -175,7 +175,7 @@ class ReplicateModule(SettingsWithoutEffect):
         for state in self._states(recurse):
             state.reduction.reduce_unused = reduce_scatter_unused_params
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` with every averaged gradient, in the reduce dtype; it may change it in place.
 
         Parameters are reduced one by one, so it is called once for each of them. `stream` is ignored: the hook is

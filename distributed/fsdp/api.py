@@ -35,7 +35,7 @@ from weft.errors import (
 )
 
 _M = TypeVar("_M", bound=nn.Module)
-Placement = Callable[[nn.Parameter], Any]
+Placement = Callable[[nn.Parameter], object]  # what it returns is checked: see fully_shard
 
 _ARGUMENTS = ArgumentChecks("fully_shard")
 _GATHERED_OVER_FEWER = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -41,9 +41,9 @@ class FSDPModule(SettingsWithoutEffect):
 
     _checks = _ARGUMENTS
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         # Indexing a container makes a new one of the same class; the new one is not sharded.
-        return cls.__bases__[1](*args, **kwargs)
+        return cast("Self", cls.__bases__[1](*args, **kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = self._state()
@@ -118,7 +118,7 @@ class FSDPModule(SettingsWithoutEffect):
         for state in self._states(recurse):
             state.options.reduce_unused = reduce_scatter_unused_params
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call `hook` with every reduced gradient before the last division; it may change it in place.
 
         Parameters are reduced one by one, so it is called once for each of them, with this rank's (padded)

@@ -4,10 +4,12 @@ imported. ``assert_type`` fails where a name has another type, ``Any`` too."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.tensorboard import SummaryWriter
 
 import weft
 
@@ -50,7 +52,8 @@ def write(loss: torch.Tensor, name: str) -> int:
     return 3
 
 
-def check(x: torch.Tensor, trainer: Trainer) -> None:
+def check(x: torch.Tensor, trainer: Trainer, mesh: DeviceMesh, writer: SummaryWriter) -> None:
+    weft.log_to("out/log.jsonl", print, writer, ranks="all")
     assert_type(bare(x, scale=2.0), torch.Tensor)
     assert_type(called(x, count=3), list[torch.Tensor])
     assert_type(trainer.step(x), torch.Tensor)
@@ -63,7 +66,13 @@ def check(x: torch.Tensor, trainer: Trainer) -> None:
     assert_type(weft.fully_shard(net), Net)
     assert_type(weft.fully_shard([net, net]), list[Net])
     assert_type(weft.replicate(net), Net)
+    assert_type(weft.replicate([net, net]), list[Net])
     assert_type(weft.materialize(net, device="cpu"), Net)
+    assert_type(weft.parallelize(net, mesh, {"layer": weft.ColwiseParallel()}), Net)
+    assert_type(weft.parallelize_module(net, mesh, weft.ColwiseParallel()), Net)
+    assert_type(weft.compile(net)(x), Any)  # what nn.Module.__call__ returns
+    assert_type(weft.metrics(bare, tokens=3), dict[str, float])
+    assert_type(weft.plan(plain, x, cluster="h200x8").step_seconds, float)
     assert_type(weft.capture(plain, x), weft.StepGraph)
     assert_type(weft.explain(bare, x).on("H200").nodes, int)
     assert_type(weft.knobs.bucket_mib, int)
@@ -80,6 +89,8 @@ def mistakes(x: torch.Tensor, trainer: Trainer) -> None:
     weft.compile(fallback="none")  # type: ignore
     weft.materialize("model")  # type: ignore
     write(x)  # type: ignore
+    weft.log_to(3)  # type: ignore
+    weft.parallelize(x, trainer, {})  # type: ignore
 
 
 takes_step: Callable[[torch.Tensor], torch.Tensor] = bare
