@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,6 +27,20 @@ _LAG = 2  # rows that are kept back: their copies from the GPU end while later s
 _FEWEST_CALLS = 2  # of a step between which a time can be told
 
 Writer = Callable[[int, dict[str, float]], object]
+
+
+class ScalarWriter(Protocol):
+    """What TensorBoard's ``SummaryWriter`` has."""
+
+    def add_scalar(self, name: str, value: float, step: int, /) -> object:
+        """Add one value of one step."""
+
+
+class LoggedRun(Protocol):
+    """What a run of W&B has."""
+
+    def log(self, values: dict[str, float], /, *, step: int) -> object:
+        """Add the values of one step."""
 
 
 @dataclass
@@ -94,11 +108,12 @@ _step_log = _StepLog()
 _checks = ArgumentChecks("weft.log")
 
 
-def _keep(name: str, value: Any) -> None:
+def weft_log(name: str, value: Any) -> None:
+    """What a captured step calls for :func:`log`, and the name that its text shows."""
     _step_log.keep(name, value)
 
 
-_opaque_keep = opaque(_keep)
+_opaque_log = opaque(weft_log)
 
 
 def log(name: str, value: torch.Tensor | float) -> None:
@@ -119,10 +134,12 @@ def log(name: str, value: torch.Tensor | float) -> None:
         remedy = "Log value.mean(), or another number of it"
         raise _checks.invalid("value", f"a tensor of shape {list(value.shape)}", "one number", remedy)
     _checks.kind("value", value, (torch.Tensor, float, int, torch.SymFloat, torch.SymInt), "one number", "Log a number")
-    _opaque_keep(name, value.detach() if isinstance(value, torch.Tensor) else value)
+    _opaque_log(name, value.detach() if isinstance(value, torch.Tensor) else value)
 
 
-def log_to(*writers: Any, ranks: Literal["first", "all"] = "first") -> None:
+def log_to(
+    *writers: Writer | str | os.PathLike[str] | ScalarWriter | LoggedRun, ranks: Literal["first", "all"] = "first"
+) -> None:
     """Say who gets what :func:`log` keeps, from now on; without writers nobody.
 
     Args:

@@ -6,6 +6,7 @@ import ast
 import functools
 import io
 import json
+import random
 import re
 import runpy
 import subprocess
@@ -276,7 +277,7 @@ def test_what_runs_is_written_to_a_file(tmp_path: Path) -> None:
     assert head.endswith('Runs on a CPU with torch."""')
     assert "import triton" not in text
     assert (
-        '"""A step compiled by weft: 1 kernels, 1 other calls. Runs on a GPU with torch and triton."""'
+        '"""A step compiled by weft: 1 kernel, 1 other call. Runs on a GPU with torch and triton."""'
         in (tmp_path / "kernels.py").read_text()
     )
     run = subprocess.run([sys.executable, str(tmp_path / "kernels.py")], capture_output=True, text=True)
@@ -331,6 +332,45 @@ def sharded_step(world: int, file: Path | None = None) -> tuple[Explanation, Exp
         if file is not None:
             explained.write(file)
         return explained, explained.scheduled("H200")
+
+
+@torch.library.custom_op("test_explain::scaled", mutates_args=())
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x * factor
+
+
+@scaled.register_fake
+def _(x: Tensor, factor: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_written_step_leaves_logging_out_and_says_what_it_needs(tmp_path: Path) -> None:
+    """Logging gives a step nothing, so the file runs without it. It cannot register the user's operations."""
+    written = tmp_path / "step.py"
+
+    @weft.compile
+    def step(x: Tensor) -> Tensor:
+        loss = nn.functional.dropout(x, 0.5).square().mean()
+        weft.log("loss", loss)
+        print(loss)
+        if loss.item() < 0:
+            raise ValueError
+        return loss + random.random()
+
+    weft.explain(step, torch.randn(4)).write(written)
+    run = subprocess.run([sys.executable, str(written)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == ""
+    head = written.read_text().partition("from __future__")[0]
+    assert "Calls of opaque functions are left out: weft_log, print." in head
+    assert "It follows one way of each branch on a value." in head
+    assert "needs" not in head
+
+    weft.explain(lambda x: scaled(x, 2.0), torch.randn(4)).write(written)
+    head = written.read_text().partition("from __future__")[0]
+    assert "Import what registers these operations before running it: test_explain::scaled." in head
+    names = runpy.run_path(str(written))  # this process has registered it
+    assert torch.equal(names["run"]([torch.ones(4)])[0], torch.full((4,), 2.0))
 
 
 @pytest.mark.gloo

@@ -49,7 +49,7 @@ for _kind in (Functionalized, WithGradMode, Frame):  # of capture/, which knows 
 
 # Operations of the namespaces that weft itself emits. Custom operations of a user's library are left out: what they do
 # when they run is not known here.
-_NAMESPACES = frozenset({"aten", "prims", "prim", "weft", *COLLECTIVE_NAMESPACES})
+OPERATION_NAMESPACES = frozenset({"aten", "prims", "prim", "weft", *COLLECTIVE_NAMESPACES})
 # They open the file that an argument names.
 _OF_FILES = frozenset({"aten::from_file", "aten::save", "prim::load"})
 
@@ -451,12 +451,12 @@ _UNREAD: Any = object()
 
 
 def _is_listed(op: OpOverload) -> bool:
-    return op.namespace in _NAMESPACES and op._schema.name not in _OF_FILES
+    return op.namespace in OPERATION_NAMESPACES and op._schema.name not in _OF_FILES
 
 
 def _operation(name: str, overload: str) -> OpOverload:
     namespace, _, name = name.partition("::")
-    if namespace not in _NAMESPACES or not (_is_identifier(name) and _is_identifier(overload or "default")):
+    if namespace not in OPERATION_NAMESPACES or not (_is_identifier(name) and _is_identifier(overload or "default")):
         raise ValueError(f"{namespace}::{name} is no operation of a serialized graph")
     # The result is checked, not the name: attributes of these objects are not only operations.
     found = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")

@@ -3,7 +3,9 @@
 The file holds each kernel with the user's lines it came from, a function per kernel that allocates its outputs (or
 takes them as ``out``) and launches it, and the calls in order. Run as a script it runs once on tensors of zeros,
 where it communicates under torchrun on as many ranks as it was captured for.
-Operations over lists of tensors import weft; Python objects that exist only in the compiling process raise when called.
+Operations over lists of tensors and weft's own functions import weft. Calls of opaque functions, such as logging, are
+left out: they give the step nothing. The head of the file names what is left out, the user's own operations, which the
+reader has to register, and Python objects that exist only in the compiling process, which raise when called.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import inspect
 import math
 import operator
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,10 +23,13 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
+from weft.capture.record.opaque import OpaqueCall
+from weft.capture.segments import branch
 from weft.capture.user_code import printable
 from weft.inductor.codegen.canonical import symbol
 from weft.inductor.codegen.kernel_call import KernelCall, expression_text
 from weft.inductor.graph.repro import known
+from weft.inductor.graph.serialize import OPERATION_NAMESPACES
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.runtime.memory_plan import new_arena, part, plan_memory
 from weft.inductor.runtime.multi_tensor import Launcher
@@ -34,7 +40,7 @@ from weft.torch_adapter import OpOverload
 _MODULES = {"operator": operator, "math": math}
 _OF_ARENAS = (new_arena, part)
 
-_HEAD = '''"""A step compiled by weft: {kernels} kernels, {calls} other calls. Runs {where} with torch{also}.{run}"""
+_HEAD = '''"""A step compiled by weft: {kernels}, {calls}. Runs {where} with torch{also}.{notes}"""
 
 from __future__ import annotations
 
@@ -47,6 +53,13 @@ import torch
 _TRITON = """import triton
 import triton.language as tl
 """
+
+_LEFT_OUT = '''
+
+def left_out(what):
+    """Stands for a call that the step makes and that gives it nothing."""
+    return lambda *operands, **settings: None
+'''
 
 _ELSEWHERE = '''
 
@@ -137,22 +150,37 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
     kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
     bound = list(_bound(names))
     needed = ["what works on lists of tensors"] * bool(_lists(names)) + ["its own operations"] * _own_operations(bound)
+    needed += ["its own functions"] * any(_importable(value) for value in names.values())
     also = " and triton" * bool(kernels) + (f", and weft for {' and '.join(needed)}" if needed else "")
     where = "on a GPU" if _on_gpu(step) else "on a CPU"
     groups, run = _groups(step)
-    parts = [_HEAD.format(kernels=len(kernels), calls=len(names) - len(kernels) - 1, also=also, run=run, where=where)]
+    notes = [note for note in (run, *_not_here(names)) if note]
+    head = "".join(f"\n\n{_docstring_line(note)}" for note in notes) + "\n" * bool(notes)
+    parts = [
+        _HEAD.format(
+            kernels=_many(len(kernels), "kernel"),
+            calls=_many(len(names) - len(kernels) - 1, "other call"),
+            also=also,
+            notes=head,
+            where=where,
+        )
+    ]
     parts += [_TRITON] * bool(kernels)
     if _own_operations(bound):
         parts.append("\nimport weft.distributed.ops  # torch.ops.weft\n")
     if groups:
         parts.append(_CONNECT)
-    helpers = (_IN_PLACE, _INTO, _ELSEWHERE)
+    helpers = (_IN_PLACE, _INTO, _LEFT_OUT, _ELSEWHERE)
     parts += [text for text in helpers if any(re.search(rf"\b{_name(text)}\(", line) for line in bound)]
     parts += [f"\n\n{inspect.getsource(value)}" for value in names.values() if value in _OF_ARENAS]
     parts += [f"\n\n{function}\n" for function in _functions(kernels.values())]
     parts += [f"\n\n{_launch(name, call)}" for name, call in kernels.items()]
     parts += ["\n\n", *(f"{line}\n" for line in bound), f"\n\n{source}", f"\n\n{_script(step, groups)}"]
     return "".join(parts)
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _name(text: str) -> str:
@@ -218,6 +246,8 @@ def _bound(names: dict[str, Any]) -> Iterator[str]:
         if value in _OF_ARENAS:
             if name != value.__name__:  # the name was taken by an input
                 yield f"{name} = {value.__name__}"
+        elif _importable(value):
+            yield f"from {value.__module__} import {value.__name__} as {name}"
         elif value is not torch and not isinstance(value, KernelCall):
             yield f"{name} = {_expression(value)}"
 
@@ -234,9 +264,57 @@ def _expression(value: Any) -> str:
         return (
             f"in_place({value.effects.functional!r}, {updated})" if updated else f"into({value.effects.functional!r})"
         )
-    name = getattr(value, "__name__", "")
+    name = _python_name(value)
+    if _is_left_out(value):
+        return f"left_out({name!r})"
     module = next((word for word, module in _MODULES.items() if getattr(module, name, None) is value), None)
-    return f"{module}.{name}" if module else f"elsewhere({name or type(value).__name__!r})"
+    return f"{module}.{name}" if module else f"elsewhere({name!r})"
+
+
+def _python_name(value: Any) -> str:
+    """What the head of the file and errors call ``value``."""
+    if isinstance(value, OpaqueCall):
+        value = value.function
+    return getattr(value, "__name__", "") or type(value).__name__
+
+
+def _is_left_out(value: Any) -> bool:
+    """Whether the file does without ``value``: opaque functions, and checks that a branch goes the way of the graph."""
+    return isinstance(value, OpaqueCall) or value is branch
+
+
+def _importable(value: Any) -> bool:
+    """Whether ``value`` is a function of weft that any process can import."""
+    module, name = getattr(value, "__module__", None) or "", getattr(value, "__name__", "")
+    if value is branch or value in _OF_ARENAS or not module.startswith("weft."):
+        return False
+    return getattr(sys.modules.get(module), name, None) is value
+
+
+def _not_here(names: dict[str, Any]) -> list[str]:
+    """What the head of the file says about what it leaves out, and what it cannot run without."""
+    values = list(names.values())
+    opaque = dict.fromkeys(_python_name(value) for value in values if isinstance(value, OpaqueCall))
+    own = dict.fromkeys(f"{v.namespace}::{v._schema.name.partition('::')[2]}" for v in values if _is_custom(v))
+    gone = dict.fromkeys(_python_name(v) for v in values if _expression_kind(v) == "elsewhere")
+    said = [f"Calls of opaque functions are left out: {', '.join(opaque)}."] * bool(opaque)
+    said += ["It follows one way of each branch on a value."] * (branch in values)
+    said += [f"Import what registers these operations before running it: {', '.join(own)}."] * bool(own)
+    said += [f"These objects of the compiling process are missing, and raise when called: {', '.join(gone)}."] * bool(
+        gone
+    )
+    return said
+
+
+def _is_custom(value: Any) -> bool:
+    return isinstance(value, OpOverload) and value.namespace not in OPERATION_NAMESPACES
+
+
+def _expression_kind(value: Any) -> str:
+    """The helper that an expression for ``value`` calls, or its text up to the first bracket."""
+    if value is torch or isinstance(value, KernelCall) or value in _OF_ARENAS or _importable(value):
+        return ""
+    return _expression(value).partition("(")[0]
 
 
 def _lists(names: dict[str, Any]) -> list[MultiTensor]:
@@ -259,11 +337,11 @@ def _groups(step: StepGraph) -> tuple[dict[str, tuple[int, ...]], str]:
     except RuntimeError:
         return (
             {},
-            "\n\nIt communicates over process groups that were gone when it was written: call run() in them.\n",
+            "It communicates over process groups that were gone when it was written: call run() in them.",
         )
     if not all(_is_regular(ranks, world) for ranks in groups.values()):
-        return {}, "\n\nIt communicates over groups of ranks that no mesh has: call run() where they are.\n"
-    return groups, f"\n\nIt communicates: torchrun --nproc-per-node {world} this file. On several hosts add --nnodes.\n"
+        return {}, "It communicates over groups of ranks that no mesh has: call run() where they are."
+    return groups, f"It communicates: torchrun --nproc-per-node {world} this file. On several hosts add --nnodes."
 
 
 def _is_regular(ranks: tuple[int, ...], world: int) -> bool:
