@@ -63,7 +63,7 @@ from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
 from weft.replay import refused
-from weft.short_tracebacks import shorten_traceback, without_torchs_log
+from weft.short_tracebacks import shorten_traceback, shortens_tracebacks, without_torchs_log
 from weft.shown_values import listed
 from weft.verify import verify_first_call
 
@@ -251,12 +251,13 @@ class CompiledStep(Generic[P, R]):
             if isinstance(entry, BranchingForm):
                 return entry.run(leaves, (args, kwargs), functools.partial(self._capture_path, args, kwargs))
             return entry.run(leaves, (args, kwargs))
-        except PathEnded as ended:
-            return self._after_branch(ended, entry, args, kwargs)
+        except PathEnded as raised:
+            ended = raised
         except StaleAutocastCopy:  # raised before anything ran
             if self.fallback != "eager":
                 raise
             return self.step(*args, **kwargs)
+        return self._after_branch(ended, entry, args, kwargs)  # not as the context of what the step raises there
 
     @generators_kept()
     @garbage_collection_paused()
@@ -585,6 +586,7 @@ def _check_options(
         checks.number("replay_every", replay_every, least=1, whole=True)
 
 
+@shortens_tracebacks
 def capture(step: Callable[..., object], *args: object, **kwargs: object) -> StepGraph:
     """Capture one call ``step(*args, **kwargs)`` and return its graph; nothing runs.
 

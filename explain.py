@@ -56,6 +56,7 @@ from weft.inductor.runtime.cudagraph_partition import partition_step
 from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.planner import Schedule
+from weft.short_tracebacks import shortens_tracebacks
 from weft.shown_values import counted
 
 _CHECKS = ArgumentChecks("weft.explain")
@@ -341,6 +342,7 @@ def _written(path: str | Path) -> Iterator[None]:
         raise CannotWrite("weft.explain", path, error) from error
 
 
+@shortens_tracebacks
 def explain(step: Callable[..., object], *args: object, **kwargs: object) -> Explanation:
     """Say what a step was captured as.
 

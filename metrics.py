@@ -138,26 +138,30 @@ def log(name: str, value: torch.Tensor | float) -> None:
 
 
 def log_to(
-    *writers: Writer | str | os.PathLike[str] | ScalarWriter | LoggedRun, ranks: Literal["first", "all"] = "first"
+    *writers: Writer | str | os.PathLike[str] | ScalarWriter | LoggedRun,
+    ranks: Literal["first", "all"] = "first",
+    first: int = 0,
 ) -> None:
     """Say who gets what :func:`log` keeps, from now on; without writers nobody.
 
     Args:
         writers: functions of the number of the row and its values by name; the path of a file, which gets a line of
             JSON per row; an object with ``add_scalar`` (TensorBoard's ``SummaryWriter``); one with ``log`` (a run of
-            W&B). Rows count from 0.
+            W&B).
         ranks: whether rank 0 alone writes, or every rank its own values. Files of all ranks get the rank in their name.
+        first: the number of the first row: of a run that is resumed, what :meth:`TrainState.load` returned.
 
     Raises:
-        InvalidArgumentType: a writer is none of these.
+        InvalidArgumentType: a writer is none of these, or ``first`` is no whole number.
         UnknownOption: ``ranks`` is neither.
     """
     checks = ArgumentChecks("weft.log_to")
     checks.one_of("ranks", ranks, ["first", "all"])
+    checks.kind("first", first, int, "a whole number", "Pass what TrainState.load returned, or 0")
     rank = int(os.environ.get("RANK", 0))
     made = [_writer(checks, one, rank if ranks == "all" else None) for one in writers]
     _step_log.flush()
-    _step_log.count = 0
+    _step_log.count = first
     _step_log.writers = made if ranks == "all" or rank == 0 else []
 
 

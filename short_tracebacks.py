@@ -7,13 +7,18 @@ can act on is their own lines and the message. ``WEFT_FULL_TRACEBACK=1`` keeps a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from weft import knobs
-from weft.capture.user_code import is_user_file, is_weft_file
-from weft.errors import InternalFault, WeftError
+from weft.capture.user_code import is_refused_call, is_user_file, is_weft_file
+from weft.errors import CannotCapture, InternalFault, WeftError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Torch logs the traceback of an operation that refuses its arguments, and then raises. The error alone says it.
 _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
@@ -25,13 +30,29 @@ def shorten_traceback(error: Exception) -> None:
     The errors that it came from are shortened likewise. Faults of weft's own keep all frames.
     """
     own = isinstance(error, InternalFault) or (not isinstance(error, WeftError) and _is_of_weft(error.__traceback__))
-    if knobs.full_traceback or own:
+    if knobs.full_traceback or (own and not is_refused_call(error)):
         return
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = _users(seen.__traceback__)
         seen.__suppress_context__ = seen.__suppress_context__ or isinstance(seen, WeftError)
+        if isinstance(seen, CannotCapture):
+            seen.__cause__ = None  # what torch raised says how to debug its own tracer
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+
+def shortens_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, the errors of which have short tracebacks: it captures a step, and nobody's line is between."""
+
+    @functools.wraps(function)
+    def short(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            shorten_traceback(error)
+            raise
+
+    return short
 
 
 def _users(traceback: TracebackType | None) -> TracebackType | None:

@@ -219,6 +219,24 @@ def is_remembered(frame: FrameType) -> bool:
     return isinstance(found, _CACHE) and getattr(found.__wrapped__, "__code__", None) is frame.f_code
 
 
+_REFUSED = "_weft_refused_call"
+
+
+def mark_refused_call(error: BaseException) -> None:
+    """Call this where ``error`` was caught, in the frame that called the user's function.
+
+    Where Python refused the call, since the arguments are not those of the function, no frame of the user's is in the
+    traceback. The innermost one is weft's, and the mistake is the caller's all the same.
+    """
+    if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+        setattr(error, _REFUSED, True)
+
+
+def is_refused_call(error: BaseException) -> bool:
+    """Whether the user's function was called with arguments that it does not take."""
+    return getattr(error, _REFUSED, False)
+
+
 def is_user_file(filename: str) -> bool:
     """Whether code from this file is user code, that of installed packages included."""
     return KIND_OF_FILE[filename] != _MACHINERY

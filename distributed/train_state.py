@@ -74,7 +74,8 @@ class TrainState:
             ):
                 raise CannotCheckpoint(
                     name,
-                    f"a {type(value).__name__} has no state_dict() and load_state_dict(). Add them, or leave it out",
+                    f"{value!r} (of type {type(value).__name__}) has no state_dict() and load_state_dict(). Add them, "
+                    "or leave it out",
                 )
         self._module_of = {name: self._owner(name, optimizer) for name, optimizer in self.optimizers.items()}
         self._ranks: Ranks | None = None

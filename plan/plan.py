@@ -43,6 +43,7 @@ from weft.plan.breakdown import exposed_by_axis, model_operations, parts, unpric
 from weft.plan.memory_roles import TensorAtPeak, memory_by_role
 from weft.plan.prediction import MemoryTimeline, PlannedCollective, Prediction
 from weft.plan.timeline import block_of, lanes
+from weft.short_tracebacks import shortens_tracebacks
 
 Node = torch.fx.Node
 
@@ -52,6 +53,7 @@ _TIMELINE_POINTS = 400  # of memory over time
 _TOP_TENSORS = 10
 
 
+@shortens_tracebacks
 def plan(
     step: Callable[..., object],
     *args: object,

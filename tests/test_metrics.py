@@ -115,6 +115,16 @@ def test_ranks_write_to_files_of_their_own(tmp_path: Path, monkeypatch: pytest.M
     assert json.loads((tmp_path / "log-1.jsonl").read_text())["x"] == 2.0
 
 
+def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+    for first in (0, 2):
+        weft.log_to(tmp_path / "log.jsonl", first=first)
+        for value in (1.0, 2.0):
+            weft.log("x", value + first)
+        weft.log_to()
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert rows == [{"step": step, "x": step + 1.0} for step in range(4)]
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(InvalidArgument, match=r"weft.log: value is .* shape \[3\].*Log value.mean"):
         weft.log("loss", torch.ones(3))
@@ -124,6 +134,8 @@ def test_mistakes_are_named() -> None:
         weft.log(3, 4.0)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentType, match=r"weft.log_to: writer"):
         weft.log_to(3)
+    with pytest.raises(InvalidArgumentType, match=r"weft.log_to: first"):
+        weft.log_to(print, first=None)  # type: ignore[arg-type]
     with pytest.raises(UnknownOption, match=r"weft.log_to: ranks"):
         weft.log_to(ranks="some")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentType, match=r"weft.metrics: step"):

@@ -7,6 +7,7 @@ that speak of symbols. They are turned into one error that names the line, the v
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.symbols import Symbols
-from weft.capture.user_code import Frame, format_frames, frames_of
+from weft.capture.user_code import Frame, format_frames, frames_of, is_user_file
 from weft.errors import CannotCapture, DrawDecidesPython, WeftError
 
 # Functions of torch that read data only to check it or to choose sizes, and the argument that makes them do without.
@@ -29,6 +30,8 @@ _WITHOUT_READING = {
     "optim/lbfgs.py": "Step this optimizer outside the step: how often it calls its closure depends on the loss",
 }
 _INDEX_REMEDY = "Index with a tensor: x[y.argmax()] without .item(), or x.index_select(0, positions)"
+
+_PERCENT_REMEDY = "Write an f-string or use str.format, which each call fills in, where % wants the number at once"
 
 _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 _OF_TRACERS = "`{}` takes functions as arguments, for tracers that see no Python"
@@ -103,9 +106,26 @@ def _remedy(error: BaseException) -> str:
     traceback: TracebackType | None = error.__traceback__
     found = ""
     while traceback is not None:
+        if _formats_by_percent(traceback):
+            return _PERCENT_REMEDY
         filename = traceback.tb_frame.f_code.co_filename
         if filename.startswith(root):
             inside = filename[len(root) :].replace(os.sep, "/")
             found = next((remedy for part, remedy in _WITHOUT_READING.items() if inside.startswith(part)), found)
         traceback = traceback.tb_next
     return found
+
+
+def _formats_by_percent(traceback: TracebackType) -> bool:
+    """Whether the innermost frame was at a ``%`` that asked for the value of a symbolic number: text was its left side.
+
+    The remainder of a symbolic number is another one, and asks for nothing.
+    """
+    if traceback.tb_next is not None and is_user_file(traceback.tb_next.tb_frame.f_code.co_filename):
+        return False
+    if not is_user_file(traceback.tb_frame.f_code.co_filename):
+        return False
+    return any(
+        each.offset == traceback.tb_lasti and each.opname == "BINARY_OP" and each.argrepr in ("%", "%=")
+        for each in dis.get_instructions(traceback.tb_frame.f_code)
+    )

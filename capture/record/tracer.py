@@ -73,7 +73,7 @@ from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.step_threads import capturing
-from weft.capture.user_code import user_line
+from weft.capture.user_code import mark_refused_call, user_line
 from weft.errors import (
     AnomalyModeAround,
     FunctionModeAround,
@@ -207,6 +207,7 @@ class _StepCapture:
                     with reported, self.fake_mode, self.recorder, functions, self.branches.answered():
                         result = self.step(*args, **kwargs)
                 except (Exception, SystemExit) as error:
+                    mark_refused_call(error)
                     if isinstance(error, WeftError) or not self.branches.taken:
                         raise
                     raised = without_capture(error)

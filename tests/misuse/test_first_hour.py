@@ -109,6 +109,50 @@ def test_errors_of_weft_have_short_tracebacks() -> None:
     assert [Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)] == [Path(HERE).name]
 
 
+def test_arguments_that_a_step_does_not_take_are_the_callers_mistake() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    for call in (weft.compile(step), lambda x: weft.explain(step, x), lambda x: weft.capture(step, x)):
+        with pytest.raises(TypeError) as found:
+            call(torch.ones(2))  # type: ignore[call-arg]
+        assert str(found.value).endswith("step() missing 1 required positional argument: 'y'")
+        files = {Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)}
+        assert files == {Path(HERE).name}
+
+
+def test_what_a_step_raises_after_a_branch_is_printed_as_in_eager() -> None:
+    def step(x: Tensor) -> Tensor:
+        if x.isnan().any():
+            raise FloatingPointError(f"loss is {x.sum()}")
+        return x
+
+    compiled = weft.compile(step)
+    compiled(torch.ones(2))
+    with pytest.raises(FloatingPointError, match=r"^loss is nan$") as found:
+        compiled(torch.full((2,), torch.nan))
+    printed = "".join(traceback.format_exception(found.value))
+    assert printed.count("Traceback") == 1
+
+
+def by_percent(loss: Tensor) -> str:
+    text = "loss %.3f"
+    return text % loss.item()  # percent
+
+
+def test_percent_with_a_number_of_the_step() -> None:
+    def step(x: Tensor) -> Tensor:
+        print(by_percent(x.sum()))
+        return x
+
+    with pytest.raises(weft.WeftError) as found:
+        weft.compile(step)(torch.ones(2))
+    assert f"at {HERE}:{line_of('percent')} in by_percent" in str(found.value)
+    assert_on_page(str(found.value).splitlines()[-1])
+    assert "GuardOnDataDependentSymNode" not in "".join(traceback.format_exception(found.value))
+    weft.compile(lambda x: print(x.sum() % 3, x.sum().item() % 3))(torch.ones(2))  # a remainder is another number
+
+
 LIMIT = (
     "weft.compile: memory_limit is '45GB' (of type str), and must be a finite number of GiB, more than 0. Pass a "
     "number of GiB, such as 45.0, or None"
