@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import weft
 
@@ -119,6 +120,18 @@ def test_metadata_has_the_version_of_the_package(built: tuple[Path, Path]) -> No
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert any("torch" in one and "<" in one for one in metadata.get_all("Requires-Dist", []))
+
+
+def test_constraints_admit_the_triton_that_torch_brings() -> None:
+    """Builds of torch with CUDA, which PyPI has, depend on one version of triton; builds for CPUs on none."""
+    for file, torch_version, brought in (
+        ("constraints.txt", "2.13.0", "3.7.1"),
+        ("constraints-torch-2.11.txt", "2.11.0", "3.6.0"),
+    ):
+        lines = [Requirement(line) for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
+        pinned = {line.name: line.specifier for line in lines}
+        assert torch_version in pinned["torch"]
+        assert brought in pinned["triton"]
 
 
 def test_weft_imports_from_anywhere(tmp_path: Path) -> None:
