@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -201,6 +202,8 @@ class _JsonLines:
 
 # ---- metrics of a step
 
+_counted: WeakKeyDictionary[torch.fx.Graph, float] = WeakKeyDictionary()  # operations of captured graphs
+
 
 def metrics(step: Callable[..., object], tokens: int | None = None) -> dict[str, float]:
     """How fast a compiled step ran in its last calls, per device, in the names of torchtitan's metrics.
@@ -250,13 +253,19 @@ def metrics(step: Callable[..., object], tokens: int | None = None) -> dict[str,
 
 def model_operations(graph: StepGraph) -> float:
     """Floating-point operations of the GEMMs, convolutions and attention of a step, as torch's FlopCounterMode counts
-    them. Recomputation that the compiler adds is not in the captured graph, so it is left out, as MFU wants it."""
+    them. Recomputation that the compiler adds is not in the captured graph, so it is left out, as MFU wants it.
+
+    A captured graph is counted once: a loop may ask for metrics in every step, and graphs have tens of thousands of nodes.
+    """
+    if graph.graph in _counted:
+        return _counted[graph.graph]
     total = 0.0
     for node in graph.graph.nodes:
         count = flop_registry.get(getattr(node.target, "overloadpacket", None))
         if count is not None:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             total += float(count(*args, **kwargs, out_val=node.meta["val"]))
+    _counted[graph.graph] = total
     return total
 
 

@@ -168,3 +168,14 @@ def test_metrics_have_the_names_of_torchtitan_and_count_what_torch_counts() -> N
     assert found["throughput(tps)"] * seconds == pytest.approx(32)
     assert found["tflops"] * seconds == pytest.approx(counter.get_total_flops() / 1e12)
     assert weft.metrics(compiled, tokens=64)["throughput(tps)"] * seconds == pytest.approx(64)
+
+
+def test_metrics_in_every_step_count_the_operations_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, step = training()
+    compiled = weft.compile(step)
+    for _ in range(2):
+        compiled(torch.ones(4, 8))
+    found = weft.metrics(compiled)
+    assert found["tflops"] > 0
+    monkeypatch.setitem(model_operations.__globals__, "flop_registry", None)  # not asked again
+    assert weft.metrics(compiled) == found
