@@ -255,7 +255,7 @@ def model_operations(graph: StepGraph) -> float:
     """Floating-point operations of the GEMMs, convolutions and attention of a step, as torch's FlopCounterMode counts
     them. Recomputation that the compiler adds is not in the captured graph, so it is left out, as MFU wants it.
 
-    A captured graph is counted once: a loop may ask for metrics in every step, and graphs have tens of thousands of nodes.
+    A captured graph is counted once: a loop may ask in every step, and graphs have tens of thousands of nodes.
     """
     if graph.graph in _counted:
         return _counted[graph.graph]
