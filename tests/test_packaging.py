@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 import weft
@@ -89,7 +91,8 @@ def test_a_wheel_built_from_the_sdist_holds_the_package_and_nothing_else(built: 
 
 def test_an_installed_wheel_imports_and_trains(built: tuple[Path, Path], tmp_path: Path) -> None:
     (wheel,) = built[1].glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")  # a wheel is installed by unpacking it
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-cache-dir"]
+    subprocess.run([*install, "--target", str(tmp_path / "site"), str(wheel)], check=True, capture_output=True)
     program = (
         "import torch, weft\n"
         "model = torch.nn.Linear(2, 1)\n"
@@ -109,6 +112,9 @@ def test_an_installed_wheel_imports_and_trains(built: tuple[Path, Path], tmp_pat
         weft.__version__,
         "[[3.0, 3.0]]\n",
     ]
+    command = [str(tmp_path / "site" / "bin" / "weft"), "--version"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == f"weft {weft.__version__}\n"
 
 
 def test_metadata_has_the_version_of_the_package(built: tuple[Path, Path]) -> None:
@@ -120,6 +126,25 @@ def test_metadata_has_the_version_of_the_package(built: tuple[Path, Path]) -> No
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert any("torch" in one and "<" in one for one in metadata.get_all("Requires-Dist", []))
+
+
+def test_a_package_index_takes_both(built: tuple[Path, Path]) -> None:
+    (wheel,), (archive,) = built[1].glob("*.whl"), built[1].glob("*.tar.gz")
+    inside = zipfile.ZipFile(wheel)
+    (name,) = (name for name in inside.namelist() if name.endswith("METADATA"))
+    with tarfile.open(archive) as file:
+        (info,) = (
+            member for member in file.getmembers() if member.name.count("/") == 1 and member.name.endswith("PKG-INFO")
+        )
+        unpacked = file.extractfile(info)
+        assert unpacked is not None
+        texts = [inside.read(name), unpacked.read()]
+    for text in texts:
+        metadata = Metadata.from_email(text, validate=True)
+        assert metadata.requires_python is not None
+        assert "3.11" in metadata.requires_python
+    if importlib.util.find_spec("twine") is not None:  # renders the README, too
+        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, archive], check=True)
 
 
 def test_constraints_admit_the_triton_that_torch_brings() -> None:
