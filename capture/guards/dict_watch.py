@@ -16,6 +16,34 @@ from weft import torch_adapter
 _GROUP = 256
 
 
+class _Probe:
+    """An object with an attribute."""
+
+
+def _attributes_are_seen() -> bool:
+    """Whether an assignment to an attribute gives the object's dictionary another version."""
+    probe = _Probe()
+    probe.attribute = 0  # type: ignore[attr-defined]
+    before = torch_adapter.dict_version(vars(probe))
+    probe.attribute = 1  # type: ignore[attr-defined]
+    return torch_adapter.dict_version(vars(probe)) != before
+
+
+# Python 3.13.0 tells nobody of an assignment to an attribute while the values of attributes are in the object itself
+# (https://github.com/python/cpython/issues/125608; from 3.13.1 on it does).
+_ATTRIBUTES_ARE_SEEN = _attributes_are_seen()
+
+
+def _move_out_of_object(attributes: dict[Any, Any]) -> None:
+    """Let a dictionary of attributes hold their values itself from now on: ``popitem`` makes it do so."""
+    key = "_weft_moved"
+    attributes[key] = None
+    last, value = attributes.popitem()
+    if last != key:  # another thread has added an attribute meanwhile
+        attributes[last] = value
+        del attributes[key]
+
+
 class DictWatch:
     """The dictionaries and the versions of them that were accepted last; none at first.
 
@@ -24,6 +52,10 @@ class DictWatch:
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]]) -> None:
+        if not _ATTRIBUTES_ARE_SEEN:
+            for each in dicts:
+                if type(each) is dict:
+                    _move_out_of_object(each)
         self._dicts = dicts
         self._accepted = [-1] * len(dicts)  # no dictionary has this version
         self._is_grouped = False

@@ -83,3 +83,24 @@ def test_hooks_that_come_with_the_memory_of_another_tensor_run() -> None:
         results.append(run(torch.ones(4)))
     assert torch.equal(results[0], torch.full((4,), 10.0))
     assert torch.equal(results[0], results[1])
+
+
+class Holder:
+    """An object whose attributes Python may keep in the object itself."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def test_assignments_to_attributes_are_changes() -> None:
+    """Python 3.13.0 has to be helped: its dictionaries of attributes tell nobody of assignments."""
+    holder, module = Holder(), nn.Linear(1, 1)
+    watch = DictWatch([vars(holder), vars(module)])
+    watch.accept(watch.changes())
+    assert vars(holder) == {"value": 0}
+    for name, value in (("value", 1), ("other", 1), ("value", 2)):
+        setattr(holder, name, value)
+        assert list(watch.changes()) == [0]
+        watch.accept(watch.changes())
+    module.eval()
+    assert list(watch.changes()) == [1]
