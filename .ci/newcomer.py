@@ -18,7 +18,7 @@ from pathlib import Path
 CHECKOUT = Path(sys.argv[1]).resolve()
 sys.path.insert(0, str(CHECKOUT / "tests"))
 
-from page_parts import PROCESSES, blocks, commands, links, pages, program  # noqa: E402
+from page_parts import PROCESSES, blocks, broken_links, commands, links, pages, program  # noqa: E402
 
 QUICK = "--quick" in sys.argv
 # Why a command is not run here. The first that matches counts.
@@ -79,10 +79,15 @@ def main() -> int:
     names = [name for name in weft.__all__ if getattr(weft, name).__doc__]
     print(f"\n{len(names)} of {len(weft.__all__)} public names have a docstring")
     print("\nnot run:", *skipped, sep="\n  ")
+    broken = [f"{page.relative_to(CHECKOUT)}: {link}" for page in all_pages for link in broken_links(page)]
+    if broken:
+        print("\nbroken links:", *broken, sep="\n  ")
+    failed += len(broken)
     texts = [page.read_text() for page in all_pages]
     count = sum(len(blocks(text)) for text in texts)
     print(
-        f"\n{len(all_pages)} pages, {count} Python blocks, {sum(len(links(text)) for text in texts)} links, "
+        f"\n{len(all_pages)} pages, {count} Python blocks, "
+        f"{sum(len(links(text)) for text in texts)} links checked, "
         f"{run} commands run, {len(skipped)} not run, {failed} failed"
     )
     return min(failed, 1)

@@ -34,6 +34,25 @@ def links(text: str) -> list[str]:
     return [found[1] or found[2] for found in LINK.finditer(FENCE.sub("", text))]
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of ``page`` to files or headings that do not exist. Links to other sites are not followed."""
+    wrong = []
+    for link in links(page.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    return wrong
+
+
 def blocks(text: str) -> list[str]:
     """The Python blocks that a page shows."""
     return [found["block"] for found in CODE.finditer(text) if found["block"] is not None]

@@ -25,7 +25,7 @@ import pytest
 import page_parts
 import weft
 from harness import ScriptRun, run_script, run_script_on_ranks
-from page_parts import CODE, FENCE, PROCESSES, links, pages
+from page_parts import CODE, FENCE, PROCESSES, broken_links, pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = pages(ROOT)
@@ -36,25 +36,6 @@ DOTTED = re.compile(r"`(weft(?:\.\w+)+)(?:\(\))?`")
 # On a line that names one file: functions, classes and constants of it, constants with or without their value.
 OF_FILE = re.compile(r"`(\w+\(\)|_*[A-Z]\w+|_*[A-Z][A-Z_0-9]* = [^`]+)`")
 END_OF_BLOCK = "---- end of a block"
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors that a page's headings get: lower case, no punctuation, hyphens for spaces."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def broken_links(page: Path) -> list[str]:
-    """Links of ``page`` to files or headings that do not exist. Links to other sites are not followed."""
-    wrong = []
-    for link in links(page.read_text()):
-        if re.match(r"[a-z]+:", link):
-            continue
-        file, _, anchor = link.partition("#")
-        target = (page.parent / file).resolve() if file else page
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            wrong.append(link)
-    return wrong
 
 
 def program(text: str) -> str:
