@@ -102,14 +102,8 @@ def forget_fake_results() -> None:
     FakeTensorMode.cache_clear()
 
 
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Run operations for real although a fake mode is active."""
-    return _disable_current_modes()
-
-
-def running_autograd_node() -> Any:
-    """The autograd node whose backward is running in this thread, or None."""
-    return torch._C._current_autograd_node()
+real_tensors = _disable_current_modes  # inside, operations run for real although a fake mode is active
+running_autograd_node = torch._C._current_autograd_node  # whose backward is running in this thread, or None
 
 
 def last_sequence_number() -> int:
@@ -276,6 +270,7 @@ def has_later_post_accumulate_hook(param: torch.Tensor, handle: RemovableHandle)
     return bool(hooks) and next(reversed(hooks)) != handle.id
 
 
+python_rules = torch._C._EnablePythonDispatcher  # inside, a rule in Python for fakes comes before one in C++
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack  # run operations as if torch.func were not used
 
 

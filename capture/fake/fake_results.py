@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
-from weft.capture.fake.fake_rules import fake_rule
+from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import COLLECTIVE_NAMESPACES
 from weft.torch_adapter import OpOverload
 
@@ -57,17 +57,17 @@ class FakeResultCache:
         if depends is None:
             depends = self._met[id(op)] = op, _depends_on_layouts(op)
         if not depends[1]:
-            return fake_rule(op)(*args, **kwargs)
+            return fake_result(op, args, kwargs)
         tensors: list[torch.Tensor] = []
         try:
             named = [(name, _described(value, tensors)) for name, value in kwargs.items()] if kwargs else ()
             key = id(op), _described(args, tensors), *named, torch.get_default_dtype()
         except _Uncacheable:
-            return fake_rule(op)(*args, **kwargs)
+            return fake_result(op, args, kwargs)
         known = self._known.get(key)
         if known is not None:
             return self._new_results(*known[1:], tensors)
-        out = fake_rule(op)(*args, **kwargs)
+        out = fake_result(op, args, kwargs)
         try:
             many = isinstance(out, (list, tuple))
             sources: dict[int, int] = {}

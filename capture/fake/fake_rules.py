@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
 from weft.torch_adapter import OpOverload
@@ -153,6 +154,25 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
-def fake_rule(op: OpOverload) -> Callable[..., Any]:
-    """The function that computes the fake result of ``op``: the operation itself, with few exceptions."""
-    return _RULES.get(op, op)
+def fake_result(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """What ``op`` gives for fake operands: the operation itself says it, with few exceptions."""
+    rule = _RULES.get(op, op)
+    if not _is_symbolic((args, *kwargs.values())):
+        return rule(*args, **kwargs)
+    # A rule in C++ (of a pad, a determinant, an unfold) asks for sizes as numbers, which fixes them or fails.
+    with torch_adapter.python_rules():
+        return rule(*args, **kwargs)
+
+
+def _is_symbolic(operands: Any) -> bool:
+    """Whether the size of an operand, or an operand itself, is a symbol."""
+    for each in operands:
+        if isinstance(each, FakeTensor):
+            if each._has_symbolic_sizes_strides:
+                return True
+        elif isinstance(each, (list, tuple)):
+            if _is_symbolic(each):
+                return True
+        elif isinstance(each, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return True
+    return False

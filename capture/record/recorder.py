@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
-from weft.capture.fake.fake_rules import fake_rule
+from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import check_operands
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
@@ -314,7 +314,7 @@ class OpRecorder(TorchDispatchMode):
         wide = self._widened(op, writes, fake_args, fake_kwargs)
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         fakes = [argument_of(fake_args, fake_kwargs, position, name) for position, name in writes.writes]
-        compute = lambda: fake_rule(op)(*fake_args, **fake_kwargs)
+        compute = lambda: fake_result(op, fake_args, fake_kwargs)
         out = written_by(op, lambda: self.computed(compute), written, fakes, self.storages.has_views)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from weft import torch_adapter
-from weft.capture.fake.fake_rules import fake_rule
+from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import group_of, is_wait
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
 from weft.inductor.graph.aliasing import effects_of, looks_into
@@ -88,7 +88,7 @@ def infer(node: Node, groups: Mapping[str, str] | None = None) -> Any:
         try:
             if stated is not None:
                 return stated(node.meta.get("val"), *args, **kwargs)
-            return (fake_rule(target) if isinstance(target, OpOverload) else target)(*args, **kwargs)
+            return fake_result(target, args, kwargs) if isinstance(target, OpOverload) else target(*args, **kwargs)
         except torch_adapter.fakes_unsupported_errors():
             return NOT_STATED
         except NotImplementedError:
