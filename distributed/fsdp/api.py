@@ -212,8 +212,11 @@ def _resharding(value: bool | int | None, axes: DataParallelMesh) -> tuple[Axis 
         raise InvalidReshardSize(value, size)
     if value in (1, size):
         return None, value != 1
-    ranks = axes.mesh.mesh.view(-1, value)
-    return Axis.of(DeviceMesh(axes.mesh.device_type, ranks), 1), True
+    # Lists, because a view of the mesh's tensor would be a fake tensor in a fake world, without ranks to read.
+    rows = axes.mesh.mesh.tolist()
+    ranks = rows if isinstance(rows[0], int) else [rank for row in rows for rank in row]
+    parts = [ranks[start : start + value] for start in range(0, len(ranks), value)]
+    return Axis.of(DeviceMesh(axes.mesh.device_type, parts), 1), True
 
 
 def _managed_modules(roots: Sequence[nn.Module]) -> dict[nn.Module, str]:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import weft
-from weft import errors
+from weft import errors, torch_adapter
 from weft.capture.fake.fake_world import current_fake_world, fake_world
 
 pytestmark = pytest.mark.fake
@@ -445,6 +445,34 @@ def test_a_mesh_of_a_fake_tensor_is_refused() -> None:
         assert DeviceMesh("cuda", [[0, 1, 2, 3], [4, 5, 6, 7]]).size() == 8
         with pytest.raises(errors.MeshOfFakeTensor, match=r"\(8,\)"):
             DeviceMesh("cuda", torch.arange(8))
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_number_of_ranks_to_reshard_to_means_torchs_groups(shape: tuple[int, ...], rank: int) -> None:
+    names = ("replicate", "shard")[-len(shape) :]
+
+    def wrapped(fully_shard: Any) -> nn.Module:
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=2)
+        return fully_shard(model, mesh=mesh)
+
+    init_process_group("fake", rank=rank, world_size=8, store=dist.HashStore())
+    try:
+        theirs = wrapped(torch.distributed.fsdp.fully_shard)
+        group = theirs[0]._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info.shard_process_group
+        expected = dist.get_process_group_ranks(group)
+    finally:
+        dist.destroy_process_group()
+    with fake_world(8, rank):
+        model = wrapped(weft.fully_shard)
+        graph = weft.capture(lambda x: model(x.requires_grad_()).sum().backward(), torch.ones(2, 8))
+        gathers = [node for node in graph.collectives() if "all_gather" in str(node.target)]
+        groups = [list(torch_adapter.group_ranks(graph.groups[n.args[2]])) for n in gathers]
+    again = [ranks for ranks in groups if len(ranks) == 2]
+    assert again == [expected, expected]  # weight and bias
+    assert len(groups) == 6
 
 
 def test_a_cpu_script_sees_no_cuda() -> None:
