@@ -111,9 +111,7 @@ def last_sequence_number() -> int:
     return torch.autograd._get_sequence_nr() - 1
 
 
-def sequence_number(node: Any) -> int:
-    """Sequence number that an autograd node got when the forward operation made it."""
-    return node._sequence_nr()
+sequence_number = operator.methodcaller("_sequence_nr")  # that an autograd node got when the forward operation made it
 
 
 def new_node(graph: torch.fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str | None) -> torch.fx.Node:
@@ -321,14 +319,8 @@ class StorageWrites(TorchDispatchMode):
         return func(*args, **named)
 
 
-def local_tensor(dtensor: Any) -> torch.Tensor:
-    """The shard that a DTensor holds, the very object and no operation."""
-    return dtensor._local_tensor
-
-
-def dtensor_spec(dtensor: Any) -> Any:
-    """Mesh, placements and global shape of a DTensor."""
-    return dtensor._spec
+local_tensor = operator.attrgetter("_local_tensor")  # the shard that a DTensor holds, the very object and no operation
+dtensor_spec = operator.attrgetter("_spec")  # mesh, placements and global shape of a DTensor
 
 
 def dtensor_like(local: torch.Tensor, like: Any) -> Any:
@@ -466,19 +458,13 @@ def hint(number: int | torch.SymInt) -> int | None:
     return None if value is None else int(value)
 
 
-def symbol_of(number: torch.SymInt | torch.SymFloat) -> Any:
-    """The symbol that a number was made as, whatever it was found equal to since."""
-    return number.node._expr
+symbol_of = operator.attrgetter("node._expr")  # that a number was made as, whatever it was found equal to since
+expression = operator.attrgetter("node.expr")  # of a symbolic number, with all that its trace found equal put in
 
 
 def shape_env_of_number(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
     """The ShapeEnv that a symbolic number belongs to; None for one that C++ made by itself."""
     return getattr(number.node, "shape_env", None)
-
-
-def expression(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
-    """The sympy expression of a symbolic number, with all that its trace found equal put in."""
-    return number.node.expr
 
 
 def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
@@ -564,9 +550,7 @@ def forget_data_memos(fake: FakeTensor) -> None:
             setattr(fake, name, None)
 
 
-def replaced(shape_env: ShapeEnv, symbol: Any) -> Any:
-    """What a trace found a symbol to be equal to, in the end; itself where to nothing."""
-    return shape_env.replace(symbol)
+replaced = ShapeEnv.replace  # what a trace found a symbol to be equal to, in the end; itself where to nothing
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> bool:
@@ -1385,7 +1369,7 @@ def fakes_unsupported_errors() -> tuple[type[Exception], ...]:
 def recomputing(mode: FakeTensorMode) -> Iterator[None]:
     """Run operations on fakes of ``mode`` once more: without new guards on its symbols, and without the real kernels
     on zeros that torch runs for operations that have no fake implementation."""
-    quiet = contextlib.nullcontext() if mode.shape_env is None else mode.shape_env.suppress_guards()
+    quiet = contextlib.nullcontext() if mode.shape_env is None else _without_guards(mode.shape_env)
     fallback, mode.allow_fallback_kernels = mode.allow_fallback_kernels, False
     try:
         with only_mode(mode), torch.no_grad(), quiet:
@@ -1394,13 +1378,33 @@ def recomputing(mode: FakeTensorMode) -> Iterator[None]:
         mode.allow_fallback_kernels = fallback
 
 
+@contextlib.contextmanager
+def _without_guards(shape_env: Any) -> Iterator[None]:
+    """Inside, no guard is added; `surely_equal` knows afterwards which equations would have been."""
+    original, assumed = shape_env.evaluate_expr, {}
+
+    def evaluate_expr(expr: Any, *args: Any, **kwargs: Any) -> Any:
+        outcome = original(expr, *args, **kwargs)
+        if isinstance(expr, (sympy.Eq, sympy.Ne)) and bool(outcome) is isinstance(expr, sympy.Eq):
+            assumed[expr.lhs] = expr.rhs
+        return outcome
+
+    shape_env._weft_assumed, shape_env.evaluate_expr = assumed, evaluate_expr
+    try:
+        with shape_env.suppress_guards():
+            yield
+    finally:
+        shape_env.evaluate_expr = original
+
+
 def unbacked_symbols(tensor: torch.Tensor) -> frozenset[Any]:
     """The symbols in a fake tensor's sizes, strides and offset whose values depend on data."""
     return frozenset(symbolic_shapes.free_unbacked_symbols(tensor))
 
 
 def surely_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal for all values of their symbols that the graph is made for. Adds no guard."""
+    """Whether two sizes are equal for all values of their symbols that the graph is made for, and that the operations
+    recomputed last assume. Adds no guard."""
     if type(a) is int and type(b) is int:
         return a == b
     if str(a) == str(b) or symbolic_shapes.statically_known_true(a == b):
@@ -1414,7 +1418,8 @@ def surely_equal(a: Any, b: Any) -> bool:
         for quotient in node.expr.atoms(FloorDiv)
         if Mod(*quotient.args) in node.shape_env.divisible
     }
-    return sympy.expand(node.expr.xreplace(exact)) == 0
+    known = getattr(node.shape_env, "_weft_assumed", {})
+    return 0 in (sympy.expand(node.expr.xreplace(each)) for each in (exact, known))
 
 
 # ---- checkpoints
