@@ -20,7 +20,7 @@ from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_acces
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import user_line
-from weft.errors import NumpyOnTensor, UncapturableMutation
+from weft.errors import CannotCapture, NumpyOnTensor, UncapturableMutation
 
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 _EQUAL = (torch.equal, torch.Tensor.equal)
@@ -28,6 +28,11 @@ _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 # The dtypes that they give to numbers; None is the default dtype.
 _DTYPES = {torch.SymFloat: None, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+_PACKED = (
+    "a recurrent network over packed sequences asks for the value of their lengths",
+    "Give it the padded sequences, and mask what it returns for the padding",
+)
 _FUSED = tuple(
     getattr(torch, name)
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
@@ -66,6 +71,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 args = (args[0], index, *args[2:])
             if func in _EQUAL and not kwargs:
                 return bool(self._equal(*args))
+            if func in _RECURRENT and len(args) > 3 and isinstance(args[3], (list, tuple)):
+                # Their loops read the second argument in C++, torch 2.15's without a look whether it has data.
+                raise CannotCapture(user_line(), *_PACKED)
             refuse_memory_access(func)
             if (text := text_of_tensor(func, args)) is not None:
                 return text
@@ -202,5 +210,16 @@ def _with_plain_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _LOOKED_INTO = frozenset(
-    {torch.Tensor.tolist, _SET_DATA, *_MAKE_TENSORS, *_INDEXED, *_EQUAL, *_TO_NUMPY, *_FUSED, *MEMORY_ACCESS, *TEXTS}
+    {
+        torch.Tensor.tolist,
+        _SET_DATA,
+        *_MAKE_TENSORS,
+        *_INDEXED,
+        *_EQUAL,
+        *_TO_NUMPY,
+        *_FUSED,
+        *_RECURRENT,
+        *MEMORY_ACCESS,
+        *TEXTS,
+    }
 )
