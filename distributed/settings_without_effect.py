@@ -21,6 +21,13 @@ def say_once(method: str, why: str) -> None:
         _log.warning("%s does nothing in weft: %s", method, why)
 
 
+class ReducedGradients:
+    """What ``finalize_backward(async_op=True)`` returns: a handle of reductions that are done."""
+
+    def wait(self) -> None:
+        """Does nothing."""
+
+
 class SettingsWithoutEffect:
     """The setters that do nothing on sharded and on replicated modules: the base of the classes of both."""
 
@@ -59,3 +66,30 @@ class SettingsWithoutEffect:
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Does nothing: knobs.transports says whether symmetric memory is used. Logged once."""
         say_once("set_symm_mem_for_comm", "knobs.transports says whether symmetric memory is used")
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Does nothing: the compiler plans the memory of gathered parameters. Logged once."""
+        self._checks.boolean("keep", keep)
+        say_once("set_keep_unsharded_storage", "the compiler plans the memory of gathered parameters")
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Accepts False alone: gradients are reduced by the end of each backward that synchronizes.
+
+        Raises:
+            InvalidArgument: ``enabled`` is True. Gradients of backwards without synchronization would be reduced in
+                :meth:`finalize_backward`, which has no counterpart here.
+        """
+        self._checks.boolean("enabled", enabled)
+        if enabled:
+            remedy = "Call set_requires_gradient_sync(True) before the last backward, which then reduces the sum"
+            raise self._checks.invalid("enabled", enabled, "False", remedy)
+
+    def finalize_backward(self, *, async_op: bool = False) -> ReducedGradients | None:
+        """Does nothing: gradients are reduced by the end of each backward that synchronizes. Logged once.
+
+        Returns:
+            With ``async_op`` a handle, whose ``wait`` does nothing either.
+        """
+        self._checks.boolean("async_op", async_op)
+        say_once("finalize_backward", "gradients are reduced in every backward that synchronizes")
+        return ReducedGradients() if async_op else None

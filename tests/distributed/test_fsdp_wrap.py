@@ -398,8 +398,12 @@ def test_every_method_of_torch_is_there(mesh: Any, caplog: pytest.LogCaptureFixt
         for _ in range(2):
             ours.set_is_last_backward(False)
             share_comm_ctx([ours])
+            ours.set_keep_unsharded_storage(True)
+            ours.set_manual_backward_finalization(False)
+            assert ours.finalize_backward() is None
+            ours.finalize_backward(async_op=True).wait()
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == len(set(messages)) == 2
+    assert len(messages) == len(set(messages)) == 4
     assert all("does nothing in weft" in message for message in messages)
     handle = ours.unshard(async_op=True)
     assert isinstance(handle, UnshardHandle)

@@ -270,6 +270,10 @@ METHODS = [
         "shard().set_reshard_after_forward(2)",
     ),
     Misuse("sharded().set_reshard_after_backward('no')", "reshard_after_backward", "'no'", T),
+    Misuse("sharded().set_manual_backward_finalization(True)", "enabled", "set_requires_gradient_sync(True)", V),
+    Misuse("replicated().set_manual_backward_finalization(1)", "enabled", "1", T),
+    Misuse("sharded().finalize_backward(async_op='yes')", "async_op", "'yes'", T),
+    Misuse("sharded().set_keep_unsharded_storage(None)", "keep", "None", T),
     Misuse("sharded().set_unshard_in_backward(1)", "unshard_in_backward", "1", T),
     Misuse(
         "sharded().set_modules_to_forward_prefetch([linear()])",
