@@ -12,7 +12,6 @@ import inspect
 import logging
 import threading
 import time
-import traceback
 import types
 from collections import deque
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.guards.compiled_forms import CompiledForms
 from weft.capture.guards.guards import Guards
 from weft.capture.record.captured_step import CapturedStep
-from weft.capture.record.dynamic_sizes import MARKS
+from weft.capture.record.dynamic_sizes import MARKS, changed_dims
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, differing, differing_numbers
 from weft.capture.record.recorder import recording
@@ -48,6 +47,7 @@ from weft.errors import (
     CaptureValueEscaped,
     GraphMismatch,
     GroupMismatch,
+    MarkedDynamicSpecialised,
     PathsDiffer,
     RanksDiverged,
     ScheduleTimeout,
@@ -63,7 +63,7 @@ from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
 from weft.replay import refused
-from weft.short_tracebacks import shorten_traceback, shortens_tracebacks, without_torchs_log
+from weft.short_tracebacks import fault_report, shorten_traceback, shortens_tracebacks, without_torchs_log
 from weft.shown_values import listed
 from weft.verify import verify_first_call
 
@@ -117,6 +117,9 @@ class CompiledStep(Generic[P, R]):
         self.captures: list[str] = []
         self.began: deque[float] = deque(maxlen=_TIMED_CALLS)
         self._changed: dict[Any, set[tuple[int, int]]] = {}
+        self._fixed: set[Any] = (
+            set()
+        )  # structures of arguments whose sizes are captured as numbers
         self._numbers: set[str] = set()
         self._plain_numbers = False
         self._agreed: dict[bytes, AgreedCollectives] = {}
@@ -215,7 +218,7 @@ class CompiledStep(Generic[P, R]):
         except Exception as error:
             if self.fallback != "eager":
                 raise
-            why = str(error) if isinstance(error, WeftError) else _report(error)
+            why = str(error) if isinstance(error, WeftError) else fault_report(error)
         else:
             leaves, _ = torch_adapter.flatten((args, kwargs))
             with in_step():
@@ -276,6 +279,7 @@ class CompiledStep(Generic[P, R]):
         elif self.replay_every is not None:
             raise refused(f"{self.__name__} branches on a value that it computes")
         else:
+            dynamic = self._dynamic_dims(args, kwargs)  # none, where the step needed numbers
             form = BranchingForm(
                 self.__name__, captured, guards, dynamic, self.mode, self.memory_limit, self.fallback == "eager"
             )
@@ -365,7 +369,17 @@ class CompiledStep(Generic[P, R]):
                 return capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing, expected=expected)
             except WeftError as error:
                 log.debug("the path of another form cannot be captured: %s", error)
-        return capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing)
+        try:
+            return capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing)
+        except Exception as error:
+            if self.dynamic is not None or not dynamic or isinstance(error, MarkedDynamicSpecialised):
+                raise
+            # An operation without a rule for symbolic sizes (an LSTM on CPUs). Where the step itself raises, it does so
+            # again.
+            captured = capture_step(self.step, args, kwargs, dynamic=frozenset(), changing=changing)
+            self._fixed.add(torch_adapter.flatten((args, kwargs))[1])
+            log.info("captured with sizes as numbers: %s", str(error).split("\n")[0])
+            return captured
 
     def _options(self, graph: StepGraph) -> str:
         """Whatever else decides which collectives run, and when."""
@@ -422,7 +436,9 @@ class CompiledStep(Generic[P, R]):
         """Dimensions to keep symbolic: all with ``dynamic=True``, those that changed between captures otherwise."""
         leaves, spec = torch_adapter.flatten((args, kwargs))
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if self.dynamic is True:
+        if spec in self._fixed:
+            dims: set[tuple[int, int]] = set()
+        elif self.dynamic is True:
             dims = {(at, dim) for at, leaf in tensors for dim in range(leaf.dim())}
         elif self.dynamic is False:
             dims = set()
@@ -430,7 +446,7 @@ class CompiledStep(Generic[P, R]):
             dims = self._changed.setdefault(spec, set())
             for entry in self.entries:
                 if entry.captured.arguments.spec == spec:
-                    dims |= _changed_dims(leaves, entry.captured)
+                    dims |= changed_dims(leaves, entry.captured.arguments.shapes)
         static = {
             (at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"
         }
@@ -448,12 +464,6 @@ class CompiledStep(Generic[P, R]):
                 for at, known in captured.arguments.numbers.items():
                     self._numbers.update(differing(captured.arguments.paths[at], leaves[at], known))
         return ChangingState(frozenset(self._numbers))
-
-
-def _report(error: Exception) -> str:
-    """What a user is told of an error that is neither weft's own nor the step's."""
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    return f"{type(error).__name__}: {error}. This is a fault in weft; please report it with\n{trace}"
 
 
 def _communicates() -> bool:
@@ -482,14 +492,6 @@ def _sizes(graph: StepGraph) -> str:
     names = {entry.name for entry in graph.inputs if entry.role is Role.BATCH}
     vals = [(node.name, node.meta["val"]) for node in graph.placeholders if node.name in names]
     return "".join(f"{name} {list(val.shape)}\n" for name, val in vals if isinstance(val, torch.Tensor))
-
-
-def _changed_dims(leaves: list[Any], captured: CapturedStep) -> set[tuple[int, int]]:
-    changed = set()
-    for at, (now, shape) in enumerate(zip(leaves, captured.arguments.shapes, strict=True)):
-        if isinstance(now, torch.Tensor) and shape is not None and now.dim() == len(shape):
-            changed |= {(at, dim) for dim, (a, b) in enumerate(zip(now.shape, shape, strict=True)) if a != b}
-    return changed
 
 
 @overload

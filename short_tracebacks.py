@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ParamSpec, TypeVar
@@ -89,3 +90,9 @@ def without_torchs_log() -> Iterator[None]:
 
 def _is_no_traceback(record: logging.LogRecord) -> bool:
     return record.levelno != logging.ERROR or record.exc_info is None
+
+
+def fault_report(error: Exception) -> str:
+    """What a user is told of an error that is neither weft's own nor the step's."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    return f"{type(error).__name__}: {error}. This is a fault in weft; please report it with\n{trace}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -157,6 +157,16 @@ class DynamicSizes:
         value, line = self._replaced.get(symbol, (sympy.Integer(0), "<unknown line>"))
         later = [other for other in value.free_symbols if other in self._replaced]
         return self._line_of(later[0]) if later else line
+
+
+def changed_dims(leaves: Sequence[Any], shapes: Sequence[Sequence[int] | None]) -> set[tuple[int, int]]:
+    """(leaf, dimension) of all sizes of a call's tensors that are not those of another call, whose ``shapes`` these
+    are."""
+    changed = set()
+    for at, (now, shape) in enumerate(zip(leaves, shapes, strict=True)):
+        if isinstance(now, torch.Tensor) and shape is not None and now.dim() == len(shape):
+            changed |= {(at, dim) for dim, (a, b) in enumerate(zip(now.shape, shape, strict=True)) if a != b}
+    return changed
 
 
 @contextmanager

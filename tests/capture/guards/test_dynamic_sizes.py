@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
@@ -387,3 +388,72 @@ def test_a_dictionary_of_tensors_with_one_size_in_common() -> None:
         "args[0]['x'].size(0)",
         "args[0]['weight'].size(0)",
     ]
+
+
+# ---- operations whose rules want numbers
+
+
+def through(operation: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], Callable[[Tensor], Tensor]]:
+    def step_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        weight = next(module.parameters())
+
+        def step(x: Tensor) -> Tensor:
+            loss = operation(x * weight[0]).abs().sum() + 0 * sum(p.sum() for p in module.parameters())
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return step_of
+
+
+SYMBOLIC = {
+    "pad": lambda x: F.pad(x, (0, 0, 1, 2), value=2.0),
+    "im2col": lambda x: F.unfold(x[None, None], 2),
+    "trace": lambda x: (x @ x.mT).trace(),
+    "rfft": lambda x: torch.fft.rfft(x, dim=0),
+    "qr": lambda x: torch.linalg.qr(x)[1],
+    "baddbmm": lambda x: torch.baddbmm(x[None], x[None], torch.ones(FEATURES, FEATURES).expand(1, -1, -1)),
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(2, FEATURES, FEATURES)),
+    "tril_indices": lambda x: x[torch.ones(x.shape[0], x.shape[0]).tril().argmax(1)],
+}
+
+
+@pytest.mark.parametrize("operation", SYMBOLIC.values(), ids=SYMBOLIC)
+def test_sizes_stay_symbolic_through(operation: Callable[[Tensor], Tensor]) -> None:
+    compiled = equal_to_eager(through(operation), batches(7, 9, 12, 8), captures=2)
+    assert symbols(compiled) == ["args[0].size(0)"]
+
+
+NUMBERS = {"hardshrink": F.hardshrink, "softshrink": F.softshrink, "lstm": lambda x: LSTM(x[None])[0]}
+LSTM = nn.LSTM(FEATURES, 3)
+
+
+@pytest.mark.parametrize("operation", NUMBERS.values(), ids=NUMBERS)
+def test_what_has_no_rule_for_symbols_is_captured_for_each_size(
+    operation: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "weft.compile"):
+        equal_to_eager(through(operation), batches(7, 9, 7, 9, 8), captures=3)
+    assert len([r for r in caplog.records if "captured with sizes as numbers" in r.getMessage()]) == 1
+
+
+def test_a_step_that_raises_for_a_size_raises_and_stays_dynamic() -> None:
+    def step_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        def step(x: Tensor) -> Tensor:
+            if x.shape[0] > 10:
+                raise ValueError("too long")
+            loss = module(x).sum()
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    compiled = equal_to_eager(step_of, batches(4, 5), captures=2)
+    with pytest.raises(ValueError, match="too long"):
+        compiled(torch.randn(11, FEATURES))
+    compiled(torch.randn(7, FEATURES))
+    assert symbols(compiled) == ["args[0].size(0)"]
+    captures = len(compiled.captures)
+    compiled(torch.randn(8, FEATURES))
+    assert len(compiled.captures) == captures
