@@ -93,7 +93,9 @@ class Case:
     def step(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """The step over ``model``, whose gradients stay so that they can be compared."""
         if self.fused:
-            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            # As large as gradients are: with a small one the first update is lr times the sign of a gradient, whatever
+            # its size, and rounding flips the sign of those near 0.
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3, fused=True)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
