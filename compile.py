@@ -117,9 +117,7 @@ class CompiledStep(Generic[P, R]):
         self.captures: list[str] = []
         self.began: deque[float] = deque(maxlen=_TIMED_CALLS)
         self._changed: dict[Any, set[tuple[int, int]]] = {}
-        self._fixed: set[Any] = (
-            set()
-        )  # structures of arguments whose sizes are captured as numbers
+        self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
         self._numbers: set[str] = set()
         self._plain_numbers = False
         self._agreed: dict[bytes, AgreedCollectives] = {}

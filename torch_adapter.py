@@ -252,9 +252,8 @@ def version_getter() -> Any:
     return cast(Any, torch.Tensor)._version.__get__
 
 
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which runs as it is under torch.compile, and so does all that it calls."""
-    return torch._disable_dynamo(function)
+untraced: Any = torch._disable_dynamo  # makes a function run as it is under torch.compile, with all that it calls
+pad_sequence = torch._C._nn.pad_sequence  # what torch.nn.utils.rnn's calls
 
 
 def after_backward(callback: Callable[[], None]) -> None:

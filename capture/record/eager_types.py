@@ -67,8 +67,13 @@ class EagerTypes:
             kind = seen_as(value)
             return isinstance(value, original_of(kinds)) if kind is None else _is_instance(value, kind, kinds)
 
+        def length(value: Any, /) -> Any:
+            # Python's own makes a plain number of the size, which fixes it.
+            return value.shape[0] if isinstance(value, FakeTensor) and seen_as(value) and value.dim() else len(value)
+
         setattr(is_instance, ORIGINAL, isinstance)
-        return {"isinstance": is_instance, "type": _type_through(seen_as)}
+        setattr(length, ORIGINAL, len)
+        return {"isinstance": is_instance, "type": _type_through(seen_as), "len": length}
 
     @contextlib.contextmanager
     def as_class(self) -> Iterator[None]:

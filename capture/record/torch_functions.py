@@ -7,6 +7,7 @@ torch function mode sees these calls first.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 args = (args[0], index, *args[2:])
             if func in _EQUAL and not kwargs:
                 return bool(self._equal(*args))
+            if func is torch_adapter.pad_sequence and any(isinstance(each.shape[0], torch.SymInt) for each in args[0]):
+                return _padded(*args, **kwargs)
             if func in _RECURRENT and len(args) > 3 and isinstance(args[3], (list, tuple)):
                 # Their loops read the second argument in C++, torch 2.15's without a look whether it has data.
                 raise CannotCapture(user_line(), *_PACKED)
@@ -190,6 +193,21 @@ def _with_tensors(index: Any, device: torch.device) -> Any:
     return _tensor_of(index, numbers, {"device": device}) if numbers else index
 
 
+def _padded(
+    sequences: Any, batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> torch.Tensor:
+    """``pad_sequence`` by the operations of torch's, which makes plain numbers of the lengths in C++."""
+    first = sequences[0]
+    longest = functools.reduce(torch.sym_max, [each.shape[0] for each in sequences])
+    sizes = (len(sequences), longest) if batch_first else (longest, len(sequences))
+    out = torch.full((*sizes, *first.shape[1:]), padding_value, dtype=first.dtype, device=first.device)
+    for at, each in enumerate(sequences):
+        length = each.shape[0]
+        start = longest - length if padding_side == "left" else 0
+        out.select(0 if batch_first else 1, at).narrow(0, start, length).copy_(each)
+    return out
+
+
 def _is_size(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and not value.is_floating_point()
@@ -212,6 +230,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _LOOKED_INTO = frozenset(
     {
         torch.Tensor.tolist,
+        torch_adapter.pad_sequence,
         _SET_DATA,
         *_MAKE_TENSORS,
         *_INDEXED,
