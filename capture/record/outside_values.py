@@ -20,6 +20,7 @@ import torch
 
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
+from weft.capture.record.control_flow import cond_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
@@ -123,6 +124,7 @@ class OutsideValues:
                     *self.calls.replacements(),
                     *warning_replacements(self.calls),
                     *sum_replacements(),
+                    *cond_replacements(),
                     *self._objects.replacements(),
                     *self._generators.replacements(),
                     *self._types.replacements(),

@@ -633,3 +633,28 @@ def test_state_is_restored_after_a_capture_that_ends_at_a_branch() -> None:
     before = snapshot(net), snapshot(opt)
     weft.capture(step, BATCHES[0])
     assert_equal((snapshot(net), snapshot(opt)), before)
+
+
+def test_cond_is_a_branch_as_in_eager() -> None:
+    def run(wrap: Callable[[Any], Any]) -> Any:
+        torch.manual_seed(0)
+        net = nn.Linear(3, 3)
+        opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            y = net(x)
+            y = torch.cond(y.sum() > 0, lambda y: y.sin() * 2, lambda y: (y * y).cos(), (y,))
+            loss = torch.cond(True, lambda y: y.square(), torch.sum, (y,)).mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        step = wrap(step)
+        draw = torch.Generator().manual_seed(1)
+        losses = [step(torch.randn(4, 3, generator=draw)) for _ in range(12)]
+        if isinstance(step, weft.CompiledStep):
+            assert len(step.captures) <= 5, step.captures
+        return losses, snapshot(net)
+
+    assert_equal(run(weft.compile), run(lambda step: step))
