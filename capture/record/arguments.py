@@ -118,6 +118,13 @@ class CallArguments:
                     memory_key(grad), StatePlace(gradient, "grad", f"{path}.grad", Role.GRADIENT, names)
                 )
 
+    @property
+    def whole_numbers(self) -> frozenset[int]:
+        """Ids of the plain tensors among the arguments that hold integers or booleans."""
+        inner = [inner_tensor(self.leaves[at])[0] for at in self.tensors]
+        kinds = (each for each in inner if not each.dtype.is_floating_point and not each.dtype.is_complex)
+        return frozenset(id(each) for each in kinds if type(each) is torch.Tensor)
+
     def marked_dynamic(self) -> frozenset[tuple[int, int]]:
         """(leaf, dimension) pairs that ``mark_dynamic`` or ``maybe_mark_dynamic`` named."""
         return frozenset(

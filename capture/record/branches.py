@@ -29,6 +29,7 @@ from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
 from weft.capture.record.assumed_outcomes import asked_by_a_call, outcome_without_error, usual_outcome
+from weft.capture.record.batch_questions import answer_from
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
@@ -64,6 +65,7 @@ class Branches:
         expected: answers to capture where none is known: those of another form of the step.
 
     Attributes:
+        whole_numbers: ids of the arguments that are tensors of integers or booleans, which answer questions at once.
         taken: the answers that were given.
         undecided: whether a question without an outcome was asked, which ends the capture.
     """
@@ -74,6 +76,7 @@ class Branches:
         self._expected = expected
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
         self._asked_inside: Any = None  # the last question asked for a fake result
+        self.whole_numbers: frozenset[int] = frozenset()
         self.taken: tuple[Outcome, ...] = ()
         self.undecided = False
 
@@ -160,6 +163,9 @@ class Branches:
         """
         known = self._outcomes[len(self.taken) :]
         outcome = known[0] if known else assumed
+        if outcome is None:
+            placeholders = self._recorder.placeholders
+            outcome = answer_from(value, {node: each for node, each in placeholders if id(each) in self.whole_numbers})
         if outcome is None:
             outcome = next(iter(self._expected[len(self.taken) :]), None)
         if not self.undecided:  # otherwise the step caught the exception that was to end it

@@ -199,6 +199,7 @@ class _StepCapture:
         try:
             with self._prepared():
                 args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes, self._plain_argument)
+                self.branches.whole_numbers = self.arguments.whole_numbers
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
                 reported = data_dependence_reported(self.step, symbols, drawn)

@@ -602,7 +602,7 @@ def test_only_what_may_be_used_later_is_kept_over_a_branch() -> None:
 
 def test_ever_new_outcomes_end_with_an_error_that_names_the_line() -> None:
     def step(x: torch.Tensor) -> Any:
-        return x * len(x.nonzero())  # the line
+        return x * len(range(len(x.nonzero())))  # the line
 
     ours = weft.compile(step)
     with knobs.override(path_limit=3):
@@ -658,3 +658,38 @@ def test_cond_is_a_branch_as_in_eager() -> None:
         return losses, snapshot(net)
 
     assert_equal(run(weft.compile), run(lambda step: step))
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_whole_numbers_among_the_arguments_answer_questions_at_once(kind: torch.dtype) -> None:
+    masks = [torch.tensor(each).to(kind) for each in ([1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1])]
+
+    def step(x: torch.Tensor, mask: torch.Tensor) -> Any:
+        mask = mask.clone()
+        mask[:1].fill_(1)  # the question is about what it holds now
+        if mask.all():
+            return x.sum()
+        if mask[:2].all():
+            return x[:2].sum() * 2
+        return x * mask
+
+    ours = weft.compile(step)
+    x = torch.randn(3)
+    assert_equal(ours(x, masks[0]), step(x, masks[0]))
+    assert len(ours.captures) == 1  # two questions, one capture
+    for mask in (*masks, *masks):
+        assert_equal(ours(x, mask), step(x, mask))
+    assert len(ours.captures) == 3, ours.captures  # one for each other way
+
+
+def test_questions_about_floats_and_the_model_are_left_to_the_program() -> None:
+    weight = torch.ones(3, dtype=torch.int64)
+
+    def step(x: torch.Tensor, mask: torch.Tensor) -> Any:
+        x = x * 2 if (mask * weight).all() else x
+        return x + 1 if x.sum() > 0 else x
+
+    ours = weft.compile(step)
+    for x in (torch.ones(3), -torch.ones(3)):
+        assert_equal(ours(x, torch.ones(3, dtype=torch.int64)), step(x, torch.ones(3, dtype=torch.int64)))
+    assert len(ours.captures) == 4, ours.captures

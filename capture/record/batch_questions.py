@@ -1,0 +1,72 @@
+"""Questions of a step that whole numbers among its arguments answer: ``mask.all()``, ``lengths.max().item()``.
+
+A capture ends at a question whose answer it does not know, and each costs another one. Masks, lengths and token ids are
+there before the step runs, so what they say is computed from them at once, by the operations that were recorded.
+Questions about floats are left to the program: what they depend on is mostly computed from the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from weft import torch_adapter
+from weft.capture.node_kinds import is_random
+from weft.capture.segments import Outcome
+from weft.torch_adapter import OpOverload
+
+# Modules of functions of numbers: comparisons and arithmetic, and torch's own for symbolic ones.
+_OF_NUMBERS = frozenset({"_operator", "builtins", "math", "operator", "torch"})
+
+
+class _Unknown(Exception):
+    """A value that depends on more than the arguments, or that must not be computed here."""
+
+
+def answer_from(value: Any, arguments: Mapping[torch.fx.Node, torch.Tensor]) -> Outcome | None:
+    """The answer to the question that the node ``value`` computes; None where ``arguments`` alone do not give it.
+
+    Args:
+        arguments: placeholders of tensors of whole numbers, with the tensors of the captured call.
+    """
+    computed: dict[torch.fx.Node, Any] = {}
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, torch.fx.Node):
+            return of(leaf)
+        if isinstance(leaf, torch.SymInt):
+            leaf = torch_adapter.hint(leaf)
+            if leaf is None:
+                raise _Unknown
+        return leaf
+
+    def of(node: torch.fx.Node) -> Any:
+        if node not in computed:
+            if node in arguments:
+                computed[node] = arguments[node]
+            elif _is_pure(node):
+                args, kwargs = (torch.fx.node.map_aggregate(each, plain) for each in (node.args, node.kwargs))
+                computed[node] = node.target(*args, **kwargs)  # type: ignore[operator,misc]
+            else:
+                raise _Unknown
+        return computed[node]
+
+    if not arguments or not isinstance(value, torch.fx.Node) or torch_adapter.world_size() > 1:
+        return None  # ranks agree on what is captured, and their arguments differ
+    with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
+        try:
+            answer = of(value)
+        except Exception:  # noqa: BLE001 (what cannot be computed here, the program asks)
+            return None
+    return answer if type(answer) in (bool, int) else None
+
+
+def _is_pure(node: torch.fx.Node) -> bool:
+    if node.op != "call_function" or node.meta.get("effect") or is_random(node):
+        return False
+    if isinstance(node.target, OpOverload):
+        return node.target.namespace == "aten" and not node.target._schema.is_mutable
+    return getattr(node.target, "__module__", None) in _OF_NUMBERS
