@@ -198,7 +198,7 @@ def _padded(
 ) -> torch.Tensor:
     """``pad_sequence`` by the operations of torch's, which makes plain numbers of the lengths in C++."""
     first = sequences[0]
-    longest = functools.reduce(torch.sym_max, [each.shape[0] for each in sequences])
+    longest: Any = functools.reduce(torch.sym_max, [each.shape[0] for each in sequences])
     sizes = (len(sequences), longest) if batch_first else (longest, len(sequences))
     out = torch.full((*sizes, *first.shape[1:]), padding_value, dtype=first.dtype, device=first.device)
     for at, each in enumerate(sequences):
