@@ -67,7 +67,9 @@ class TrainState:
         self.keep_last = keep_last
         self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
         self.optimizers = {n: value for n, value in objects.items() if isinstance(value, torch.optim.Optimizer)}
-        self.others = {n: v for n, v in objects.items() if n not in self.modules and n not in self.optimizers}
+        self.others: dict[str, Any] = {
+            n: v for n, v in objects.items() if n not in self.modules and n not in self.optimizers
+        }
         for name, value in self.others.items():
             if not callable(getattr(value, "state_dict", None)) or not callable(
                 getattr(value, "load_state_dict", None)

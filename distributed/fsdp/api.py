@@ -279,7 +279,7 @@ def _shard(
         raise UnshardableParameter(path, f"is not contiguous (shape {tuple(param.shape)}, strides {param.stride()})")
     if torch_adapter.registered_hooks(param):
         raise HookBeforeSharding(path)
-    placement = None if placement_fn is None else placement_fn(param)
+    placement: Any = None if placement_fn is None else placement_fn(param)
     if placement is not None and not isinstance(placement, Shard) and hasattr(placement, "mesh_info"):
         info, placement = placement.mesh_info, placement.placement
         axes = DataParallelMesh.of(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
