@@ -20,7 +20,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -365,7 +365,7 @@ def predicted_schedule(
     step: StepGraph,
     cluster: Cluster,
     memory_limit: int | None = None,
-    known: dict[int | None, StepGraph] | None = None,
+    known: MutableMapping[int | None, StepGraph] | None = None,
 ) -> Schedule:
     """The schedule that ``step``, a graph on GPUs, would have on ``cluster``: predicted, no GPU is needed and no kernel
     is compiled. The process groups of the step have to be there, those of a fake world too. ``step`` stays as it is.

@@ -6,6 +6,7 @@ Runs of a sweep are processes of their own, each with one fake world. They retur
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import queue
 from collections.abc import Callable, Iterator
@@ -16,9 +17,12 @@ import torch
 
 from weft.compile import CompiledStep
 from weft.errors import WeftError
-from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.cost.cluster import Cluster, load_cluster
+from weft.launch.captured_steps import CapturedSteps, NotKept
+from weft.launch.script_inputs import ScriptInputs
 from weft.launch.script_run import Script, run_to_step
-from weft.plan.changes import with_batch, with_changes
+from weft.plan.batch import with_batch
+from weft.plan.changes import with_changes
 from weft.plan.plan import StepPlanner
 from weft.plan.prediction import Prediction
 
@@ -63,25 +67,50 @@ def run_job(job: PlanJob, report: Report) -> list[Prediction]:
         WeftError: of the script, or of the plan.
     """
     cluster = load_cluster(job.cluster)
+    ranks_of_host = min(cluster.gpus_per_node // cluster.hosts_per_node, job.world_size)
+    steps = CapturedSteps(job.script, job.world_size, job.rank, ranks_of_host)
+    with contextlib.suppress(NotKept), steps.restored((job.batch,)) as planner:
+        if planner is not None:
+            return _predictions(job, planner, cluster, report)
     found: list[Prediction] = []
+    inputs = ScriptInputs()
+    recording = contextlib.ExitStack()
 
     def reached(step: CompiledStep[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         report("capturing the step")
         if job.batch is not None:
             args, kwargs = with_batch(args, kwargs, job.batch)
         planner = StepPlanner(step, args, kwargs)
-        for limit in job.limits:
-            report("planning" if limit is None else f"planning within {limit:g} GiB")
-            prediction = planner.predict(cluster, limit)
-            if job.changes:
-                in_bytes = None if limit is None else int(limit * 2**30)
-                again = job.plans_again == "yes" or (job.plans_again == "auto" and planner.size <= _LARGE)
-                say = lambda name: report(f"with {name}")
-                prediction = with_changes(planner, prediction, cluster, in_bytes, say, plans_again=again)
-            found.append(replace(prediction, price=job.price, budget_tokens=job.tokens))
+        recording.close()
+        steps.store(planner, (job.batch,), inputs)
+        planner.rebatched = functools.partial(rebatched, planner.rebatched)
+        found.extend(_predictions(job, planner, cluster, report))
+
+    def rebatched(capture: Callable[[int], StepPlanner], batch: int) -> StepPlanner:
+        with inputs.recorded():
+            planner = capture(batch)
+        steps.store(planner, (job.batch, batch), inputs)
+        return planner
 
     report("running the script")
-    run_to_step(job.script, job.world_size, job.rank, cluster.gpus_per_node // cluster.hosts_per_node, reached)
+    with recording:
+        recording.enter_context(inputs.recorded())
+        run_to_step(job.script, job.world_size, job.rank, ranks_of_host, reached)
+    return found
+
+
+def _predictions(job: PlanJob, planner: StepPlanner, cluster: Cluster, report: Report) -> list[Prediction]:
+    """The predictions of a captured step, in its fake world."""
+    found = []
+    for limit in job.limits:
+        report("planning" if limit is None else f"planning within {limit:g} GiB")
+        prediction = planner.predict(cluster, limit)
+        if job.changes:
+            in_bytes = None if limit is None else int(limit * 2**30)
+            again = job.plans_again == "yes" or (job.plans_again == "auto" and planner.size <= _LARGE)
+            say = lambda name: report(f"with {name}")
+            prediction = with_changes(planner, prediction, cluster, in_bytes, say, plans_again=again)
+        found.append(replace(prediction, price=job.price, budget_tokens=job.tokens))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -30,23 +29,6 @@ _UNLIMITED = 2**50  # bytes
 _RECOMPUTED_FRACTION = 0.75  # of the peak, that recomputation is asked to stay within
 
 Report = Callable[[str], None]
-
-
-def with_batch(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call with another first size of all tensors whose first size is that of the largest one. Nothing is copied: the
-    new tensors have no values, so this is for fake worlds alone."""
-    leaves, spec = torch_adapter.flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
-    if not tensors:
-        return args, kwargs
-    before = max(tensors, key=torch.Tensor.numel).shape[0]
-    return torch_adapter.unflatten([_resized(leaf, before, batch) for leaf in leaves], spec)
-
-
-def _resized(leaf: Any, before: int, batch: int) -> Any:
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != before:
-        return leaf
-    return leaf.new_empty((batch, *leaf.shape[1:])).requires_grad_(leaf.requires_grad)
 
 
 def with_changes(
@@ -124,7 +106,7 @@ def _numbers(found: Prediction, made: Schedule | Simulation, peak: int | None = 
 
 
 def _rebatched(planner: StepPlanner, found: Prediction, cluster: Cluster, batch: int) -> Numbers:
-    other = StepPlanner(planner.step, *with_batch(planner.args, planner.kwargs, batch))
+    other = planner.rebatched(batch)
     changed = replace(found, tokens=None if found.tokens is None else found.tokens * batch // (found.samples or 1))
     return _numbers(changed, other.schedule(cluster))
 

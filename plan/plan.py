@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from weft.inductor.graph.retarget import retarget
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.planner import Schedule, usable_memory
 from weft.inductor.schedule.planner import schedule as plan_schedule
+from weft.plan.batch import with_batch
 from weft.plan.breakdown import exposed_by_axis, model_operations, parts, unpriced
 from weft.plan.memory_roles import TensorAtPeak, memory_by_role
 from weft.plan.prediction import MemoryTimeline, PlannedCollective, Prediction
@@ -93,28 +94,51 @@ class StepPlanner:
         graph: the captured step, on GPUs.
         branches: the user's lines at which the step branches on a value, with the outcome that was assumed.
         planned: the schedule of the last prediction for each cluster, by its name.
+        kernels: the graphs of kernels that predictions schedule, by their budget of recomputation.
+        rebatched: makes the planner of the same step for another first size of its arguments.
     """
+
+    rebatched: Callable[[int], StepPlanner]
 
     def __init__(self, step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None):
         _CHECKS.function_or_callable("step", step, "Pass the function and then its arguments")
         inner = step.step if isinstance(step, CompiledStep) else step
         self.name = getattr(step, "__name__", type(step).__name__)
-        self.step, self.args, self.kwargs = inner, args, kwargs or {}
-        captured, self.branches = _captured(inner, args, self.kwargs)
+        self.rebatched = lambda batch: StepPlanner(step, *with_batch(args, kwargs or {}, batch))
+        captured, branches = _captured(inner, args, kwargs or {})
         graph = captured.graph.copy()
         for node in [node for node in graph.graph.nodes if is_branch(node)]:
             graph.graph.erase_node(node)  # it would hold everything that any path after it may need
         drop_dead(graph.graph)
         if device_kind(graph.graph.nodes) == "cpu":
             graph = retarget(graph)
-        self.graph = graph
+        self._of(graph, branches, {})
+
+    @classmethod
+    def restored(
+        cls,
+        name: str,
+        graph: StepGraph,
+        branches: list[tuple[str, Outcome]],
+        kernels: MutableMapping[int | None, StepGraph],
+        rebatched: Callable[[int], StepPlanner],
+    ) -> StepPlanner:
+        """A planner of a step that was captured before, with the attributes of the planner that captured it."""
+        planner = cls.__new__(cls)
+        planner.name, planner.rebatched = name, rebatched
+        planner._of(graph, branches, kernels)
+        return planner
+
+    def _of(
+        self, graph: StepGraph, branches: list[tuple[str, Outcome]], kernels: MutableMapping[int | None, StepGraph]
+    ) -> None:
+        self.graph, self.branches, self.kernels = graph, branches, kernels
         self.planned: dict[str, Schedule] = {}
-        self._kernels: dict[int | None, StepGraph] = {}
 
     @property
     def size(self) -> int:
         """Nodes of the largest graph that was scheduled so far."""
-        return max(map(len, self._kernels.values()), default=0)
+        return max(map(len, self.kernels.values()), default=0)
 
     def schedule(self, cluster: Cluster, memory_limit: int | None = None) -> Schedule:
         """The schedule for a cluster within ``memory_limit`` bytes.
@@ -123,15 +147,15 @@ class StepPlanner:
             MemoryLimitUnreachable: nothing fits.
         """
         with garbage_collection_paused():
-            return predicted_schedule(self.graph, cluster, memory_limit, self._kernels)
+            return predicted_schedule(self.graph, cluster, memory_limit, self.kernels)
 
     def least_memory(self, cluster: Cluster) -> Schedule:
         """The schedule of the lowest peak that is found without recomputation."""
         self.schedule(cluster)  # for the graph of kernels
         try:
-            return plan_schedule(self._kernels[None], cluster, 1)
+            return plan_schedule(self.kernels[None], cluster, 1)
         except MemoryLimitUnreachable as error:
-            return plan_schedule(self._kernels[None], cluster, error.peak)
+            return plan_schedule(self.kernels[None], cluster, error.peak)
 
     def predict(self, cluster: str | os.PathLike[str] | Cluster, memory_limit: float | None = None) -> Prediction:
         """The prediction for a cluster; ``memory_limit`` in GiB."""

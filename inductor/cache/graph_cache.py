@@ -130,23 +130,24 @@ def _path(step: StepGraph, variant: str = "") -> Path:
     """The file of a captured step: everything that the compiled graph depends on, hashed. A missing part would let a
     step run a graph that was compiled for another one."""
     entries = [repr(entry) for entry in (*step.inputs, *step.outputs)]
-    key = [variant, _environment(), _devices(step), _symbols(step), entries, _groups(step), serialize.dump(step)]
+    key = [variant, environment(), _devices(step), _symbols(step), entries, _groups(step), serialize.dump(step)]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return folder.entry_path("graphs", name)
 
 
-def _environment() -> list[Any]:
-    """Versions and knobs that change the compiled graph."""
-    versions = [platform.python_version(), torch.__version__, triton_adapter.version(), _own_version()]
+def environment(rooms: tuple[str, ...] = ()) -> list[Any]:
+    """Versions and knobs that change the compiled graph. Of weft's own files those up to the compiler count, and those
+    of ``rooms``."""
+    versions = [platform.python_version(), torch.__version__, triton_adapter.version(), _own_version(rooms)]
     return [*versions, {name: getattr(knobs, name) for name in knobs.KNOBS if name not in _ELSEWHERE}]
 
 
 @functools.cache
-def _own_version() -> str:
+def _own_version(rooms: tuple[str, ...]) -> str:
     """A hash of weft's source files. A version number would stay the same between two edits of a checkout."""
     content = hashlib.sha256()
     home = Path(__file__).parents[2]
-    for room in ("capture", "distributed", "inductor"):
+    for room in ("capture", "distributed", "inductor", *rooms):
         for file in sorted((home / room).rglob("*.py")):
             content.update(f"{file.relative_to(home)}\n".encode() + file.read_bytes())
     for file in sorted(home.glob("*.py")):

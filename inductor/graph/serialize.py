@@ -24,7 +24,9 @@ from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._sympy import functions as torch_sympy
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
@@ -117,15 +119,19 @@ def dump(step: StepGraph, against: StepGraph | None = None) -> str:
     return _GraphWriter(step, against).text()
 
 
-def load(text: str, against: StepGraph) -> StepGraph:
+def load(text: str, against: StepGraph, mode: FakeTensorMode | None = None) -> StepGraph:
     """The graph that ``text`` was made from by ``dump(step, against)``; its inputs and outputs are those of
     ``against``.
+
+    Args:
+        mode: of the fake values that are made; that of ``against`` if not given. Of the symbols of numbers it learns
+            the names, and nothing of their values; symbols of sizes it has to know.
 
     Raises:
         InvalidGraphData: ``text`` is not what ``dump`` wrote.
     """
     try:
-        return _GraphReader(json.loads(text), against).graph()
+        return _GraphReader(json.loads(text), against, mode).graph()
     # RuntimeError: torch refuses a device or a size, fx a node, Python the depth of a nest.
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, AssertionError) as error:
         raise InvalidGraphData(f"{type(error).__name__}: {error}") from error
@@ -296,10 +302,11 @@ class _GraphWriter:
 
 
 class _GraphReader:
-    def __init__(self, tables: dict[str, Any], against: StepGraph) -> None:
+    def __init__(self, tables: dict[str, Any], against: StepGraph, mode: FakeTensorMode | None) -> None:
         self.tables = tables
         self.against = against
-        self.mode = torch_adapter.fake_mode_of(against.graph)
+        self.alone = mode is not None
+        self.mode = mode or torch_adapter.fake_mode_of(against.graph)
         self.known_values = [node.meta.get("val") for node in against.graph.nodes]
         self.frames = [*_frames(against)]
         self.nodes: list[Node] = []
@@ -400,7 +407,11 @@ class _GraphReader:
         if kind == "expression":
             return _read(rest[0])
         if kind == "number":
-            return torch_adapter.symbolic_number(self.mode, rest[0], _read(rest[1]))
+            expression = _read(rest[1])
+            if self.alone and rest[0] == "SymFloat":
+                for symbol in expression.free_symbols:
+                    torch_adapter.shape_env_of(self.mode).var_to_range.setdefault(symbol, ValueRanges.unknown())
+            return torch_adapter.symbolic_number(self.mode, rest[0], expression)
         raise ValueError(f"no entry is of kind {kind!r}")
 
     # ---- fake values

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import weft
 from weft.inductor.cost.cluster import load_cluster
 from weft.plan import page
-from weft.plan.changes import with_batch, with_changes
+from weft.plan.batch import with_batch
+from weft.plan.changes import with_changes
 from weft.plan.plan import StepPlanner
 from weft.plan.prediction import Prediction
 
