@@ -10,7 +10,6 @@ module and the stage that it belongs to, and what the compiler decided about it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,7 +103,10 @@ def copy_node(
     """A copy of ``node`` in ``graph``, with its metadata, that reads ``new`` of each of its operands."""
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), new)  # type: ignore[misc]
     copied = torch_adapter.new_node(graph, node.op, node.target, args, kwargs, node.name)
-    copied.type, copied.meta = node.type, copy.copy(node.meta)
+    # Assigning to an attribute of a node takes it out of the graph's table of operations and back in.
+    copied.meta.update(node.meta)
+    if node.type is not None:
+        copied.type = node.type
     return copied
 
 

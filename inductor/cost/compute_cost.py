@@ -22,6 +22,7 @@ from weft.inductor.cost.cluster import Gpu
 from weft.inductor.cost.collective_cost import UNBACKED
 from weft.inductor.graph.aliasing import looks_into, share_storage
 from weft.inductor.graph.host_scalars import tensors_of
+from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
 
@@ -182,7 +183,7 @@ def is_free(node: Node) -> bool:
         return True
     if looks_into(node):
         return not _copies(node)
-    return str(node.target).startswith(("aten.empty", "aten.new_empty"))
+    return isinstance(node.target, OpOverload) and str(node.target).startswith(("aten.empty", "aten.new_empty"))
 
 
 def is_attention(node: Node) -> bool:

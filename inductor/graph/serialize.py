@@ -325,7 +325,7 @@ class _GraphReader:
             # Fx makes names unique and identifiers, but for a line feed at the end. Programs are written with them.
             if node.name != name or not _is_identifier(name):
                 raise ValueError(f"no node, or two, can be called {name!r}")
-            node.meta = dict(self._entry(meta))
+            node.meta.update(self._entry(meta))
             if val != 0:
                 node.meta["val"] = self._val(val)
             if (fault := meta_fault(node)) is not None:
