@@ -20,8 +20,9 @@ are tried as well, and the smallest result is taken.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -244,26 +245,69 @@ class _Block:
         lifetime = self.lifetime
         return sum(free - before for free, before in zip(lifetime.free_from, lifetime.barriers_before, strict=True))
 
-    def conflicts(self, other: _Block) -> bool:
-        """Whether the two must not share a byte, whatever opening barriers there are."""
-        return not (self.lifetime.can_precede(other.lifetime) or other.lifetime.can_precede(self.lifetime))
-
-    def conflicts_without_barrier(self, other: _Block) -> bool:
-        """Whether the two may share bytes only if a collective between them has an opening barrier."""
-        return not (self.lifetime.is_separated_from(other.lifetime) or other.lifetime.is_separated_from(self.lifetime))
-
 
 # A symmetric matrix by block numbers: 1 where two blocks must not share bytes. Computed once per plan: placement is
 # repeated dozens of times and only reads it.
 _ConflictMatrix = Sequence[bytearray]
 
 
-def _conflict_matrix(blocks: Sequence[_Block], conflict: Callable[[_Block, _Block], bool]) -> _ConflictMatrix:
-    found = [bytearray(len(blocks)) for _ in blocks]
-    for one in blocks:
-        for other in blocks[: one.number]:
-            found[one.number][other.number] = found[other.number][one.number] = conflict(one, other)
-    return found
+def _conflict_matrices(blocks: Sequence[_Block], streams: int) -> tuple[_ConflictMatrix, _ConflictMatrix]:
+    """Which blocks must not share a byte whatever opening barriers there are, and which may only with an opening
+    barrier of a collective between them.
+
+    Sets of blocks are integers with a bit for each. On a stream, the blocks that a block is separated from are those
+    whose first use comes after so many barriers: a run in one order of the blocks, looked up and not compared pair by
+    pair.
+    """
+    lifetimes = [block.lifetime for block in blocks]
+    separated = [0] * len(blocks)  # of the two, either may come first
+    possible = [0] * len(blocks)  # also with an opening barrier of the later one
+    for stream in range(streams):
+        free = [lifetime.free_from[stream] for lifetime in lifetimes]
+        before = [lifetime.barriers_before[stream] for lifetime in lifetimes]
+        later, earlier = _Counts(before), _Counts(free)
+        opening = {
+            at: lifetime.first_collective[1]
+            for at, lifetime in enumerate(lifetimes)
+            if lifetime.first_collective is not None and lifetime.first_collective[0] == stream
+        }
+        opened = _Counts(opening)
+        for at in range(len(blocks)):
+            separated[at] |= later.above(free[at]) | earlier.below(before[at])
+            possible[at] |= opened.above(free[at] - 1)
+            if at in opening:
+                possible[at] |= earlier.below(opening[at] + 1)
+    everything = (1 << len(blocks)) - 1
+    rows = []
+    for may_share in ([one | other for one, other in zip(separated, possible, strict=True)], separated):
+        rows.append([_bits(everything & ~(mask | 1 << at), len(blocks)) for at, mask in enumerate(may_share)])
+    return rows[0], rows[1]
+
+
+class _Counts:
+    """Blocks by a number that each has; sets of blocks as integers."""
+
+    def __init__(self, numbers: Mapping[int, int] | Sequence[int]) -> None:
+        items = numbers.items() if isinstance(numbers, Mapping) else enumerate(numbers)
+        ordered = sorted((number, at) for at, number in items)
+        self._numbers = [number for number, _ in ordered]
+        self._first = [0, *accumulate((1 << at for _, at in ordered), operator.or_)]
+
+    def below(self, number: int) -> int:
+        """The blocks with a lower number."""
+        return self._first[bisect_left(self._numbers, number)]
+
+    def above(self, number: int) -> int:
+        """The blocks with a higher number."""
+        return self._first[-1] & ~self._first[bisect_right(self._numbers, number)]
+
+
+def _bits(mask: int, count: int) -> bytearray:
+    """The lowest bits of a number, a byte for each."""
+    return bytearray(f"{mask:0{count}b}"[::-1].encode().translate(_DIGITS))
+
+
+_DIGITS = bytes(digit - ord("0") if digit in b"01" else digit for digit in range(256))
 
 
 def _blocks(lifetimes: Sequence[_Lifetime], regions: Sequence[Region]) -> list[_Block]:
@@ -298,8 +342,7 @@ def _best(events: _EventOrder, blocks: Sequence[_Block], lower_bound: int) -> li
 
     Memory comes first: a barrier costs time once per collective, but the arena is allocated for the whole run.
     """
-    conflicts = _conflict_matrix(blocks, _Block.conflicts)
-    conflicts_without_barrier = _conflict_matrix(blocks, _Block.conflicts_without_barrier)
+    conflicts, conflicts_without_barrier = _conflict_matrices(blocks, len(events.streams))
     # Two passes: how small the arena can get with all barriers that it takes, then which barriers are not needed at
     # that size.
     smallest = _smallest(blocks, conflicts, lower_bound)
@@ -314,9 +357,15 @@ def _best(events: _EventOrder, blocks: Sequence[_Block], lower_bound: int) -> li
 def _smallest(blocks: Sequence[_Block], conflicts: _ConflictMatrix, lower_bound: int) -> list[int]:
     """The offsets of the smallest arena found. The search stops once it is as small as ``lower_bound``."""
     best: list[int] = []
+    tried: set[tuple[int, ...]] = set()
     for key in _ORDERS:
         order = sorted(blocks, key=key)
         for _ in range(_REPAIRS):
+            # An order gives one placement, and that the next order: all that would follow has been tried, too.
+            numbers = tuple(block.number for block in order)
+            if numbers in tried:
+                break
+            tried.add(numbers)
             block_offsets = _place_blocks(order, conflicts)
             if not best or _arena_size(blocks, block_offsets) < _arena_size(blocks, best):
                 best = block_offsets
@@ -352,10 +401,11 @@ def _place_blocks(
     def lowest(size: int, conflicting: bytearray) -> int:
         offset = 0
         for start, end, other in placed:
-            if start >= offset + size:
-                break
-            if end > offset and conflicting[other]:
-                offset = end
+            if conflicting[other]:
+                if start >= offset + size:
+                    break
+                if end > offset:
+                    offset = end
         return offset
 
     for block in order:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from weft.inductor.transports import arena
 from weft.inductor.transports.arena import ALIGNMENT, ArenaPlan, CollectiveInterval, Region, can_write, plan
 
 # ---- the oracle: every use of memory by every rank in two steps, ordered by what the ranks wait for
@@ -224,6 +225,26 @@ def test_the_first_collective_of_each_stream_has_an_opening_barrier() -> None:
     assert plan(intervals, regions).opening_barriers == (True, True, False)
     assert not can_write(intervals, 3)
     assert can_write(intervals, 5)
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_conflicts_are_those_of_each_pair(streams: int) -> None:
+    drawn = random.Random(streams)
+    lifetimes = []
+    for _ in range(200):
+        before = tuple(drawn.randrange(20) for _ in range(streams))
+        free = tuple(at + drawn.randrange(1, 6) for at in before)
+        own = drawn.randrange(streams)
+        lifetimes.append(arena._Lifetime(drawn.choice([None, (own, before[own])]), before, free))
+    blocks = [arena._Block(number, lifetime, 1, ()) for number, lifetime in enumerate(lifetimes)]
+    always, without_barrier = arena._conflict_matrices(blocks, streams)
+    assert 0 < sum(map(sum, always)) < sum(map(sum, without_barrier)) < 200 * 199
+    for one, other in itertools.product(range(200), repeat=2):
+        a, b = lifetimes[one], lifetimes[other]
+        different = one != other
+        assert always[one][other] == (different and not (a.can_precede(b) or b.can_precede(a)))
+        apart = a.is_separated_from(b) or b.is_separated_from(a)
+        assert without_barrier[one][other] == (different and not apart)
 
 
 def test_planning_is_deterministic() -> None:
