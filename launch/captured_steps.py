@@ -243,16 +243,16 @@ def _digest(entry: dict[str, Any]) -> str:
 
 def _settings() -> list[str]:
     """What a script sets in torch that passes and the cost model read."""
-    conv: Any = torch.backends.cudnn.conv
-    return [str(torch.get_default_dtype()), torch.get_float32_matmul_precision(), conv.fp32_precision]
+    cudnn: Any = torch.backends.cudnn
+    return [str(torch.get_default_dtype()), torch.get_float32_matmul_precision(), cudnn.conv.fp32_precision]
 
 
 def _set(settings: list[str]) -> None:
     dtype, matmul, convolution = settings
     torch.set_default_dtype(getattr(torch, dtype.removeprefix("torch.")))
     torch.set_float32_matmul_precision(matmul)
-    conv: Any = torch.backends.cudnn.conv
-    conv.fp32_precision = convolution
+    cudnn: Any = torch.backends.cudnn
+    cudnn.conv.fp32_precision = convolution
 
 
 def _inputs(entries: list[list[str]]) -> list[Input]:

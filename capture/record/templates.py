@@ -34,16 +34,21 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 @dataclass(frozen=True)
 class _OutputSlot:
     """Takes output number ``index``, or of a tensor subclass the outputs inside; ``grad`` is the slot of its ``.grad``,
-    ``attributes`` the templates of what the step put on it."""
+    ``attributes`` the templates of what the step put on it, ``is_parameter`` whether the step made a parameter of it."""
 
     index: int | _Parts
     requires_grad: bool = False
     grad: Any = None
     attributes: tuple[tuple[str, Any], ...] = ()
+    is_parameter: bool = False
 
     def fill(self, outputs: list[Any]) -> Any:
         value = self.index.of_call(outputs) if isinstance(self.index, _Parts) else outputs[self.index]
-        if self.requires_grad:
+        if self.is_parameter and not isinstance(value, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
+            if isinstance(self.index, int):
+                outputs[self.index] = value  # other templates put this object, too
+        elif self.requires_grad:
             value.requires_grad_()
         if self.grad is not None:
             value.grad = self.grad.fill(outputs)
@@ -179,7 +184,7 @@ def _leaf_template(
             (name, Template.of(value, recorder, keep, f"{where}.{name}", places_by_id=places_by_id, slots=slots))
             for name, value in own_attributes(leaf).items()
         )
-        return _OutputSlot(index, made, kept, attributes)
+        return _OutputSlot(index, made, kept, attributes, isinstance(leaf, torch.nn.Parameter))
     if type(leaf) is HostArray:
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):

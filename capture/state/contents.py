@@ -34,6 +34,17 @@ def content_of(obj: Any, access: Access, path: str) -> Content | None:
     return None if access is _ARRAY and obj.nbytes > LARGEST_BYTES else Content(obj, path, *access)
 
 
+def unsaved_buffers(module: torch.nn.Module, path: str) -> Content:
+    """The names of the buffers of a module that ``register_buffer(persistent=False)`` made.
+
+    A step may register buffers. Only ``state_dict()`` reads these names: no call is captured again for them.
+    """
+    label = f"{path}._non_persistent_buffers_set" if path else "_non_persistent_buffers_set"
+    names = Content(vars(module)["_non_persistent_buffers_set"], label, tuple, _refill)
+    names.frozen = True
+    return names
+
+
 def access_to(kind: type) -> Access | None:
     """How the content of objects of a type is read and written, None for those that are no such objects."""
     for base, read, write in _KINDS:

@@ -55,6 +55,7 @@ from weft.capture.state.contents import (
     content_of,
     referents_of,
     unproxied,
+    unsaved_buffers,
     value_of,
 )
 from weft.capture.state.hook_registrations import HookSite, user_hook
@@ -398,6 +399,7 @@ class ReachableState:
         self._seen |= {id(each): each for each in (own["_parameters"], own["_buffers"], own["_modules"])}
         for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER), ("_modules", None)):
             self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
+        self.containers.append(unsaved_buffers(module, path))
         self._attributes.append((module, path))
 
     def _module_attributes(self, module: torch.nn.Module, path: str) -> None:
@@ -427,11 +429,10 @@ class ReachableState:
             self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
         self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
         for at, group in enumerate(optimizer.param_groups):
-            self._container(Container(group["params"], f"{path}.param_groups[{at}]['params']"), Role.PARAMETER)
-            settings = AllBut("params", "lr")
             where = f"{path}.param_groups[{at}]"
-            self._container(Container(group, where, settings, lambda key, where=where: f"{where}[{key!r}]"))
-            rate = Container(group, where, frozenset({"lr"}), lambda key, where=where: f"{where}['lr']")
+            self._container(Container(group["params"], f"{where}['params']"), Role.PARAMETER)
+            self._container(Container(group, where, AllBut("lr")))
+            rate = Container(group, where, frozenset({"lr"}))
             rate.holds_rates = True
             self._container(rate, Role.SCALAR)
         for kind, hooks in torch_adapter.optimizer_hooks(optimizer):
@@ -444,11 +445,10 @@ class ReachableState:
         Its counters change between calls, wherever it is stepped. They are guards only where the step reads them.
         """
         self._schedulers[id(scheduler)] = scheduler, path, set()
-        attributes = vars(scheduler)
-        container = Container(attributes, path, label=lambda key: f"{path}.{key}")
+        container = Container(vars(scheduler), path, label=label_of(path))
         container.frozen = True
         self.containers.append(container)
-        for name, value in list(attributes.items()):
+        for name, value in container.before.items():
             where = f"{path}.{name}"
             self._visit(value, where, StatePlace(container, name, where, role_of(value)))
 
