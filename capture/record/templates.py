@@ -34,7 +34,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 @dataclass(frozen=True)
 class _OutputSlot:
     """Takes output number ``index``, or of a tensor subclass the outputs inside; ``grad`` is the slot of its ``.grad``,
-    ``attributes`` the templates of what the step put on it, ``is_parameter`` whether the step made a parameter of it."""
+    ``attributes`` the templates of what the step put on it, ``is_parameter`` whether the step made it a parameter."""
 
     index: int | _Parts
     requires_grad: bool = False
