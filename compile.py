@@ -238,14 +238,8 @@ class CompiledStep(Generic[P, R]):
         ranks = lockstep() if event is not None else None
         if ranks is None or event is None:
             return self._run_form(entry, leaves, args, kwargs)
-        ranks.begin(event)
-        try:
-            result = self._run_form(entry, leaves, args, kwargs)
-            ranks.end()
-        except BaseException as error:
-            ranks.fail(error)
-            raise
-        return result
+        with ranks.call(event):
+            return self._run_form(entry, leaves, args, kwargs)
 
     def _run_form(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         try:

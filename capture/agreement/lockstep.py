@@ -28,6 +28,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -163,6 +164,17 @@ class Lockstep:
             return linked
         except errors.WeftError as error:
             collective_ring.write(self.rank, f"{type(error).__name__}: {error}")
+            raise
+
+    @contextlib.contextmanager
+    def call(self, event: RankEvent) -> Iterator[None]:
+        """Around a call. Raises what :meth:`begin` raises, and what the call raises, once other ranks were told."""
+        self.begin(event)
+        try:
+            yield
+            self.end()
+        except BaseException as error:
+            self.fail(error)
             raise
 
     def end(self) -> None:
