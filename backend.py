@@ -15,7 +15,7 @@ import torch.fx
 
 from weft import knobs, torch_adapter
 from weft.argument_checks import ArgumentChecks
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, calls
 from weft.capture.record.aot import Source, dynamo_sources, step_graph
 from weft.inductor.compiler import MODES, Mode, compile_graph
 from weft.inductor.lowering.lower import device_kind
@@ -65,9 +65,7 @@ def weft(
 
 def _simplify(joint: torch.fx.Graph) -> None:
     """Remove operations of the joint graph whose results forward would save without need."""
-    for node in joint.nodes:
-        if node.op != "call_function":
-            continue
+    for node in calls(joint):
         if node.target is torch.ops.aten.native_batch_norm_backward.default and node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])  # training does not read the running statistics
         same = same_tensor(node)

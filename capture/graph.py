@@ -110,6 +110,11 @@ def copy_node(
     return copied
 
 
+def calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The nodes that call something, in order: no inputs and not the output. A list, because callers erase nodes."""
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
 def drop_dead(graph: torch.fx.Graph) -> int:
     """Erase nodes without users and without effects, last first; returns their number."""
     erased = 0

@@ -25,7 +25,8 @@ class Run:
     Attributes:
         graph: after the passes.
         source: of the program.
-        outcome: what the step returned and what it left in its inputs, in the order of the captured graph.
+        outcome: what the step returned and what it left in its inputs, in the order of the captured graph: an object
+            that is returned in several places once, see :func:`distinct`.
     """
 
     def __init__(
@@ -42,6 +43,11 @@ class Run:
         values = [_copied(place.get()) for place in captured.places]
         returned = program(*values)
         self.outcome = [value for value in (*returned, *values) if isinstance(value, torch.Tensor)]
+
+
+def distinct(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each object once, as the outputs of a graph."""
+    return list({id(value): value for value in values}.values())
 
 
 def _copied(value: Any) -> Any:

@@ -162,8 +162,9 @@ def _leaf_template(
     if isinstance(leaf, torch.Tensor):
         inner, names = inner_tensor(leaf)
         if id(leaf) in places_by_id:
-            if is_tracked(inner):
-                keep(recorder.current_value(inner))  # the graph lists an argument that is returned, too
+            # The graph lists an argument that is returned, too.
+            if is_tracked(inner) and id(leaf) not in slots:
+                slots[id(leaf)] = keep(recorder.current_value(inner))
             return _StateReference(places_by_id[id(leaf)])
         inside = plain_parts(leaf)
         if len(inside) > 1:

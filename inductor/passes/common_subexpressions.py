@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, calls
 from weft.capture.node_kinds import is_effect
 from weft.inductor.graph.aliasing import SCATTERS, looks_into
 from weft.inductor.graph.escapes import escaping
@@ -44,7 +44,7 @@ def common_subexpressions(step: StepGraph) -> StepGraph:
     escapes = escaping(step)
     merged_across_stages = gather_inputs(step)
     known: dict[Hashable, Node] = {}
-    for node in step.graph.nodes:
+    for node in calls(step.graph):
         if node in escapes or not _repeatable(node):
             continue
         first = known.setdefault(_key(node, "" if node in merged_across_stages else node.meta.get("stage", "")), node)
@@ -66,7 +66,7 @@ def _memory(node: Node) -> Hashable:
 
 
 def _repeatable(node: Node) -> bool:
-    if node.op != "call_function" or is_effect(node) or "inplace" in node.meta or node.target in SCATTERS:
+    if is_effect(node) or "inplace" in node.meta or node.target in SCATTERS:
         return False
     target = node.target
     if isinstance(target, OpOverload):

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.graph import StepGraph, calls, drop_dead
 from weft.capture.node_meta import meta_of
 from weft.capture.record.functional_ops import Functionalized
 from weft.capture.record.symbols import Number
@@ -90,7 +90,7 @@ class _Decomposer:
 
     def run(self, graph: torch.fx.Graph, sizes: _Sizes) -> None:
         """Last nodes first: what only a decomposed backward needed of its forward is not asked for any more."""
-        for node in reversed(list(graph.nodes)):
+        for node in reversed(calls(graph)):
             function = _decomposition(node)
             fragment = self._fragment(function, node, sizes) if function is not None else None
             if fragment is not None and _fits(fragment, node):
@@ -112,8 +112,6 @@ class _Decomposer:
 
 
 def _decomposition(node: Node) -> Callable[..., Any] | None:
-    if node.op != "call_function":
-        return None
     if isinstance(node.target, Functionalized):
         return functionalized_decompositions().get(node.target.op)
     return decompositions().get(node.target)  # type: ignore[arg-type]

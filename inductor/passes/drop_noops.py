@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import StepGraph
+from weft.capture.graph import StepGraph, calls
 from weft.capture.node_kinds import WAIT
 from weft.capture.node_meta import meta_of
 from weft.inductor.graph.aliasing import looks_into, share_storage
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 @keeps_bits
 def drop_noops(step: StepGraph) -> StepGraph:
     """Replace each no-op by its input, or by a cast where it only casts. Changes ``step``."""
-    for node in step.graph.nodes:
+    for node in calls(step.graph):
         name = getattr(getattr(node.target, "_schema", None), "name", "")
         rewrite = _REWRITES.get(name)
         replacement = same_tensor(node) if rewrite is None else rewrite(step.graph, node)

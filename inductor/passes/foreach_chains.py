@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weft.capture.graph import calls
 from weft.inductor.multi_tensor.foreach import EXPRESSIONS, Foreach, Lists, Operand, Scalars, Step
 from weft.inductor.passes.tensor_lists import (
     equal_scalars,
@@ -31,7 +32,7 @@ def fuse_foreach_chains(graph: torch.fx.Graph) -> None:
 
 def _chains(graph: torch.fx.Graph) -> Iterator[_Chain]:
     open_: dict[Any, _Chain] = {}
-    for node in graph.nodes:
+    for node in calls(graph):
         key = _key(node)
         # A node outside of a chain reads its result, so the chain has to be complete here.
         for other in [k for k, chain in open_.items() if k != key and chain.is_read_by(node)]:
