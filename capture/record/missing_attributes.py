@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.user_code import is_user_file
 
@@ -26,7 +27,8 @@ def missing_attributes_noted(note: Callable[[torch.Tensor, str], None]) -> Itera
     def missing(tensor: torch.Tensor, name: str) -> Any:
         if threading.get_ident() == thread and is_user_file(sys._getframe(1).f_code.co_filename):
             note(tensor, name)
-        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
+        kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # as eager says it
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
 
     setattr(torch.Tensor, "__getattr__", missing)  # noqa: B010
     try:

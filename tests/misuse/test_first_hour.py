@@ -121,6 +121,18 @@ def test_arguments_that_a_step_does_not_take_are_the_callers_mistake() -> None:
         assert files == {Path(HERE).name}
 
 
+def test_a_method_that_tensors_do_not_have_is_said_as_in_eager() -> None:
+    def step(x: Tensor) -> Tensor:
+        return x.drop_out(0.5)  # type: ignore[attr-defined]
+
+    messages = []
+    for call in (step, weft.compile(step)):
+        with pytest.raises(AttributeError) as found:
+            call(torch.ones(2))
+        messages.append(str(found.value))
+    assert messages[0] == messages[1] == "'Tensor' object has no attribute 'drop_out'"
+
+
 def test_what_a_step_raises_after_a_branch_is_printed_as_in_eager() -> None:
     def step(x: Tensor) -> Tensor:
         if x.isnan().any():
