@@ -31,10 +31,15 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): OrderedDict,
     # The index names the folder that it was written to. Pure paths touch no file.
-    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
-    ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
-    ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
-    ("pathlib", "PureWindowsPath"): pathlib.PureWindowsPath,
+    **{
+        (module, name): pure
+        for module in ("pathlib", "pathlib._local")  # the second is where Python 3.13 has them
+        for names, pure in (
+            (("PosixPath", "PurePosixPath"), pathlib.PurePosixPath),
+            (("WindowsPath", "PureWindowsPath"), pathlib.PureWindowsPath),
+        )
+        for name in names
+    },
 }
 
 

@@ -61,8 +61,9 @@ def _receive(connection: Connection, messages: queue.SimpleQueue[bytes], rank_pi
 
 def _rounds(connection: Connection, messages: queue.SimpleQueue[bytes], rank: int) -> Round:
     def together(mine: Callable[[], Any], first: Callable[[list[Any]], list[Any]]) -> Any:
-        connection.send_bytes(outcome(mine, rank))
-        if rank == 0:
+        text = outcome(mine, rank)
+        connection.send_bytes(text)
+        if rank == 0 and text[:1] != FAILED:  # else the answer is known without this process
             everyone: list[bytes] = pickle.loads(messages.get())
             reasons = [text[1:].decode() for text in everyone if text[:1] == FAILED]
             answers: list[bytes] = []
@@ -70,8 +71,8 @@ def _rounds(connection: Connection, messages: queue.SimpleQueue[bytes], rank: in
             def answer() -> None:
                 answers.extend(DONE + pickle.dumps(each) for each in first([pickle.loads(t[1:]) for t in everyone]))
 
-            if not reasons and (text := outcome(answer, 0))[:1] == FAILED:
-                reasons = [text[1:].decode()]
+            if not reasons and (failure := outcome(answer, 0))[:1] == FAILED:
+                reasons = [failure[1:].decode()]
             if reasons:
                 answers = [FAILED + "; ".join(reasons).encode()] * len(everyone)
             connection.send_bytes(pickle.dumps(answers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ import weft
 from harness import RanksFailed, run_ranks
 from weft import rank_watch
 from weft.distributed.checkpoint import manifest, writer
+from weft.distributed.checkpoint.dcp import _IndexUnpickler
 from weft.distributed.checkpoint.folder import CheckpointFolder
 from weft.errors import (
     CannotCheckpoint,
@@ -375,6 +377,28 @@ def test_a_failed_save_is_raised_by_the_next_call(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotSaved, match="step 1 was not saved"):
         run.state.wait()
     run.state.save(tmp_path, 2, wait=True)
+
+
+def test_a_writer_that_could_not_write_writes_the_next_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(0)
+    run.state.save(tmp_path, 0, wait=True)
+    writer = _writer_pid()
+    before = resource.prlimit(writer, resource.RLIMIT_FSIZE, (100, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    run.state.save(tmp_path, 1)
+    with pytest.raises(CheckpointNotSaved, match="rank 0: "):
+        run.state.wait()
+    resource.prlimit(writer, resource.RLIMIT_FSIZE, before)
+    run.state.save(tmp_path, 2, wait=True)
+    assert _writer_pid() == writer
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # that of Python 3.13
+def test_an_index_may_name_its_folder(module: str) -> None:
+    text = f"c{module}\nPosixPath\n(V/a/b\ntR.".encode()  # a call of the class, in the first protocol of pickle
+    assert _IndexUnpickler(io.BytesIO(text)).load() == PurePosixPath("/a/b")
 
 
 def test_training_goes_on_beside_slow_storage_and_saves_do_not_overlap(tmp_path: Path) -> None:
