@@ -133,17 +133,19 @@ class _Walk:
         tensors = _tensors(node.meta.get("val"))
         self._unite(node)
         found: dict[int, LiveRange] = {}
-        for tensor, elsewhere in zip(tensors, _in_arena(node, len(tensors)), strict=True):
+        in_arena = _in_arena(node, len(tensors))
+        for at, tensor in enumerate(tensors):
             key = self._key(tensor)
             known = self.ranges.get(key)
             if known is None:
                 known = self.ranges[key] = self._new(position, node, tensor)
-                known.size = 0 if elsewhere else known.size
+                known.size = 0 if in_arena[at] else known.size
             found[key] = known
         self.of[node] = list(found.values())
-        for known in found.values():
+        for known in self.of[node]:
             known.values.append(node)
-            known.end = max(known.end, position)
+            if known.end < position:
+                known.end = position
 
     def _new(self, position: int, node: Node, tensor: torch.Tensor) -> LiveRange:
         size = torch_adapter.hint(tensor.untyped_storage().nbytes())
@@ -160,6 +162,8 @@ class _Walk:
 
         Fakes of one capture share storages by themselves; those of nodes that a pass put in the place of others do not.
         """
+        if not ("inplace" in node.meta or looks_into(node)):
+            return
         for operand, result in _same_memory(node):
             if self._key(result) != self._key(operand):
                 self.same_as[torch_adapter.storage_key(result)] = self._key(operand)
@@ -170,7 +174,8 @@ class _Walk:
 
     def _extend(self, node: Node, position: int) -> None:
         for known in self.of[node]:
-            known.end = max(known.end, position)
+            if known.end < position:
+                known.end = position
 
     def _extend_inputs(self, wait: Node, position: int) -> None:
         start = wait.args[0]
@@ -190,7 +195,8 @@ def _in_arena(node: Node, count: int) -> list[bool]:
 
 
 def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of a tensor given to ``node`` and one of its results that lies in the same storage."""
+    """Pairs of a tensor given to ``node`` and one of its results that lies in the same storage. ``node`` makes a view,
+    picks from a list, or may run in place."""
     val = node.meta.get("val")
     # The executor runs it in place where that is safe. A node that a pass made can have a fake in memory of its own.
     if "inplace" in node.meta:
@@ -203,13 +209,11 @@ def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         operand, index = _val(node.args[0]), node.args[1]
         picked = [operand[index]] if isinstance(operand, (list, tuple)) and isinstance(index, int) else []
         pairs = zip(_tensors(picked), _tensors(val), strict=False)
-    elif looks_into(node):
+    else:
         operand = _tensors(_val(node.all_input_nodes[0]))[:1]
         name = getattr(getattr(node.target, "_schema", None), "name", "")
         copies = name in _MAY_COPY and not operand[0].is_contiguous()
         pairs = ((operand[0], result) for result in ([] if copies else _tensors(val)))
-    else:
-        return
     yield from pairs
 
 
