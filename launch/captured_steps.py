@@ -32,6 +32,7 @@ from weft.capture.fake.fake_world import fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
+from weft.errors import MalformedGraph
 from weft.inductor.cache import folder
 from weft.inductor.cache.graph_cache import environment
 from weft.inductor.graph import serialize
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 _OF_THE_SHELL = frozenset({"_", "OLDPWD", "SHLVL", "COLUMNS", "LINES"})
 _OUTPUTS: dict[str, type] = {kind.__name__: kind for kind in (Update, Create, Return)}
 _ROOMS = ("launch", "plan")  # whose files decide about a plan, beside those of the compiler
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError)
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, MalformedGraph)
 
 
 Batch = tuple[int | None, ...]
