@@ -310,7 +310,7 @@ def test_other_sizes_are_another_entry() -> None:
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        (graph_cache, "_own_version", lambda: "another"),
+        (graph_cache, "_own_version", lambda rooms: "another"),
         (torch, "__version__", "9.9"),
         (graph_cache.triton_adapter, "version", lambda: "9.9"),
         (graph_cache.platform, "python_version", lambda: "9.9"),
