@@ -47,6 +47,7 @@ from weft.capture.record.idle_optimizers import warn_of_idle
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.kept_graphs import KeptGraphs
 from weft.capture.record.memory_access import storages_keep_their_memory
+from weft.capture.record.memory_of_arrays import refuse_writes_to_shared_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
@@ -369,6 +370,10 @@ class _StepCapture:
             aliases = _aliases([node for node, _ in recorder.placeholders], nodes)
             if complete:
                 self._updates(outputs, nodes, replaced)
+                updated = {out.input for out in outputs if isinstance(out, Update)}
+                used = [(tensor, node.name in updated) for node, tensor in recorder.placeholders]
+                path_of = lambda tensor: self._place(tensor).path
+                refuse_writes_to_shared_memory(own, [each for each, *_ in changes], used, path_of)
         self.streams.end()
         if complete and not self.branches.taken:  # what a branch holds may share memory too
             nodes = recorder.storages.without_copies(nodes)

@@ -1,0 +1,67 @@
+"""Tensors in the memory of numpy arrays and of other buffers (``torch.from_numpy``, ``Tensor.numpy()``).
+
+A compiled call computes what the step computes with tensors first, and then repeats what the step wrote to arrays. Where
+a tensor lies in the memory of an array, eager reads through one of them what was written through the other before. A
+step that writes to one of them and reads the other is therefore refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.capture.state.containers import Container, Content
+from weft.errors import SharedWithArray
+
+
+def refuse_writes_to_shared_memory(
+    containers: Iterable[Container],
+    written: Sequence[Container],
+    tensors: Iterable[tuple[torch.Tensor, bool]],
+    path_of: Callable[[torch.Tensor], str],
+) -> None:
+    """Raise where the step writes to memory that it knows both as an array and as a tensor.
+
+    Args:
+        containers: of the Python state that the step can reach; the contents of arrays are among them.
+        written: those that the step changed.
+        tensors: the real tensors that the step used, with whether it wrote to them.
+        path_of: the path of a tensor, as the user would write it; "constant" where it is at no place.
+
+    Raises:
+        SharedWithArray: names both.
+    """
+    arrays = [(each, *bounds) for each in containers if type(each) is Content and (bounds := _bounds(each.obj))]
+    if not arrays:
+        return
+    changed = {id(each) for each in written}
+    for tensor, is_written in tensors:
+        if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        for array, begins, ends in arrays:
+            if (is_written or id(array) in changed) and first < ends and begins < end:
+                path = path_of(tensor)
+                made = f"a tensor made of {array.path}" if path == "constant" else path
+                raise SharedWithArray(made, array.path, writes_array=id(array) in changed)
+
+
+def _bounds(obj: Any) -> tuple[int, int] | None:
+    """The addresses of the first byte of an array or buffer and of the byte behind its last one."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    try:
+        array = obj if isinstance(obj, numpy.ndarray) else numpy.frombuffer(obj, numpy.uint8)
+    except (TypeError, ValueError, BufferError):  # no buffer, or an empty one
+        return None
+    if not array.size:
+        return None
+    steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    first = array.__array_interface__["data"][0]
+    return first + sum(s for s in steps if s < 0), first + sum(s for s in steps if s > 0) + array.itemsize
