@@ -115,9 +115,9 @@ class SharedWithArray(WeftError):
     def __init__(self, tensor: str, array: str, *, writes_array: bool) -> None:
         write, read = (array, tensor) if writes_array else (tensor, array)
         super().__init__(
-            f"cannot capture a write to {write}: {read} is in the same memory, and the step uses it too. A compiled step "
-            "writes to arrays after all that it computes with tensors. Use only the tensor in the step, or move what "
-            "uses the array into a function marked @weft.opaque"
+            f"cannot capture a write to {write}: {read} is in the same memory, and the step uses it too. A compiled "
+            "step writes to arrays after all that it computes with tensors. Use only the tensor in the step, or move "
+            "what uses the array into a function marked @weft.opaque"
         )
 
 

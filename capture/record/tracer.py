@@ -436,7 +436,7 @@ class _StepCapture:
         removals: list[Effect] = []
         self.lists.check_changed(changes)
         for container, key, _, new in changes:
-            if container.outer is None:
+            if container.outer is None and container is not self.state.types:
                 container.frozen = False  # guarded after all: the step changes it (a scheduler that the step steps)
             path = container.label(key)
             if new is MISSING:

@@ -59,6 +59,7 @@ from weft.capture.state.contents import (
     value_of,
 )
 from weft.capture.state.hook_registrations import HookSite, user_hook
+from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, wrappers
 from weft.capture.state.type_facts import (
@@ -117,7 +118,8 @@ class ReachableState:
         self.places: dict[tuple[Any, ...], StatePlace] = {}
         self.places_by_id: dict[int, StatePlace] = {}
         self.in_memory: dict[int, list[torch.Tensor]] = {}
-        self.containers: list[Container] = []
+        self.types = ObjectTypes()
+        self.containers: list[Container] = [self.types]
         self.modules: dict[int, tuple[torch.nn.Module, str]] = {}
         self.optimizers: list[tuple[torch.optim.Optimizer, str]] = []
         self.leaves: list[tuple[torch.Tensor, str]] = []
@@ -165,6 +167,7 @@ class ReachableState:
             else:
                 key, where = self._keys.pop(0)
                 self._visit(key, where, None)
+        self.types.note(self.with_attributes)
         if names := frozenset(self.names.modules) - self._modules_asked:
             self._modules_asked |= names
             self.containers.append(LoadedModules(names))
@@ -242,6 +245,7 @@ class ReachableState:
             known.clear()
         self.in_memory.clear()
         self.plain_leaves.clear()
+        self.types.forget_unchanged()
 
     # ---- what changed
 
@@ -380,8 +384,7 @@ class ReachableState:
             self.plain_leaves.append((tensor, path))
 
     def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
-        sites = self.sites_of(leaf, path)
-        self.sites += sites
+        self.sites += (sites := self.sites_of(leaf, path))
         for site in sites:
             hooks = site.read()
             if hooks and id(hooks) not in self._seen:
@@ -447,10 +450,7 @@ class ReachableState:
         self._schedulers[id(scheduler)] = scheduler, path, set()
         container = Container(vars(scheduler), path, label=label_of(path))
         container.frozen = True
-        self.containers.append(container)
-        for name, value in container.before.items():
-            where = f"{path}.{name}"
-            self._visit(value, where, StatePlace(container, name, where, role_of(value)))
+        self._container(container)
 
     def _scheduler_reads(self, scheduler: Any, path: str, read: set[str]) -> None:
         """The attributes of a scheduler that the user's code names."""
