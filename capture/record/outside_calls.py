@@ -71,7 +71,10 @@ _EFFECTS: dict[str, str] = {
     "sys": "setrecursionlimit settrace setprofile",
     "threading:Thread": "start",
     "time": "sleep",
-    "torch": "set_num_threads set_num_interop_threads",
+    "torch": (
+        "set_num_threads set_num_interop_threads use_deterministic_algorithms set_deterministic_debug_mode "
+        "set_default_dtype set_float32_matmul_precision"
+    ),
     "torch.backends:ContextProp": "__set__",
     "torch.backends.cuda": "enable_flash_sdp enable_math_sdp enable_mem_efficient_sdp enable_cudnn_sdp",
 }
