@@ -1,8 +1,8 @@
 """Tensors in the memory of numpy arrays and of other buffers (``torch.from_numpy``, ``Tensor.numpy()``).
 
-A compiled call computes what the step computes with tensors first, and then repeats what the step wrote to arrays. Where
-a tensor lies in the memory of an array, eager reads through one of them what was written through the other before. A
-step that writes to one of them and reads the other is therefore refused.
+A compiled call computes what the step computes with tensors first, and then repeats what the step wrote to arrays.
+Where a tensor lies in the memory of an array, eager reads through one of them what was written through the other
+before. A step that writes to one of them and reads the other is therefore refused.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 Which warnings are shown is for the filters to say. Most show a warning once for each line, and so does the capture,
 which runs the step's Python once. Under the filter "always" the warning is recorded as a call that every step repeats.
-Whether that filter applies is a guard.
+Whether that filter applies is a guard, where the step did not set it itself. A warning that the step collects in a list
+of its own (``catch_warnings(record=True)``) is seen by nobody else, and is not repeated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
@@ -24,6 +26,7 @@ class _Warning:
 
     Attributes:
         message, category, filename, line, module, registry: the arguments of ``warnings.warn_explicit``.
+        own_filter: whether the step set the filter that shows it.
     """
 
     message: Any
@@ -32,10 +35,14 @@ class _Warning:
     line: int
     module: str
     registry: dict[Any, Any]
+    own_filter: bool
 
     def __call__(self) -> None:
         where = self.filename, self.line, self.module, self.registry
-        warnings.warn_explicit(self.message, self.category, *where)
+        with warnings.catch_warnings() if self.own_filter else contextlib.nullcontext():
+            if self.own_filter:
+                warnings.simplefilter("always")
+            warnings.warn_explicit(self.message, self.category, *where)
 
     def always_shown(self) -> bool:
         """Whether the filters show it each time, found as :mod:`warnings` finds it."""
@@ -48,19 +55,39 @@ class _Warning:
 
 def warning_replacements(calls: OutsideCalls) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, replacement): what stands in for ``warnings.warn`` while a step is captured."""
-    yield warnings, "warn", _warn_through(warnings.warn, calls)
+    collecting: list[warnings.catch_warnings[Any]] = []
+    enter, leave = warnings.catch_warnings.__enter__, warnings.catch_warnings.__exit__
+
+    @functools.wraps(enter)
+    def entered(self: Any) -> Any:
+        if (collected := enter(self)) is not None:
+            collecting.append(self)
+        return collected
+
+    @functools.wraps(leave)
+    def left(self: Any, *why: Any) -> None:
+        if self in collecting:
+            collecting.remove(self)
+        leave(self, *why)
+
+    yield warnings.catch_warnings, "__enter__", entered
+    yield warnings.catch_warnings, "__exit__", left
+    yield warnings, "warn", _warn_through(warnings.warn, calls, collecting)
 
 
-def _warn_through(original: Callable[..., None], calls: OutsideCalls) -> Callable[..., None]:
+def _warn_through(original: Callable[..., None], calls: OutsideCalls, collecting: list[Any]) -> Callable[..., None]:
+    filters = warnings.filters  # catch_warnings puts a copy there
+
     @functools.wraps(original)
     def warn(
         message: Any, category: type[Warning] | None = None, stacklevel: int = 1, source: Any = None, **more: Any
     ) -> None:
-        if calls.counts() and not more:
-            warning = _at_line(message, category, sys._getframe(max(stacklevel, 1)))
+        if not collecting and calls.counts() and not more:
+            own_filter = warnings.filters is not filters
+            warning = _at_line(message, category, sys._getframe(max(stacklevel, 1)), own_filter)
             always = warning.always_shown()
             asked = f"whether {warning.category.__name__} of {warning.filename}:{warning.line} is always shown"
-            if all(read.text != asked for read in calls.reads):
+            if not own_filter and all(read.text != asked for read in calls.reads):
                 calls.reads.append(OutsideRead(asked, warning.always_shown, always))
             if always:
                 opaque(warning)()
@@ -70,10 +97,10 @@ def _warn_through(original: Callable[..., None], calls: OutsideCalls) -> Callabl
     return warn
 
 
-def _at_line(message: Any, category: type[Warning] | None, frame: Any) -> _Warning:
+def _at_line(message: Any, category: type[Warning] | None, frame: Any, own_filter: bool) -> _Warning:
     kind = type(message) if isinstance(message, Warning) else category or UserWarning
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
     return _Warning(
-        message, kind, frame.f_code.co_filename, frame.f_lineno, names.get("__name__", "<string>"), registry
+        message, kind, frame.f_code.co_filename, frame.f_lineno, names.get("__name__", "<string>"), registry, own_filter
     )

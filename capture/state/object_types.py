@@ -1,4 +1,4 @@
-"""The types of the objects that a step can reach: a step may assign ``obj.__class__``, as torch's parametrizations do."""
+"""The types of the objects that a step can reach: it may assign ``obj.__class__``, as torch's parametrizations do."""
 
 from __future__ import annotations
 
