@@ -388,6 +388,17 @@ class CannotCapture(WeftError):
         )
 
 
+class UncapturableSubclass(WeftError):
+    """The step makes a tensor of a subclass that has the data itself, and is no wrapper around plain tensors."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(
+            f"the step cannot be captured at {line}\n  It makes a tensor of a subclass of torch.Tensor, which a "
+            "capture can make of wrappers only. Use plain tensors in the step, give the subclass __tensor_flatten__ and "
+            '__tensor_unflatten__, or run the step uncompiled with weft.compile(..., fallback="eager").'
+        )
+
+
 class PathsDiffer(WeftError):
     """The step did something else than before, although its values and its Python state were the same."""
 

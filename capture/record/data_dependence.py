@@ -19,7 +19,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.symbols import Symbols
 from weft.capture.user_code import Frame, format_frames, frames_of, is_user_file
-from weft.errors import CannotCapture, DrawDecidesPython, WeftError
+from weft.errors import CannotCapture, DrawDecidesPython, UncapturableSubclass, WeftError
 
 # Functions of torch that read data only to check it or to choose sizes, and the argument that makes them do without.
 # By the file that the error passed through, from the folder of torch.
@@ -38,6 +38,8 @@ _OF_TRACERS = "`{}` takes functions as arguments, for tracers that see no Python
 _IN_PYTHON = "Write it in Python, with if, for or while: a compiled step branches on values"
 # What kernels written in C++ say of a fake tensor whose numbers or sizes they want.
 _NEEDS_NUMBERS = ("its data is not allocated yet", "on tensor with symbolic sizes/strides")
+# What torch says where a type of tensors of the user's is to be made of a fake tensor.
+_MAKES_SUBCLASS = "Creating a new Tensor subclass"
 _SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
 
 
@@ -69,6 +71,8 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
             _line(frames_of(error.__traceback__), step), _OF_TRACERS.format(found[1]), _IN_PYTHON
         ) from error
     except RuntimeError as error:
+        if _MAKES_SUBCLASS in str(error):
+            raise UncapturableSubclass(_line(frames_of(error.__traceback__), step)) from error
         if not any(text in str(error) for text in _NEEDS_NUMBERS):
             raise
         reason = "torch read the numbers in a tensor"

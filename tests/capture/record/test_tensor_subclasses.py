@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import gather_extensions as extensions
+import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import weft
+from weft.errors import UncapturableSubclass
 
 
 class Layer(nn.Module):
@@ -95,3 +97,24 @@ def test_a_result_in_several_places_is_one_output() -> None:
     assert len(weft.capture(step, torch.ones(3)).outputs) == 1
     y, (again,), named = weft.compile(step)(torch.ones(3))
     assert y is again is named["a"]
+
+
+class Tagged(torch.Tensor):
+    """Has its data itself."""
+
+
+@pytest.mark.parametrize("how", ["made of an argument", "found in the state"])
+def test_subclasses_that_are_no_wrappers_are_refused_or_run_uncompiled(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("CRITICAL")
+    state = torch.ones(3).as_subclass(Tagged)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.as_subclass(Tagged) * 2 if how == "made of an argument" else x * state
+
+    with pytest.raises(UncapturableSubclass, match="a tensor of a subclass"):
+        weft.compile(step)(torch.ones(3))
+    result = weft.compile(step, fallback="eager")(torch.arange(3.0))
+    assert type(result) is Tagged
+    assert torch.equal(result, step(torch.arange(3.0)))
