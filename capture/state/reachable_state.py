@@ -236,15 +236,13 @@ class ReachableState:
             followed = self._objects.setdefault(id(tensor), (tensor, path, set()))[2]
             if name not in followed:
                 followed.add(name)
-                names = frozenset({name})
-                self.containers.append(Container(vars(tensor), path, names, label_of(path), names))
+                self.containers.append(Container(vars(tensor), path, names := frozenset({name}), label_of(path), names))
 
     def end_walk(self) -> None:
         """Drop all references that guards, inputs and effects do not need: the program may hold objects weakly."""
-        for known in (self._seen, self._objects, self._tensors, self._functions, self._schedulers, self.modules):
+        walked = self._seen, self._objects, self._tensors, self._functions, self._schedulers, self.modules
+        for known in (*walked, self.in_memory, self.plain_leaves):
             known.clear()
-        self.in_memory.clear()
-        self.plain_leaves.clear()
         self.types.forget_unchanged()
 
     # ---- what changed
@@ -432,8 +430,10 @@ class ReachableState:
             self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
         self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
         for at, group in enumerate(optimizer.param_groups):
-            where = f"{path}.param_groups[{at}]"
-            self._container(Container(group["params"], f"{where}['params']"), Role.PARAMETER)
+            params, where = group["params"], f"{path}.param_groups[{at}]"
+            if id(params) not in self._seen:
+                self._seen[id(params)] = params
+                self._container(Container(params, f"{where}['params']"), Role.PARAMETER)
             self._container(Container(group, where, AllBut("lr")))
             rate = Container(group, where, frozenset({"lr"}))
             rate.holds_rates = True

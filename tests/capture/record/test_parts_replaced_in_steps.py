@@ -29,6 +29,11 @@ def _parameters_of_a_group_reversed(model: nn.Module, optimizer: torch.optim.Opt
     group["params"] = group["params"][::-1]
 
 
+def _parameter_dropped_from_a_group(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
+    if at % 2 == 0 and optimizer.param_groups[0]["params"]:
+        optimizer.param_groups[0]["params"].pop()
+
+
 def _buffer_registered(model: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> None:
     model.register_buffer("hits", torch.ones(1), persistent=at % 2 == 0)
 
@@ -38,6 +43,7 @@ EFFECTS = [
     _frozen_parameter_made,
     _parameter_made_at_two_places,
     _parameters_of_a_group_reversed,
+    _parameter_dropped_from_a_group,
     _buffer_registered,
 ]
 # How a step is captured: whole, in parts behind a branch on a value, or not at all.
