@@ -394,8 +394,8 @@ class UncapturableSubclass(WeftError):
     def __init__(self, line: str) -> None:
         super().__init__(
             f"the step cannot be captured at {line}\n  It makes a tensor of a subclass of torch.Tensor, which a "
-            "capture can make of wrappers only. Use plain tensors in the step, give the subclass __tensor_flatten__ and "
-            '__tensor_unflatten__, or run the step uncompiled with weft.compile(..., fallback="eager").'
+            "capture can make of wrappers only. Use plain tensors in the step, give the subclass __tensor_flatten__ "
+            'and __tensor_unflatten__, or run the step uncompiled with weft.compile(..., fallback="eager").'
         )
 
 
