@@ -109,18 +109,6 @@ class UncapturableMutation(WeftError):
         super().__init__(f"cannot capture {what}")
 
 
-class SharedWithArray(WeftError):
-    """The step writes to memory that it uses both as a tensor and as a numpy array or another buffer."""
-
-    def __init__(self, tensor: str, array: str, *, writes_array: bool) -> None:
-        write, read = (array, tensor) if writes_array else (tensor, array)
-        super().__init__(
-            f"cannot capture a write to {write}: {read} is in the same memory, and the step uses it too. A compiled "
-            "step writes to arrays after all that it computes with tensors. Use only the tensor in the step, or move "
-            "what uses the array into a function marked @weft.opaque"
-        )
-
-
 class ProcessGroupExists(WeftError):
     """A fake world was asked for in a process that belongs to a real one."""
 

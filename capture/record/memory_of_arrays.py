@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.state.containers import Container, Content
-from weft.errors import SharedWithArray
+from weft.errors import UncapturableMutation
 
 
 def refuse_writes_to_shared_memory(
@@ -33,7 +33,7 @@ def refuse_writes_to_shared_memory(
         path_of: the path of a tensor, as the user would write it; "constant" where it is at no place.
 
     Raises:
-        SharedWithArray: names both.
+        UncapturableMutation: names both.
     """
     arrays = [(each, *bounds) for each in containers if type(each) is Content and (bounds := _bounds(each.obj))]
     if not arrays:
@@ -46,9 +46,17 @@ def refuse_writes_to_shared_memory(
         first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
         for array, begins, ends in arrays:
             if (is_written or id(array) in changed) and first < ends and begins < end:
-                path = path_of(tensor)
-                made = f"a tensor made of {array.path}" if path == "constant" else path
-                raise SharedWithArray(made, array.path, writes_array=id(array) in changed)
+                names = [_name(path_of(tensor), array.path), array.path]
+                write, read = names[::-1] if id(array) in changed else names
+                raise UncapturableMutation(
+                    f"a write to {write}: {read} is in the same memory, and the step uses it too. A compiled step "
+                    "writes to arrays after all that it computes with tensors. Use only the tensor in the step, or move what "
+                    "uses the array into a function marked @weft.opaque"
+                )
+
+
+def _name(tensor: str, array: str) -> str:
+    return f"a tensor made of {array}" if tensor == "constant" else tensor
 
 
 def _bounds(obj: Any) -> tuple[int, int] | None:

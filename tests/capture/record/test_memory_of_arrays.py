@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import weft
-from weft.errors import SharedWithArray
+from weft.errors import UncapturableMutation
 
 Case = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], list[float]]]
 
@@ -135,7 +135,7 @@ def outcome(case: Any, **options: Any) -> list[Any]:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_writes_to_memory_that_is_an_array_and_a_tensor_are_refused(case: Any) -> None:
-    with pytest.raises(SharedWithArray, match="is in the same memory"):
+    with pytest.raises(UncapturableMutation, match="is in the same memory"):
         outcome(case, mode="default")
 
 
