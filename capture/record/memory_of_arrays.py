@@ -50,8 +50,8 @@ def refuse_writes_to_shared_memory(
                 write, read = names[::-1] if id(array) in changed else names
                 raise UncapturableMutation(
                     f"a write to {write}: {read} is in the same memory, and the step uses it too. A compiled step "
-                    "writes to arrays after all that it computes with tensors. Use only the tensor in the step, or move what "
-                    "uses the array into a function marked @weft.opaque"
+                    "writes to arrays after all that it computes with tensors. Use only the tensor in the step, or "
+                    "move what uses the array into a function marked @weft.opaque"
                 )
 
 
