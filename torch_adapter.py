@@ -498,6 +498,16 @@ def bound_fake_results() -> None:
         FakeTensorMode.cache_clear()
 
 
+def fake_with_values(mode: FakeTensorMode, real: torch.Tensor) -> FakeTensor:
+    """A fake of a tensor that knows its values until it is written to."""
+    return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+def known_values(fake: Any) -> torch.Tensor | None:
+    """The values that a fake tensor knows; None for one that knows none, and for anything else."""
+    return fake.constant if isinstance(fake, FakeTensor) else None
+
+
 def new_fake(
     mode: FakeTensorMode, device: torch.device, dtype: torch.dtype, sizes: Any, strides: Any, offset: Any, storage: Any
 ) -> FakeTensor:

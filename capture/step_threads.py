@@ -84,6 +84,11 @@ def inside_step() -> bool:
     return _mine.record.depth > 0
 
 
+def in_capture() -> bool:
+    """Whether this thread captures a step."""
+    return _mine.record.capturing > 0
+
+
 def enter_step() -> ThreadInSteps:
     """Begin to be in a step; waits while another thread captures. Returns what :func:`leave_step` must be given."""
     record = _mine.record

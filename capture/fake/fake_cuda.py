@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft import torch_adapter
 from weft.capture.fake import fake_streams
+from weft.capture.step_threads import in_capture
 from weft.thread_patches import Patches, present
 
 CPU = torch.device("cpu")
@@ -29,6 +30,11 @@ CAPABILITY = (9, 0)
 MEMORY = 80 * 2**30
 
 
+# Functions whose results follow from Python numbers, and the most elements whose values are known.
+_SEQUENCES = frozenset({torch.linspace, torch.arange, torch.logspace})
+_KNOWN = 4096
+# What takes them apart.
+_PARTS = frozenset({torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk})
 # Methods whose positional arguments, or whose meaning, may be another device.
 _MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory})
 
@@ -52,11 +58,18 @@ def redirect_to_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class RedirectCudaToCpu(TorchFunctionMode):
-    """Function mode that redirects requests for cuda devices to the CPU."""
+    """Function mode that redirects requests for cuda devices to the CPU. Fakes are those of ``fake_mode``."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._fake_mode = fake_mode
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **(kwargs or {}))
+        known = func in _SEQUENCES or (func in _PARTS and torch_adapter.known_values(args[0]) is not None)
+        if known and not in_capture():
+            return self._with_known_values(func, args, redirect_to_cpu(kwargs or {}))
         if kwargs:
             kwargs = redirect_to_cpu(kwargs)
         elif func not in _MOVES:  # most calls read an attribute of a tensor
@@ -70,6 +83,23 @@ class RedirectCudaToCpu(TorchFunctionMode):
         elif func is torch.Tensor.pin_memory:
             return args[0]
         return func(*args, **kwargs)
+
+    def _with_known_values(
+        self, func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Fake tensors that know their values: scripts read them when they build a model, as in ``[x.item() for x in
+        torch.linspace(0, rate, depth)]``. In the capture of a step none does: later calls read what they find."""
+        if "out" in kwargs:
+            return func(*args, **kwargs)
+        with torch_adapter.only_mode():
+            whole = [torch_adapter.known_values(args[0])] if func in _PARTS else args[:1]
+            real = func(*whole, *args[1:], **kwargs)
+        # Parts that are views of each other cannot become fakes that know their values.
+        parts = [part.clone() for part in real] if func in _PARTS else [real]
+        if any(part.numel() > _KNOWN or part.requires_grad for part in parts):
+            return func(*args, **kwargs)
+        made = [torch_adapter.fake_with_values(self._fake_mode, part) for part in parts]
+        return tuple(made) if func in _PARTS else made[0]
 
 
 def _attention(

@@ -127,7 +127,7 @@ def fake_world(
         undo.enter_context(_one)
         undo.enter_context(_restored_globals())
         torch_adapter.forget_fake_results()
-        mode = RedirectCudaToCpu()
+        mode = RedirectCudaToCpu(world.fake_mode)
         torch_adapter.dispatch_through(world.fake_mode, redirect_to_cpu)
         undo.enter_context(torch_adapter.process_groups_of_thread())
         torch_adapter.fake_process_group(world_size, rank)

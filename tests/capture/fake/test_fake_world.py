@@ -497,3 +497,28 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], what: str
     with pytest.raises(ValueError, match=what), fake_world(**arguments):
         pass
     assert not dist.is_initialized()
+
+
+def test_sequences_of_numbers_can_be_read_while_a_model_is_built() -> None:
+    """timm and others set rates of stochastic depth in this way."""
+    rates = [x.item() for x in torch.linspace(0, 0.1, 5)]
+    with weft.fake_world(4):
+        assert [x.item() for x in torch.linspace(0, 0.1, 5)] == rates
+        assert torch.linspace(0, 0.1, 5, device="cuda").tolist() == rates
+        assert [float(x) > 2 for x in torch.arange(5)] == [False, False, False, True, True]
+        assert [part.tolist() for part in torch.linspace(0, 0.1, 5).split([2, 3])] == [rates[:2], rates[2:]]
+        assert [part.tolist() for part in torch.arange(4).chunk(2)] == [[0, 1], [2, 3]]
+        changed = torch.arange(3)
+        changed.add_(1)
+        with pytest.raises(Exception, match=r"data-dependent|Could not guard"):
+            bool(changed[0] > 0)
+
+
+def test_a_step_that_makes_sequences_is_captured_as_outside_of_a_fake_world() -> None:
+    def operations() -> list[str]:
+        captured = weft.capture(lambda x: x * (torch.arange(4) * x.shape[0]).sum().item(), torch.ones(2))
+        return [str(node.target) for node in captured.graph.nodes]
+
+    with weft.fake_world(1):
+        inside = operations()
+    assert inside == operations()
