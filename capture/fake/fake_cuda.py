@@ -94,8 +94,8 @@ class RedirectCudaToCpu(TorchFunctionMode):
         with torch_adapter.only_mode():
             whole = [torch_adapter.known_values(args[0])] if func in _PARTS else args[:1]
             real = func(*whole, *args[1:], **kwargs)
-        # Parts that are views of each other cannot become fakes that know their values.
-        parts = [part.clone() for part in real] if func in _PARTS else [real]
+            # Parts that are views of each other cannot become fakes that know their values.
+            parts = [part.clone() for part in real] if func in _PARTS else [real]
         if any(part.numel() > _KNOWN or part.requires_grad for part in parts):
             return func(*args, **kwargs)
         made = [torch_adapter.fake_with_values(self._fake_mode, part) for part in parts]
