@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from weft import torch_adapter
@@ -89,17 +89,21 @@ class RedirectCudaToCpu(TorchFunctionMode):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Fake tensors that know their values: scripts read them when they build a model, as in ``[x.item() for x in
         torch.linspace(0, rate, depth)]``. In the capture of a step none does: later calls read what they find."""
-        if "out" in kwargs:
-            return func(*args, **kwargs)
+        # Before the call: who has a view of a tensor may write to it, so it knows its values no more.
+        whole = [torch_adapter.known_values(args[0])] if func in _PARTS else args[:1]
+        made = func(*args, **kwargs)
+        parts = made if func in _PARTS else [made]
+        # Real where the fake mode is off, as in a process group of the world.
+        if not all(isinstance(part, FakeTensor) and part.numel() <= _KNOWN for part in parts) or "out" in kwargs:
+            return made
         with torch_adapter.only_mode():
-            whole = [torch_adapter.known_values(args[0])] if func in _PARTS else args[:1]
             real = func(*whole, *args[1:], **kwargs)
             # Parts that are views of each other cannot become fakes that know their values.
-            parts = [part.clone() for part in real] if func in _PARTS else [real]
-        if any(part.numel() > _KNOWN or part.requires_grad for part in parts):
-            return func(*args, **kwargs)
-        made = [torch_adapter.fake_with_values(self._fake_mode, part) for part in parts]
-        return tuple(made) if func in _PARTS else made[0]
+            values = [part.clone() for part in real] if func in _PARTS else [real]
+        if any(value.requires_grad for value in values):
+            return made
+        known = [torch_adapter.fake_with_values(self._fake_mode, value) for value in values]
+        return tuple(known) if func in _PARTS else known[0]
 
 
 def _attention(
