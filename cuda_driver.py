@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from ctypes import c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,6 @@ class Driver:
         # None before CUDA 12.8. CUDA 13 added cuMemcpyBatchAsync_v2, with other arguments, and kept this one.
         self.copy_batch: Any = getattr(library, "cuMemcpyBatchAsync", None)
         library.cuStreamIsCapturing.argtypes = [c_void_p, c_void_p]
-        library.cuStreamWriteValue32_v2.argtypes = [c_void_p, c_uint64, c_uint32, c_uint]
         library.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
         library.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
         library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]

@@ -42,9 +42,9 @@ def test_memory_that_is_kept_is_noticed(capsys: pytest.CaptureFixture[str]) -> N
     assert memory_growth.held().grew_from(before)
     del kept
     assert not memory_growth.held().grew_from(before)
-    many = [[] for _ in range(10_000)]
+    many = [[] for _ in range(200_000)]
     assert memory_growth.held().grew_from(before)
-    assert len(many) == 10_000
+    assert len(many) == 200_000
     flat, grown = Memory(100.0, 1000), Memory(120.0, 1000)
     assert not memory_growth.report("steps", [(1, flat), (2, flat)])
     assert memory_growth.report("steps", [(1, flat), (2, grown)])

@@ -26,6 +26,8 @@ def _matmul_precision() -> None:
 
 
 def _benchmark() -> None:
+    if torch.backends.flags_frozen():
+        pytest.skip("torch's test utilities, which another test has imported, forbid it")
     torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
 
 
@@ -45,7 +47,8 @@ def _settings_restored() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
     torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.benchmark = benchmark
+    if torch.backends.cudnn.benchmark is not benchmark:
+        torch.backends.cudnn.benchmark = benchmark
 
 
 CHANGES = [_deterministic, _default_dtype, _matmul_precision, _benchmark]

@@ -44,15 +44,15 @@ def perturbed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Makes compiled programs return a wrong value of the output of that number."""
 
     def plant(at: int) -> None:
-        run = aten.AtenProgram.__call__
+        run = aten.AtenProgram.boxed
 
-        def wrong(self: aten.AtenProgram, *inputs: Any) -> list[Any]:
-            outputs = run(self, *inputs)
+        def wrong(self: aten.AtenProgram, inputs: list[Any]) -> list[Any]:
+            outputs = run(self, inputs)
             with torch.no_grad():
                 outputs[at].add_(0.25)
             return outputs
 
-        monkeypatch.setattr(aten.AtenProgram, "__call__", wrong)
+        monkeypatch.setattr(aten.AtenProgram, "boxed", wrong)
 
     return plant
 
@@ -78,15 +78,15 @@ def test_a_wrong_gradient_is_found(perturbed: Callable[[int], None]) -> None:
 
 def test_a_wrong_parameter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     step, (model, _) = training(_loss, optimizer=_adamw)()
-    run = aten.AtenProgram.__call__
+    run = aten.AtenProgram.boxed
 
-    def wrong(self: aten.AtenProgram, *inputs: Any) -> list[Any]:
-        outputs = run(self, *inputs)
+    def wrong(self: aten.AtenProgram, inputs: list[Any]) -> list[Any]:
+        outputs = run(self, inputs)
         with torch.no_grad():
             model[2].bias[3] += 1
         return outputs
 
-    monkeypatch.setattr(aten.AtenProgram, "__call__", wrong)
+    monkeypatch.setattr(aten.AtenProgram, "boxed", wrong)
     with pytest.raises(VerifyFailed, match=r"2\.bias: largest difference 1"):
         weft.compile(step, verify=True)(*batches()[0])
 
@@ -94,13 +94,12 @@ def test_a_wrong_parameter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_update_that_was_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled step returns the right loss and trains nothing."""
     step, _ = training(_loss)()
-    run = aten.AtenProgram.__call__
+    run = aten.AtenProgram.boxed
 
-    def forgetful(self: aten.AtenProgram, *inputs: Any) -> list[Any]:
-        copies = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in inputs]
-        return run(self, *copies)
+    def forgetful(self: aten.AtenProgram, inputs: list[Any]) -> list[Any]:
+        return run(self, [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in inputs])
 
-    monkeypatch.setattr(aten.AtenProgram, "__call__", forgetful)
+    monkeypatch.setattr(aten.AtenProgram, "boxed", forgetful)
     with pytest.raises(VerifyFailed, match=r"differs from the eager one in 4 tensors"):
         weft.compile(step, verify=True)(*batches()[0])
 

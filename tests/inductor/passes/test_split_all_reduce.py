@@ -17,7 +17,7 @@ from torch import nn
 import weft
 from harness import run_ranks
 from step_builder import StepBuilder
-from weft import knobs
+from weft import host_processes, knobs
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
 from weft.compile import _machines
@@ -35,7 +35,6 @@ from weft.inductor.passes.shard_norms import shard_norms
 from weft.inductor.passes.split_all_reduce import split, split_all_reduces
 from weft.inductor.passes.wire_dtype import wire_dtype
 from weft.inductor.schedule.planner import schedule
-from weft.inductor.transports import symmetric_memory
 
 Node = torch.fx.Node
 
@@ -144,7 +143,7 @@ def test_tensors_that_outlive_the_step_hold_the_right_sums() -> None:
 
 def apart(rank: int, world: int) -> None:
     """Ranks that share no memory. By another factor than the mean, which gloo does not have."""
-    symmetric_memory._host = lambda: f"host{rank}"  # type: ignore[assignment]
+    host_processes.host = lambda: f"host{rank}"  # type: ignore[assignment]
     group = dist.group.WORLD
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from torch import nn
 import weft
 from harness import RanksFailed, run_ranks
 from step_builder import StepBuilder
-from weft import errors, knobs, torch_adapter
+from weft import errors, host_processes, knobs, torch_adapter
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, group_of
@@ -48,7 +48,6 @@ from weft.inductor.schedule.bucket_reports import _why
 from weft.inductor.schedule.communicators import assign_communicators
 from weft.inductor.schedule.decisions import Decisions, structure
 from weft.inductor.schedule.planner import Schedule, ScheduleCandidate, follow, schedule
-from weft.inductor.transports import symmetric_memory
 
 H200 = load_cluster("h200x8")
 aten = torch.ops.aten
@@ -469,7 +468,7 @@ def asks_its_peers(rank: int, world: int, elsewhere: int | None) -> tuple[list[s
     """What a schedule lets carry, what is called, and how often a schedule was made, where a rank is on a host of its
     own and NCCL is slow."""
     if rank == elsewhere:
-        symmetric_memory._host = lambda: "elsewhere 1"  # type: ignore[assignment]
+        host_processes.host = lambda: "elsewhere 1"  # type: ignore[assignment]
     slow = [replace(each, latency=1e-2) if each.crosses else each for each in H200.transports]
     step, _ = training(world, True)
     graph = run_passes(weft.capture(step, torch.randn(3, 6)))
