@@ -87,6 +87,9 @@ class Driver:
         # None before CUDA 12.8. CUDA 13 added cuMemcpyBatchAsync_v2, with other arguments, and kept this one.
         self.copy_batch: Any = getattr(library, "cuMemcpyBatchAsync", None)
         library.cuStreamIsCapturing.argtypes = [c_void_p, c_void_p]
+        # Named so since CUDA 12, before which the functions of this name had to be enabled.
+        if (write_word := getattr(library, "cuStreamWriteValue32_v2", None)) is not None:
+            write_word.argtypes = [c_void_p, c_uint64, c_uint32, c_uint]
         library.cuModuleLoadData.argtypes = [c_void_p, c_char_p]
         library.cuModuleGetFunction.argtypes = [c_void_p, c_void_p, c_char_p]
         library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
