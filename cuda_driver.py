@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from ctypes import c_char_p, c_int, c_void_p
+from ctypes import c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
