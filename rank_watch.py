@@ -37,9 +37,9 @@ SLICE_S = 0.25
 SILENT_S = 16.0
 # The same where a collective has failed already, and the question is why.
 EXPLAIN_S = 6.0
-# How many times as long a process may be silent that is known to run, on this host: it may be in a long call of a
+# A process on this host that is known to run may be silent for so many times as long: it may be in a long call of a
 # library that holds Python's lock.
-_RUNNING_MAY = 4
+_RUNNING_FACTOR = 4
 # Seconds from the end of a process to the time at which it is reported, so that those that end together are named
 # together, and what the process did last can still be heard.
 _TOGETHER_S = 1.0
@@ -178,7 +178,7 @@ class RankWatch:
         comparing: the number of the call that this rank has to have compared; None for none.
         failure: what other ranks have to know of this one.
         lost: whether the store is closed.
-        beside: called in the thread at each look.
+        on_look: called in the thread at each look.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class RankWatch:
         self.comparing: int | None = None
         self.failure: RankFailure | None = None
         self.lost = False
-        self.beside: Callable[[], object] = lambda: None
+        self.on_look: Callable[[], object] = lambda: None
         self._process = host_processes.identity()
         self._store = store
         self._alive = alive
@@ -263,7 +263,7 @@ class RankWatch:
             self._store.set(_COMPARED, str(number))
         if number := int(self._store.multi_get([_COMPARED])[0]):
             self._compared(number)
-        self.beside()
+        self.on_look()
         if (wait := self._wait) is not None:
             self.read(wait)
 
@@ -318,7 +318,7 @@ class RankWatch:
     def _hear(self, wait: RankWait, now: float, states: dict[int, str]) -> None:
         """Find the ranks that have been silent for too long."""
         silences = {
-            rank: (now - since) / (_RUNNING_MAY if states[rank] == "running" else 1)
+            rank: (now - since) / (_RUNNING_FACTOR if states[rank] == "running" else 1)
             for rank, (_, since) in wait.heard.items()
         }
         if max(silences.values(), default=0.0) > wait.silent_s:

@@ -140,7 +140,8 @@ class DeviceWatch:
         failed = CollectiveFailed(operation, stack, why)
         collective_ring.write(self._watch.rank, str(failed))
         self._broken(failed)
-        self._watch.write()
+        with contextlib.suppress(Exception):  # the store may be gone with the rank; the main thread waits for the text
+            self._watch.write()
         error.complete(failed)
         # It calls the driver, which may wait for what the main thread does there.
         threading.Thread(target=_abort, name="weft abort", daemon=True).start()

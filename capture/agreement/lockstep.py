@@ -185,7 +185,7 @@ class Lockstep:
     def _device_progress(self) -> DeviceProgress:
         if self._progress is None:
             self._progress = DeviceProgress(cuda_driver.driver())
-            self.watch.beside = DeviceWatch(self.watch, self._progress, self._device_lost).look
+            self.watch.on_look = DeviceWatch(self.watch, self._progress, self._device_lost).look
         return self._progress
 
     def _device_lost(self, error: errors.CollectiveFailed) -> None:

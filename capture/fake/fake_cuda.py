@@ -89,7 +89,7 @@ class RedirectCudaToCpu(TorchFunctionMode):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Fake tensors that know their values: scripts read them when they build a model, as in ``[x.item() for x in
         torch.linspace(0, rate, depth)]``. In the capture of a step none does: later calls read what they find."""
-        # Before the call: who has a view of a tensor may write to it, so it knows its values no more.
+        # Read before the call: a fake tensor forgets its values when a view of it is made, which may be written to.
         whole = [torch_adapter.known_values(args[0])] if func in _PARTS else args[:1]
         made = func(*args, **kwargs)
         parts = made if func in _PARTS else [made]

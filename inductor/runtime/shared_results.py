@@ -49,7 +49,7 @@ def view_of_input(value: Tensor, inputs: Sequence[Any]) -> Callable[[Sequence[An
         if (whole := _Extent.of(recorded)).contains(extent):
             from_start = extent.begin - whole.begin
             # A call's input has the layout of the recorded one, wherever it lies.
-            return lambda inputs: _laid(value, inputs[at], _Extent.of(inputs[at]).begin + from_start)
+            return lambda inputs: _over_memory(value, inputs[at], _Extent.of(inputs[at]).begin + from_start)
     return None
 
 
@@ -77,7 +77,7 @@ class SharedCopies:
         for piece, begin, members in self._groups:
             copy = piece.clone()
             for at, value in members.items():
-                found[at] = _laid(value, copy, _Extent.of(value).begin - begin)
+                found[at] = _over_memory(value, copy, _Extent.of(value).begin - begin)
         return found
 
 
@@ -104,8 +104,8 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
     return torch_adapter.storage_key(a) == torch_adapter.storage_key(b)
 
 
-def _laid(like: Tensor, memory: Tensor, begin: int) -> Tensor:
-    """A tensor like ``like`` over the storage of ``memory``, from byte ``begin`` of that storage."""
+def _over_memory(like: Tensor, memory: Tensor, begin: int) -> Tensor:
+    """A tensor with the layout and dtype of ``like`` over the storage of ``memory``, from byte ``begin`` of it."""
     made = torch.empty(0, dtype=like.dtype, device=memory.device)
     made.set_(memory.untyped_storage(), begin // like.element_size(), like.shape, like.stride())
     # Bits that say how memory is read are not part of its layout.

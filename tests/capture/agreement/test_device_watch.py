@@ -55,7 +55,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[DeviceProgress, Gpu]:
     monkeypatch.setattr("torch.cuda.current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
     monkeypatch.setattr(torch_adapter, "abort_process_groups", lambda: None)
     progress = DeviceProgress(gpu)  # type: ignore[arg-type]
-    ranks.watch.beside = DeviceWatch(ranks.watch, progress, ranks._device_lost).look
+    ranks.watch.on_look = DeviceWatch(ranks.watch, progress, ranks._device_lost).look
     return progress, gpu
 
 
@@ -122,6 +122,39 @@ def test_a_main_thread_that_does_not_come_back_ends_with_its_process(
         run_ranks(waits, 2, str(tmp_path), signal.SIGKILL, "", 39.0, timeout=60)
     assert "0 still running" in str(caught.value), str(caught.value)
     assert not (tmp_path / "0").exists()
+
+
+def loses_the_store(rank: int, world: int, folder: str) -> None:
+    monkeypatch = pytest.MonkeyPatch()
+    progress, gpu = watched(monkeypatch)
+    ranks = lockstep()
+    assert ranks is not None
+
+    def closed() -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    told = ranks._device_lost
+    lost = lambda error: (told(error), setattr(ranks.watch, "write", closed))
+    ranks.watch.on_look = DeviceWatch(ranks.watch, progress, lost).look
+    progress.begin()
+    gpu.stuck = rank == 0
+    progress.end()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(errors.CollectiveFailed, match="the process of rank 1 has ended"):
+        _sleep_until(time.monotonic() + 25, 0.02)
+    Path(folder, "heard").touch()
+
+
+@pytest.mark.gloo
+def test_the_error_arrives_although_the_store_is_lost_with_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "GRACE", 30.0)
+    with pytest.raises(RanksFailed):
+        run_ranks(loses_the_store, 2, str(tmp_path), timeout=60)
+    assert (tmp_path / "heard").exists()
 
 
 def slow(rank: int, world: int) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from counted_captures import Cases, Encoding
 from torch import nn
 from torch.nn.utils import rnn
 
@@ -21,26 +22,8 @@ from weft.errors import CannotCapture, UncapturableDraw
 CALLS = 20
 Train = Callable[..., torch.Tensor]
 Case = tuple[Callable[..., Any], Callable[[int], Any]]
-CASES: dict[str, tuple[Callable[[Train], Case], int]] = {}
-
-
-def case(captures: int = 2) -> Callable[[Callable[[Train], Case]], Callable[[Train], Case]]:
-    def register(make: Callable[[Train], Case]) -> Callable[[Train], Case]:
-        CASES[make.__name__] = make, captures
-        return make
-
-    return register
-
-
-class Encoding(collections.UserDict):  # type: ignore[type-arg]
-    """A batch as tokenizers give it."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.data[name]
-
-    def to(self, device: str) -> Encoding:
-        self.data = {key: value.to(device) for key, value in self.data.items()}
-        return self
+CASES = Cases()
+case = CASES.case
 
 
 class Named(NamedTuple):

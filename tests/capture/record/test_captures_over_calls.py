@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from counted_captures import Cases, Encoding
 from torch import nn
 
 import weft
@@ -16,24 +17,8 @@ from both_ways import assert_equal, detached
 
 CALLS = 8
 Case = tuple[Callable[..., Any], list[tuple[Any, ...]], Callable[[], Any]]
-CASES: dict[str, tuple[Callable[[], Case], int]] = {}
-
-
-def case(captures: int = 2) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """A case that is captured so many times at most: the first call finds no gradients, and the second one does."""
-
-    def register(make: Callable[[], Any]) -> Callable[[], Any]:
-        CASES[make.__name__] = make, captures
-        return make
-
-    return register
-
-
-class Encoding(collections.UserDict):  # type: ignore[type-arg]
-    """A batch as tokenizers give it: entries are attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.data[name]
+CASES = Cases()
+case = CASES.case
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
