@@ -575,6 +575,17 @@ class GraphOutsideStep(WeftError):
         super().__init__(f"{where} has a grad_fn from outside the step; {remedy}")
 
 
+class BackwardOutsideStep(WeftError):
+    """A backward outside of a compiled step goes through a tensor that the step computed."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"this backward goes through {where}. A compiled step returns tensors without their graph of autograd, so "
+            "that the gradients of the step's part would be missing. Call backward() inside of the compiled step, or "
+            "use .detach() where no gradient has to flow through the tensor"
+        )
+
+
 class MarkedDynamicSpecialised(WeftError):
     """A size marked with `mark_dynamic` was fixed to a number by the step."""
 

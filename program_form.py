@@ -14,6 +14,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.guards.guards import Guards
 from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.state.absent_graphs import mark_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.state_reader import PlaceReader
 from weft.capture.step_interface import Role
@@ -128,6 +129,8 @@ class ProgramForm:
         outputs = self._compute()
         for at in captured.aliases:
             outputs[at] = outputs[at].detach()
+        for place in captured.left_with_graph:
+            mark_absent_graph(place.outer(), place.path)
         made: dict[int, Any] = {}
         with captured.arguments.containers_of(call):
             # All values first: one effect may move what another one replaces.

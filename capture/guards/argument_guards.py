@@ -13,6 +13,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.arguments import CallArguments
+from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, TensorLike, items_of, same_simple
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.strided_overlap import apart
@@ -44,8 +45,8 @@ class ArgumentGuard:
             *(f"{paths[at]} is {leaf!r}" for at, leaf in self._plain),
             *(f"{container.label('grad')} {'is None' if empty else 'exists'}" for container, empty in self._gradients),
             *(
-                f"{paths[at]}: {kind.__name__}, requires_grad {grad}, {len(hooks)} hooks"
-                for at, (kind, grad, hooks, _) in self._flags
+                f"{paths[at]}: {kind.__name__}, {role.value}, {len(hooks)} hooks"
+                for at, (kind, role, hooks, _) in self._flags
             ),
         ]
 
@@ -170,16 +171,15 @@ def matches(value: Any, expected: Any) -> bool:
     if value is expected or expected is ANY:
         return True
     if isinstance(expected, torch.Tensor):
-        leaf = expected.requires_grad or isinstance(expected, torch.nn.Parameter)
         return (
             isinstance(value, torch.Tensor)
-            and not leaf
-            and not value.requires_grad
+            and (role := AutogradRole.of(expected)).replaceable
+            and AutogradRole.of(value) is role
             and (value.shape == expected.shape and value.dtype == expected.dtype)
         )
     if isinstance(expected, TensorLike):
-        is_plain = isinstance(value, torch.Tensor) and not value.requires_grad
-        return is_plain and value.shape == expected.shape and value.dtype == expected.dtype
+        is_alike = isinstance(value, torch.Tensor) and AutogradRole.of(value) is expected.role
+        return is_alike and value.shape == expected.shape and value.dtype == expected.dtype
     if isinstance(expected, Growing):
         return type(value) is expected.kind and id(value) not in expected.others
     if isinstance(expected, Pattern):
@@ -201,7 +201,8 @@ def matches(value: Any, expected: Any) -> bool:
 def _flags(leaf: Any) -> tuple[Any, ...]:
     layout = (leaf.device_mesh, leaf.placements) if torch_adapter.is_dtensor(leaf) else None
     hooks = (*hooks_of(leaf), *_node_hooks_of(leaf)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else ()
-    return type(leaf), getattr(leaf, "requires_grad", None), hooks, layout
+    role = AutogradRole.of(leaf) if isinstance(leaf, torch.Tensor) else None
+    return type(leaf), role, hooks, layout
 
 
 def _aliases(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any]]:

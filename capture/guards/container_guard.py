@@ -17,6 +17,7 @@ import torch
 
 from weft.capture.guards.argument_guards import matches
 from weft.capture.guards.dict_watch import DictWatch
+from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.state.containers import (
     MISSING,
     SIMPLE,
@@ -123,7 +124,7 @@ class ContainerGuard:
         """Remember of gradients what they must be like, and not the tensors. Returns whether any was held."""
         held = [at for at in self._gradients if isinstance(self._expected[at], torch.Tensor)]
         for at in held:  # in the list itself, which the reader of entries has too
-            self._expected[at] = TensorLike(self._expected[at].shape, self._expected[at].dtype)
+            self._expected[at] = TensorLike.of(self._expected[at])
         return bool(held)
 
     def failure(self) -> str | None:
@@ -218,7 +219,7 @@ def _failure(container: Container, expected: dict[Any, Any]) -> str | None:
 
 def _shown(value: Any, article: str = "the same") -> str:
     if isinstance(value, torch.Tensor):
-        leaf = value.requires_grad or isinstance(value, torch.nn.Parameter)
+        leaf = not AutogradRole.of(value).replaceable
         return f"{article if leaf else 'a'} tensor {value.dtype} {list(value.shape)}"
     return repr(value) if isinstance(value, SIMPLE) else f"{article} {type(value).__qualname__}"
 

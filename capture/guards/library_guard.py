@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import sys
 from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
@@ -29,6 +30,8 @@ class LibraryGuard:
         self._namespaces = namespaces = libraries.namespaces
         self._token = abc.get_cache_token()  # grows with each registration with any class
         self._registered = [(kind, set(_registered(kind))) for kind in libraries.abstract]
+        # No object of the step is of a class from a module that was imported later.
+        self._modules = frozenset(sys.modules) if self._registered else frozenset()
         self._dictionaries = [each.entries for each in namespaces]
         # Read before the entries: what another thread changes meanwhile is another version at the next call.
         self._versions = self._present_versions()
@@ -54,7 +57,8 @@ class LibraryGuard:
             return f"{changed} was replaced or changed"
         if abc.get_cache_token() != self._token:
             for kind, before in self._registered:
-                if new := set(_registered(kind)) - before:
+                new = {each for each in set(_registered(kind)) - before if each.__module__ in self._modules}
+                if new:
                     named = ", ".join(sorted(each.__qualname__ for each in new))
                     return f"{named} was registered with {kind.__qualname__}"
         return None

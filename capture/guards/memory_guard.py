@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.state.containers import Container, Pattern, TensorLike, items_of
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.strided_overlap import overlapping
@@ -124,8 +125,7 @@ class MemoryGuard:
 def _is_first(value: Any, leaves: dict[int, int], at: int) -> bool:
     if not isinstance(value, torch.Tensor) or not _has_memory(value):
         return False
-    leaf = value.requires_grad or isinstance(value, torch.nn.Parameter)
-    return not leaf or leaves.setdefault(id(value), at) == at
+    return AutogradRole.of(value).replaceable or leaves.setdefault(id(value), at) == at
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

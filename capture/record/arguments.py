@@ -21,7 +21,7 @@ from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePl
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
 from weft.capture.step_interface import Role
 from weft.capture.strided_overlap import offset_within, span
-from weft.errors import GraphOutsideStep, UnregisteredType, UnstridedArgument
+from weft.errors import UnregisteredType, UnstridedArgument
 from weft.tensor_subclasses import Shell
 
 
@@ -35,12 +35,11 @@ class CallArguments:
         vals: the fake of each of them, with symbolic sizes.
         fakes: the place of each tensor that the step is given for one of them, by its id.
         places: the same places by the memory of the tensor.
-        gradients: number of each leaf that requires grad, and the container of its ``.grad``.
+        gradients: number of each leaf of autograd that requires grad, and the container of its ``.grad``.
         numbers: the leaves of the captured call that are Python numbers, by their number.
 
     Raises:
         UnregisteredType: an argument is an object with tensors inside that is not registered as a pytree.
-        GraphOutsideStep: a tensor argument was computed with gradients outside the step.
         UnstridedArgument: a tensor argument is sparse or has another layout that is not strided.
     """
 
@@ -80,6 +79,11 @@ class CallArguments:
         )
 
     @property
+    def passed(self) -> Iterator[tuple[StatePlace, torch.Tensor, torch.Tensor]]:
+        """(place, argument, what the step is given for it) of each tensor that the step is not given itself."""
+        return ((self.tensors[at], self.leaves[at], fake) for at, fake in self._passed.items())
+
+    @property
     def differentiable(self) -> list[tuple[torch.Tensor, str]]:
         """Tensor arguments that require grad, with their paths."""
         return [(self.leaves[at], self.paths[at]) for at, _ in self.gradients]
@@ -94,8 +98,6 @@ class CallArguments:
         if leaf.is_nested:  # has no sizes to ask for
             raise UnstridedArgument(path, leaf.layout, is_nested=True)
         self.shapes.append(leaf.shape)
-        if leaf.requires_grad and not leaf.is_leaf:
-            raise GraphOutsideStep(path)
         inner, names = inner_tensor(leaf)
         if inner.layout is not torch.strided:
             raise UnstridedArgument(path, inner.layout, is_nested=False)
@@ -107,7 +109,7 @@ class CallArguments:
                 self._holders.append((at, holder))
                 place = StatePlace(holder, name, f"{path}.{name}", Role.BATCH)
                 self.places.setdefault(memory_key(value), place)
-        if not leaf.requires_grad:
+        if not (leaf.requires_grad and leaf.is_leaf):
             self._constants.append((at, Container(leaf, path, label=lambda key: f"{path}.{key}")))
         else:
             gradient = Container(leaf, path, label=lambda key: f"{path}.{key}")
@@ -145,7 +147,7 @@ class CallArguments:
         """The arguments to capture with: fake tensors in place of real ones, symbols in place of dynamic sizes.
 
         ``stand_in`` says what the step gets for an argument that is no tensor, at this place. A tensor that requires
-        grad is passed as itself: hooks on it and its ``.grad`` belong to that object.
+        grad is passed as itself if it is a leaf: hooks on it and its ``.grad`` belong to that object.
         """
         places = [StatePlace(self.container, at, path, Role.SCALAR) for at, path in enumerate(self.paths)]
         leaves = [
@@ -181,7 +183,7 @@ class CallArguments:
     ) -> torch.Tensor:
         path = self.paths[at]
         inner, names = inner_tensor(leaf)
-        if leaf.requires_grad:
+        if leaf.requires_grad and leaf.is_leaf:
             self.vals[at] = inner
             self.fakes.setdefault(id(leaf), self.tensors[at])
             for dim in sorted(dims):

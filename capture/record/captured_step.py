@@ -74,6 +74,7 @@ class CapturedStep:
         aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
             of their own, and a program may return as an input or as another result (``p.detach()``).
         unread_gradients: parameters whose gradient each call replaces and none reads.
+        left_with_graph: the places of the tensors that the step writes in place, which eager leaves with a grad_fn.
         moved: dictionaries, with the keys that each call moves to their end after the effects, one by one.
         seconds: duration of the capture.
     """
@@ -104,6 +105,7 @@ class CapturedStep:
     raises: Exception | SystemExit | None = None
     unread_gradients: list[Container] = field(default_factory=list)
     moved: list[tuple[Container, list[Any]]] = field(default_factory=list)
+    left_with_graph: list[StatePlace] = field(default_factory=list)
     seconds: float = 0.0
 
     def fakes(self) -> Iterator[Any]:

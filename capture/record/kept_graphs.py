@@ -6,18 +6,20 @@ its gradients would lack those parts.
 
 Many steps leave such tensors and never go back through them, as with ``total = total + loss``. Whether a backward does,
 the first attempt at a capture cannot see: no tensor of the state has a grad_fn yet. So the step is captured once more,
-with these tensors as results of an operation whose backward raises.
+with these tensors as results of an operation whose backward raises. Arguments that were computed with gradients outside
+of the step are results of such an operation from the start.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from weft import torch_adapter
+from weft.capture.state.absent_graphs import AutogradRole, restore_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.user_code import user_line
 from weft.errors import GraphOutsideStep
@@ -35,78 +37,121 @@ class GraphsKept(Exception):
         self.tensors = tensors
 
 
-class _Earlier(torch.autograd.Function):
-    """Gives a tensor of the state a grad_fn, in place, that stands for the calls before."""
+class _FromOutside(torch.autograd.Function):
+    """Gives a tensor a grad_fn, in place, that stands for what computed it outside of the call."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, path: str) -> torch.Tensor:
-        ctx.path = path
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, path: str, remedy: str) -> torch.Tensor:
+        ctx.path, ctx.remedy = path, remedy
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        where = f"the backward at {user_line()} would go through it to an earlier call, of which nothing is kept"
-        raise GraphOutsideStep(ctx.path, f"{where}. Store it detached, or compute it under torch.no_grad()")
+        raise GraphOutsideStep(ctx.path, f"the backward at {user_line()} would go through it {ctx.remedy}")
+
+
+_STATE_REMEDY = "to an earlier call, of which nothing is kept. Store it detached, or compute it under torch.no_grad()"
 
 
 class KeptGraphs:
-    """The grad_fns of the tensors of a step's state, during one attempt at its capture.
+    """The grad_fns of the tensors of a step's state and of its arguments, during one attempt at its capture.
 
     Args:
         places: of the tensors of the state.
         earlier: tensors of the state that get a grad_fn for the calls before, by path; those that the attempt before
             found.
+
+    Attributes:
+        updated: the places of the tensors that the step wrote in place, and left with a graph.
     """
 
     def __init__(self, places: Mapping[int, StatePlace], earlier: Mapping[str, torch.Tensor]) -> None:
         self._earlier = earlier
-        self._known: list[tuple[StatePlace, torch.Tensor, Any]] = []
+        self._known: list[_Known] = []
         for place in places.values():
             tensor = place.get()
             # A leaf that requires grad gets no grad_fn. Of a view, torch cannot take one away.
             if isinstance(tensor, torch.Tensor) and not (tensor.requires_grad and tensor.is_leaf):
-                self._known.append((place, tensor, tensor.grad_fn))
-        self._left: list[tuple[StatePlace, torch.Tensor, Any]] = []
+                self._known.append(_Known(place, tensor, tensor.grad_fn, AutogradRole.of(tensor)))
+        self._arguments: list[_Known] = []
+        self._left: list[_Known] = []
+        self.updated: list[StatePlace] = []
+
+    def follow_arguments(self, passed: Iterable[tuple[StatePlace, torch.Tensor, torch.Tensor]]) -> None:
+        """Give the fakes of arguments that have a grad_fn one too.
+
+        Args:
+            passed: (place, argument, what the step is given for it) of each tensor argument that is no leaf that
+                requires grad.
+
+        Raises:
+            GraphOutsideStep: another argument without a grad_fn is in the same memory, or has it inside.
+        """
+        passed = list(passed)
+        computed = {id(fake): argument.requires_grad for _, argument, fake in passed}
+        for place, argument, fake in passed:
+            if argument.requires_grad is not computed[id(fake)] or (argument.requires_grad and fake._is_view()):
+                raise GraphOutsideStep(place.path)
+            if argument.requires_grad and fake.grad_fn is None:
+                remedy = f"to where it was computed. Pass {place.path}.detach(), or compute it inside the step"
+                with torch.enable_grad():
+                    _FromOutside.apply(fake, torch.zeros((), requires_grad=True), place.path, remedy)
+            self._arguments.append(_Known(place, fake, fake.grad_fn, AutogradRole.of(argument)))
 
     @contextlib.contextmanager
     def followed(self, *modes: Any) -> Iterator[None]:
         """While the step runs on fakes. Afterwards the user's tensors have no grad_fn that is the capture's."""
         with torch_adapter.only_mode(*modes), torch.enable_grad():
             for path, tensor in self._earlier.items():
-                _Earlier.apply(tensor, torch.zeros((), requires_grad=True), path)
+                _FromOutside.apply(tensor, torch.zeros((), requires_grad=True), path, _STATE_REMEDY)
+        started = [each._replace(before=each.tensor.grad_fn) for each in self._known]
         try:
             yield
         finally:
-            self._left = [each for each in self._known if _is_left_with_graph(*each)]
-            for _, tensor, before in self._known:
-                if tensor.grad_fn is not before and before is None and not tensor._is_view():
-                    with torch_adapter.only_mode(*modes):
-                        tensor.detach_()
+            self._left = [each for each in self._known if each.is_left_with_graph()]
+            started += self._arguments
+            self.updated = [each.place for each in started if each.tensor.grad_fn is not each.before]
+            written = [each for each in self._known if each.tensor.grad_fn is not each.before]
+            with torch_adapter.only_mode(*modes):
+                for each in sorted(written, key=lambda each: each.tensor._is_view()):
+                    restore_absent_graph(each.tensor, each.before, each.place.path)
 
     def check(self, read: list[torch.Tensor]) -> None:
         """Raise where the step leaves graphs at places that it read, unless this attempt was to see them.
 
         Raises:
             GraphsKept: another attempt has to see whether a backward goes through them.
-            GraphOutsideStep: the tensor had a grad_fn before the call.
+            GraphOutsideStep: the tensor had a grad_fn before the call, of which a backward would not see the write.
         """
+        for each in self._arguments:
+            if each.tensor.grad_fn is not each.before and each.role is AutogradRole.COMPUTED:
+                raise GraphOutsideStep(each.place.path)
         inputs = set(map(id, read))
         found: dict[str, torch.Tensor] = {}
-        for place, tensor, before in self._left:
+        for place, tensor, _, role in self._left:
             if id(tensor) not in inputs or place.path in self._earlier:
                 continue
-            if before is not None:
+            if role is AutogradRole.COMPUTED:
                 raise GraphOutsideStep(place.path)
-            if not tensor._is_view():
+            if role is AutogradRole.CONSTANT and not tensor._is_view():
                 found[place.path] = tensor
         if found:
             raise GraphsKept({**self._earlier, **found})
 
 
-def _is_left_with_graph(place: StatePlace, tensor: torch.Tensor, before: Any) -> bool:
-    """Whether the step wrote a result with a grad_fn into a tensor, or put one into its place."""
-    now = place.get()
-    if now is tensor:
-        return tensor.grad_fn is not before
-    return isinstance(now, torch.Tensor) and now.requires_grad and now.grad_fn is not None
+class _Known(NamedTuple):
+    """A tensor at its place before the step: its grad_fn, and its role in autograd (of an argument, the role that the
+    user's tensor has, and not the fake)."""
+
+    place: StatePlace
+    tensor: torch.Tensor
+    before: Any
+    role: AutogradRole
+
+    def is_left_with_graph(self) -> bool:
+        """Whether the step wrote a result with a grad_fn into the tensor, or put one into its place."""
+        now = self.place.get()
+        if now is self.tensor:
+            return self.tensor.grad_fn is not self.before
+        return isinstance(now, torch.Tensor) and now.requires_grad and now.grad_fn is not None

@@ -23,6 +23,7 @@ from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
 from weft.capture.record.tracked_storages import is_tracked
+from weft.capture.state.absent_graphs import with_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.errors import EscapedTensor
@@ -34,13 +35,15 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 @dataclass(frozen=True)
 class _OutputSlot:
     """Takes output number ``index``, or of a tensor subclass the outputs inside; ``grad`` is the slot of its ``.grad``,
-    ``attributes`` the templates of what the step put on it, ``is_parameter`` whether the step made it a parameter."""
+    ``attributes`` the templates of what the step put on it, ``is_parameter`` whether the step made it a parameter,
+    ``computed_at`` where it is to the user if eager leaves it there with a grad_fn."""
 
     index: int | _Parts
     requires_grad: bool = False
     grad: Any = None
     attributes: tuple[tuple[str, Any], ...] = ()
     is_parameter: bool = False
+    computed_at: str = ""
 
     def fill(self, outputs: list[Any]) -> Any:
         value = self.index.of_call(outputs) if isinstance(self.index, _Parts) else outputs[self.index]
@@ -50,6 +53,12 @@ class _OutputSlot:
                 outputs[self.index] = value  # other templates put this object, too
         elif self.requires_grad:
             value.requires_grad_()
+        elif self.computed_at and not value.requires_grad:
+            value = with_absent_graph(value, self.computed_at)
+            if self.grad is not None:
+                value.retain_grad()  # as in eager: only such a tensor has a gradient
+            if isinstance(self.index, int):
+                outputs[self.index] = value
         if self.grad is not None:
             value.grad = self.grad.fill(outputs)
         for name, template in self.attributes:
@@ -179,13 +188,14 @@ def _leaf_template(
                 slots[id(leaf)] = keep(recorder.current_value(inner))
             index = _Parts(Shell.of(leaf), {names: slots[id(leaf)]}) if names else slots[id(leaf)]
         made = leaf.requires_grad and leaf.is_leaf
-        grad = leaf.grad if made else None
+        grad = leaf.grad if made or leaf.retains_grad else None
         kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
         attributes = tuple(
             (name, Template.of(value, recorder, keep, f"{where}.{name}", places_by_id=places_by_id, slots=slots))
             for name, value in own_attributes(leaf).items()
         )
-        return _OutputSlot(index, made, kept, attributes, isinstance(leaf, torch.nn.Parameter))
+        computed_at = where if leaf.requires_grad and not leaf.is_leaf else ""
+        return _OutputSlot(index, made, kept, attributes, isinstance(leaf, torch.nn.Parameter), computed_at)
     if type(leaf) is HostArray:
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):

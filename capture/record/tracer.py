@@ -200,6 +200,7 @@ class _StepCapture:
         try:
             with self._prepared():
                 args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes, self._plain_argument)
+                self.graphs.follow_arguments(self.arguments.passed)
                 self.branches.whole_numbers = self.arguments.whole_numbers
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
@@ -411,6 +412,7 @@ class _StepCapture:
             raised,
             release_replaced(effects, [*places, *known.referred], recorder.graph),
             moved,
+            self.graphs.updated if complete else [],
         )
 
     def _refuse_new_leaves(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.step_interface import Role
 
 # Values that are compared by equality; all other objects are compared by identity.
@@ -68,21 +69,27 @@ class TensorLike:
     """What a gradient must be like. It stands for a tensor, which would keep its memory.
 
     Attributes:
-        shape, dtype: of the tensor, which does not require grad.
+        shape, dtype: of the tensor.
+        role: of the tensor, one of those that another tensor can take.
         is_read: whether the step reads the gradient.
     """
 
     shape: torch.Size
     dtype: torch.dtype
+    role: AutogradRole
     is_read: bool = True
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, is_read: bool = True) -> TensorLike:
+        return cls(tensor.shape, tensor.dtype, AutogradRole.of(tensor), is_read)
 
     @classmethod
     def of_gradient(cls, container: Container, *, is_read: bool = True) -> TensorLike | None:
         """What the gradient is like that was found on a tensor; None where there is none."""
         found = container.before.get("grad") if isinstance(container.obj, torch.Tensor) else None
-        if not isinstance(found, torch.Tensor) or found.requires_grad:
+        if not isinstance(found, torch.Tensor) or not AutogradRole.of(found).replaceable:
             return None
-        return cls(found.shape, found.dtype, is_read)
+        return cls.of(found, is_read=is_read)
 
 
 # Types of lists to which a step may append without reading them.
@@ -206,7 +213,7 @@ class Container:
             found = {k: v for k, v in self._holder.items(obj) if self.keys is None or k in self.keys}
             return found | {k: MISSING for k in self.absent if not dict.__contains__(obj, k)} if self.absent else found
         if isinstance(obj, torch.Tensor):
-            return {"grad": obj.grad}
+            return {"grad": obj.grad if obj.is_leaf or obj.retains_grad else None}
         return dict(enumerate(self._holder.__iter__(obj)))
 
     def refresh(self) -> None:

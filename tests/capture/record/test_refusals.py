@@ -19,7 +19,6 @@ from both_ways import assert_equal, batches, mlp, snapshot
 from weft.errors import (
     CannotCapture,
     EscapedTensor,
-    GraphOutsideStep,
     NumpyOnTensor,
     UncapturableLayout,
     UncapturableMutation,
@@ -236,12 +235,6 @@ def test_changes_of_python_state_are_refused(refused: Callable[..., Any], error:
 def test_an_argument_of_an_unregistered_type_is_refused() -> None:
     with pytest.raises(UnregisteredType, match=r"args\[0\]\['batch'\] is a .*Held.*register_pytree_node"):
         weft.compile(lambda batch: batch["batch"].tensor)({"batch": Held(torch.ones(2))})
-
-
-def test_an_argument_with_a_graph_outside_the_step_is_refused() -> None:
-    x = torch.ones(2, requires_grad=True) * 2
-    with pytest.raises(GraphOutsideStep, match=r"args\[1\] has a grad_fn.*args\[1\]\.detach\(\)"):
-        weft.compile(lambda a, b: (a + b).sum())(torch.ones(2), x)
 
 
 # ---- nothing has changed
