@@ -28,12 +28,15 @@ import torch
 from weft.capture.record.float_arithmetic import added, choice
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
+from weft.capture.state.bytecode import uses_of_names
 from weft.capture.state.containers import BuiltinLike
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
 _OF_TORCH = ("torch.optim.lr_scheduler",)
 _TYPE_CHECKS = ("isinstance", "issubclass")
 _NAMES = frozenset({"int", "float", "max", "min"})
+_LOADS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
+_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _SUM = builtins.sum
 
 
@@ -83,13 +86,14 @@ def _codes(names: dict[str, Any]) -> Iterator[types.CodeType]:
 def _used_as_values(code: types.CodeType) -> frozenset[str]:
     """The names that a function, or one inside it, uses otherwise than to call what they name."""
     found: set[str] = set()
-    if not _NAMES.isdisjoint(code.co_names):
+    loads = (use for use in uses_of_names(code) if use.name in _NAMES and use.op in _LOADS)
+    if not all(use.op == _GLOBAL and use.flag for use in loads):  # seldom, and only then positions matter
         steps = list(dis.get_instructions(code))
         checks = _checks_of_types(steps)
         for step in steps:
-            # ``x.float()`` names an attribute. The last bit of the argument says that what is loaded is called next.
-            loaded = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in _NAMES
-            called = step.opname == "LOAD_GLOBAL" and (step.arg or 0) & 1
+            # ``x.float()`` names an attribute.
+            loaded = step.opcode in _LOADS and step.argval in _NAMES
+            called = step.opcode == _GLOBAL and (step.arg or 0) & 1
             if loaded and not called and not any(begin <= _place(step) <= end for begin, end in checks):
                 found.add(step.argval)
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))

@@ -14,7 +14,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from weft.capture.state.containers import Container
+from weft.capture.state.containers import MISSING, Container
+from weft.capture.state.type_facts import SIMPLE_KINDS
 from weft.capture.user_code import is_user_file
 
 # A function that stands in for another carries that one under this name.
@@ -62,6 +63,9 @@ def held_references_replaced(
     with contextlib.ExitStack() as stack:
         for container in list(containers()):
             for key, value in list(container.before.items()):
+                # Most entries are missing ones and plain values, in the place of which nothing stands.
+                if value is MISSING or type(value) in SIMPLE_KINDS:
+                    continue
                 if (new := replacement(value)) is not None:
                     container.set(key, new)
                     container.before[key] = new
@@ -75,7 +79,7 @@ def held_references_replaced(
         stack.callback(_take_out, containers, modules, builtins)
         for names in modules.values():
             for name, value in list(names.items()):
-                if (new := stand_in(value)) is not None:
+                if type(value) not in SIMPLE_KINDS and (new := stand_in(value)) is not None:
                     names[name] = new
                     stack.callback(_put_back_name, names, name, value, new)
             for name, new in builtins.items():

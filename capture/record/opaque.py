@@ -24,7 +24,7 @@ from weft.capture.record.opaque_changes import OpaqueChanges, made_and_held, nam
 from weft.capture.record.recorder import recording
 from weft.capture.record.state_snapshot import StateSnapshot
 from weft.capture.record.templates import Template
-from weft.capture.state.code_names import OPAQUE, opaque_code
+from weft.capture.state.code_names import OPAQUE, mark_opaque
 from weft.capture.state.containers import SIMPLE
 
 P = ParamSpec("P")
@@ -116,7 +116,7 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         raise checks.wrong_type("function", function, "a function that runs when it is called", remedy)
     code = getattr(function, "__code__", None)
     if code is not None:
-        opaque_code.add(code)
+        mark_opaque(code)
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> None:

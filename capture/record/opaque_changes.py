@@ -67,7 +67,7 @@ class OpaqueChanges:
         return PythonStateChanged(path, where, remedy, "the capture runs no opaque function and did not see the change")
 
     def _may_count(self, container: Container) -> bool:
-        names = container.keys if isinstance(container.keys, frozenset) else {_name(container, 0)}
+        names = container.keys - container.left_out if isinstance(container.keys, frozenset) else {_name(container, 0)}
         return not self._names.isdisjoint(names)
 
 

@@ -173,9 +173,12 @@ class PythonNumbers:
         first: dict[int, StatePlace] = {}
         others = [place for place, obj in state.replaced_places if first.setdefault(id(obj), place) is not place]
         inputs |= set(map(_identity, others))
+        objects = {entry[0] for entry in entries}
         for container in state.containers:
+            if not (changing or id(container.obj) in objects) or isinstance(container, Content):
+                continue  # most hold none of the numbers
             for key, value in container.before.items():
-                if type(value) not in _MADE_OF_NUMBERS or isinstance(container, Content):
+                if type(value) not in _MADE_OF_NUMBERS:
                     continue
                 place = container.place_of(key, Role.SCALAR)
                 replaced = type(value) in REPLACED_KINDS and place.path in changing

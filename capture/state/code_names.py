@@ -12,9 +12,10 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from weft.capture.state.bytecode import is_method_load, level_of_import, uses_of_names
 from weft.capture.state.origin import is_user_class
 
 _UNCALLABLE = (bool, int, float, complex, str, bytes)
@@ -60,8 +61,36 @@ class _Names(NamedTuple):
     asked: frozenset[str]
     inner: tuple[types.CodeType, ...]
 
+    def joined(self, other: _Names) -> _Names:
+        """The names in both pieces of code."""
+        return _Names(
+            self.all | other.all,
+            self.read | other.read,
+            self.variables | other.variables,
+            self.globals | other.globals,
+            self.texts | other.texts,
+            self.modules + other.modules,
+            self.asked | other.asked,
+            self.inner + other.inner,
+        )
+
+
+_READS = frozenset(op for op in dis.hasname if dis.opname[op].endswith(("_ATTR", "_NAME", "_GLOBAL", "IMPORT_FROM")))
+_VARIABLES = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
+_IMPORT = dis.opmap["IMPORT_NAME"]
+_OF_MODULE = frozenset(
+    op for op in dis.hasname if dis.opname[op].endswith(("_NAME", "_GLOBAL", "_OR_GLOBALS")) and op != _IMPORT
+)
 
 _known: weakref.WeakKeyDictionary[types.CodeType, _Names] = weakref.WeakKeyDictionary()
+# With those of the functions that the code defines; see `mark_opaque`.
+_known_whole: weakref.WeakKeyDictionary[types.CodeType, _Names] = weakref.WeakKeyDictionary()
+
+
+def mark_opaque(code: types.CodeType) -> None:
+    """Let the names in a function's code count no longer."""
+    opaque_code.add(code)
+    _known_whole.clear()  # functions that define this one have its names among theirs
 
 
 def _names(code: types.CodeType) -> _Names:
@@ -72,21 +101,17 @@ def _names(code: types.CodeType) -> _Names:
 
 
 def _analysed(code: types.CodeType) -> _Names:
-    read, variables, modules, before = set(), set(), [], [None, None]
-    of_module = set()
-    for step in dis.get_instructions(code):
-        method = step.opname == "LOAD_METHOD" or (
-            step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and (step.arg or 0) & 1
-        )
-        if step.opname.endswith(("_ATTR", "_NAME", "_GLOBAL", "IMPORT_FROM")) and not method:
-            read.add(step.argval)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            variables.add(step.argval)
-        if step.opname.endswith(("_NAME", "_GLOBAL", "_OR_GLOBALS")) and step.opname != "IMPORT_NAME":
-            of_module.add(step.argval)
-        if step.opname == "IMPORT_NAME":
-            modules.append((step.argval, before[0] if isinstance(before[0], int) else 0))
-        before = [before[1], step.argval]
+    read, variables, modules, of_module = set(), set(), [], set()
+    for use in uses_of_names(code):
+        op, name = use.op, use.name
+        if op in _READS and not is_method_load(use):
+            read.add(name)
+        if op in _VARIABLES:
+            variables.add(name)
+        if op in _OF_MODULE:
+            of_module.add(name)
+        if op == _IMPORT:
+            modules.append((name, level_of_import(code, use.at)))
     texts = (
         frozenset(filter(str.isidentifier, _texts(code.co_consts))) if _BY_TEXT & set(code.co_names) else frozenset()
     )
@@ -102,40 +127,42 @@ def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
     return frozenset(found).union(*(_texts(each) for each in constants if isinstance(each, tuple)))
 
 
-def _with_inner(code: types.CodeType) -> Iterator[_Names]:
+def _whole(code: types.CodeType) -> _Names:
     """The names of the code and of the functions that it defines, but for opaque ones."""
-    names = _names(code)
-    yield names
-    for inner in names.inner:
-        if inner not in opaque_code:
-            yield from _with_inner(inner)
+    found = _known_whole.get(code)
+    if found is None:
+        found = names = _names(code)
+        for inner in names.inner:
+            if inner not in opaque_code:
+                found = found.joined(_whole(inner))
+        _known_whole[code] = found
+    return found
 
 
-def code_names(code: types.CodeType) -> set[str]:
+def code_names(code: types.CodeType) -> frozenset[str]:
     """All global and attribute names in the code, functions that it defines included."""
-    return set().union(*(names.all for names in _with_inner(code)))
+    return _whole(code).all
 
 
-def variables_of(code: types.CodeType) -> set[str]:
+def variables_of(code: types.CodeType) -> frozenset[str]:
     """The global variables that the code reads, functions that it defines included."""
-    return set().union(*(names.variables for names in _with_inner(code)))
+    return _whole(code).variables
 
 
-def globals_of(code: types.CodeType) -> set[str]:
+def globals_of(code: types.CodeType) -> frozenset[str]:
     """The global variables that the code reads or writes, or may by text, functions that it defines included."""
-    return set().union(*(names.globals for names in _with_inner(code)))
+    return _whole(code).globals
 
 
 def imported_by(code: types.CodeType, package: str) -> list[types.ModuleType]:
     """The modules that the code of a function in ``package`` imports and that are loaded already."""
     found = []
-    for names in _with_inner(code):
-        for name, level in names.modules:
-            if level:
-                parents = package.split(".")
-                name = ".".join(part for part in (*parents[: len(parents) - level + 1], name) if part)
-            parts = name.split(".")
-            found += [sys.modules.get(".".join(parts[: at + 1])) for at in range(len(parts))]
+    for name, level in _whole(code).modules:
+        if level:
+            parents = package.split(".")
+            name = ".".join(part for part in (*parents[: len(parents) - level + 1], name) if part)
+        parts = name.split(".")
+        found += [sys.modules.get(".".join(parts[: at + 1])) for at in range(len(parts))]
     return [module for module in found if isinstance(module, types.ModuleType)]
 
 
@@ -167,6 +194,7 @@ class AttributeNames(set[str]):
         self.modules: set[str] = set()
         self._methods: dict[type, dict[str, list[types.FunctionType]]] = {}
         self._used: dict[type, tuple[int, list[types.FunctionType]]] = {}
+        self._frozen: frozenset[str] = frozenset()
         function = getattr(step, "__func__", step)
         code = getattr(function, "__code__", None) or getattr(type(step).__call__, "__code__", None)
         if code:
@@ -178,22 +206,33 @@ class AttributeNames(set[str]):
         return len(self) + len(self.read)
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """The names; the same object until there are more."""
+        if len(self._frozen) != len(self):
+            self._frozen = frozenset(self)
+        return self._frozen
+
+    @property
     def whole_dataclasses(self) -> bool:
         """Whether the code may read all fields of a dataclass."""
         return not self.isdisjoint(_ALL_FIELDS)
 
     def add_code(self, code: types.CodeType) -> None:
         """Add the names of one function's code."""
-        for names in _with_inner(code):
-            self.update(names.all)
-            self.read.update(names.read)
-            self.looked_for.update(names.texts)
-            self.modules.update(names.asked)
+        names = _whole(code)
+        self.update(names.all)
+        self.read.update(names.read)
+        self.looked_for.update(names.texts)
+        self.modules.update(names.asked)
 
-    def of(self, attributes: Mapping[str, Any]) -> set[str]:
-        """The names that count for an object with these attributes. A plain value is never called, only read."""
-        only_called = (name for name in attributes if name in self and name not in self.read)
-        return set(self.difference([name for name in only_called if isinstance(attributes[name], _UNCALLABLE)]))
+    def of(self, attributes: Mapping[str, Any]) -> frozenset[str]:
+        """The names that count for an object with these attributes."""
+        return self.frozen - self.only_called(attributes)
+
+    def only_called(self, attributes: Mapping[str, Any]) -> frozenset[str]:
+        """The names that do not count for an object: code calls them, and a plain value is never called, only read."""
+        called = [name for name in attributes if name in self and name not in self.read]
+        return frozenset([name for name in called if isinstance(attributes[name], _UNCALLABLE)])
 
     def methods_used(self, owner: type) -> list[types.FunctionType]:
         """Methods of the class ``owner`` that code with these names can call, directly, through each other or by an

@@ -8,6 +8,7 @@ one entry of a container; it finds the present value of an input of the graph wh
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -96,6 +97,8 @@ class TensorLike:
 GROWING_KINDS = (list, deque)
 # Types whose entries have their positions as keys.
 _BY_POSITION = frozenset({list, tuple, deque, set, frozenset})
+# Types whose objects are what their methods in C say.
+_PLAIN = frozenset({dict, OrderedDict, list, deque, tuple})
 # Python's own types that hold others, those that derive from another one first.
 _HOLDERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, tuple, frozenset, set)
 
@@ -162,6 +165,7 @@ class Container:
         keys: the entries that count, None for all.
         label: how the user would write the entry of a key; ``path[key]`` if not given.
         absent: keys that the step looks for; where there is no such entry, that counts too.
+        left_out: those of ``keys`` that do not count: many containers share one large set of keys.
 
     Attributes:
         before: the entries as they were found; MISSING for an absent key.
@@ -183,11 +187,13 @@ class Container:
         keys: frozenset[str] | AllBut | None = None,
         label: Callable[[Any], str] | None = None,
         absent: frozenset[str] = frozenset(),
+        left_out: frozenset[str] = frozenset(),
     ) -> None:
         self.obj = obj
         self.path = path
         self.keys = keys
         self.absent = absent
+        self.left_out = left_out
         self.frozen = False
         self.holds_rates = False
         self.stand_ins: dict[Any, Any] = {}
@@ -210,8 +216,9 @@ class Container:
             except ValueError:
                 return {}
         if isinstance(obj, dict):
-            found = {k: v for k, v in self._holder.items(obj) if self.keys is None or k in self.keys}
-            return found | {k: MISSING for k in self.absent if not dict.__contains__(obj, k)} if self.absent else found
+            keys, left_out = self.keys, self.left_out
+            found = {k: v for k, v in self._holder.items(obj) if keys is None or (k in keys and k not in left_out)}
+            return found | missing_among(self.absent, obj) if self.absent else found
         if isinstance(obj, torch.Tensor):
             return {"grad": obj.grad if obj.is_leaf or obj.retains_grad else None}
         return dict(enumerate(self._holder.__iter__(obj)))
@@ -219,6 +226,7 @@ class Container:
     def refresh(self) -> None:
         """Compare with what is there now from here on."""
         self.before = self.entries()
+        self._lacked_all = isinstance(self.obj, dict) and self.absent.isdisjoint(dict.keys(self.obj))
         self._requires_grad = isinstance(self.obj, torch.Tensor) and self.obj.requires_grad
 
     def guarded(self) -> dict[Any, Any]:
@@ -269,6 +277,8 @@ class Container:
     def restore(self) -> None:
         """Put the entries back as they were found, in their order."""
         self.stand_ins.clear()
+        if self._is_as_found():
+            return
         if changed := list(self.changes()):
             for key, old, _ in reversed(changed):
                 if old is MISSING:
@@ -310,11 +320,37 @@ class Container:
             return self.obj.maxlen is not None or self.grew()
         return type(self.obj) is list and self.grew()
 
+    def _is_as_found(self) -> bool:
+        """Whether it has the very entries that it was found with, in their order: most containers have, most times.
+
+        False, too, where only :meth:`entries` can tell.
+        """
+        obj, before = self.obj, self.before
+        if type(self) is not Container or type(obj) not in _PLAIN:
+            return False
+        if not isinstance(obj, dict):
+            return len(obj) == len(before) and all(map(is_, obj, before.values()))
+        absent, keys, left_out = self.absent, self.keys, self.left_out
+        if keys is None and not absent:
+            same = len(obj) == len(before) and all(map(is_, obj, before))
+            return same and all(map(is_, obj.values(), before.values()))
+        if keys is None or (absent and not (self._lacked_all and absent.isdisjoint(dict.keys(obj)))):
+            return False
+        count = len(before) - len(absent)
+        for key, value in obj.items():
+            if key in keys and key not in left_out:
+                if before.get(key, MISSING) is not value:
+                    return False
+                count -= 1
+        return count == 0
+
     def changes(self) -> Iterator[tuple[Any, Any, Any]]:
         """(key, before, after) of each entry that is not as it was found; MISSING for an absent entry.
 
         Of a tensor, ``requires_grad`` too, which is no entry: :class:`Guards` reads it faster than entries.
         """
+        if self._is_as_found():
+            return
         before, now = self.before, self.entries()
         same_keys = len(before) == len(now) and (type(self.obj) in _BY_POSITION or all(map(is_, before, now)))
         if not (same_keys and all(map(is_, before.values(), now.values()))):  # most containers are as they were
@@ -336,6 +372,7 @@ class Attributes(Container):
         obj: the object; of a class, the attributes that the class itself defines.
         keys: names of the attributes.
         absent: those names among them whose absence counts too.
+        left_out: those names among them that do not count.
     """
 
     def __init__(
@@ -345,16 +382,18 @@ class Attributes(Container):
         keys: frozenset[str],
         label: Callable[[Any], str],
         absent: frozenset[str] = frozenset(),
+        left_out: frozenset[str] = frozenset(),
     ) -> None:
         self._names = keys
-        super().__init__(obj, path, keys, label, absent)
+        super().__init__(obj, path, keys, label, absent, left_out)
 
     def entries(self) -> dict[Any, Any]:
         """The attributes that there are now, and MISSING for those whose absence counts."""
         if isinstance(self.obj, type):  # it has fewer attributes than the names that count
-            found = {name: value for name, value in vars(self.obj).items() if name in self._names}
+            names, left_out = self._names, self.left_out
+            found = {name: value for name, value in vars(self.obj).items() if name in names and name not in left_out}
             return found | {name: MISSING for name in self.absent if name not in found}
-        found = {name: getattr(self.obj, name, MISSING) for name in self._names}
+        found = {name: getattr(self.obj, name, MISSING) for name in self._names - self.left_out}
         return {name: value for name, value in found.items() if value is not MISSING or name in self.absent}
 
     def set(self, key: Any, value: Any) -> None:
@@ -421,6 +460,21 @@ class Content(Container):
         )
         if not same:
             yield self.KEY, old, new
+
+
+def missing_among(names: frozenset[str], entries: dict[Any, Any]) -> dict[str, Any]:
+    """MISSING for each of ``names`` that a dictionary does not have.
+
+    Objects of one class lack the same hundreds of names: most often all of those that are asked for.
+    """
+    if len(names) > len(entries) and names.isdisjoint(dict.keys(entries)):
+        return _all_missing(names)
+    return {name: MISSING for name in names if not dict.__contains__(entries, name)}
+
+
+@functools.lru_cache(maxsize=256)
+def _all_missing(names: frozenset[str]) -> dict[str, Any]:
+    return dict.fromkeys(names, MISSING)
 
 
 def _same(old: Any, new: Any) -> bool:
@@ -497,4 +551,6 @@ def label_of(path: str) -> Callable[[Any], str]:
 
 def role_of(value: Any) -> Role:
     """The role of a tensor in training, as far as its type tells."""
-    return Role.PARAMETER if isinstance(value, torch.nn.Parameter) else Role.BUFFER
+    # Asked of every object that the walk meets, and whether something is a parameter is asked in Python.
+    is_parameter = isinstance(value, torch.Tensor) and isinstance(value, torch.nn.Parameter)
+    return Role.PARAMETER if is_parameter else Role.BUFFER

@@ -104,6 +104,7 @@ class _LibraryNames:
         self._kinds = {torch.Tensor, torch.nn.Parameter, *map(type, state.objects)}
         self._kinds.update(each for each in state.objects if isinstance(each, type))
         self._names: set[str] = set()
+        self._run: dict[type, list[str]] = {}  # by class, see `_run_of`
         known = {id(each.__code__) for each in state.functions}
         called: dict[int, types.FunctionType] = {}
         for function in state.functions:
@@ -181,12 +182,20 @@ class _LibraryNames:
 
     def _methods(self, kind: type) -> None:
         """The methods of a class that code with the known names can run, and those that it has of its bases."""
-        own, names = is_own(kind), set()
-        for base in kind.__mro__[:-1]:
-            # The others of a class of the user's are guarded as state of the user's.
-            found = (item for item in vars(base).items() if not own or _is_special(item[0]))
-            names.update(name for name, value in found if may_run(name, self._names) and _counts(value))
+        # The others of a class of the user's are guarded as state of the user's.
+        names: set[str] = set().union(*map(self._run_of, kind.__mro__[:-1]))
+        if is_own(kind):
+            names = set(filter(_is_special, names))
         self._note(dictionary_behind(vars(kind)), kind.__qualname__, names)
+
+    def _run_of(self, base: type) -> list[str]:
+        """The methods that a class defines itself and code with the known names can run: the same for all classes that
+        have it as a base."""
+        found = self._run.get(base)
+        if found is None:
+            members = vars(base).items()
+            found = self._run[base] = [name for name, value in members if may_run(name, self._names) and _counts(value)]
+        return found
 
     def _note(self, entries: dict[str, Any], path: str, names: Iterable[str]) -> None:
         self._found.setdefault(id(entries), (entries, path, set()))[2].update(names)

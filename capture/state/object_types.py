@@ -17,12 +17,16 @@ class ObjectTypes(Container):
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
         self._changed: set[str] = set()
+        self._noted: set[int] = set()  # ids of objects
         super().__init__(object(), "", label=str)
         self.frozen = True
 
     def note(self, objects: Iterable[tuple[Any, str]]) -> None:
         """Remember the types of objects, given with their paths, that are not known yet."""
         for obj, path in objects:
+            if id(obj) in self._noted:
+                continue
+            self._noted.add(id(obj))
             key = label_of(path)("__class__")
             if key not in self._objects and not isinstance(obj, type):
                 self._objects[key] = obj
@@ -48,5 +52,6 @@ class ObjectTypes(Container):
 
     def forget_unchanged(self) -> None:
         """Drop the references to objects whose types the step did not change."""
+        self._noted.clear()
         self._objects = {key: self._objects[key] for key in self._changed}
         self.before = {key: self.before[key] for key in self._changed}

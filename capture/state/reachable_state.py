@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ from weft.capture.state.contents import (
     unsaved_buffers,
     value_of,
 )
+from weft.capture.state.followed_names import FollowedByObject, FollowedNames
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.origin import is_foreign, is_own
@@ -133,7 +134,7 @@ class ReachableState:
         self._locks: list[Container] = []
         self._tensors: dict[int, tuple[torch.Tensor, str, dict[str, Any]]] = {}  # by id, with their attributes
         self._modules_asked: frozenset[str] = frozenset()
-        self._objects: dict[int, tuple[Any, str, set[str]]] = {}
+        self._objects: dict[int, tuple[Any, str, FollowedByObject]] = {}
         self._kinds = FactsOfTypes()
         self._classes: set[type] = set()
         self._functions: dict[int, types.FunctionType] = {}
@@ -141,6 +142,7 @@ class ReachableState:
         self._inside_walked = 0
         self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
         self.names = AttributeNames(step)
+        self._followed = FollowedNames(self.names, self._kinds)
         self.add(step, "")
 
     def add(self, obj: Any, path: str) -> None:
@@ -220,7 +222,7 @@ class ReachableState:
     def notice_new_attributes(self) -> None:
         """Treat attributes that the step put on tensors as changes of Python state, also where no code names them."""
         for tensor, path, before in list(self._tensors.values()):
-            known = self._objects[id(tensor)][2] if id(tensor) in self._objects else set()
+            known = self._objects[id(tensor)][2] if id(tensor) in self._objects else self._followed.none()
             now = own_attributes(tensor)
             new = {name for name, value in now.items() if name not in known and value is not before.get(name, MISSING)}
             if new:
@@ -233,7 +235,7 @@ class ReachableState:
         """Let it count that a tensor lacks an attribute, which the step looked for."""
         known, path, _ = self._tensors.get(id(tensor), (None, "", None))
         if known is tensor:
-            followed = self._objects.setdefault(id(tensor), (tensor, path, set()))[2]
+            followed = self._objects.setdefault(id(tensor), (tensor, path, self._followed.none()))[2]
             if name not in followed:
                 followed.add(name)
                 self.containers.append(Container(vars(tensor), path, names := frozenset({name}), label_of(path), names))
@@ -244,6 +246,7 @@ class ReachableState:
         for known in (*walked, self.in_memory, self.plain_leaves):
             known.clear()
         self.types.forget_unchanged()
+        self._followed.forget()
 
     # ---- what changed
 
@@ -267,16 +270,21 @@ class ReachableState:
 
     def _visit(self, obj: Any, path: str, place: StatePlace | None) -> None:
         obj = unproxied(obj)
+        kind = type(obj)
+        if id(obj) in self._seen or kind in SIMPLE_KINDS:
+            self._met_again(obj, path, place)
+            return
+        if kind in PLAIN_HOLDERS:
+            self._seen[id(obj)] = obj
+            self._elements(obj, path, place)
+            return
         if isinstance(obj, torch.Tensor):
             self._tensor(obj, path, place)
             return
-        if isinstance(obj, SIMPLE) or id(obj) in self._seen:
-            self._met_again(obj, path, place)
+        if isinstance(obj, SIMPLE):
             return
         self._seen[id(obj)] = obj
-        if type(obj) in PLAIN_HOLDERS:
-            self._elements(obj, path, place)
-        elif isinstance(obj, torch.nn.Module):
+        if isinstance(obj, torch.nn.Module):
             self._module(obj, path)
         elif isinstance(obj, torch.optim.Optimizer) and "param_groups" in vars(obj):  # no wrapper of a library's
             self._later.append((obj, path))
@@ -296,6 +304,8 @@ class ReachableState:
 
     def _met_again(self, obj: Any, path: str, place: StatePlace | None) -> None:
         """Another place of an object: of a list that each call replaces at all of its places, or only at some."""
+        if not (self._replaced or self._growing):
+            return
         replaced = place is not None and path in self._replaced and type(obj) in REPLACED_KINDS
         first = self._replaced_at.get(id(obj))
         if replaced and first in self._replaced:
@@ -351,9 +361,14 @@ class ReachableState:
 
     def _container(self, container: Container, role: Role | None = None) -> None:
         self.containers.append(container)
+        seen, places_matter = self._seen, bool(self._replaced or self._growing)
         for key, value in container.before.items():
-            if type(value) in SIMPLE_KINDS and type(key) in SIMPLE_KINDS and not (self._replaced or self._growing):
-                continue  # most entries are plain values, in which nothing is found
+            if value is MISSING:
+                continue
+            # Most entries are plain values, in which nothing is found, or objects that were met before.
+            known = type(value) in SIMPLE_KINDS or id(value) in seen
+            if known and type(key) in SIMPLE_KINDS and not places_matter:
+                continue
             path = container.label(key)
             if not isinstance(key, SIMPLE):
                 self._keys.append((key, path))
@@ -370,7 +385,7 @@ class ReachableState:
                 self.in_memory.setdefault(key[0], []).append(part)
         self._tensors[id(tensor)] = tensor, path, dict(vars(tensor))
         if vars(tensor):
-            self._objects.setdefault(id(tensor), (tensor, path, set()))
+            self._objects.setdefault(id(tensor), (tensor, path, self._followed.none()))
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
             for wrapper in wrappers(tensor):  # a step may exchange what is in it
@@ -409,15 +424,17 @@ class ReachableState:
         They come after its parameters, so that a parameter that is found in both places has its short name.
         """
         prefix = f"{path}." if path else ""
-        keys = frozenset(vars(module)) - BOOKKEEPING | frozenset(self.names)
-        absent = self._absent(self._kinds[type(module)], module) - vars(module).keys()
-        self._counted_attributes[id(module)] = absent.union(vars(module))
-        self._container(Container(vars(module), path, keys | absent, label=lambda key: f"{prefix}{key}", absent=absent))
+        own = vars(module)
+        absent = self._followed.absent(module, own)
+        self._counted_attributes[id(module)] = absent.union(own)
+        joined = self._followed.joined
+        keys = joined(joined(self.names.frozen, frozenset(own) - BOOKKEEPING), absent)
+        self._container(Container(own, path, keys, label=lambda key: f"{prefix}{key}", absent=absent))
 
     def _count_absent(self, module: torch.nn.Module, path: str) -> None:
         """Let it count that no attribute takes the place of a method; again once code with more names was met."""
         known = self._counted_attributes[id(module)]
-        if absent := self._absent(self._kinds[type(module)], module) - known:
+        if absent := self._followed.absent(module, vars(module)) - known:
             self._counted_attributes[id(module)] = known | absent
             self._container(Container(vars(module), path, absent, label_of(path), absent))
 
@@ -560,40 +577,22 @@ class ReachableState:
     def _object(self, obj: Any, path: str, known: frozenset[str] = frozenset()) -> None:
         """The attributes of an object, a class or a module that code can read, but for those of the names ``known``."""
         kind = self._class(type(obj))
-        visited = self._objects.setdefault(id(obj), (obj, path, set(known)))[2]
+        followed = self._followed
+        visited = self._objects.setdefault(id(obj), (obj, path, followed.none(known)))[2]
         attributes = attributes_of(obj)
-        keys = (frozenset(attributes) if kind.is_walked else self._named(obj, attributes, kind)) - visited
-        absent = self._absent(self._kinds[obj] if isinstance(obj, type) else kind, obj) - attributes.keys() - visited
-        slots = (kind.slots & self.names) - visited
-        visited |= keys | absent | slots
-        if slots:
-            self._container(Attributes(obj, path, slots, label_of(path)))
-        if not (keys or absent):
+        named = (frozenset(attributes), frozenset()) if kind.is_walked else followed.named(obj, attributes, kind)
+        slots = kind.slots & self.names if kind.slots else kind.slots
+        new = visited.grow(*named, followed.absent(obj, attributes), slots)
+        if new.slots:
+            self._container(Attributes(obj, path, new.slots, label_of(path)))
+        if not new.names:
             return
+        keys = followed.joined(new.names, new.absent)
         if isinstance(obj, (type, threading.local)):
-            self._container(Attributes(obj, path, keys | absent, label_of(path), absent))
+            self._container(Attributes(obj, path, keys, label_of(path), new.absent, new.left_out))
             return
-        container = Container(attributes, path, keys | absent, label_of(path), absent)
+        container = Container(attributes, path, keys, label_of(path), new.absent, new.left_out)
         container.frozen = kind.is_frozen
         self._inside_walked += kind.is_walked
         self._container(container)
         self._inside_walked -= kind.is_walked
-
-    def _named(self, obj: Any, attributes: Mapping[str, Any], kind: TypeFacts) -> frozenset[str]:
-        """The attributes of an object that code can read."""
-        names = self.names.of(attributes)  # also those of attributes that the step may make
-        if self.names.whole_dataclasses and dataclasses.is_dataclass(obj):
-            names |= attributes.keys() & {field.name for field in dataclasses.fields(obj)}
-        return frozenset(names.union(kind.holder))
-
-    def _absent(self, kind: TypeFacts, obj: Any) -> frozenset[str]:
-        """Attributes that code looks for in an object of the user's: where it lacks them, the class or a default
-        serves; for a class its bases do."""
-        if kind.is_walked:
-            return kind.computed_once
-        if not kind.looked_into:
-            return frozenset()
-        if isinstance(obj, type):
-            return frozenset(name for base in kind.own for name in vars(base) if name in self.names)
-        found = self.names.looked_for | (kind.defaults & {*self.names, "forward"})
-        return frozenset(found | self.names.read if kind.falls_back else found)
