@@ -27,13 +27,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from weft import torch_adapter
+from weft import cache_folder, torch_adapter
 from weft.capture.fake.fake_world import fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.errors import MalformedGraph
-from weft.inductor.cache import folder
 from weft.inductor.cache.graph_cache import environment
 from weft.inductor.graph import serialize
 from weft.inductor.graph.serialize import NotPortable
@@ -68,7 +67,7 @@ class CapturedSteps:
 
     def __init__(self, script: Script, world_size: int, rank: int, ranks_of_host: int) -> None:
         self._world_size, self._rank, self._ranks_of_host = world_size, rank, ranks_of_host
-        self._usable = folder.usable() and not script.module
+        self._usable = cache_folder.usable() and not script.module
         # Before the script runs, which may change the environment.
         variables = {name: value for name, value in os.environ.items() if name not in _OF_THE_SHELL}
         self._environment = environment(_ROOMS)
@@ -101,7 +100,7 @@ class CapturedSteps:
 
     def _holding(self, batch: Batch) -> dict[str, Any] | None:
         """The entry of a batch, if nothing has changed that it depends on."""
-        content = folder.read_checked(self._path(batch)) if self._usable else None
+        content = cache_folder.read_checked(self._path(batch)) if self._usable else None
         try:
             entry = None if content is None else json.loads(content)
             holds = entry and unchanged({name: (how, known) for name, how, known in entry["files"]})
@@ -164,7 +163,7 @@ class CapturedSteps:
         except NotPortable as reason:
             log.info("not kept for the next plan: the step holds %s", reason)
             return
-        folder.write_checked(self._path(batch), json.dumps(entry, separators=(",", ":")).encode())
+        cache_folder.write_checked(self._path(batch), json.dumps(entry, separators=(",", ":")).encode())
         planner.kernels = KernelGraphs(_digest(entry), graph)
 
     def _changed_by_script(self) -> str:
@@ -175,7 +174,7 @@ class CapturedSteps:
 
     def _path(self, batch: Batch) -> Path:
         name = hashlib.sha256(json.dumps([self._about, batch]).encode()).hexdigest()
-        return folder.entry_path("captured", name)
+        return cache_folder.entry_path("captured", name)
 
 
 class KernelGraphs(MutableMapping[int | None, StepGraph]):
@@ -193,7 +192,7 @@ class KernelGraphs(MutableMapping[int | None, StepGraph]):
     def __getitem__(self, budget: int | None) -> StepGraph:
         if budget not in self._used:
             path = self._path(budget)
-            content = folder.read_checked(path)
+            content = cache_folder.read_checked(path)
             if content is None:
                 raise KeyError(budget)
             try:
@@ -206,7 +205,7 @@ class KernelGraphs(MutableMapping[int | None, StepGraph]):
     def __setitem__(self, budget: int | None, kernels: StepGraph) -> None:
         self._used[budget] = kernels
         with contextlib.suppress(NotPortable):
-            folder.write_checked(self._path(budget), serialize.dump(kernels, self._graph).encode())
+            cache_folder.write_checked(self._path(budget), serialize.dump(kernels, self._graph).encode())
 
     def __delitem__(self, budget: int | None) -> None:
         del self._used[budget]
@@ -218,7 +217,9 @@ class KernelGraphs(MutableMapping[int | None, StepGraph]):
         return len(self._used)
 
     def _path(self, budget: int | None) -> Path:
-        return folder.entry_path("captured", hashlib.sha256(f"{self._about} within {budget}".encode()).hexdigest())
+        return cache_folder.entry_path(
+            "captured", hashlib.sha256(f"{self._about} within {budget}".encode()).hexdigest()
+        )
 
 
 def _content(path: str) -> str:

@@ -54,6 +54,7 @@ BASEMENT = [
     "cuda_driver",
     "host_processes",
     "rank_watch",
+    "cache_folder",
     "graph_hashes",
     "dynamo_entry",
 ]

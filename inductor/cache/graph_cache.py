@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from weft import knobs, torch_adapter, triton_adapter
+from weft import cache_folder, knobs, torch_adapter, triton_adapter
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor.cache import folder
 from weft.inductor.cache.kernel_text import check_kernel
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.graph import serialize
@@ -53,7 +52,7 @@ def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str
 
     """
     started = time.process_time()
-    if not folder.usable():
+    if not cache_folder.usable():
         return make(step)
     try:
         path = _path(step, variant)
@@ -66,7 +65,7 @@ def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str
     else:
         compiled = make(step)
         try:
-            folder.write_checked(path, serialize.dump(compiled, step).encode())
+            cache_folder.write_checked(path, serialize.dump(compiled, step).encode())
         except NotPortable as reason:
             log.info("compiled in this process only: the graph of kernels holds %s", reason)
     _names[compiled.graph] = path.name
@@ -90,8 +89,8 @@ def remembered(compiled: StepGraph, about: str, make: Callable[[], str], read: C
     if compiled.graph not in _names:
         return read(make())
     name = hashlib.sha256(json.dumps([_names[compiled.graph], about]).encode()).hexdigest()
-    path = folder.entry_path("schedules", name)
-    known = folder.read_checked(path)
+    path = cache_folder.entry_path("schedules", name)
+    known = cache_folder.read_checked(path)
     if known is not None:
         try:
             return read(known.decode())
@@ -100,13 +99,13 @@ def remembered(compiled: StepGraph, about: str, make: Callable[[], str], read: C
         except Exception as error:  # noqa: BLE001 - its checksum holds, but nobody knows who wrote it
             _tell_of_damage(path, error)
     said = make()
-    folder.write_checked(path, said.encode())
+    cache_folder.write_checked(path, said.encode())
     return read(said)
 
 
 def _read(path: Path, step: StepGraph) -> StepGraph | None:
     """The verified graph in ``path`` with the line numbers of ``step``; None if it is missing or invalid."""
-    content = folder.read_checked(path)
+    content = cache_folder.read_checked(path)
     if content is None:
         return None
     try:
@@ -132,7 +131,7 @@ def _path(step: StepGraph, variant: str = "") -> Path:
     entries = [repr(entry) for entry in (*step.inputs, *step.outputs)]
     key = [variant, environment(), _devices(step), _symbols(step), entries, _groups(step), serialize.dump(step)]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
-    return folder.entry_path("graphs", name)
+    return cache_folder.entry_path("graphs", name)
 
 
 def environment(rooms: tuple[str, ...] = ()) -> list[Any]:

@@ -1,6 +1,6 @@
 """Compiled kernels on disk, addressed by content.
 
-An entry (:mod:`weft.inductor.cache.folder`) is a line of JSON and the cubin. The host never executes any of it.
+An entry (:mod:`weft.cache_folder`) is a line of JSON and the cubin. The host never executes any of it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import logging
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-from weft import triton_adapter
-from weft.inductor.cache import folder
+from weft import cache_folder, triton_adapter
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.graph.serializable import check_fields
 
@@ -63,12 +62,12 @@ class Binary:
 def path_of(source: KernelSource, arch: int) -> Path:
     """The file of ``source`` compiled for sm_<arch> by the installed version of Triton."""
     key = json.dumps([FORMAT, triton_adapter.version(), arch, source.content])
-    return folder.entry_path("kernels", hashlib.sha256(key.encode()).hexdigest())
+    return cache_folder.entry_path("kernels", hashlib.sha256(key.encode()).hexdigest())
 
 
 def read(path: Path) -> Binary | None:
     """The kernel in ``path``; None if there is none, or what is there is no kernel."""
-    rest = folder.read_checked(path)
+    rest = cache_folder.read_checked(path)
     if rest is None:
         return None
     try:
@@ -80,7 +79,7 @@ def read(path: Path) -> Binary | None:
 
 def write(path: Path, binary: Binary) -> None:
     """Write a kernel to ``path`` and replace what is there, where the cache can be written."""
-    folder.write_checked(path, to_bytes(binary))
+    cache_folder.write_checked(path, to_bytes(binary))
 
 
 def to_bytes(binary: Binary) -> bytes:

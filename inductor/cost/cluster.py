@@ -17,10 +17,9 @@ from typing import Annotated
 
 import torch
 
-from weft import knobs
+from weft import cache_folder, knobs
 from weft.argument_checks import ArgumentChecks
 from weft.errors import InvalidCluster, NoClusterFile, NoClusterHere, UnknownOption
-from weft.inductor.cache import folder
 from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster_file import LessThan
 from weft.inductor.graph.collectives import KINDS
@@ -284,8 +283,8 @@ def _calibrated(where: Path) -> list[Cluster]:
     """The descriptions in the folder of those that were measured here. A file that others can write to, or that is
     none, is left out with a warning: the cache must not end a run."""
     found = []
-    for file in _files(where) if folder.usable() else []:
-        content = folder.read_own(file)
+    for file in _files(where) if cache_folder.usable() else []:
+        content = cache_folder.read_own(file)
         try:
             if content is not None:
                 found.append(cluster_file.parse(content.decode(), Cluster, str(file)))

@@ -18,11 +18,11 @@ from torch import nn
 
 import weft
 from step_builder import StepBuilder
-from weft import knobs
+from weft import cache_folder, knobs
 from weft.capture.fake.fake_world import fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
-from weft.inductor.cache import folder, graph_cache, kernel_cache
+from weft.inductor.cache import graph_cache, kernel_cache
 from weft.inductor.cache.kernel_cache import Binary, Resources
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.compiler import kernel_graph
@@ -130,9 +130,9 @@ if os.geteuid() == 0:  # only root can give a file away
 
 def checked(content: Callable[[bytes], bytes]) -> Damage:
     def damage(path: Path) -> None:
-        known = folder.read_checked(path)
+        known = cache_folder.read_checked(path)
         assert known is not None
-        folder.write_checked(path, content(known))
+        cache_folder.write_checked(path, content(known))
 
     return damage
 
@@ -249,7 +249,7 @@ def test_damaged_graphs_are_made_again(directory: Path) -> None:
     graph_cache.cached(other, lambda given: kernels)
     foreign = graph_cache._path(other).read_bytes()
 
-    tables = json.loads(folder.read_checked(path) or b"")
+    tables = json.loads(cache_folder.read_checked(path) or b"")
     assert tables == json.loads(wanted)
     changes = []
     for change in _graph_changes(tables):
@@ -319,7 +319,7 @@ def test_damaged_schedules_are_made_again(directory: Path) -> None:
         wanted = str(made)
         (path,) = (each for each in (directory / "schedules").rglob("*") if each.is_file())
         content = path.read_bytes()
-        reply = json.loads(folder.read_checked(path) or b"")
+        reply = json.loads(cache_folder.read_checked(path) or b"")
         decisions = json.loads(reply["decisions"])
         changed = [{**decisions, "order": order} for order in _orders(decisions["order"])]
         others = (None, 1, "x", [[1]], [[1 << 40, 1 << 40]])

@@ -21,13 +21,13 @@ from torch import nn
 
 import weft
 from step_builder import StepBuilder
-from weft import knobs, torch_adapter
+from weft import cache_folder, knobs, torch_adapter
 from weft.capture.fake.fake_world import fake_world
 from weft.capture.graph import StepGraph
 from weft.capture.record.tracer import capture_step
 from weft.capture.user_code import format_frame
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor.cache import folder, graph_cache
+from weft.inductor.cache import graph_cache
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost.cluster import load_cluster
@@ -340,7 +340,7 @@ def _checked(content: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]
 
     def damage(path: Path) -> None:
         tables = json.loads(path.read_bytes().partition(b"\n")[2])
-        folder.write_checked(path, json.dumps(content(tables)).encode())
+        cache_folder.write_checked(path, json.dumps(content(tables)).encode())
 
     return damage
 
@@ -403,9 +403,9 @@ def _share(step: StepGraph, wanted: str, directory: Path) -> None:
     assert str(graph_cache.cached(step, with_kernels)) == wanted
     (path,) = entries(directory)
     for _ in range(20):  # as the others read and write it
-        content = folder.read_checked(path)
+        content = cache_folder.read_checked(path)
         assert content is not None
-        folder.write_checked(path, content)
+        cache_folder.write_checked(path, content)
         assert str(graph_cache.cached(step, unexpected)) == wanted
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from weft import cuda_driver, errors, knobs, triton_adapter
-from weft.inductor.cache import folder, kernel_cache
+from weft import cache_folder, cuda_driver, errors, knobs, triton_adapter
+from weft.inductor.cache import kernel_cache
 from weft.inductor.cache.kernel_cache import Binary, Resources
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.runtime import compile_pool
@@ -344,7 +344,7 @@ def test_an_entry_that_checks_but_means_nothing_is_rebuilt() -> None:
         ),
     ]
     for content in senseless:
-        folder.write_checked(path, content)
+        cache_folder.write_checked(path, content)
         assert kernel_cache.read(path) is None, content[:200]
     assert compile_pool.build([ADD], 90) == [binary]
     assert kernel_cache.read(path) == binary
@@ -431,7 +431,7 @@ def test_four_processes_fill_one_cache() -> None:
     files = {kernel_cache.path_of(source, 90) for source in sources}
     for process in processes:
         assert process.wait() == 0
-    assert {path for path in folder.directory().rglob("*") if path.is_file()} == files
+    assert {path for path in cache_folder.directory().rglob("*") if path.is_file()} == files
     assert all(kernel_cache.read(path) is not None for path in files)
 
 

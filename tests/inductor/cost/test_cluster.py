@@ -12,9 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weft import knobs
+from weft import cache_folder, knobs
 from weft.errors import InvalidCluster, InvalidKnob, NoClusterFile, NoClusterHere, UnknownOption
-from weft.inductor.cache import folder
 from weft.inductor.cost import cluster as cluster_module
 from weft.inductor.cost.cluster import (
     DTYPES,
@@ -272,7 +271,7 @@ def test_calibrations_are_read_once_in_a_process(
     mine = dataclasses.replace(load_cluster("h200x8"), name="mine")
     save_cluster(mine, tmp_path / "clusters" / "h200x8.toml")
     assert is_described()
-    monkeypatch.setattr(folder, "read_own", lambda file: pytest.fail(f"{file} is read again"))
+    monkeypatch.setattr(cache_folder, "read_own", lambda file: pytest.fail(f"{file} is read again"))
     assert is_described()
     assert cluster_here() == mine
 

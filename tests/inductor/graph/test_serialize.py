@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from step_builder import StepBuilder
-from weft import knobs
+from weft import cache_folder, knobs
 from weft.capture.graph import StepGraph
 from weft.errors import CacheUnusable
-from weft.inductor.cache import folder, graph_cache, kernel_cache
+from weft.inductor.cache import graph_cache, kernel_cache
 from weft.inductor.cache.kernel_text import LANGUAGE, check_kernel, check_kernel_text
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import kernel_graph
@@ -269,14 +269,14 @@ def test_an_entry_with_a_hostile_kernel_is_made_again(tmp_path: Path) -> None:
         step, kernels = step_of_kernels()
         graph_cache.cached(step, lambda given: kernels)
         (path,) = (file for file in (tmp_path / "graphs").rglob("*") if file.is_file())
-        content = folder.read_checked(path)
+        content = cache_folder.read_checked(path)
         assert content is not None
         hostile = content.replace(b"import triton\\n", f"import triton\\n{CODE}\\n".encode())
         assert hostile != content
-        folder.write_checked(path, hostile)
+        cache_folder.write_checked(path, hostile)
         assert graph_cache.cached(step, lambda given: kernels) is kernels
         assert MARK not in os.environ
-        assert folder.read_checked(path) == content
+        assert cache_folder.read_checked(path) == content
 
 
 # ---- who can write
@@ -288,9 +288,9 @@ def test_a_folder_that_others_can_write_to_is_refused(mode: int, tmp_path: Path)
     (tmp_path / "cache").chmod(mode)
     with knobs.override(cache_dir=str(tmp_path / "cache")):
         with pytest.raises(CacheUnusable, match="everybody can write"):
-            folder.directory()
+            cache_folder.directory()
         (tmp_path / "cache").chmod(0o700)
-        assert folder.directory() == tmp_path / "cache"
+        assert cache_folder.directory() == tmp_path / "cache"
 
 
 def test_a_folder_of_a_group_is_refused_unless_the_group_is_this_user(
@@ -299,11 +299,11 @@ def test_a_folder_of_a_group_is_refused_unless_the_group_is_this_user(
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o770)
     with knobs.override(cache_dir=str(tmp_path / "cache")):
-        monkeypatch.setattr(folder, "_is_private_group", lambda group: False)
+        monkeypatch.setattr(cache_folder, "_is_private_group", lambda group: False)
         with pytest.raises(CacheUnusable, match="its group can write"):
-            folder.directory()
-        monkeypatch.setattr(folder, "_is_private_group", lambda group: True)
-        folder.directory()
+            cache_folder.directory()
+        monkeypatch.setattr(cache_folder, "_is_private_group", lambda group: True)
+        cache_folder.directory()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -311,9 +311,9 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     os.chown(tmp_path / "cache", 12345, 12345)
     with knobs.override(cache_dir=str(tmp_path / "cache")), pytest.raises(CacheUnusable, match="user 12345"):
-        folder.directory()
+        cache_folder.directory()
 
 
 def test_a_folder_that_is_made_is_private(tmp_path: Path) -> None:
     with knobs.override(cache_dir=str(tmp_path / "new" / "cache")):
-        assert folder.directory().stat().st_mode & 0o777 == 0o700
+        assert cache_folder.directory().stat().st_mode & 0o777 == 0o700

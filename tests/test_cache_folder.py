@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from weft import knobs
+from weft import cache_folder, knobs
 from weft.errors import CacheUnusable
-from weft.inductor.cache import folder
 
 NAME = "ab" + "0" * 62
 
@@ -25,7 +24,7 @@ NAME = "ab" + "0" * 62
 @pytest.fixture(autouse=True)
 def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level(logging.WARNING, "weft")
-    folder._warn.cache_clear()
+    cache_folder._warn.cache_clear()
     return caplog
 
 
@@ -50,14 +49,14 @@ def test_a_folder_that_takes_no_more_is_one_warning(
     module: Any, name: str, code: int, tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     with knobs.override(cache_dir=str(tmp_path / "cache")):
-        path = folder.entry_path("kernels", NAME)
-        assert folder.write_checked(path, b"before")
+        path = cache_folder.entry_path("kernels", NAME)
+        assert cache_folder.write_checked(path, b"before")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, name, _fails(code))
-            assert not any(folder.write_checked(path, b"after") for _ in range(3))
-            assert folder.read_checked(path) == b"before"
+            assert not any(cache_folder.write_checked(path, b"after") for _ in range(3))
+            assert cache_folder.read_checked(path) == b"before"
         assert [each.name for each in path.parent.iterdir()] == [NAME]  # no unfinished file is left
-        assert folder.write_checked(path, b"after")
+        assert cache_folder.write_checked(path, b"after")
     (record,) = warnings.records
     assert str(tmp_path / "cache") in record.getMessage()
     assert "WEFT_CACHE_DIR" in record.getMessage()
@@ -68,26 +67,26 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, warnings: pytest.LogCaptureF
     signal = pytest.importorskip("signal")
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with knobs.override(cache_dir=str(tmp_path)):
-        path = folder.entry_path("graphs", NAME)
+        path = cache_folder.entry_path("graphs", NAME)
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # a file takes no more than this
-            assert not folder.write_checked(path, b"x" * 5000)
+            assert not cache_folder.write_checked(path, b"x" * 5000)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
-        assert folder.read_checked(path) is None
+        assert cache_folder.read_checked(path) is None
         assert not [*path.parent.iterdir()]
     assert len(warnings.records) == 1
 
 
 def test_a_folder_that_vanished_is_made_again(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
     with knobs.override(cache_dir=str(tmp_path / "a" / "cache")):
-        path = folder.entry_path("kernels", NAME)
-        folder.write_checked(path, b"content")
+        path = cache_folder.entry_path("kernels", NAME)
+        cache_folder.write_checked(path, b"content")
         shutil.rmtree(tmp_path / "a")
-        assert folder.read_checked(path) is None
-        assert folder.write_checked(path, b"again")
-        assert folder.read_checked(path) == b"again"
+        assert cache_folder.read_checked(path) is None
+        assert cache_folder.write_checked(path, b"again")
+        assert cache_folder.read_checked(path) == b"again"
     assert not warnings.records
 
 
@@ -95,8 +94,8 @@ def test_all_folders_of_the_cache_are_for_this_user_alone(tmp_path: Path) -> Non
     mask = os.umask(0)
     try:
         with knobs.override(cache_dir=str(tmp_path / "a" / "cache")):
-            path = folder.entry_path("kernels", NAME)
-            folder.write_checked(path, b"content")
+            path = cache_folder.entry_path("kernels", NAME)
+            cache_folder.write_checked(path, b"content")
     finally:
         os.umask(mask)
     modes = {each: stat.S_IMODE(each.stat().st_mode) for each in (tmp_path / "a").rglob("*")}
@@ -125,13 +124,13 @@ def test_without_a_usable_folder_nothing_is_kept(
     monkeypatch.chdir(tmp_path)
     where = str(tmp_path / "cache") if prepare is not _of_a_user_without_a_home else "~no such user/cache"
     with knobs.override(cache_dir=where):
-        path = folder.entry_path("graphs", NAME)
+        path = cache_folder.entry_path("graphs", NAME)
         for _ in range(3):
-            assert not folder.usable()
-            assert not folder.write_checked(path, b"content")
-            assert folder.read_checked(path) is None
+            assert not cache_folder.usable()
+            assert not cache_folder.write_checked(path, b"content")
+            assert cache_folder.read_checked(path) is None
         with pytest.raises(CacheUnusable):
-            folder.directory()
+            cache_folder.directory()
     (record,) = warnings.records
     assert where in record.getMessage()
     assert {each.name for each in tmp_path.iterdir()} <= {"cache"}
@@ -144,9 +143,9 @@ def test_no_name_means_no_cache_and_no_warning(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with knobs.override(cache_dir=""):
-        path = folder.entry_path("graphs", NAME)
-        assert not folder.write_checked(path, b"content")
-        assert folder.read_checked(path) is None
+        path = cache_folder.entry_path("graphs", NAME)
+        assert not cache_folder.write_checked(path, b"content")
+        assert cache_folder.read_checked(path) is None
     assert not warnings.records
     assert not [*tmp_path.iterdir()]
 
@@ -155,17 +154,17 @@ def test_two_writers_of_one_entry_leave_a_whole_one(tmp_path: Path) -> None:
     """Four processes write four contents of a megabyte again and again; whatever is read is one of the four."""
     contents = [bytes([97 + k]) * (1 << 20) for k in range(4)]
     with knobs.override(cache_dir=str(tmp_path)):
-        path = folder.entry_path("graphs", NAME)
-        folder.write_checked(path, contents[0])
+        path = cache_folder.entry_path("graphs", NAME)
+        cache_folder.write_checked(path, contents[0])
         children = []
         for content in contents:
             if (child := os.fork()) == 0:
                 for _ in range(20):
-                    folder.write_checked(path, content)
+                    cache_folder.write_checked(path, content)
                 os._exit(0)
             children.append(child)
-        seen = {folder.read_checked(path) for _ in range(40)}
+        seen = {cache_folder.read_checked(path) for _ in range(40)}
         assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
         assert seen <= set(contents)
-        assert folder.read_checked(path) in contents
+        assert cache_folder.read_checked(path) in contents
         assert [each.name for each in path.parent.iterdir()] == [NAME]
