@@ -35,7 +35,7 @@ from weft.capture.guards.guards import Guards
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.dynamic_sizes import MARKS, changed_dims
 from weft.capture.record.generator_states import generators_kept
-from weft.capture.record.python_numbers import CONSTANTS, ChangingState, differing, differing_numbers
+from weft.capture.record.python_numbers import CONSTANTS, ChangingState, differing_numbers
 from weft.capture.record.recorder import recording
 from weft.capture.record.tracer import capture_step
 from weft.capture.segments import Outcome
@@ -119,6 +119,7 @@ class CompiledStep(Generic[P, R]):
         self._changed: dict[Any, set[tuple[int, int]]] = {}
         self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
         self._numbers: set[str] = set()
+        self._values: set[str] = set()  # paths of arguments that must be guarded by their values
         self._plain_numbers = False
         self._agreed: dict[bytes, AgreedCollectives] = {}
         self._uncompiled = False
@@ -453,9 +454,9 @@ class CompiledStep(Generic[P, R]):
             self._numbers.update(number.place.path for number in captured.numbers)
             self._numbers.update(differing_numbers(captured.state.containers))
             if spec == captured.arguments.spec:
-                for at, known in captured.arguments.numbers.items():
-                    self._numbers.update(differing(captured.arguments.paths[at], leaves[at], known))
-        return ChangingState(frozenset(self._numbers))
+                self._numbers.update(captured.arguments.changed(leaves, captured.state.containers))
+            self._values |= captured.changing.values
+        return ChangingState(frozenset(self._numbers), values=frozenset(self._values))
 
 
 def _communicates() -> bool:

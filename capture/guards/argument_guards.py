@@ -52,9 +52,13 @@ class ArgumentGuard:
 
     def failure(self, leaves: list[Any], spec: Any) -> str | None:
         """Why the graph cannot serve a call with these leaves, None where it can; binds them as the arguments."""
-        arguments = self._arguments
+        arguments, passed = self._arguments, leaves
         if spec != arguments.spec:
             return "the arguments have another structure"
+        inputs = arguments.inputs_of(leaves)
+        if isinstance(inputs, str):
+            return inputs
+        leaves = inputs
         for at, expected in self._plain:
             if not matches(leaves[at], expected):
                 return f"{arguments.paths[at]} is {leaves[at]!r}, was {expected!r}"
@@ -66,7 +70,7 @@ class ArgumentGuard:
                 return f"attributes that the program put on {arguments.paths[at]} changed"
         if _aliases([leaves[at] for at, _ in self._flags]) != self._aliases:
             return "other arguments than before share memory"
-        arguments.bind(leaves)
+        arguments.bind(passed)
         for container, empty in self._gradients:
             if (container.obj.grad is None) is not empty:
                 return f"{container.label('grad')} {'exists now' if empty else 'is gone'}"

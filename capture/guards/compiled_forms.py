@@ -20,6 +20,7 @@ import torch
 from weft import knobs
 from weft.capture.guards.guards import Guards
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.dynamic_sizes import sizes_of
 
 log = logging.getLogger(__name__)
 
@@ -119,12 +120,11 @@ def _can_have_sizes(captured: CapturedStep, leaves: Sequence[Any]) -> bool:
         return False
     for at, place in arguments.tensors.items():
         leaf, val = leaves[at], arguments.vals[at]
-        if not isinstance(leaf, torch.Tensor):
-            return False
-        if place.inner:
+        if isinstance(leaf, torch.Tensor) and place.inner:
             continue
-        if leaf.dim() != val.dim():
+        sizes = sizes_of(leaf)
+        if sizes is None or len(sizes) != val.dim():
             return False
-        if any(type(wanted) is int and wanted != size for wanted, size in zip(val.shape, leaf.shape, strict=True)):
+        if any(type(wanted) is int and wanted != size for wanted, size in zip(val.shape, sizes, strict=True)):
             return False
     return True

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.guards.array_memory_guard import ArrayMemoryGuard
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.guards.library_guard import LibraryGuard
@@ -81,6 +82,7 @@ class Guards:
         self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
         self._sizes = SizeGuard(captured)
         self._memory = MemoryGuard(captured, self._containers)
+        self._array_memory = ArrayMemoryGuard(captured)
         # A form lives longer than the gradients with which it was captured.
         for each in (*captured.state.containers, *(container for _, container in captured.arguments.gradients)):
             if (like := TensorLike.of_gradient(each)) is not None:
@@ -142,6 +144,7 @@ class Guards:
             or next(filter(None, (guard.failure() for guard in self._tensors)), None)
             or self._sizes.failure()
             or self._memory_failure()
+            or self._array_memory.failure()
             or self._world_failure()
             or environment_failure(self._environment)
             or outside_failure(self._outside)
@@ -172,6 +175,7 @@ class Guards:
             "symbolic tensors": lambda: all(guard.failure() is None for guard in self._symbolic),
             "sizes": lambda: self._sizes.failure() is None,
             "memory": self._memory.holds,
+            "memory of arrays": lambda: self._array_memory.failure() is None,
             "hooks": self._hooks_hold,
             "settings of torch": lambda: _global_state() == self._world,
             "environment": lambda: not self._environment or environment_failure(self._environment) is None,

@@ -8,14 +8,22 @@ because hooks and ``.grad`` belong to that object.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from weft import torch_adapter
 from weft.capture.record.argument_containers import ArgumentContainers
-from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes
+from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes, sizes_of
+from weft.capture.record.numpy_arguments import (
+    expect_unwritable_arrays,
+    is_too_large_to_compare,
+    kind_of,
+    may_be_input,
+    tensors_of,
+)
+from weft.capture.record.python_numbers import differing
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePlace
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
@@ -28,8 +36,14 @@ from weft.tensor_subclasses import Shell
 class CallArguments:
     """The flattened arguments of one call.
 
+    Args:
+        args, kwargs: the positional and the keyword arguments.
+        changing: paths of the arguments that change from call to call. Arrays among them are inputs.
+        values: paths of arguments that are guarded by their values all the same.
+
     Attributes:
-        leaves: the flattened arguments.
+        leaves: the flattened arguments, with tensors in the place of the arrays that are inputs.
+        arrays: those arrays, by their number: what must stay the same of each.
         paths: how the user would write each leaf.
         tensors: the place of each leaf that is a tensor, by its number.
         vals: the fake of each of them, with symbolic sizes.
@@ -43,15 +57,30 @@ class CallArguments:
         UnstridedArgument: a tensor argument is sparse or has another layout that is not strided.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        changing: Collection[str] = (),
+        values: Collection[str] = (),
+    ) -> None:
         torch_adapter.register_dataclasses((args, kwargs))
         keyed, self.spec = torch_adapter.flatten_with_paths((args, kwargs))
         self.paths = [_readable(path) for path, _ in keyed]
         self._capture_spec = torch_adapter.exact_spec((args, kwargs))
         self._call = args, kwargs
         self._containers = ArgumentContainers(self._call, self._call)
-        self.container = Container([leaf for _, leaf in keyed], "args", label=lambda at: self.paths[at])
-        self.shapes: list[torch.Size | None] = []
+        passed = [leaf for _, leaf in keyed]
+        self.arrays: dict[int, tuple[Any, ...]] = {
+            at: kind_of(leaf)
+            for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
+            if (path in changing and path not in values and may_be_input(leaf)) or is_too_large_to_compare(leaf)
+        }
+        if any(not writable for kind, writable in self.arrays.values()):
+            expect_unwritable_arrays()
+        self.container = Container(self._with_tensors(passed), "args", label=lambda at: self.paths[at])
+        self.passed = Container(passed, "args", label=lambda at: self.paths[at])
+        self.shapes: list[tuple[int, ...] | None] = []
         self.tensors: dict[int, StatePlace] = {}
         self.vals: dict[int, torch.Tensor] = {}
         self.fakes: dict[int, StatePlace] = {}
@@ -60,7 +89,7 @@ class CallArguments:
         self.numbers = {at: leaf for at, leaf in enumerate(self.leaves) if type(leaf) in (int, float)}
         self._holders: list[tuple[int, Container]] = []  # of attributes of leaves
         self._constants: list[tuple[int, Container]] = []  # leaves that do not require grad
-        self._passed: dict[int, torch.Tensor] = {}  # held, so that no other object gets the id of one
+        self._passed: dict[int, Any] = {}  # held, so that no other object gets the id of one
         for at, leaf in enumerate(self.leaves):
             self._admit(at, leaf)
 
@@ -68,6 +97,55 @@ class CallArguments:
     def leaves(self) -> list[Any]:
         """The flattened arguments of the call that is bound now."""
         return self.container.obj
+
+    def _with_tensors(self, leaves: list[Any]) -> list[Any]:
+        """Leaves of a call, with tensors in the place of the arrays that are inputs."""
+        if not self.arrays:
+            return leaves
+        leaves = list(leaves)
+        for at, tensor in zip(self.arrays, tensors_of(leaves[at] for at in self.arrays), strict=True):
+            leaves[at] = tensor
+        return leaves
+
+    def inputs_of(self, leaves: list[Any]) -> list[Any] | str:
+        """Leaves of another call with tensors in the place of arrays; or why that call has other arrays."""
+        if not self.arrays:
+            return leaves
+        for at, kind in self.arrays.items():
+            if kind_of(leaves[at]) != kind:
+                return f"the type of {self.paths[at]} changed, or whether it can be written to"
+        try:
+            return self._with_tensors(leaves)
+        except (TypeError, ValueError) as error:
+            return f"{self.paths[list(self.arrays)[0]]}, or another array: {error}"
+
+    def changed(self, leaves: list[Any], contents: Iterable[Container]) -> Iterator[str]:
+        """The paths of the numbers and arrays among the leaves of another call that are others than in this one.
+
+        Args:
+            contents: what the Python state holds, the contents of arrays among it.
+        """
+        for at, known in self.numbers.items():
+            yield from differing(self.paths[at], leaves[at], known)
+        known_arrays = self.passed.obj
+        yield from (self.paths[at] for at in self.arrays)
+        candidates = [at for at in range(len(leaves)) if at not in self.tensors and at not in self.numbers]
+        for at in candidates:
+            if may_be_input(leaves[at]):
+                same = leaves[at] is known_arrays[at]
+                if not same or any(each.obj is leaves[at] and any(True for _ in each.changes()) for each in contents):
+                    yield self.paths[at]
+
+    def paths_of_arrays(self) -> tuple[set[str], set[str]]:
+        """Paths of the arrays that are inputs, and of those that could be and are guarded by their values."""
+        others = (at for at, leaf in enumerate(self.leaves) if at not in self.tensors and may_be_input(leaf))
+        large = {at for at in self.arrays if is_too_large_to_compare(self.passed.obj[at])}
+        return {self.paths[at] for at in self.arrays.keys() - large}, {self.paths[at] for at in others}
+
+    @property
+    def array_tensors(self) -> list[torch.Tensor]:
+        """The tensors in the memory of the arrays that are inputs."""
+        return [self.leaves[at] for at in self.arrays]
 
     @property
     def objects(self) -> Iterator[tuple[Any, str]]:
@@ -93,7 +171,7 @@ class CallArguments:
         if not isinstance(leaf, torch.Tensor):
             if _is_batch_object(leaf):
                 raise UnregisteredType(type(leaf), path)
-            self.shapes.append(None)
+            self.shapes.append(sizes_of(leaf))
             return
         if leaf.is_nested:  # has no sizes to ask for
             raise UnstridedArgument(path, leaf.layout, is_nested=True)
@@ -122,10 +200,11 @@ class CallArguments:
 
     @property
     def whole_numbers(self) -> frozenset[int]:
-        """Ids of the plain tensors among the arguments that hold integers or booleans."""
-        inner = [inner_tensor(self.leaves[at])[0] for at in self.tensors]
-        kinds = (each for each in inner if not each.dtype.is_floating_point and not each.dtype.is_complex)
-        return frozenset(id(each) for each in kinds if type(each) is torch.Tensor)
+        """Ids of the plain tensors among the arguments that hold integers or booleans, and of those in the memory of
+        arrays."""
+        inner = [inner_tensor(self.leaves[at])[0] for at in self.tensors if at not in self.arrays]
+        kinds = [each for each in inner if not each.dtype.is_floating_point and not each.dtype.is_complex]
+        return frozenset(id(each) for each in (*kinds, *map(self.leaves.__getitem__, self.arrays)) if type(each) is torch.Tensor)
 
     def marked_dynamic(self) -> frozenset[tuple[int, int]]:
         """(leaf, dimension) pairs that ``mark_dynamic`` or ``maybe_mark_dynamic`` named."""
@@ -143,11 +222,13 @@ class CallArguments:
         dynamic: frozenset[tuple[int, int]],
         sizes: DynamicSizes,
         stand_in: Callable[[Any, StatePlace], Any],
+        array: Callable[[torch.Tensor, Any, str], Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments to capture with: fake tensors in place of real ones, symbols in place of dynamic sizes.
 
-        ``stand_in`` says what the step gets for an argument that is no tensor, at this place. A tensor that requires
-        grad is passed as itself if it is a leaf: hooks on it and its ``.grad`` belong to that object.
+        ``stand_in`` says what the step gets for an argument that is no tensor, at this place, and ``array`` what for an
+        array whose tensor has this fake. A tensor that requires grad is passed as itself if it is a leaf: hooks on it and
+        its ``.grad`` belong to that object.
         """
         places = [StatePlace(self.container, at, path, Role.SCALAR) for at, path in enumerate(self.paths)]
         leaves = [
@@ -158,6 +239,13 @@ class CallArguments:
         dynamic -= {(at, dim) for at, dim in dynamic if at in (*parts, *parts.values())}  # how they overlap is fixed
         for at in sorted(self.tensors, key=lambda at: at in parts):  # made after what they are a part of
             leaves[at] = self._fake(self.leaves[at], at, recorder, {d for a, d in dynamic if a == at}, sizes)
+        made: dict[int, Any] = {}
+        for at in self.arrays:
+            real = self.passed.obj[at]
+            if id(real) not in made:
+                made[id(real)] = self._passed[at] = array(leaves[at], real, self.paths[at])
+                self.fakes[id(made[id(real)])] = StatePlace(self.passed, at, self.paths[at], Role.BATCH)
+            leaves[at] = made[id(real)]
         given = torch_adapter.unflatten(leaves, self._capture_spec)
         self._containers = ArgumentContainers(given, self._call)
         return given
@@ -207,6 +295,8 @@ class CallArguments:
             known = (part or recorder.new_input(inner, val)).val
         fake = known
         passed = Shell.of(leaf).around({names: fake}) if names else fake
+        if at in self.arrays:
+            return passed  # which the step does not get
         self._passed[at] = passed
         for name, value in own_attributes(leaf).items():
             setattr(passed, name, value)
@@ -222,7 +312,8 @@ class CallArguments:
 
     def bind(self, leaves: list[Any]) -> None:
         """Bind the leaves of another call: places and gradients refer to them from now on."""
-        self.container.obj = leaves
+        self.passed.obj, self.container.obj = leaves, self._with_tensors(leaves)
+        leaves = self.container.obj
         for at, container in (*self.gradients, *self._constants, *self._holders):
             container.obj = leaves[at]
 
@@ -234,7 +325,7 @@ class CallArguments:
                 yield container, key, old, new
         for at, container in self._constants:
             passed = self._passed.get(at)
-            if passed is not None and passed.requires_grad and passed.is_leaf:
+            if isinstance(passed, torch.Tensor) and passed.requires_grad and passed.is_leaf:
                 yield container, "requires_grad", False, True
                 if passed.grad is not None:
                     yield container, "grad", None, passed.grad

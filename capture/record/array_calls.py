@@ -134,9 +134,13 @@ class NumpyCall:
         call: over the operands of the node, and constants.
         layout: of the result; of the array that is written, for a call that writes.
         written: number of the operand that the function writes to; the result is its new value.
+        is_pure: whether it depends on the operands alone, and draws no number.
     """
 
-    def __init__(self, call: ArrayCall, layout: Layout, written: int | None = None) -> None:
+    def __init__(
+        self, call: ArrayCall, layout: Layout, written: int | None = None, *, is_pure: bool = False
+    ) -> None:
+        self.is_pure = is_pure
         self._call = call
         self._layout = layout
         self._written = written
@@ -153,7 +157,7 @@ class NumpyCall:
         """
         numpy = sys.modules["numpy"]
         values = as_numbers_and_arrays(operands)
-        written = None if self._written is None else values[self._written].copy()
+        written = None if self._written is None else _copied(values[self._written])
         if self._written is not None:
             values[self._written] = written
         with numpy.errstate(**self._errors):
@@ -183,6 +187,20 @@ class ArraySlot:
         return evaluate(self.call, lambda leaf: _owned(values[leaf.index] if isinstance(leaf, ArrayOperand) else leaf))
 
 
+def empty_like(array: Any) -> Any:
+    """An array with the shape, the dtype and the strides of another one, also where there are gaps between elements:
+    functions of numpy may go by them."""
+    numpy = sys.modules["numpy"]
+    dtype = torch.from_numpy(numpy.zeros(0, array.dtype)).dtype
+    return torch.empty_strided(array.shape, [each // array.itemsize for each in array.strides], dtype=dtype).numpy()
+
+
+def _copied(array: Any) -> Any:
+    copy = empty_like(array)
+    copy[...] = array
+    return copy
+
+
 def _owned(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, sys.modules["numpy"].ndarray) and not leaf.flags.writeable else leaf
 
@@ -192,7 +210,7 @@ def as_numbers_and_arrays(operands: Sequence[Any]) -> list[Any]:
     values: list[Any] = []
     for operand in operands:
         if isinstance(operand, torch.Tensor):
-            operand = operand.detach().contiguous().numpy()
+            operand = operand.detach().numpy()  # with the strides of eager
             operand.flags.writeable = False
         values.append(operand)
     return values

@@ -31,6 +31,7 @@ from weft.capture.record.array_calls import (
     ArraySlot,
     Layout,
     NumpyCall,
+    empty_like,
     evaluate,
     map_leaves,
     name_of,
@@ -57,6 +58,9 @@ class ArrayMemory:
         sample: an array of the same shape and dtype; ``known`` where that is not None.
         fake: the tensor that it is in the graph; None while nothing needed one.
         shared: whether a tensor of the step shares it.
+        argument: whether it is that of an argument, which the caller has too.
+        read_only: whether numpy must refuse to write to it.
+        open_sizes: its sizes that are symbols. Only what becomes of the whole array as a tensor works for any size.
         source: what made it, and on which line.
     """
 
@@ -65,6 +69,9 @@ class ArrayMemory:
         self.sample = sample
         self.fake = fake
         self.shared = False
+        self.argument = False
+        self.read_only = False
+        self.open_sizes: list[torch.SymInt] = []
         self.source = source
 
 
@@ -128,10 +135,23 @@ class ArrayRecorder:
         """An array that the step made with ``function``, of plain numbers."""
         return self._fresh(ArrayCall(function, (), {}), array, known=True)
 
+    def argument(self, fake: torch.Tensor, value: Any, path: str) -> HostArray:
+        """An array or a number of numpy's among the arguments; ``fake`` is the input in its memory."""
+        numpy = sys.modules["numpy"]
+        array = numpy.asarray(value)
+        memory = ArrayMemory(empty_like(array), f"the argument {path}", fake=fake)
+        memory.argument = True
+        memory.read_only = not array.flags.writeable
+        memory.open_sizes = [each for each in (*fake.shape, *fake.stride()) if isinstance(each, torch.SymInt)]
+        if isinstance(value, numpy.generic):
+            return HostArray(self, ArrayCall(operator.getitem, (memory, ()), {}), memory, memory.sample[()])
+        return HostArray(self, memory, memory, memory.sample)
+
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, _FUNCTIONS):
             raise self.refusal(name_of(leaf), "numpy is to call a function of yours on an array that is drawn")
         if type(leaf) is HostArray:
+            settle(leaf.weft_memory)
             return leaf.weft_call
         return frozen(leaf) if isinstance(leaf, sys.modules["numpy"].ndarray) else leaf
 
@@ -140,6 +160,8 @@ class ArrayRecorder:
             why = "it writes a drawn value to an array that the step did not make itself"
             raise self.refusal(name_of(call.function), why, "make a copy in the step: numpy.array(x)")
         memory = target.weft_memory
+        if memory.read_only:
+            raise ValueError("assignment destination is read-only")
         if not undecided:
             self._evaluated(call)
             return
@@ -245,6 +267,16 @@ class ArrayRecorder:
         sizes = self._fresh(ArrayCall(shape_of, (call,), {}), sys.modules["numpy"].zeros(dimensions, "int64"))
         return tuple(int(sizes[dim]) for dim in range(dimensions))
 
+    def sizes(self, array: HostArray) -> tuple[Any, ...]:
+        """The shape of an array, with symbols for sizes that are still open."""
+        memory = array.weft_memory
+        whole = memory.open_sizes and array.weft_call is memory and memory.fake is not None
+        return tuple(memory.fake.shape) if whole else array.weft_sample.shape
+
+    def settle(self, array: HostArray) -> None:
+        """Fix the sizes of an array that are still open."""
+        settle(array.weft_memory)
+
     def function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A function of numpy that was given one of the arrays."""
         return dispatch(self, function, args, kwargs)
@@ -276,7 +308,8 @@ class ArrayRecorder:
             return value
 
         mapped = map_leaves(call, leaf)
-        target = NumpyCall(mapped, layout, None if written is None else operands[id(written)])
+        number = None if written is None else operands[id(written)]
+        target = NumpyCall(mapped, layout, number, is_pure=_is_pure(call))
         val = self._fake(layout) if written is None else written.fake
         return self._recorder.emit_effect(target, target.text, *nodes, val=val)
 
@@ -312,6 +345,7 @@ class ArrayRecorder:
         known = self.known(array)
         if known is not None:
             return known.item()
+        settle(array.weft_memory)
         if array.size != 1:
             raise ValueError("can only convert an array of size 1 to a Python scalar")
         memory, call = array.weft_memory, array.weft_call
@@ -328,6 +362,10 @@ class ArrayRecorder:
     def tensor(self, array: HostArray, *, sharing: bool = True) -> torch.Tensor:
         """A tensor in the memory of an array, as ``torch.from_numpy`` makes it; ``sharing``: and the step keeps it."""
         memory, sample = array.weft_memory, array.weft_sample
+        if memory.open_sizes and array.weft_call is memory and memory.fake is not None:
+            memory.shared |= sharing
+            return memory.fake.detach()
+        settle(memory)
         numbers = any(isinstance(each, _NUMBERS) for each in _leaves(array.weft_call))
         if numbers or sample.dtype != memory.sample.dtype or min(sample.strides, default=0) < 0:
             why = "it has negative strides, another dtype than its memory, or a place in it that a number decides"
@@ -347,6 +385,8 @@ class ArrayRecorder:
         if not scalar and (memory.shared or id(memory) in left):
             why = "two arrays of one memory leave the step, or an array and a tensor"
             raise self.refusal("an array", why, "return a copy: numpy.array(x)")
+        if not scalar and memory.argument:
+            raise self.refusal("an array", "a part of an argument leaves the step", "return a copy: numpy.array(x)")
         left[id(memory)] = 0
         operands: list[int] = []
 
@@ -384,6 +424,13 @@ def array_constant(array: Any) -> Any:
     return array.copy()
 
 
+def settle(memory: ArrayMemory) -> None:
+    """Fix the sizes of an array: a function of numpy gives results whose shape only numpy knows."""
+    sizes, memory.open_sizes = memory.open_sizes, []
+    for size in sizes:
+        int(size)
+
+
 def frozen(array: Any) -> Any:
     """A copy, of the same layout, that cannot be written to."""
     copy = array.copy(order="K")
@@ -398,6 +445,18 @@ def is_tensor_dtype(dtype: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _is_pure(call: Any) -> bool:
+    """Whether a call, and those among its arguments, call functions of numpy and of operators, and draw nothing."""
+    if isinstance(call, ArrayCall):
+        owner = getattr(call.function, "__objclass__", type(call.function))
+        modules = str(getattr(call.function, "__module__", "")), owner.__module__
+        known = any(each.split(".")[0] in ("numpy", "operator", "_operator") for each in modules)
+        return known and _is_pure(call.args) and _is_pure(call.kwargs)
+    if isinstance(call, (list, tuple)):
+        return all(map(_is_pure, call))
+    return all(map(_is_pure, call.values())) if isinstance(call, dict) else True
 
 
 def _leaves(call: Any) -> list[Any]:

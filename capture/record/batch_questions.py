@@ -15,6 +15,7 @@ import torch.fx
 
 from weft import torch_adapter
 from weft.capture.node_kinds import is_random
+from weft.capture.record.array_calls import NumpyCall
 from weft.capture.segments import Outcome
 from weft.torch_adapter import OpOverload
 
@@ -65,6 +66,8 @@ def answer_from(value: Any, arguments: Mapping[torch.fx.Node, torch.Tensor]) -> 
 
 
 def _is_pure(node: torch.fx.Node) -> bool:
+    if isinstance(node.target, NumpyCall):
+        return node.target.is_pure
     if node.op != "call_function" or node.meta.get("effect") or is_random(node):
         return False
     if isinstance(node.target, OpOverload):

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from weft.capture.record.float_arithmetic import added, choice
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
 from weft.capture.state.bytecode import uses_of_names
@@ -149,11 +150,12 @@ def _like(kind: type, convert: Callable[[Any], Any]) -> type:
 
 
 def _is_symbolic(value: Any) -> bool:
-    return type(value) in PYTHON_TYPES or isinstance(value, torch.Tensor)
+    return type(value) in PYTHON_TYPES or isinstance(value, torch.Tensor) or type(value) is HostArray
 
 
 def _number_in(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+    """The number in a tensor, or in an array or number of numpy's; a number itself."""
+    return value.item() if isinstance(value, torch.Tensor) or type(value) is HostArray else value
 
 
 def _int(value: Any) -> Any:

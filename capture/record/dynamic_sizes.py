@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -159,13 +160,21 @@ class DynamicSizes:
         return self._line_of(later[0]) if later else line
 
 
+def sizes_of(value: Any) -> tuple[int, ...] | None:
+    """The sizes of a tensor, or of an array of numpy's; None for any other value."""
+    numpy = sys.modules.get("numpy")
+    has_sizes = isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)))
+    return value.shape if has_sizes else None
+
+
 def changed_dims(leaves: Sequence[Any], shapes: Sequence[Sequence[int] | None]) -> set[tuple[int, int]]:
-    """(leaf, dimension) of all sizes of a call's tensors that are not those of another call, whose ``shapes`` these
-    are."""
+    """(leaf, dimension) of all sizes of a call's tensors and arrays that are not those of another call, whose
+    ``shapes`` these are."""
     changed = set()
-    for at, (now, shape) in enumerate(zip(leaves, shapes, strict=True)):
-        if isinstance(now, torch.Tensor) and shape is not None and now.dim() == len(shape):
-            changed |= {(at, dim) for dim, (a, b) in enumerate(zip(now.shape, shape, strict=True)) if a != b}
+    for at, (leaf, shape) in enumerate(zip(leaves, shapes, strict=True)):
+        now = sizes_of(leaf)
+        if now is not None and shape is not None and len(now) == len(shape):
+            changed |= {(at, dim) for dim, (a, b) in enumerate(zip(now, shape, strict=True)) if a != b}
     return changed
 
 

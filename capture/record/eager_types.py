@@ -69,6 +69,8 @@ class EagerTypes:
 
         def length(value: Any, /) -> Any:
             # Python's own makes a plain number of the size, which fixes it.
+            if type(value) is HostArray and value.ndim:
+                return value.shape[0]
             return value.shape[0] if isinstance(value, FakeTensor) and seen_as(value) and value.dim() else len(value)
 
         setattr(is_instance, ORIGINAL, isinstance)

@@ -26,7 +26,8 @@ def names(text: str) -> frozenset[str]:
 
 
 # What an array is without its values, and views that are attributes.
-_FIXED = frozenset({"shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides"})
+_FIXED = frozenset({"dtype", "ndim", "itemsize"})
+_SIZES = frozenset({"size", "nbytes", "strides"})
 _VIEWS = frozenset({"T", "mT", "real", "imag"})
 _METHODS = names(
     "all any argmax argmin argpartition argsort astype byteswap clip conj conjugate copy cumprod cumsum diagonal "
@@ -61,6 +62,11 @@ class HostArray:
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self.weft_sample)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The sizes, outermost dimension first."""
+        return self.weft_owner.sizes(self)
 
     # ---- the protocols of numpy
 
@@ -149,7 +155,7 @@ class HostArray:
     def __len__(self) -> int:
         if not self.ndim:
             raise TypeError("len() of unsized object")
-        return self.shape[0]
+        return int(self.shape[0])
 
     def __iter__(self) -> Iterator[Any]:
         return (self[at] for at in range(len(self)))
@@ -195,7 +201,9 @@ class HostArray:
         if name.startswith(("__", "weft_")):
             raise AttributeError(name)
         value = getattr(self.weft_sample, name)  # an AttributeError where numpy's have none
-        if name in _FIXED:
+        if name in _SIZES:
+            self.weft_owner.settle(self)
+        if name in _FIXED | _SIZES:
             return value
         if name in _VIEWS:
             return self.weft_owner.call(getattr, (self, name))

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.state.containers import Container, Content
+from weft.capture.strided_overlap import span
 from weft.errors import UncapturableMutation
 
 
@@ -53,6 +54,47 @@ def refuse_writes_to_shared_memory(
                     "writes to arrays after all that it computes with tensors. Use only the tensor in the step, or "
                     "move what uses the array into a function marked @weft.opaque"
                 )
+
+
+def refuse_writes_to_overlapping(
+    tensors: Iterable[tuple[torch.Tensor, bool]], arrays: Iterable[torch.Tensor], path_of: Callable[[torch.Tensor], str]
+) -> None:
+    """Raise where the step writes to memory that is an input twice: as an array among the arguments, and as another
+    array or a tensor. Neither input would see what is written to the other one.
+
+    Args:
+        tensors: the real tensors that the step used, with whether it wrote to them.
+        arrays: those that lie in the memory of arrays among the arguments.
+
+    Raises:
+        UncapturableMutation: names both.
+    """
+    of_arrays = set(map(id, arrays))
+    if not of_arrays:
+        return
+    used = [(tensor, is_written, extent) for tensor, is_written in tensors if (extent := extent_on_host(tensor))]
+    for array, array_is_written, mine in used:
+        for other, is_written, theirs in used if id(array) in of_arrays else ():
+            if other is not array and (array_is_written or is_written) and meet(mine, theirs):
+                write, read = (array, other) if array_is_written else (other, array)
+                raise UncapturableMutation(
+                    f"a write to {path_of(write)}: {path_of(read)} is in the same memory, and the step uses it too. "
+                    "Pass a copy of one of them, or use only one in the step"
+                )
+
+
+def extent_on_host(tensor: Any) -> tuple[int, int] | None:
+    """The addresses of the first byte of a tensor on a CPU and of the byte behind its last one; None for any other."""
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+        return None
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.data_ptr() + span(tensor) * tensor.element_size()
+
+
+def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    """Whether two ranges of addresses have a byte in common."""
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def _name(tensor: str, array: str) -> str:

@@ -66,12 +66,15 @@ class ChangingState:
         numbers: paths of numbers, and of the lists and dictionaries that the step replaces by others.
         growing: paths of lists to which the step appends, without reading them.
         read: paths of lists that the step reads.
+        values: paths of arguments that change and are guarded by their values all the same, since a capture with their
+            values unknown failed.
         closed: whether what the step is found to change, and is not among these, is taken for constant.
     """
 
     numbers: frozenset[str] = frozenset()
     growing: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
+    values: frozenset[str] = frozenset()
     closed: bool = False
 
 

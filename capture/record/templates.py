@@ -197,6 +197,8 @@ def _leaf_template(
         computed_at = where if leaf.requires_grad and not leaf.is_leaf else ""
         return _OutputSlot(index, made, kept, attributes, isinstance(leaf, torch.nn.Parameter), computed_at)
     if type(leaf) is HostArray:
+        if id(leaf) in places_by_id:
+            return _StateReference(places_by_id[id(leaf)])
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):
         return _OutputSlot(keep(recorder.value(leaf)))

@@ -29,7 +29,7 @@ from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.record.arguments import CallArguments
-from weft.capture.record.attempts import captured_in_attempts
+from weft.capture.record.attempts import ArrayArguments, captured_in_attempts
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
 from weft.capture.record.branches import Branches, without_capture
@@ -47,7 +47,7 @@ from weft.capture.record.idle_optimizers import warn_of_idle
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.kept_graphs import KeptGraphs
 from weft.capture.record.memory_access import storages_keep_their_memory
-from weft.capture.record.memory_of_arrays import refuse_writes_to_shared_memory
+from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, refuse_writes_to_shared_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
@@ -157,6 +157,7 @@ class _StepCapture:
         earlier: Mapping[str, torch.Tensor],
         *,
         made: list[Entry],
+        found: ArrayArguments,
         watched: bool = False,
         arrays: bool = False,
     ) -> None:
@@ -177,7 +178,8 @@ class _StepCapture:
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
         self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
-        self.arguments = CallArguments(args, kwargs)
+        self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values)
+        found.inputs, found.constants = self.arguments.paths_of_arrays()
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
         self.dynamic = dynamic | self.arguments.marked_dynamic()
@@ -187,7 +189,7 @@ class _StepCapture:
         self.numbers = PythonNumbers(self.recorder, changing, shared)
         self.lists = GrowingLists(changing, shared)
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, made)
-        self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=arrays)
+        self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=arrays or bool(self.arguments.arrays))
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
@@ -199,7 +201,9 @@ class _StepCapture:
         started = time.perf_counter()
         try:
             with self._prepared():
-                args, kwargs = self.arguments.as_fakes(self.recorder, self.dynamic, self.sizes, self._plain_argument)
+                args, kwargs = self.arguments.as_fakes(
+                    self.recorder, self.dynamic, self.sizes, self._plain_argument, self._array_argument
+                )
                 self.graphs.follow_arguments(self.arguments.passed)
                 self.branches.whole_numbers = self.arguments.whole_numbers
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
@@ -292,6 +296,10 @@ class _StepCapture:
         number = self.numbers.argument(value, place)
         return self.outside.argument(value) if number is value else number
 
+    def _array_argument(self, fake: torch.Tensor, array: Any, path: str) -> Any:
+        """What the step gets for an array of numpy's that is an input."""
+        return self.outside.arrays.arrays.argument(fake, array, path)
+
     @contextlib.contextmanager
     def _autocast_around(self, name: str) -> Iterator[None]:
         """The capture in a region of autocast that began before the call: note which weights it copies."""
@@ -375,6 +383,7 @@ class _StepCapture:
                 used = [(tensor, node.name in updated) for node, tensor in recorder.placeholders]
                 path_of = lambda tensor: self._place(tensor).path
                 refuse_writes_to_shared_memory(own, [each for each, *_ in changes], used, path_of)
+                refuse_writes_to_overlapping(used, self.arguments.array_tensors, path_of)
         self.streams.end()
         if complete and not self.branches.taken:  # what a branch holds may share memory too
             nodes = recorder.storages.without_copies(nodes)
