@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.guards.array_memory_guard import ArrayMemoryGuard
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
+from weft.capture.guards.array_memory_guard import ArrayMemoryGuard
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.guards.library_guard import LibraryGuard
 from weft.capture.guards.memory_guard import MemoryGuard

@@ -157,9 +157,10 @@ class CallArguments:
         )
 
     @property
-    def passed(self) -> Iterator[tuple[StatePlace, torch.Tensor, torch.Tensor]]:
+    def faked(self) -> Iterator[tuple[StatePlace, torch.Tensor, torch.Tensor]]:
         """(place, argument, what the step is given for it) of each tensor that the step is not given itself."""
-        return ((self.tensors[at], self.leaves[at], fake) for at, fake in self._passed.items())
+        fakes = ((at, fake) for at, fake in self._passed.items() if at not in self.arrays)
+        return ((self.tensors[at], self.leaves[at], fake) for at, fake in fakes)
 
     @property
     def differentiable(self) -> list[tuple[torch.Tensor, str]]:
@@ -204,7 +205,9 @@ class CallArguments:
         arrays."""
         inner = [inner_tensor(self.leaves[at])[0] for at in self.tensors if at not in self.arrays]
         kinds = [each for each in inner if not each.dtype.is_floating_point and not each.dtype.is_complex]
-        return frozenset(id(each) for each in (*kinds, *map(self.leaves.__getitem__, self.arrays)) if type(each) is torch.Tensor)
+        return frozenset(
+            id(each) for each in (*kinds, *map(self.leaves.__getitem__, self.arrays)) if type(each) is torch.Tensor
+        )
 
     def marked_dynamic(self) -> frozenset[tuple[int, int]]:
         """(leaf, dimension) pairs that ``mark_dynamic`` or ``maybe_mark_dynamic`` named."""

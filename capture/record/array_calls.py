@@ -137,9 +137,7 @@ class NumpyCall:
         is_pure: whether it depends on the operands alone, and draws no number.
     """
 
-    def __init__(
-        self, call: ArrayCall, layout: Layout, written: int | None = None, *, is_pure: bool = False
-    ) -> None:
+    def __init__(self, call: ArrayCall, layout: Layout, written: int | None = None, *, is_pure: bool = False) -> None:
         self.is_pure = is_pure
         self._call = call
         self._layout = layout

@@ -163,7 +163,9 @@ class DynamicSizes:
 def sizes_of(value: Any) -> tuple[int, ...] | None:
     """The sizes of a tensor, or of an array of numpy's; None for any other value."""
     numpy = sys.modules.get("numpy")
-    has_sizes = isinstance(value, torch.Tensor) or (numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)))
+    has_sizes = isinstance(value, torch.Tensor) or (
+        numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+    )
     return value.shape if has_sizes else None
 
 

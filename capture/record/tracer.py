@@ -46,11 +46,13 @@ from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.idle_optimizers import warn_of_idle
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.kept_graphs import KeptGraphs
+from weft.capture.record.large_arrays import LargeArrays
 from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, refuse_writes_to_shared_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
+from weft.capture.record.output_aliases import values_in_shared_memory
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
 from weft.capture.record.printed import output_repeated
@@ -189,7 +191,9 @@ class _StepCapture:
         self.numbers = PythonNumbers(self.recorder, changing, shared)
         self.lists = GrowingLists(changing, shared)
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, made)
-        self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=arrays or bool(self.arguments.arrays))
+        self.large_arrays = LargeArrays(self.state.objects)
+        followed = arrays or bool(self.arguments.arrays or self.large_arrays)
+        self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=followed)
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
@@ -204,7 +208,7 @@ class _StepCapture:
                 args, kwargs = self.arguments.as_fakes(
                     self.recorder, self.dynamic, self.sizes, self._plain_argument, self._array_argument
                 )
-                self.graphs.follow_arguments(self.arguments.passed)
+                self.graphs.follow_arguments(self.arguments.faked)
                 self.branches.whole_numbers = self.arguments.whole_numbers
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
@@ -284,6 +288,7 @@ class _StepCapture:
             self.recorder.module_path = self._running_module
             self.numbers.put_into(self.state.containers)
             self.lists.put_into(self.state.containers)
+            self.large_arrays.put_into(self.state.containers, self.recorder, self.outside.arrays.arrays)
             yield
 
     def _running_module(self) -> str:
@@ -376,14 +381,15 @@ class _StepCapture:
             self.arguments.forget_fakes()
             self._restore_state()
             self.lists.settle(self.state.containers)
-            aliases = _aliases([node for node, _ in recorder.placeholders], nodes)
+            aliases = values_in_shared_memory([node for node, _ in recorder.placeholders], nodes)
             if complete:
                 self._updates(outputs, nodes, replaced)
                 updated = {out.input for out in outputs if isinstance(out, Update)}
                 used = [(tensor, node.name in updated) for node, tensor in recorder.placeholders]
                 path_of = lambda tensor: self._place(tensor).path
                 refuse_writes_to_shared_memory(own, [each for each, *_ in changes], used, path_of)
-                refuse_writes_to_overlapping(used, self.arguments.array_tensors, path_of)
+                arrays = [*self.arguments.array_tensors, *self.large_arrays.tensors]
+                refuse_writes_to_overlapping(used, arrays, path_of)
         self.streams.end()
         if complete and not self.branches.taken:  # what a branch holds may share memory too
             nodes = recorder.storages.without_copies(nodes)
@@ -557,31 +563,6 @@ class _StepCapture:
 
 # The use count of a storage that one tensor has: the tensor, and the handle with which the count is asked.
 _ALONE = 2
-
-
-def _aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
-    """Numbers of the values in the memory of an input, or at the place of a value before them.
-
-    A program may return one tensor object for two such values. It may make a view of an input without grad mode, and
-    torch raises where such a view is used after the next update of the input: these are detached before they leave.
-    """
-    known = {_geometry(node) for node in inputs}
-    memory = {torch_adapter.storage_key(val) for node in inputs if isinstance(val := node.meta["val"], torch.Tensor)}
-    found = []
-    for at, node in enumerate(values):
-        if isinstance(node, torch.fx.Node) and isinstance(node.meta["val"], torch.Tensor):
-            where = _geometry(node)
-            if where in known or torch_adapter.storage_key(node.meta["val"]) in memory:
-                found.append(at)
-            known.add(where)
-    return found
-
-
-def _geometry(node: torch.fx.Node) -> Any:
-    val = node.meta["val"]
-    if not isinstance(val, torch.Tensor):
-        return node
-    return torch_adapter.storage_key(val), val.dtype, *map(str, (val.storage_offset(), *val.shape, *val.stride()))
 
 
 def _sharding(place: StatePlace, axes: dict[int, str]) -> str:

@@ -13,6 +13,7 @@ import ctypes
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from weft.capture.state.containers import MISSING, SIMPLE, Content
 
-# Larger arrays are no settings but data: to compare them before every call would take longer than many a step.
+# Larger arrays are data and no settings: to compare them before every call would take longer than many a step.
 LARGEST_BYTES = 16 << 20
 
 Read = Callable[[Any], Any]
@@ -30,8 +31,26 @@ Access = tuple[Read, Write]
 
 
 def content_of(obj: Any, access: Access, path: str) -> Content | None:
-    """The content of an object; None for arrays above :data:`LARGEST_BYTES`."""
-    return None if access is _ARRAY and obj.nbytes > LARGEST_BYTES else Content(obj, path, *access)
+    """The content of an object; None for an array that is an input of the graph for its size."""
+    return None if access is _ARRAY and is_input_for_its_size(obj) else Content(obj, path, *access)
+
+
+def compared_array(array: Any) -> Content:
+    """The content of an array of any size."""
+    return Content(array, "an array of numpy's", *_ARRAY)
+
+
+def is_input_for_its_size(array: Any) -> bool:
+    """Whether an array of numpy's is too large to be compared before each call, and a tensor can lie in its memory."""
+    if array.nbytes <= LARGEST_BYTES:
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of an array that cannot be written to
+            torch.from_numpy(array.view(sys.modules["numpy"].ndarray))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def unsaved_buffers(module: torch.nn.Module, path: str) -> Content:

@@ -1,0 +1,70 @@
+"""Arrays of numpy's in the Python state that are too large to be compared with what they held.
+
+The content of a small array is a guard. A large one is an input of the graph, as arrays among the arguments that change
+are (:mod:`weft.capture.record.numpy_arguments`): the step gets a stand-in for it, and each call reads and writes the
+memory of the array itself. That the same array is in its place is a guard, as for any object.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from weft.capture.record.array_recorder import ArrayRecorder
+from weft.capture.record.numpy_arguments import expect_unwritable_arrays, tensors_of
+from weft.capture.record.recorder import OpRecorder
+from weft.capture.state.containers import Container, Content
+from weft.capture.state.contents import compared_array, is_input_for_its_size
+
+
+class LargeArrays:
+    """The large arrays that a step can reach.
+
+    Args:
+        objects: all objects that it can reach.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        numpy = sys.modules.get("numpy")
+        found = [] if numpy is None else [each for each in objects if isinstance(each, numpy.ndarray)]
+        self._arrays = {id(each): each for each in found if is_input_for_its_size(each)}
+        self._stand_ins: dict[int, Any] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._arrays)
+
+    def put_into(self, containers: list[Container], recorder: OpRecorder, arrays: ArrayRecorder) -> None:
+        """Put stand-ins into the entries of containers that hold one of the arrays.
+
+        An array that no entry holds (one in a tuple, or in an object that the walk cannot look into) is compared before
+        each call in spite of its size.
+        """
+        if not self._arrays:
+            return
+        for container in list(containers):
+            for key, value in container.before.items():
+                if id(value) in self._arrays and key not in container.stand_ins and _can_replace(container):
+                    container.stand_in(key, self._stand_in(value, container.label(key), recorder, arrays))
+        for array in [each for at, each in self._arrays.items() if at not in self._stand_ins]:
+            containers.append(compared_array(array))
+
+    def _stand_in(self, array: Any, path: str, recorder: OpRecorder, arrays: ArrayRecorder) -> Any:
+        if id(array) not in self._stand_ins:
+            if not array.flags.writeable:
+                expect_unwritable_arrays()
+            # Without the class: numpy's arrays in files read and write their memory as others do.
+            (tensor,) = tensors_of([array.view(sys.modules["numpy"].ndarray)])
+            self.tensors.append(tensor)
+            known = recorder.input_fake(tensor)
+            fake = recorder.new_input(tensor).val if known is None else known
+            self._stand_ins[id(array)] = arrays.argument(fake, array, path)
+        return self._stand_ins[id(array)]
+
+
+def _can_replace(container: Container) -> bool:
+    """Whether another object can be put into the entries of a container."""
+    return not isinstance(container, Content) and not isinstance(container.obj, (tuple, set, frozenset))
