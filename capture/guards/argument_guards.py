@@ -29,7 +29,7 @@ class ArgumentGuard:
 
     def __init__(self, arguments: CallArguments, inputs: set[int]) -> None:
         self._arguments = arguments
-        values = set(range(len(arguments.leaves))) - arguments.tensors.keys() - inputs
+        values = set(range(len(arguments.leaves))) - arguments.tensors.keys() - inputs - arguments.unread.keys()
         self._plain = [(at, arguments.leaves[at]) for at in sorted(values)]
         self._gradients = [(container, container.obj.grad is None) for _, container in arguments.gradients]
         self._flags = [(at, _flags(arguments.leaves[at])) for at in arguments.tensors]

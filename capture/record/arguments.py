@@ -25,7 +25,8 @@ from weft.capture.record.numpy_arguments import (
 )
 from weft.capture.record.python_numbers import differing
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePlace
+from weft.capture.record.unread_arguments import may_be_unread
+from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePlace, same_simple
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
 from weft.capture.step_interface import Role
 from weft.capture.strided_overlap import offset_within, span
@@ -44,6 +45,7 @@ class CallArguments:
     Attributes:
         leaves: the flattened arguments, with tensors in the place of the arrays that are inputs.
         arrays: those arrays, by their number: what must stay the same of each.
+        unread: the type of each leaf that the step only passes on, by its number.
         paths: how the user would write each leaf.
         tensors: the place of each leaf that is a tensor, by its number.
         vals: the fake of each of them, with symbolic sizes.
@@ -75,6 +77,11 @@ class CallArguments:
             at: kind_of(leaf)
             for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
             if (path in changing and path not in values and may_be_input(leaf)) or is_too_large_to_compare(leaf)
+        }
+        self.unread = {
+            at: type(leaf)
+            for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
+            if path in changing and path not in values and may_be_unread(leaf) and _is_once(leaf, passed)
         }
         if any(not writable for kind, writable in self.arrays.values()):
             expect_unwritable_arrays()
@@ -108,7 +115,11 @@ class CallArguments:
         return leaves
 
     def inputs_of(self, leaves: list[Any]) -> list[Any] | str:
-        """Leaves of another call with tensors in the place of arrays; or why that call has other arrays."""
+        """Leaves of another call with tensors in the place of arrays; or why arrays, or what the step only passes on,
+        are of another kind there."""
+        for at, kind in self.unread.items():
+            if type(leaves[at]) is not kind:
+                return f"{self.paths[at]} is a {type(leaves[at]).__qualname__}, was a {kind.__qualname__}"
         if not self.arrays:
             return leaves
         for at, kind in self.arrays.items():
@@ -117,7 +128,7 @@ class CallArguments:
         try:
             return self._with_tensors(leaves)
         except (TypeError, ValueError) as error:
-            return f"{self.paths[list(self.arrays)[0]]}, or another array: {error}"
+            return f"{self.paths[next(iter(self.arrays))]}, or another array: {error}"
 
     def changed(self, leaves: list[Any], contents: Iterable[Container]) -> Iterator[str]:
         """The paths of the numbers and arrays among the leaves of another call that are others than in this one.
@@ -125,15 +136,15 @@ class CallArguments:
         Args:
             contents: what the Python state holds, the contents of arrays among it.
         """
-        for at, known in self.numbers.items():
-            yield from differing(self.paths[at], leaves[at], known)
-        known_arrays = self.passed.obj
+        for at, number in self.numbers.items():
+            yield from differing(self.paths[at], leaves[at], number)
+        known = self.passed.obj
         yield from (self.paths[at] for at in self.arrays)
-        candidates = [at for at in range(len(leaves)) if at not in self.tensors and at not in self.numbers]
-        for at in candidates:
-            if may_be_input(leaves[at]):
-                same = leaves[at] is known_arrays[at]
-                if not same or any(each.obj is leaves[at] and any(True for _ in each.changes()) for each in contents):
+        yield from (self.paths[at] for at in self.unread)
+        for at, (leaf, before) in enumerate(zip(leaves, known, strict=True)):
+            if at not in self.tensors and (may_be_input(leaf) or (may_be_unread(leaf) and type(leaf) is type(before))):
+                same = leaf is before or same_simple(leaf, before)
+                if not same or any(each.obj is leaf and any(True for _ in each.changes()) for each in contents):
                     yield self.paths[at]
 
     def paths_of_arrays(self) -> tuple[set[str], set[str]]:
@@ -150,10 +161,11 @@ class CallArguments:
     @property
     def objects(self) -> Iterator[tuple[Any, str]]:
         """Arguments that are neither tensors nor plain values: modules, optimizers, functions."""
+        unread = {id(self.leaves[at]) for at in self.unread}
         return (
             (leaf, path)
             for leaf, path in zip(self.leaves, self.paths, strict=True)
-            if not isinstance(leaf, (torch.Tensor, *SIMPLE))
+            if not isinstance(leaf, (torch.Tensor, *SIMPLE)) and id(leaf) not in unread
         )
 
     @property
@@ -353,6 +365,11 @@ class CallArguments:
         for _, container in self.gradients:
             container.restore()
         self._containers.restore()
+
+
+def _is_once(leaf: Any, leaves: list[Any]) -> bool:
+    """Whether an argument is no other one too, or cannot be changed."""
+    return isinstance(leaf, (str, bytes, frozenset)) or sum(each is leaf for each in leaves) == 1
 
 
 def _is_batch_object(obj: Any) -> bool:

@@ -38,7 +38,8 @@ from weft.capture.record.array_calls import (
 )
 from weft.capture.record.array_functions import dispatch
 from weft.capture.record.host_arrays import HostArray
-from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.late_text import late_text
+from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw, WeftError
 
@@ -378,14 +379,25 @@ class ArrayRecorder:
         assert memory.fake is not None
         return memory.fake.as_strided(sample.shape, strides, offset)
 
+    def text(self, array: HostArray, frame: types.FrameType, method: str, arguments: tuple[Any, ...]) -> str | None:
+        """A mark for the text of an array or number, as it is now; None where the code in ``frame`` may read it."""
+        whole = array if isinstance(array.weft_sample, sys.modules["numpy"].ndarray) else None
+        made = self.call(operator.getitem, (array, ())) if whole is None else self.call(numpy_copy, (array,))
+        memory, call = made.weft_memory, made.weft_call
+        if memory.fake is None:
+            return None
+        convert = lambda tensor: evaluate(call, lambda leaf: tensor.numpy() if leaf is memory else leaf)
+        return late_text(self._recorder, frame, memory.fake, method, arguments, convert=convert)
+
     def slot(self, array: HostArray, keep: Callable[[Any], int], left: dict[int, int]) -> ArraySlot:
         """What an array becomes that leaves the step; ``left`` has the ids of the memories of those before."""
         memory = array.weft_memory
         scalar = not isinstance(array.weft_sample, sys.modules["numpy"].ndarray)
-        if not scalar and (memory.shared or id(memory) in left):
+        passed_on = memory.argument and recording() is self._recorder  # to a function that is called from the program
+        if not scalar and not passed_on and (memory.shared or id(memory) in left):
             why = "two arrays of one memory leave the step, or an array and a tensor"
             raise self.refusal("an array", why, "return a copy: numpy.array(x)")
-        if not scalar and memory.argument:
+        if not scalar and memory.argument and not passed_on:
             raise self.refusal("an array", "a part of an argument leaves the step", "return a copy: numpy.array(x)")
         left[id(memory)] = 0
         operands: list[int] = []
@@ -417,6 +429,11 @@ def _full_name(name: str) -> str:
 def shape_of(result: Any) -> Any:
     """The sizes of an array, as an array."""
     return sys.modules["numpy"].array(result.shape, dtype="int64")
+
+
+def numpy_copy(array: Any) -> Any:
+    """A copy with the order of the array in memory."""
+    return array.copy(order="K")
 
 
 def array_constant(array: Any) -> Any:

@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -17,25 +17,13 @@ from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
 from weft.capture.record.optimizer_states import Entry, OptimizerStateMade
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
+from weft.capture.record.unread_arguments import ArgumentRead, ValuesOfArguments
 from weft.capture.state.code_names import opaque_code
 from weft.errors import UncapturableMutation, UnrecordedDraw, UsedDuringCapture
 
 log = logging.getLogger(__name__)
 
 Captured = TypeVar("Captured")
-
-
-@dataclass
-class ArrayArguments:
-    """Paths of the arguments of an attempt that are arrays or numbers of numpy's.
-
-    Attributes:
-        inputs: of those whose values are inputs of the graph.
-        constants: of those that could be inputs too, and are guarded by their values.
-    """
-
-    inputs: set[str] = field(default_factory=set)
-    constants: set[str] = field(default_factory=set)
 
 
 def captured_in_attempts(
@@ -49,8 +37,8 @@ def captured_in_attempts(
     Args:
         attempt: runs the step once. It takes what changes, the tensors of the state that earlier calls leave with a
             graph (:mod:`weft.capture.record.kept_graphs`), and the options ``watched``, to look for the line that moves
-            a generator, and ``arrays``, to follow the arrays that numpy draws. It notes in ``found`` which arguments are
-            arrays.
+            a generator, and ``arrays``, to follow the arrays that numpy draws. It notes in ``found`` what becomes
+            of the values of arguments.
         changing: what is known to change from call to call.
         collect: collects garbage; called before each attempt.
     """
@@ -80,10 +68,15 @@ def _with_what_changes(
     earlier: Mapping[str, torch.Tensor] = {}
     made: list[Entry] = []
     while True:
-        arguments = ArrayArguments()
+        arguments = ValuesOfArguments()
         how = functools.partial(attempt, changing, earlier, made=made, found=arguments)
         try:
-            return _with_what_it_draws(how, {}, collect)
+            captured = _with_what_it_draws(how, {}, collect)
+            if not arguments.read and not (arguments.unread and arguments.caught):
+                return captured
+            changing = replace(changing, values=changing.values | (arguments.read or arguments.unread))
+        except ArgumentRead:
+            changing = replace(changing, values=changing.values | arguments.read)
         except OptimizerStateMade as found:
             made = found.entries
             continue
@@ -102,7 +95,8 @@ def _with_what_changes(
                 changing = replace(changing, growing=frozenset(), read=changing.read | changing.growing)
                 made = []
                 continue
-            inputs, constants = arguments.inputs, arguments.constants - changing.values
+            inputs = arguments.read or arguments.unread or arguments.inputs
+            constants = arguments.constants - changing.values
             if inputs:
                 log.info("captured with the values of %s: %s", ", ".join(sorted(inputs)), str(error).split("\n")[0])
                 changing = replace(changing, values=changing.values | inputs)

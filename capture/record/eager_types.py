@@ -29,6 +29,7 @@ from weft.capture.record.held_references import ORIGINAL, StandIn, original_of
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.user_code import KIND_OF_FILE, called_by_user
 
 
@@ -53,6 +54,8 @@ class EagerTypes:
             return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
         if kind is HostArray:
             return type(value.weft_sample)
+        if kind is UnreadValue:
+            return value.weft_kind
         if issubclass(kind, AppendedList):
             return kind.kind
         number = PYTHON_TYPES.get(kind)

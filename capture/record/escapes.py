@@ -38,11 +38,12 @@ from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.live_values import references
 from weft.capture.record.templates import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
+from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.state.containers import Container
 from weft.capture.user_code import format_frame
 from weft.errors import CaptureValueEscaped, EscapedTensor
 
-_KINDS = (FakeTensor, HostArray, torch.SymInt, torch.SymFloat, torch.SymBool)
+_KINDS = (FakeTensor, HostArray, UnreadValue, torch.SymInt, torch.SymFloat, torch.SymBool)
 # What holds values of a capture by right, or only while an exception travels. Holders of these are not followed.
 _RECORDS = (torch.fx.Node, torch.fx.Graph, types.FrameType, types.TracebackType, type, types.ModuleType)
 _OWN_MODULES = ("weft.", "torch._subclasses", "torch.fx", "torch.utils._sympy", "sympy")
@@ -180,6 +181,8 @@ class EscapeCheck:
         """Whether a fake, a number or an array is of this capture; other threads may be tracing too."""
         if type(value) is HostArray:
             return any(value.weft_owner.is_of(mode) for mode in self.modes)
+        if type(value) is UnreadValue:
+            return any(value.weft_mode is mode for mode in self.modes)
         if isinstance(value, FakeTensor):
             known = value.fake_mode in self.modes  # which are compared by identity
             return known and (not self.in_fake_world or was_tracked(value))

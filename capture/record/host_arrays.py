@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.user_code import called_for_user, in_raise_statement, user_line
+from weft.capture.user_code import called_for_user, in_raise_statement, is_user_file, user_line
 from weft.errors import TextOfValue
 
 
@@ -164,18 +164,23 @@ class HostArray:
         return builtins.bool((self == value).any())
 
     def __repr__(self) -> str:
-        return self._text(repr)
+        return self._text("__repr__")
 
     def __str__(self) -> str:
-        return self._text(str)
+        return self._text("__str__")
 
     def __format__(self, spec: str) -> str:
-        return self._text(lambda known: format(known, spec))
+        return self._text("__format__", spec)
 
-    def _text(self, make: Callable[[Any], str]) -> str:
+    def _text(self, method: str, *arguments: str) -> str:
         known = self.weft_owner.known(self) if self.weft_owner.active else None
         if known is not None:
-            return make(known)
+            return getattr(known, method)(*arguments)
+        frame = sys._getframe(2)
+        if self.weft_owner.active and is_user_file(frame.f_code.co_filename):
+            text = self.weft_owner.text(self, frame, method, arguments)
+            if text is not None:
+                return text
         if self.weft_owner.active and called_for_user(__name__):
             raise TextOfValue(user_line(), in_raise=in_raise_statement())
         return f"<{type(self.weft_sample).__name__} of {self.dtype} and shape {self.shape}>"

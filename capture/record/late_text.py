@@ -19,6 +19,7 @@ import torch
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shown_gradients import gradient_shown, with_gradient_shown
 from weft.capture.record.text_flow import goes_straight_out
+from weft.capture.state.containers import StatePlace
 from weft.capture.user_code import is_user_file
 
 # Characters of Unicode's private use area, which no text of a step should have.
@@ -31,37 +32,51 @@ class LateText:
     """One place in a text.
 
     Attributes:
-        value: a symbolic number, or a tensor of the capture.
+        value: a symbolic number, or a tensor of the capture; None for an argument that is only passed on.
         method: "__format__", "__repr__" or "__str__".
         arguments: of the method.
         gradient: what the text says of autograd (:func:`gradient_shown`).
+        place: of the argument.
+        convert: makes what the text is of from the value of a call: an array, from the tensor in its memory.
     """
 
     value: Any
     method: str
     arguments: tuple[Any, ...]
     gradient: str | None = None
+    place: StatePlace | None = None
+    convert: Callable[[Any], Any] | None = None
 
     def of(self, value: Any) -> str:
         """The text for a value of one call."""
+        if self.convert is not None:
+            value = self.convert(value)
         return getattr(with_gradient_shown(value, self.gradient), self.method)(*self.arguments)
 
 
 def late_text(
-    recorder: OpRecorder, frame: types.FrameType, value: Any, method: str, arguments: tuple[Any, ...]
+    recorder: OpRecorder,
+    frame: types.FrameType,
+    value: Any,
+    method: str,
+    arguments: tuple[Any, ...],
+    *,
+    place: StatePlace | None = None,
+    convert: Callable[[Any], Any] | None = None,
 ) -> str | None:
     """The mark for a text of ``value`` that the function running in ``frame`` makes; None where the text may be read.
 
     Args:
         value: a symbolic number, or a tensor of the capture.
         method: of the value, which makes the text.
+        place, convert: see :class:`LateText`.
     """
     if is_late(arguments) or not is_user_file(frame.f_code.co_filename) or not goes_straight_out(frame):
         return None
     gradient = gradient_shown(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().clone()  # the text is that of the value as it is now
-    recorder.late_texts.append(LateText(value, method, arguments, gradient))
+    recorder.late_texts.append(LateText(value, method, arguments, gradient, place, convert))
     return f"{_BEGIN}{len(recorder.late_texts) - 1}{_END}"
 
 
@@ -78,11 +93,11 @@ class LateTextSlot:
 
     Attributes:
         pieces: plain text and marks, in turn.
-        indices: number of the output that each mark's value is.
+        indices: number of the output that each mark's value is, or the place of the argument.
     """
 
     pieces: tuple[str | LateText, ...]
-    indices: tuple[int, ...]
+    indices: tuple[int | StatePlace, ...]
 
     @classmethod
     def of(cls, text: str, recorder: OpRecorder, keep: Callable[[Any], int]) -> LateTextSlot:
@@ -90,9 +105,9 @@ class LateTextSlot:
         pieces: list[str | LateText] = list(_MARK.split(text))
         pieces[1::2] = [recorder.late_texts[int(str(number))] for number in pieces[1::2]]
         marks = [piece for piece in pieces if isinstance(piece, LateText)]
-        return cls(tuple(pieces), tuple(keep(recorder.value(mark.value)) for mark in marks))
+        return cls(tuple(pieces), tuple(mark.place or keep(recorder.value(mark.value)) for mark in marks))
 
     def fill(self, outputs: list[Any]) -> str:
         """The text of one call."""
-        values = iter([outputs[index] for index in self.indices])
+        values = iter([outputs[each] if isinstance(each, int) else each.outer() for each in self.indices])
         return "".join(piece if isinstance(piece, str) else piece.of(next(values)) for piece in self.pieces)

@@ -21,14 +21,16 @@ _KINDS = "biufc"  # of dtypes: booleans, integers, floats and complex numbers
 
 
 def may_be_input(value: Any) -> bool:
-    """Whether a tensor can lie in the memory of a value: an array of numpy's, of no subclass, that torch has a dtype and
-    strides for and whose elements do not overlap; or a number of numpy's."""
+    """Whether a tensor can lie in the memory of a value: an array of numpy's, of no subclass, whose dtype and strides
+    torch has and whose elements do not overlap; or a number of numpy's."""
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)) or value.dtype.kind not in _KINDS:
         return False
     if isinstance(value, numpy.generic):
         return _as_tensor(value) is not None
-    return type(value) is numpy.ndarray and not _overlaps_itself(value) and _as_tensor(value) is not None
+    return (
+        type(value) is numpy.ndarray and not (value.size and _overlaps_itself(value)) and _as_tensor(value) is not None
+    )
 
 
 def is_too_large_to_compare(value: Any) -> bool:

@@ -23,6 +23,7 @@ from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
 from weft.capture.record.tracked_storages import is_tracked
+from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.state.absent_graphs import with_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
@@ -168,6 +169,8 @@ def _leaf_template(
     places_by_id: Mapping[int, StatePlace],
     slots: dict[int, int],
 ) -> Any:
+    if type(leaf) is UnreadValue:
+        return _StateReference(leaf.weft_place)
     if isinstance(leaf, torch.Tensor):
         inner, names = inner_tensor(leaf)
         if id(leaf) in places_by_id:

@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.record.arguments import CallArguments
-from weft.capture.record.attempts import ArrayArguments, captured_in_attempts
+from weft.capture.record.attempts import captured_in_attempts
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
 from weft.capture.record.branches import Branches, without_capture
@@ -52,7 +53,6 @@ from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, r
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
-from weft.capture.record.output_aliases import values_in_shared_memory
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
 from weft.capture.record.printed import output_repeated
@@ -60,6 +60,7 @@ from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, Pytho
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
+from weft.capture.record.result_aliases import result_aliases
 from weft.capture.record.shared_objects import SharedObjects
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
@@ -67,6 +68,7 @@ from weft.capture.record.templates import Template
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
 from weft.capture.record.tracked_storages import is_tensor
+from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments, caught_exceptions_noted
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
 from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
@@ -159,7 +161,7 @@ class _StepCapture:
         earlier: Mapping[str, torch.Tensor],
         *,
         made: list[Entry],
-        found: ArrayArguments,
+        found: ValuesOfArguments,
         watched: bool = False,
         arrays: bool = False,
     ) -> None:
@@ -181,7 +183,9 @@ class _StepCapture:
         escapes.in_fake_world = world is not None
         self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
         self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values)
+        self.found = found
         found.inputs, found.constants = self.arguments.paths_of_arrays()
+        found.unread = {self.arguments.paths[at] for at in self.arguments.unread}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
         self.dynamic = dynamic | self.arguments.marked_dynamic()
@@ -215,7 +219,8 @@ class _StepCapture:
                 reported = data_dependence_reported(self.step, symbols, drawn)
                 result, raised = None, None
                 try:
-                    with reported, self.fake_mode, self.recorder, functions, self.branches.answered():
+                    caught = caught_exceptions_noted(self.found)
+                    with reported, self.fake_mode, self.recorder, functions, self.branches.answered(), caught:
                         result = self.step(*args, **kwargs)
                 except (Exception, SystemExit) as error:
                     mark_refused_call(error)
@@ -298,6 +303,9 @@ class _StepCapture:
 
     def _plain_argument(self, value: Any, place: StatePlace) -> Any:
         """What the step gets for an argument that is no tensor."""
+        if (kind := self.arguments.unread.get(place.key)) is not None:
+            place = replace(place, container=self.arguments.passed)
+            return UnreadValue(place, kind, self.found.read, self.fake_mode)
         number = self.numbers.argument(value, place)
         return self.outside.argument(value) if number is value else number
 
@@ -381,7 +389,7 @@ class _StepCapture:
             self.arguments.forget_fakes()
             self._restore_state()
             self.lists.settle(self.state.containers)
-            aliases = values_in_shared_memory([node for node, _ in recorder.placeholders], nodes)
+            aliases = result_aliases([node for node, _ in recorder.placeholders], nodes)
             if complete:
                 self._updates(outputs, nodes, replaced)
                 updated = {out.input for out in outputs if isinstance(out, Update)}

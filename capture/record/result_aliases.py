@@ -1,4 +1,4 @@
-"""Which outputs of a graph share memory with its inputs or with each other."""
+"""Which results of a program eager would hand out as tensor objects of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from weft import torch_adapter
 
 
-def values_in_shared_memory(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
+def result_aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
     """Numbers of the values in the memory of an input, or at the place of a value before them.
 
     A program may return one tensor object for two such values. It may make a view of an input without grad mode, and

@@ -1,0 +1,145 @@
+"""Texts, bytes and sets among the arguments that change from call to call, and that a step only passes on.
+
+A batch carries names of files, captions, ids. They are other ones at every call, and most steps leave them alone,
+return them, or print them. The capture gives the step an :class:`UnreadValue` in the place of one that was seen to
+change. To pass it on is all that it allows; each call takes its own value. Whatever looks inside (a comparison, a hash,
+a length, a method) ends the attempt, and the value is a guard again.
+
+Code in C that wants the value itself finds an object of another type and raises. So an attempt in which the user's code
+caught any exception is not trusted either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.capture.record.late_text import late_text
+from weft.capture.record.numpy_arguments import may_be_input
+from weft.capture.record.recorder import recording
+from weft.capture.state.containers import StatePlace
+from weft.capture.user_code import is_user_file
+
+_KINDS = frozenset({str, bytes, bytearray, set, frozenset})
+_READING = (
+    "eq ne lt le gt ge hash bool len iter contains getitem setitem delitem add radd iadd mul rmul mod rmod sub rsub "
+    "isub or ror ior and rand iand xor rxor ixor int float index complex bytes reversed sizeof buffer array "
+    "array_ufunc array_function copy deepcopy reduce reduce_ex"
+)
+
+
+# Exceptions that code in C raises where it gets a stand-in. To look at an attribute of one raises `ArgumentRead`.
+_OF_WRONG_TYPES = (TypeError, ValueError, RuntimeError, AssertionError, SystemError, BufferError)
+
+
+@dataclass
+class ValuesOfArguments:
+    """Paths of arguments of an attempt that are no tensors, by what the capture makes of their values.
+
+    Attributes:
+        inputs: arrays and numbers of numpy's whose values are inputs of the graph.
+        constants: those that could be inputs too, and are guarded by their values.
+        unread: what the step may pass on, without reading it.
+        read: those of them that it did read.
+        caught: whether the user's code met an exception that reading one of them may have raised.
+    """
+
+    inputs: set[str] = field(default_factory=set)
+    constants: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
+    caught: bool = False
+
+
+class ArgumentRead(BaseException):
+    """Ends an attempt in which the step looks at the value of an argument that is to change from call to call.
+
+    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
+    """
+
+
+class UnreadValue:
+    """Stands for an argument whose value is not known.
+
+    Args:
+        place: of the argument.
+        kind: its type.
+        reads: where the paths of those that were read are noted.
+        mode: the fake mode of the capture.
+    """
+
+    def __init__(self, place: StatePlace, kind: type, reads: set[str], mode: Any) -> None:
+        vars(self).update(weft_place=place, weft_kind=kind, weft_reads=reads, weft_mode=mode)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self.weft_kind
+
+    def __getattr__(self, name: str) -> Any:
+        getattr(self.weft_kind, name)  # an AttributeError where the value has none
+        return _read(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _read(self)
+
+    def __repr__(self) -> str:
+        return _text(self, "__repr__")
+
+    def __str__(self) -> str:
+        return _text(self, "__str__")
+
+    def __format__(self, spec: str) -> str:
+        return _text(self, "__format__", spec)
+
+
+def _read(value: UnreadValue, *_: Any) -> Any:
+    value.weft_reads.add(value.weft_place.path)
+    raise ArgumentRead(value.weft_place.path)
+
+
+for _name in _READING.split():
+    setattr(UnreadValue, f"__{_name}__", _read)
+
+
+def _text(value: UnreadValue, method: str, *arguments: str) -> str:
+    recorder = recording()
+    if recorder is None or recorder.fake_mode is not value.weft_mode:
+        return f"<the value of {value.weft_place.path}>"
+    text = late_text(recorder, sys._getframe(2), None, method, arguments, place=value.weft_place)
+    return _read(value) if text is None else text
+
+
+def may_be_unread(value: Any) -> bool:
+    """Whether an argument can be passed on unread: a text, bytes, a set, or an array that is no input."""
+    numpy = sys.modules.get("numpy")
+    return type(value) in _KINDS or (numpy is not None and type(value) is numpy.ndarray and not may_be_input(value))
+
+
+@contextlib.contextmanager
+def caught_exceptions_noted(found: ValuesOfArguments) -> Iterator[None]:
+    """Inside, where there are arguments that the step may pass on unread, ``found.caught`` becomes True at an exception
+    of the kinds that a value of a wrong type raises, in code of the user's or of libraries."""
+    if not found.unread:
+        yield
+        return
+
+    def enter(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if not is_user_file(frame.f_code.co_filename):
+            return None
+        frame.f_trace_lines = False
+        return step
+
+    def step(frame: types.FrameType, event: str, argument: Any) -> Any:
+        found.caught |= event == "exception" and issubclass(argument[0], _OF_WRONG_TYPES)
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
