@@ -35,6 +35,7 @@ from weft.capture.guards.guards import Guards
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.dynamic_sizes import MARKS, changed_dims
 from weft.capture.record.generator_states import generators_kept
+from weft.capture.record.list_arguments import ListHistory
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, differing_numbers
 from weft.capture.record.recorder import recording
 from weft.capture.record.tracer import capture_step
@@ -120,6 +121,7 @@ class CompiledStep(Generic[P, R]):
         self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
         self._numbers: set[str] = set()
         self._values: set[str] = set()  # paths of arguments that must be guarded by their values
+        self._lists = ListHistory()
         self._plain_numbers = False
         self._agreed: dict[bytes, AgreedCollectives] = {}
         self._uncompiled = False
@@ -440,6 +442,7 @@ class CompiledStep(Generic[P, R]):
             for entry in self.entries:
                 if entry.captured.arguments.spec == spec:
                     dims |= changed_dims(leaves, entry.captured.arguments.shapes)
+            dims |= self._lists.varying(args, kwargs)[0]
         static = {
             (at, dim) for at, leaf in tensors for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "static"
         }
@@ -456,6 +459,7 @@ class CompiledStep(Generic[P, R]):
             if spec == captured.arguments.spec:
                 self._numbers.update(captured.arguments.changed(leaves, captured.state.containers))
             self._values |= captured.changing.values
+        self._numbers |= self._lists.varying(args, kwargs)[1]
         return ChangingState(frozenset(self._numbers), values=frozenset(self._values))
 
 

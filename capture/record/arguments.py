@@ -24,6 +24,7 @@ from weft.capture.record.numpy_arguments import (
     tensors_of,
 )
 from weft.capture.record.python_numbers import differing
+from weft.capture.record.readable_names import argument_path
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.unread_arguments import may_be_unread
 from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePlace, same_simple
@@ -68,7 +69,7 @@ class CallArguments:
     ) -> None:
         torch_adapter.register_dataclasses((args, kwargs))
         keyed, self.spec = torch_adapter.flatten_with_paths((args, kwargs))
-        self.paths = [_readable(path) for path, _ in keyed]
+        self.paths = [argument_path(path) for path, _ in keyed]
         self._capture_spec = torch_adapter.exact_spec((args, kwargs))
         self._call = args, kwargs
         self._containers = ArgumentContainers(self._call, self._call)
@@ -242,8 +243,8 @@ class CallArguments:
         """The arguments to capture with: fake tensors in place of real ones, symbols in place of dynamic sizes.
 
         ``stand_in`` says what the step gets for an argument that is no tensor, at this place, and ``array`` what for an
-        array whose tensor has this fake. A tensor that requires grad is passed as itself if it is a leaf: hooks on it and
-        its ``.grad`` belong to that object.
+        array whose tensor has this fake. A leaf of autograd that requires grad is passed as itself: hooks on it and its
+        ``.grad`` belong to that object.
         """
         places = [StatePlace(self.container, at, path, Role.SCALAR) for at, path in enumerate(self.paths)]
         leaves = [
@@ -379,10 +380,3 @@ def _is_batch_object(obj: Any) -> bool:
     values = list(getattr(obj, "__dict__", {}).values())
     holds_model = any(isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) for value in values)
     return not holds_model and any(isinstance(value, torch.Tensor) for value in values)
-
-
-def _readable(path: tuple[Any, ...]) -> str:
-    """``args[0]['ids']`` or ``labels`` for the path of a leaf in ``(args, kwargs)``."""
-    outer, *rest = path
-    tail = "".join(str(part) for part in rest)
-    return f"args{tail}" if str(outer) == "[0]" else tail.replace("['", "", 1).replace("']", "", 1)

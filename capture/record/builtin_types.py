@@ -1,4 +1,4 @@
-"""``int(n)``, ``float(n)``, ``max(n, m)`` and ``min(n, m)`` of symbolic numbers, in the user's code.
+"""``int(n)``, ``float(n)``, ``max(n, m)``, ``min(n, m)`` and ``range(0, n, 4)`` of symbolic numbers, in the user's code.
 
 Python's conversions must give plain numbers, and would fix a symbol to its value in the captured call. Which of two
 numbers is larger is a question about them. So while a step is captured, the modules whose functions it can call see
@@ -35,7 +35,7 @@ from weft.capture.state.containers import BuiltinLike
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
 _OF_TORCH = ("torch.optim.lr_scheduler",)
 _TYPE_CHECKS = ("isinstance", "issubclass")
-_NAMES = frozenset({"int", "float", "max", "min"})
+_NAMES = frozenset({"int", "float", "max", "min", "range"})
 _LOADS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
 _GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _SUM = builtins.sum
@@ -114,8 +114,9 @@ def _place(step: dis.Instruction) -> tuple[int, int]:
     return (-1, -1) if positions is None else (positions.lineno or 0, positions.col_offset or 0)
 
 
-def _like(kind: type, convert: Callable[[Any], Any]) -> type:
-    """A class that is ``kind`` in every respect but ``is``, except for what it makes of one symbolic number."""
+def _like(kind: type, convert: Callable[..., Any], most: int = 1) -> type:
+    """A class that is ``kind`` in every respect but ``is``, except for what it makes of a symbolic number among at most
+    ``most`` arguments."""
 
     class Like(BuiltinLike):
         def __instancecheck__(cls, instance: Any) -> bool:
@@ -125,8 +126,8 @@ def _like(kind: type, convert: Callable[[Any], Any]) -> type:
             return other is cls or issubclass(other, kind)
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            symbolic = len(args) == 1 and not kwargs and recording() is not None
-            return convert(args[0]) if symbolic and _is_symbolic(args[0]) else kind(*args, **kwargs)
+            symbolic = not kwargs and recording() is not None and any(map(_is_symbolic, args))
+            return convert(*args) if symbolic and len(args) <= most else kind(*args, **kwargs)
 
         def __getattribute__(cls, name: str) -> Any:
             return getattr(kind, name)
@@ -195,9 +196,20 @@ def sum_replacements() -> list[tuple[Any, str, Any]]:
     return [(builtins, "sum", sum_as_python)] if sys.version_info >= (3, 12) else []
 
 
+def _range(*bounds: Any) -> range:
+    """``range(0, n, step)`` of a symbolic ``n``: only how many numbers there are is fixed, not ``n``."""
+    begin, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    plain = type(begin) is int and type(step) is int and step > 1
+    if not plain or type(end) is not torch.SymInt or not end.node.has_hint():
+        return range(*bounds)
+    count = int((end - begin + step - 1) // step)
+    return range(begin, begin + max(count, 0) * step, step)
+
+
 STAND_INS = {
     "int": _like(builtins.int, _int),
     "float": _like(builtins.float, _float),
     "max": _choosing(max),
     "min": _choosing(min),
+    "range": _like(range, _range, most=3),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import keyword
 import re
+from typing import Any
 
 _OF_PROGRAMS = frozenset({"inputs", "run", "torch"})  # names that the text of every program has a use for
 
@@ -15,3 +16,10 @@ def readable_name(path: str) -> str:
     if keyword.iskeyword(name) or hasattr(builtins, name) or name in _OF_PROGRAMS:
         return f"{name}_"
     return f"_{name}" if name[0].isdigit() else name
+
+
+def argument_path(path: tuple[Any, ...]) -> str:
+    """``args[0]['ids']`` or ``labels`` for the path of a leaf in ``(args, kwargs)``."""
+    outer, *rest = path
+    tail = "".join(str(part) for part in rest)
+    return f"args{tail}" if str(outer) == "[0]" else tail.replace("['", "", 1).replace("']", "", 1)

@@ -1,0 +1,79 @@
+"""Lists among the arguments whose length changes from call to call.
+
+A step that goes through a list does other operations for another length: each length has a form of its own. What is
+known to vary in such a list holds for every length, though. So all entries that a list had in any capture are compared:
+sizes and values that differ are symbols from the first capture of a new length on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from weft import torch_adapter
+from weft.capture.record.dynamic_sizes import sizes_of
+from weft.capture.record.readable_names import argument_path
+from weft.capture.state.containers import same_simple
+
+_ENTRY = "[*]"
+
+
+class ListHistory:
+    """What varied among the entries of the lists in the arguments of one step, over its captures."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}  # by the name of a list: how many entries it had first
+        self._open: set[str] = set()  # lists that had another number of entries
+        self._sizes: dict[tuple[str, int], tuple[Any, ...]] = {}  # by list and number of dimensions: the first sizes
+        self._values: dict[str, Any] = {}
+        self._varying_sizes: set[tuple[str, int, int]] = set()
+        self._varying_values: set[str] = set()
+
+    def varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[tuple[int, int]], set[str]]:
+        """What varies in the lists of this call, which is noted, whose length has changed: (leaf, dimension) of tensors
+        and arrays, and the paths of leaves whose values vary."""
+        keyed, _ = torch_adapter.flatten_with_paths((args, kwargs))
+        named = [(at, name, leaf) for at, (path, leaf) in enumerate(keyed) if (name := _name((args, kwargs), path))]
+        for name, count in Counter(name for _, name, _ in named).items():
+            if self._counts.setdefault(name, count) != count:
+                self._open.add(name)
+        for _, name, leaf in named:
+            self._note(name, leaf)
+        of_open = [(at, name, leaf) for at, name, leaf in named if name in self._open]
+        sizes = {(at, dim) for at, name, leaf in of_open for dim in self._varying_dims(name, leaf)}
+        values = {argument_path(keyed[at][0]) for at, name, _ in of_open if name in self._varying_values}
+        return sizes, values
+
+    def _note(self, name: str, leaf: Any) -> None:
+        sizes = sizes_of(leaf)
+        if sizes is not None:
+            known = self._sizes.setdefault((name, len(sizes)), tuple(sizes))
+            different = (dim for dim, (a, b) in enumerate(zip(sizes, known, strict=True)) if a != b)
+            self._varying_sizes |= {(name, len(sizes), dim) for dim in different}
+        known = self._values.setdefault(name, leaf if sizes is None else None)
+        if sizes is not None or not same_simple(leaf, known):
+            self._varying_values.add(name)
+
+    def _varying_dims(self, name: str, leaf: Any) -> list[int]:
+        sizes = sizes_of(leaf) or ()
+        return [dim for dim in range(len(sizes)) if (name, len(sizes), dim) in self._varying_sizes]
+
+
+def _name(call: tuple[Any, Any], path: tuple[Any, ...]) -> str | None:
+    """The name of the list that a leaf of the arguments is in, and of its place in an entry; None where it is in
+    none."""
+    obj: Any = call
+    parts: list[str] = []
+    for key in path:
+        parts.append(_ENTRY if type(obj) is list else str(key))
+        obj = _inside(obj, key)
+    return "".join(parts) if _ENTRY in parts else None
+
+
+def _inside(obj: Any, key: Any) -> Any:
+    """What a key of a path leads to; None where the path is of a type that only its pytree knows."""
+    if isinstance(obj, (list, tuple)) and hasattr(key, "idx"):
+        return obj[key.idx]
+    if isinstance(obj, dict) and hasattr(key, "key"):
+        return obj.get(key.key)
+    return getattr(obj, key.name, None) if hasattr(key, "name") else None
