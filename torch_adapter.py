@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._functorch import pyfunctorch
 from torch._ops import OpOverload
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import _HookMixin
@@ -530,6 +531,11 @@ def new_fake(
         (torch._C._set_warn_deprecated_on_mutable_data_ptr if warns else torch._C._set_throw_on_mutable_data_ptr)(fake)
         vars(fake).update(attributes)
         return fake
+
+
+def contiguous_fake(mode: FakeTensorMode, device: torch.device, dtype: torch.dtype, sizes: Any) -> FakeTensor:
+    """What ``torch.empty`` of these sizes makes under the mode."""
+    return new_fake(mode, device, dtype, sizes, make_contiguous_strides_for(sizes), 0, None)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:

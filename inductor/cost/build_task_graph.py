@@ -123,7 +123,7 @@ class _TaskGraphBuilder:
 
     def _needs(self, at: int, node: Node, written: list[LiveRange]) -> tuple[int, ...]:
         # Operands first: `TaskGraph.start_of` follows the first need of a WAIT.
-        needs = dict.fromkeys(self.place[used] for used in node.all_input_nodes)
+        needs = dict.fromkeys(map(self.place.__getitem__, node.all_input_nodes))
         for live_range in written:
             needs |= dict.fromkeys(self.since_written[live_range])  # write after read, write after write
         fences = _is_fence(node)

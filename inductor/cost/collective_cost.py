@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -128,6 +129,17 @@ def transfer(cluster: Cluster, collective: Collective, transport: str = LIBRARY)
         CannotCarry: the transport does not serve such a collective.
         LinkMissing: the cluster does not say what joins the ranks of the group.
     """
+    # By identity, as `_placements`: a step has hundreds of collectives with one cost, and each is priced many times.
+    of = collective.kind, collective.group, collective.bytes, collective.dtype, collective.members, collective.wider
+    key = id(cluster), id(collective.ranks), transport, of
+    if key not in _transfers:
+        if len(_transfers) >= _MOST_TRANSFERS:
+            _transfers.clear()
+        _transfers[key] = cluster, collective.ranks, _transfer(cluster, collective, transport)
+    return _transfers[key][2]
+
+
+def _transfer(cluster: Cluster, collective: Collective, transport: str) -> Transfer:
     stream = f"{transport}:{collective.group}:{KINDS[collective.kind].stream}"
     if len(collective.ranks) == 1:
         gpu = cluster.gpu
@@ -182,6 +194,10 @@ def transports_for(cluster: Cluster, collective: Collective) -> list[str]:
     return [name for name, model in models.items() if model is not None and (nodes == 1 or model.crosses)]
 
 
+_transfers: dict[tuple[int, int, str, tuple[Any, ...]], tuple[Cluster, tuple[int, ...], Transfer]] = {}
+_MOST_TRANSFERS = 65_536
+
+
 # ---- operands and sizes of the node
 
 
@@ -189,6 +205,9 @@ def _bytes(tensors: list[torch.Tensor], guessed: dict[str, None]) -> tuple[int, 
     """Bytes of ``tensors``, and whether all sizes are known. Guessed sizes are added to ``guessed``."""
     total, certain = 0, True
     for tensor in tensors:
+        if type(numel := tensor.numel()) is int:
+            total += numel * tensor.dtype.itemsize
+            continue
         sizes = [torch_adapter.hint(size) for size in tensor.shape]
         for size, known in zip(tensor.shape, sizes, strict=True):
             if known is None:

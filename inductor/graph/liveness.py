@@ -23,6 +23,7 @@ from weft.capture.sizes_in_bytes import format_bytes
 from weft.capture.user_code import format_frame
 from weft.inductor.graph.aliasing import effects_of, looks_into
 from weft.inductor.graph.live_range import BLOCK, LiveInterval, bytes_over_time
+from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
 
@@ -122,8 +123,11 @@ class _Walk:
         # An element reads nothing. Counted as a reader of its list, it would keep all tensors of a coalesced result
         # alive.
         if node.target is not operator.getitem:
+            of = self.of
             for used in node.all_input_nodes:
-                self._extend(used, position)
+                for known in of[used]:
+                    if known.end < position:
+                        known.end = position
         if node.op == "output":
             return
         # The communication stream reads its operands until the wait: the allocator must not hand out their memory
@@ -131,7 +135,8 @@ class _Walk:
         if is_wait(node):
             self._extend_inputs(node, position)
         tensors = _tensors(node.meta.get("val"))
-        self._unite(node)
+        if "inplace" in node.meta or looks_into(node):
+            self._unite(node)
         found: dict[int, LiveRange] = {}
         in_arena = _in_arena(node, len(tensors))
         for at, tensor in enumerate(tensors):
@@ -158,15 +163,16 @@ class _Walk:
         return LiveRange(size, position, self.last if node.op == "placeholder" else position, node)
 
     def _unite(self, node: Node) -> None:
-        """Let fake storages that are one storage when the step runs count as one.
+        """Let fake storages that are one storage when the step runs count as one: those of a node that makes a view, picks
+        from a list, or may run in place.
 
         Fakes of one capture share storages by themselves; those of nodes that a pass put in the place of others do not.
         """
-        if not ("inplace" in node.meta or looks_into(node)):
-            return
         for operand, result in _same_memory(node):
-            if self._key(result) != self._key(operand):
-                self.same_as[torch_adapter.storage_key(result)] = self._key(operand)
+            if (key := torch_adapter.storage_key(result)) == torch_adapter.storage_key(operand):
+                continue
+            if self.same_as.get(key, key) != (of := self._key(operand)):
+                self.same_as[key] = of
 
     def _key(self, tensor: torch.Tensor) -> int:
         key = torch_adapter.storage_key(tensor)
@@ -190,7 +196,8 @@ def _in_arena(node: Node, count: int) -> list[bool]:
     """For each result whether it lies in memory that ranks share, which is there from before the step."""
     place = node.meta.get("arena_slots")
     if place is None:
-        return [getattr(node.target, "in_arena", False)] * count
+        # Operations have no such attribute, and take long to say so.
+        return [not isinstance(node.target, OpOverload) and getattr(node.target, "in_arena", False)] * count
     return [slot is not None for slot in place]
 
 

@@ -60,7 +60,7 @@ def lower(step: StepGraph, order: Sequence[Node], on_aten: Collection[str] = (),
 def device_kind(nodes: Iterable[Node]) -> str:
     """ "cuda" where any tensor is on a GPU, else "cpu"."""
     vals = (node.meta.get("val") for node in nodes)
-    return "cuda" if any(isinstance(val, torch.Tensor) and val.is_cuda for val in vals) else "cpu"
+    return "cuda" if any(isinstance(val, torch.Tensor) and val.device.type == "cuda" for val in vals) else "cpu"
 
 
 def _lower_node(lowered: Lowered, node: Node, on_aten: bool, guard: Guard) -> None:

@@ -82,7 +82,7 @@ class _ScalarPlacer:
         moved: dict[Node, Node] = {}
         for node in list(self.order):
             takes_numbers = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _TAKE_NUMBERS
-            if not takes_numbers or not any(t.is_cuda for t in tensors_of(node)):
+            if not takes_numbers or not any(t.device.type == "cuda" for t in tensors_of(node)):
                 continue
             for used in node.all_input_nodes:
                 val = used.meta.get("val")

@@ -121,5 +121,4 @@ def expand(step: StepGraph, node: Node) -> Node:
 
 def _like(val: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous fake of the same sizes."""
-    with torch_adapter.only_mode(val.fake_mode):  # type: ignore[attr-defined]
-        return torch.empty(val.shape, dtype=dtype, device=val.device)
+    return torch_adapter.contiguous_fake(val.fake_mode, val.device, dtype, val.shape)  # type: ignore[attr-defined]

@@ -235,11 +235,18 @@ def _best(cuts: Iterable[tuple[float, float, float, int, _Cut | None]]) -> list[
     ``_MAX_CUTS`` by lateness, then end, and of the others the first ``_MAX_CUTS`` by lateness, then time on the
     stream."""
     kept: list[_Cut] = []
-    # In ascending lateness, a cut is dominated if an earlier one is at least as good in both other respects.
+    # In ascending lateness, a cut is dominated if an earlier one is at least as good in both other respects. Those that
+    # an even earlier one dominates need no comparison: `front` has the ends and the seconds of the others.
+    front: list[tuple[float, float]] = []
     for cut in sorted(cuts, key=operator.itemgetter(0, 1, 2)):
         _, ends, seconds, *_ = cut
-        if all(ends < other.ends or seconds < other.seconds for other in kept):
+        for other_ends, other_seconds in front:
+            if other_ends <= ends and other_seconds <= seconds:
+                break
+        else:
             kept.append(_Cut(*cut))
+            front = [other for other in front if other[0] < ends or other[1] < seconds]
+            front.append((ends, seconds))
     if len(kept) > 2 * _MAX_CUTS:
         kept = kept[:_MAX_CUTS] + sorted(kept[_MAX_CUTS:], key=lambda cut: (cut.lateness, cut.seconds))[:_MAX_CUTS]
     return kept

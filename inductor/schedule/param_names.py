@@ -24,6 +24,8 @@ class Names:
 
     def __init__(self, step: StepGraph) -> None:
         self._paths = {entry.name: entry.path for entry in step.inputs if entry.role is Role.PARAMETER}
+        # By call on lists: the place of each node in the first list that holds it. A list has all parameters of a step.
+        self._places: dict[Node, dict[Node, int]] = {}
 
     def of(self, start: Node) -> tuple[str, ...]:
         """For each tensor that a collective communicates the path of the parameter that it gathers or whose gradient it
@@ -67,7 +69,11 @@ class Names:
         """The parameter at the same place of the first list of a call."""
         # The parameters are the first list of every update.
         first: Any = call.args[0]
-        at = next((of.index(node) for of in call.args if isinstance(of, (list, tuple)) and node in of), None)
+        if (places := self._places.get(call)) is None:
+            lists = [of for of in call.args if isinstance(of, (list, tuple))]
+            backwards = ((each, at) for of in lists[::-1] for at, each in reversed([*enumerate(of)]))
+            places = self._places[call] = {each: at for each, at in backwards if isinstance(each, Node)}
+        at = places.get(node)
         if at is None or not isinstance(first, (list, tuple)):
             return ""
         beside = next(iter(first[at : at + 1]), None)  # lists of sums have lengths of their own
@@ -93,5 +99,6 @@ def _results_for(call: Node, node: Node) -> Iterator[Node]:
         return
     for of in call.args:
         if isinstance(of, (list, tuple)) and node in of:
+            place = (of.index(node),)
             for list_ in call.users:
-                yield from (user for user in list_.users if user.args[1:] == (of.index(node),))
+                yield from (user for user in list_.users if user.args[1:] == place)
