@@ -68,14 +68,14 @@ class KeptGraphs:
 
     def __init__(self, places: Mapping[int, StatePlace], earlier: Mapping[str, torch.Tensor]) -> None:
         self._earlier = earlier
-        self._known: list[_Known] = []
+        self._known: list[_GraphBefore] = []
         for place in places.values():
             tensor = place.get()
             # A leaf that requires grad gets no grad_fn. Of a view, torch cannot take one away.
             if isinstance(tensor, torch.Tensor) and not (tensor.requires_grad and tensor.is_leaf):
-                self._known.append(_Known(place, tensor, tensor.grad_fn, AutogradRole.of(tensor)))
-        self._arguments: list[_Known] = []
-        self._left: list[_Known] = []
+                self._known.append(_GraphBefore(place, tensor, tensor.grad_fn, AutogradRole.of(tensor)))
+        self._arguments: list[_GraphBefore] = []
+        self._left: list[_GraphBefore] = []
         self.updated: list[StatePlace] = []
 
     def follow_arguments(self, passed: Iterable[tuple[StatePlace, torch.Tensor, torch.Tensor]]) -> None:
@@ -97,7 +97,7 @@ class KeptGraphs:
                 remedy = f"to where it was computed. Pass {place.path}.detach(), or compute it inside the step"
                 with torch.enable_grad():
                     _FromOutside.apply(fake, torch.zeros((), requires_grad=True), place.path, remedy)
-            self._arguments.append(_Known(place, fake, fake.grad_fn, AutogradRole.of(argument)))
+            self._arguments.append(_GraphBefore(place, fake, fake.grad_fn, AutogradRole.of(argument)))
 
     @contextlib.contextmanager
     def followed(self, *modes: Any) -> Iterator[None]:
@@ -140,7 +140,7 @@ class KeptGraphs:
             raise GraphsKept({**self._earlier, **found})
 
 
-class _Known(NamedTuple):
+class _GraphBefore(NamedTuple):
     """A tensor at its place before the step: its grad_fn, and its role in autograd (of an argument, the role that the
     user's tensor has, and not the fake)."""
 

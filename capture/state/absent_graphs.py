@@ -14,7 +14,7 @@ import torch
 from weft.errors import BackwardOutsideStep
 
 
-class AbsentGraph(torch.autograd.Function):
+class _AbsentGraph(torch.autograd.Function):
     """The end of every backward that reaches a tensor of an earlier call."""
 
     @staticmethod
@@ -37,7 +37,7 @@ def with_absent_graph(result: torch.Tensor, where: str) -> torch.Tensor:
     # The result is no input of the function: an input and a result that share memory would be a view and its base,
     # and torch refuses writes in place to a view that a custom function made.
     with torch.enable_grad():
-        made: torch.Tensor = AbsentGraph.apply(torch.zeros((), requires_grad=True), [result], where)
+        made: torch.Tensor = _AbsentGraph.apply(torch.zeros((), requires_grad=True), [result], where)
     return made
 
 
@@ -104,6 +104,7 @@ class AutogradRole(enum.Enum):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> AutogradRole:
+        """The role of a tensor now."""
         if not tensor.requires_grad:
             return cls.LEAF if isinstance(tensor, torch.nn.Parameter) else cls.CONSTANT
         if tensor.is_leaf:

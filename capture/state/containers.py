@@ -82,6 +82,7 @@ class TensorLike:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, is_read: bool = True) -> TensorLike:
+        """What a tensor is like now."""
         return cls(tensor.shape, tensor.dtype, AutogradRole.of(tensor), is_read)
 
     @classmethod

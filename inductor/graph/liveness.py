@@ -163,8 +163,9 @@ class _Walk:
         return LiveRange(size, position, self.last if node.op == "placeholder" else position, node)
 
     def _unite(self, node: Node) -> None:
-        """Let fake storages that are one storage when the step runs count as one: those of a node that makes a view, picks
-        from a list, or may run in place.
+        """Let fake storages that are one storage when the step runs count as one.
+
+        These are the storages of a node that makes a view, picks from a list, or may run in place.
 
         Fakes of one capture share storages by themselves; those of nodes that a pass put in the place of others do not.
         """
