@@ -112,7 +112,7 @@ class FollowedByObject:
     def __init__(self, differences: _Differences, known: frozenset[str]) -> None:
         self._differences = differences
         self._names = self._left_out = _NONE
-        self._others = (known,) if known else ()
+        self._others: tuple[frozenset[str], ...] = (known,) if known else ()
 
     def __contains__(self, name: str) -> bool:
         return (name in self._names and name not in self._left_out) or any(name in each for each in self._others)

@@ -156,7 +156,7 @@ class _LibraryNames:
         functions = [each for each in found if isinstance(each, types.FunctionType) and not is_own(each)]
         return {id(each): each for each in functions}
 
-    def _of_module(self, module: types.ModuleType, names: set[str], asks: int, *, plain: bool) -> list[Any]:
+    def _of_module(self, module: types.ModuleType, names: Set[str], asks: int, *, plain: bool) -> list[Any]:
         """The values that a module has under ``names``, and those in modules among them.
 
         Args:
