@@ -18,7 +18,7 @@ import abc
 import builtins
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 import torch
