@@ -586,6 +586,17 @@ class BackwardOutsideStep(WeftError):
         )
 
 
+class RememberedFunctionWrites(WeftError):
+    """A function that remembers its results changes the Python state when it computes one."""
+
+    def __init__(self, functions: Sequence[str], changed: Sequence[str]) -> None:
+        super().__init__(
+            f"{listed(changed)} changed in the captured call and would not change in the next one: a function with "
+            f"functools.lru_cache ({listed(functions)}) changes it when it runs, and remembers its result. Move the "
+            "change out of that function, or call the function before the compiled step"
+        )
+
+
 class MarkedDynamicSpecialised(WeftError):
     """A size marked with `mark_dynamic` was fixed to a number by the step."""
 

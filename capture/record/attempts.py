@@ -7,28 +7,27 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 
 from weft.capture.record.array_sources import ArrayDrawn
+from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
 from weft.capture.record.optimizer_states import Entry, OptimizerStateMade
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
+from weft.capture.record.remembered_results import RememberingFunctions, captured_without_bodies
 from weft.capture.record.unread_arguments import ArgumentRead, ValuesOfArguments
 from weft.capture.state.code_names import opaque_code
 from weft.errors import UncapturableMutation, UnrecordedDraw, UsedDuringCapture
 
 log = logging.getLogger(__name__)
 
-Captured = TypeVar("Captured")
-
 
 def captured_in_attempts(
-    attempt: Callable[..., Captured], changing: ChangingState, collect: Callable[[], object]
-) -> Captured:
+    attempt: Callable[..., CapturedStep], changing: ChangingState, collect: Callable[[], object]
+) -> CapturedStep:
     """Capture a path; again, where the step defined opaque functions or imported modules of the user's.
 
     What only opaque functions use must not be guarded, which the walk of the state knows now. Modules see the types of
@@ -42,23 +41,29 @@ def captured_in_attempts(
         changing: what is known to change from call to call.
         collect: collects garbage; called before each attempt.
     """
+    functions = RememberingFunctions()
+    attempt = functools.partial(captured_without_bodies, attempt, functions)
     known, modules = len(opaque_code), set(sys.modules)
     imported = lambda: any(is_users_module(sys.modules.get(name)) for name in set(sys.modules) - modules)
     grew = lambda: len(opaque_code) != known or imported()
     try:
-        captured = _with_what_changes(attempt, changing, collect)
+        captured = _with_what_changes(attempt, functions, changing, collect)
     except Exception:
         if not grew():
             raise
     else:
         if not grew():
             return captured
-    return _with_what_changes(attempt, changing, collect)
+        functions.forget()
+    return _with_what_changes(attempt, functions, changing, collect)
 
 
 def _with_what_changes(
-    attempt: Callable[..., Captured], changing: ChangingState, collect: Callable[[], object]
-) -> Captured:
+    attempt: Callable[..., CapturedStep],
+    functions: RememberingFunctions,
+    changing: ChangingState,
+    collect: Callable[[], object],
+) -> CapturedStep:
     """Capture with symbols for the Python numbers that change, and with stand-ins for lists that grow.
 
     The first attempt finds those that the step changes; the next one starts with symbols and stand-ins for them. Where
@@ -74,6 +79,7 @@ def _with_what_changes(
             captured = _with_what_it_draws(how, {}, collect)
             if not arguments.read and not (arguments.unread and arguments.caught):
                 return captured
+            functions.forget()
             changing = replace(changing, values=changing.values | (arguments.read or arguments.unread))
         except ArgumentRead:
             changing = replace(changing, values=changing.values | arguments.read)
@@ -114,8 +120,8 @@ def _with_what_changes(
 
 
 def _with_what_it_draws(
-    attempt: Callable[..., Captured], how: dict[str, bool], collect: Callable[[], object]
-) -> Captured:
+    attempt: Callable[..., CapturedStep], how: dict[str, bool], collect: Callable[[], object]
+) -> CapturedStep:
     collect()  # wrappers of modules look whether what autograd made of their tensors is alive
     try:
         return attempt(**how)

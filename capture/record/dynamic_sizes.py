@@ -162,11 +162,11 @@ class DynamicSizes:
 
 def sizes_of(value: Any) -> tuple[int, ...] | None:
     """The sizes of a tensor, or of an array of numpy's; None for any other value."""
+    if isinstance(value, torch.Tensor):
+        return None if value.is_nested else value.shape
     numpy = sys.modules.get("numpy")
-    has_sizes = isinstance(value, torch.Tensor) or (
-        numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
-    )
-    return value.shape if has_sizes else None
+    is_array = numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+    return value.shape if is_array else None
 
 
 def changed_dims(leaves: Sequence[Any], shapes: Sequence[Sequence[int] | None]) -> set[tuple[int, int]]:

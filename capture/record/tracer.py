@@ -59,6 +59,7 @@ from weft.capture.record.printed import output_repeated
 from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.result_aliases import result_aliases
 from weft.capture.record.shared_objects import SharedObjects
@@ -162,6 +163,7 @@ class _StepCapture:
         *,
         made: list[Entry],
         found: ValuesOfArguments,
+        remembering: RememberingFunctions,
         watched: bool = False,
         arrays: bool = False,
     ) -> None:
@@ -196,6 +198,8 @@ class _StepCapture:
         self.lists = GrowingLists(changing, shared)
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, made)
         self.large_arrays = LargeArrays(self.state.objects)
+        self.remembering = remembering
+        remembering.note(self.state.objects)
         followed = arrays or bool(self.arguments.arrays or self.large_arrays)
         self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=followed)
         self.path = ModulePath(self.state)
@@ -220,7 +224,8 @@ class _StepCapture:
                 result, raised = None, None
                 try:
                     caught = caught_exceptions_noted(self.found)
-                    with reported, self.fake_mode, self.recorder, functions, self.branches.answered(), caught:
+                    compared = self.remembering.compared(self._changes_so_far)
+                    with reported, compared, self.fake_mode, self.recorder, functions, self.branches.answered(), caught:
                         result = self.step(*args, **kwargs)
                 except (Exception, SystemExit) as error:
                     mark_refused_call(error)
@@ -300,6 +305,11 @@ class _StepCapture:
         """The path of the module that records an operation; notes the functions that led to it."""
         self.running.notice()
         return self.path.current()
+
+    def _changes_so_far(self) -> Iterator[tuple[Container, Any, Any, Any]]:
+        """The changes of the Python state, what was appended to lists among them."""
+        yield from self.state.changes()
+        yield from ((container, key, None, value) for container, key, value in self.lists.appended())
 
     def _plain_argument(self, value: Any, place: StatePlace) -> Any:
         """What the step gets for an argument that is no tensor."""

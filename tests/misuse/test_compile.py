@@ -20,6 +20,11 @@ def step(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).sum()
 
 
+def with_backward(x: torch.Tensor) -> None:
+    """A function that goes back through its argument."""
+    x.sum().backward()
+
+
 async def coroutine(x: torch.Tensor) -> None:
     """A function that runs nothing when it is called."""
 
@@ -114,7 +119,9 @@ COMPILED = [
     Misuse("called()(Held(x))", "args[0]", "Held"),
     Misuse("weft.fully_shard(nn.Linear(2, 2))", "mesh is None", "init_process_group", ValueError),
     Misuse("weft.replicate(nn.Linear(2, 2))", "mesh is None", "init_process_group", ValueError),
-    Misuse("compiled()(torch.ones(3, requires_grad=True) * 2)", "args[0]", "grad_fn"),
+    Misuse("weft.compile(with_backward)(torch.ones(3, requires_grad=True) * 2)", "args[0]", "grad_fn"),
+    Misuse("weft.compile(lambda x: x.mul_(2))(torch.ones(3, requires_grad=True) * 2)", "args[0]", "grad_fn"),
+    Misuse("weft.compile(lambda w: w * 2)(torch.ones(3, requires_grad=True)).sum().backward()", "detach", "backward()"),
     Misuse("compiled()(Held(x))", "args[0]", "Held"),
     Misuse("compiled()([Held(x)])", "args[0][0]", "Held"),
     Misuse("weft.capture(3)", "step", "3", T),
@@ -177,7 +184,14 @@ MARKS = [
 
 NAMES = {
     **{"torch": torch, "nn": nn, "np": np, "weft": weft, "copy": copy, "pickle": pickle, "x": x},
-    **{"step": step, "coroutine": coroutine, "generator": generator, "Held": Held, "explained": explained},
+    **{
+        "step": step,
+        "coroutine": coroutine,
+        "with_backward": with_backward,
+        "generator": generator,
+        "Held": Held,
+        "explained": explained,
+    },
     **{"compiled": compiled, "nested": nested, "CompiledStep": weft.CompiledStep, "called": called},
 }
 
