@@ -20,6 +20,7 @@ from weft.capture.record.held_references import StandIn
 from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.tensor_copies import deep_copy
 from weft.capture.user_code import user_line
 from weft.errors import CannotCapture, NumpyOnTensor, UncapturableMutation
 
@@ -77,6 +78,11 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             if func in _RECURRENT and len(args) > 3 and isinstance(args[3], (list, tuple)):
                 # Their loops read the second argument in C++, torch 2.15's without a look whether it has data.
                 raise CannotCapture(user_line(), *_PACKED)
+            if func is torch.Tensor.__deepcopy__:
+                if not args[0].is_leaf:
+                    return func(*args, **kwargs)  # which raises
+                if (copied := deep_copy(self._recorder, *args)) is not None:
+                    return copied
             refuse_memory_access(func)
             if (text := text_of_tensor(func, args)) is not None:
                 return text

@@ -72,6 +72,7 @@ from weft.capture.record.tracked_storages import is_tensor
 from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments, caught_exceptions_noted
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
+from weft.capture.state.code_names import takes_entries
 from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.library_names import RunningCode
@@ -79,7 +80,7 @@ from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.step_threads import capturing
-from weft.capture.user_code import mark_refused_call, user_line
+from weft.capture.user_code import is_own_file, mark_refused_call, user_line
 from weft.errors import (
     AnomalyModeAround,
     FunctionModeAround,
@@ -479,7 +480,9 @@ class _StepCapture:
                 continue
             # A list that was empty may have been cleared in this step; the next call may clear it again.
             bounded = container.outer is not None or getattr(container.obj, "maxlen", None) is not None
-            if container.grew() and container.before and not bounded:
+            # `add_param_group` is called once for each group. Where a step calls it each time, each is captured.
+            bounded = bounded or any(container.obj is each.param_groups for each, _ in self.state.optimizers)
+            if container.grew() and container.before and not bounded and not self._has_windows():
                 remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
                 change = f"{len(container.before)} -> {len(container.obj)} entries"
                 raise PythonStateChanged(container.path, change, remedy)
@@ -487,6 +490,12 @@ class _StepCapture:
             template = Template.of(new, self.recorder, kept, path, places_by_id=known, slots=slots, shared=shared)
             effects.append(Effect(container, key, template))
         return [*effects, *removals[::-1]]  # from the end of a list, so that positions keep their meaning
+
+    def _has_windows(self) -> bool:
+        """Whether the user's code takes entries out of lists. One that grows now does not grow forever then: it is
+        captured for each length, as a deque with ``maxlen`` is."""
+        own = (each.__code__ for each in self.state.functions if is_own_file(each.__code__.co_filename))
+        return any(map(takes_entries, own))
 
     def _appends(
         self,

@@ -286,3 +286,15 @@ def may_run(name: str, names: set[str]) -> bool:
     """Whether code with these names can run a method called ``name``, by an operator for one."""
     unnamed = name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _CALLED_OUTSIDE)
     return unnamed or name in names
+
+
+# Methods that take entries out of a list or deque.
+_TAKING = frozenset({"pop", "popleft", "remove", "clear"})
+
+
+def takes_entries(code: types.CodeType) -> bool:
+    """Whether the code, functions that it defines included, takes entries out of a list: a window of the last few."""
+    found = _TAKING.intersection(code.co_names) or any(
+        step.opname == "DELETE_SUBSCR" for step in dis.get_instructions(code)
+    )
+    return bool(found) or any(takes_entries(each) for each in code.co_consts if isinstance(each, types.CodeType))
