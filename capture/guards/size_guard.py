@@ -117,4 +117,5 @@ def _kind(number: PythonNumber) -> str:
     name = str(number.symbol)
     if isinstance(number.value, int):
         return f"type({name}) is int and {-(2**63)} <= {name} < {2**63}"
-    return f"type({name}) is float and isfinite({name}) and ({name} or copysign(1, {name}) > 0)"
+    kind = type(number.value).__name__  # that of numpy is called float64
+    return f"type({name}).__name__ == '{kind}' and isfinite({name}) and ({name} or copysign(1, {name}) > 0)"

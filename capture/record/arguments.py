@@ -17,7 +17,6 @@ from weft import torch_adapter
 from weft.capture.record.argument_containers import ArgumentContainers
 from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes, sizes_of
 from weft.capture.record.numpy_arguments import (
-    expect_unwritable_arrays,
     is_too_large_to_compare,
     kind_of,
     may_be_input,
@@ -84,8 +83,6 @@ class CallArguments:
             for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
             if path in changing and path not in values and may_be_unread(leaf) and _is_once(leaf, passed)
         }
-        if any(not writable for kind, writable in self.arrays.values()):
-            expect_unwritable_arrays()
         self.container = Container(self._with_tensors(passed), "args", label=lambda at: self.paths[at])
         self.passed = Container(passed, "args", label=lambda at: self.paths[at])
         self.shapes: list[tuple[int, ...] | None] = []

@@ -8,6 +8,7 @@ arguments, sizes that vary, writes and overlaps, holds for arrays too. The step 
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Iterable
@@ -60,7 +61,8 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def expect_unwritable_arrays() -> None:
+@functools.cache
+def _expect_unwritable_arrays() -> None:
     """Have torch give its one warning of arrays that cannot be written to, so that no later call gives it: what a step
     writes to one is an error, as in eager."""
     with warnings.catch_warnings():
@@ -74,6 +76,8 @@ def _array(value: Any) -> Any:
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
+    if not value.flags.writeable:
+        _expect_unwritable_arrays()
     try:
         return tensors_of([value])[0]
     except (TypeError, ValueError):

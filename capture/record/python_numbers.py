@@ -8,7 +8,8 @@ known, so a comparison in the step's Python has an outcome, and that outcome is 
 (:mod:`weft.capture.guards.size_guard`). What the step leaves at the place is an effect, as a tensor would be.
 
 Numbers that behave unlike their neighbours stay guards by value: infinities, NaN and -0.0, integers that need more than
-64 bits, and subclasses of ``int`` and ``float`` (bools, enumerations, scalars of numpy).
+64 bits, and subclasses of ``int`` and ``float`` (bools, enumerations, scalars of numpy), but for numpy's among the
+settings of optimizers.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ class PythonNumbers:
         for container in containers:
             if (self._changing or container.holds_rates) and not isinstance(container, Content):
                 for key, value in container.before.items():
-                    if type(value) in (int, float, tuple) and key not in container.stand_ins:
+                    known = type(value) in (int, float, tuple) or is_rate_of_numpy(value, container)
+                    if known and key not in container.stand_ins:
                         self._put(container, key, value)
 
     def argument(self, value: Any, place: StatePlace) -> Any:
@@ -136,14 +138,15 @@ class PythonNumbers:
 
     def _symbolic(self, value: Any, place: StatePlace, *, rate: bool) -> Any:
         if type(value) is not tuple:
-            wanted = (rate and type(value) is float) or place.path in self._changing
+            wanted = (rate and isinstance(value, float)) or place.path in self._changing
             return self._symbol(value, place) if wanted and may_be_symbolic(value) else value
         items = [self._symbolic(item, place.inside(at), rate=False) for at, item in enumerate(value)]
         return value if all(map(operator.is_, items, value)) else tuple(items)
 
     def _symbol(self, value: int | float, place: StatePlace) -> Any:
         name = f"number{len(self.found)}"
-        number = torch_adapter.number_symbol(self._recorder.symbols.shape_env, value, name)
+        kind = float if isinstance(value, float) else int
+        number = torch_adapter.number_symbol(self._recorder.symbols.shape_env, kind(value), name)
         node = self._recorder.scalar_input(number, readable_name(place.path))
         self.found.append(PythonNumber(torch_adapter.symbol_of(number), node, place, value))
         return number
@@ -181,7 +184,7 @@ class PythonNumbers:
             if not (changing or id(container.obj) in objects) or isinstance(container, Content):
                 continue  # most hold none of the numbers
             for key, value in container.before.items():
-                if type(value) not in _MADE_OF_NUMBERS:
+                if type(value) not in _MADE_OF_NUMBERS and not is_rate_of_numpy(value, container):
                     continue
                 place = container.place_of(key, Role.SCALAR)
                 replaced = type(value) in REPLACED_KINDS and place.path in changing
@@ -191,9 +194,22 @@ class PythonNumbers:
         return numbers
 
 
+def is_rate_of_numpy(value: Any, container: Container) -> bool:
+    """Whether a value is a ``numpy.float64`` among the settings of an optimizer: a learning rate from a table.
+
+    It is a ``float`` to Python and to torch, and a call gives the program the number of numpy's itself. Elsewhere it is
+    a guard by its value, since code may ask for what only numpy's numbers have.
+    """
+    return _is_float64(value) and isinstance(container.obj, dict) and {"lr", "params"} <= container.obj.keys()
+
+
+def _is_float64(value: Any) -> bool:
+    return isinstance(value, float) and type(value).__name__ == "float64" and type(value).__module__ == "numpy"
+
+
 def may_be_symbolic(value: Any) -> bool:
     """Whether a symbol can stand for a value: for an ``int`` of 64 bits, or a finite ``float`` that is not -0.0."""
-    if type(value) is float:
+    if type(value) is float or _is_float64(value):
         return math.isfinite(value) and (value != 0 or math.copysign(1, value) > 0)
     return type(value) is int and -(2**63) <= value < 2**63
 
@@ -203,7 +219,7 @@ def differing_numbers(containers: Iterable[Container]) -> Iterator[str]:
     for container in containers:
         if not isinstance(container, Content):
             for key, known in container.before.items():
-                if type(known) in (int, float, tuple):
+                if type(known) in (int, float, tuple) or is_rate_of_numpy(known, container):
                     yield from differing(container.label(key), container.get(key), known)
 
 

@@ -23,7 +23,7 @@ from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
 from weft.capture.record.tracked_storages import is_tracked
-from weft.capture.record.unread_arguments import UnreadValue
+from weft.capture.record.unread_arguments import UnreadValue, count_as_read
 from weft.capture.state.absent_graphs import with_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
@@ -209,6 +209,7 @@ def _leaf_template(
         return leaf
     if is_late(leaf):
         return LateTextSlot.of(leaf, recorder, keep)
+    count_as_read(leaf)
     if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):
         raise EscapedTensor(type(leaf), where)
     return original_of(leaf)

@@ -12,6 +12,7 @@ caught any exception is not trusted either.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
 from collections.abc import Iterator
@@ -111,6 +112,14 @@ def _text(value: UnreadValue, method: str, *arguments: str) -> str:
         return f"<the value of {value.weft_place.path}>"
     text = late_text(recorder, sys._getframe(2), None, method, arguments, place=value.weft_place)
     return _read(value) if text is None else text
+
+
+def count_as_read(holder: Any) -> None:
+    """End the attempt where an object that cannot be made anew at each call holds such an argument."""
+    held = gc.get_referents(holder)
+    for each in [*held, *getattr(holder, "__dict__", {}).values()]:
+        if type(each) is UnreadValue:
+            _read(each)
 
 
 def may_be_unread(value: Any) -> bool:
