@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.tensor_memory import own_attributes
+from weft.capture.strided_overlap import same_layout
 
 
 def deep_copy(recorder: OpRecorder, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor | None:
@@ -22,22 +22,31 @@ def deep_copy(recorder: OpRecorder, tensor: torch.Tensor, memo: dict[Any, Any]) 
         return memo[id(tensor)]
     tracked = recorder.storages.of(tensor)
     memory = ("memory of tensors", id(tracked.storage))
-    if not torch_adapter.is_plain_tensor_type(type(tracked.val)) or not _is_whole(tracked.val):
+    plain = torch_adapter.is_plain_tensor_type(type(tracked.val)) and not own_attributes(tensor)
+    if not plain or not _is_whole(tracked.val):
+        return None
+    gradient = None if tensor.grad is None else deep_copy(recorder, tensor.grad, memo)
+    if tensor.grad is not None and gradient is None:
         return None
     with torch.no_grad():
         if memory not in memo:
-            memo[memory] = tensor.detach().clone(memory_format=torch.preserve_format)
-        whole = memo[memory]
-        made = whole.as_strided(tensor.shape, tensor.stride(), 0) if whole.dtype == tensor.dtype else None
-    if made is None:
-        return None
+            made = memo[memory] = tensor.detach().clone(memory_format=torch.preserve_format)
+        elif (made := _in_memory_of(memo[memory], tensor)) is None:
+            return None
     made.requires_grad_(tensor.requires_grad)
-    if tensor.grad is not None:
-        made.grad = copy.deepcopy(tensor.grad, memo)
-    for name, value in own_attributes(tensor).items():
-        setattr(made, name, copy.deepcopy(value, memo))
+    made.grad = gradient
     memo[id(tensor)] = made
     return made
+
+
+def _in_memory_of(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor in the memory of a copy, with the sizes and strides of another one; None where sizes are symbols."""
+    if whole.dtype != tensor.dtype:
+        return None
+    if same_layout(whole, tensor):
+        return whole.detach()
+    plain = all(type(each) is int for each in (*tensor.shape, *tensor.stride()))
+    return whole.as_strided(tensor.shape, tensor.stride(), 0) if plain else None
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -36,6 +36,9 @@ _READING = (
 # Exceptions that code in C raises where it gets a stand-in. To look at an attribute of one raises `ArgumentRead`.
 _OF_WRONG_TYPES = (TypeError, ValueError, RuntimeError, AssertionError, SystemError, BufferError)
 
+# Packages with which a capture computes, and which raise and catch for reasons of their own.
+_OF_CAPTURES = frozenset({"sympy", "mpmath", "numpy"})
+
 
 @dataclass
 class ValuesOfArguments:
@@ -137,7 +140,8 @@ def caught_exceptions_noted(found: ValuesOfArguments) -> Iterator[None]:
         return
 
     def enter(frame: types.FrameType, event: str, argument: Any) -> Any:
-        if not is_user_file(frame.f_code.co_filename):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in _OF_CAPTURES or not is_user_file(frame.f_code.co_filename):
             return None
         frame.f_trace_lines = False
         return step

@@ -74,7 +74,7 @@ READ: dict[str, Callable[[Any], Any]] = {
     "joined on the left": lambda t: len("a" + t),
     "found": lambda t: "name 11".find(t),
     "matched": lambda t: bool(re.match("name 1", t)),
-    "parsed": lambda t: json.loads("[%s]" % t[5:])[0],
+    "parsed": lambda t: json.loads("[" + t[5:] + "]")[0],
     "attribute": lambda t: getattr(torch, t[:0] + "pi"),
     "loop": lambda t: sum(1 for each in t if each == "1"),
     "text that is read": lambda t: len(f"{t}"),
