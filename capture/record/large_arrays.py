@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from weft.capture.record.array_recorder import ArrayRecorder
-from weft.capture.record.numpy_arguments import expect_unwritable_arrays, tensors_of
+from weft.capture.record.numpy_arguments import tensors_of
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import Container, Content
 from weft.capture.state.contents import compared_array, is_input_for_its_size
@@ -54,8 +54,6 @@ class LargeArrays:
 
     def _stand_in(self, array: Any, path: str, recorder: OpRecorder, arrays: ArrayRecorder) -> Any:
         if id(array) not in self._stand_ins:
-            if not array.flags.writeable:
-                expect_unwritable_arrays()
             # Without the class: numpy's arrays in files read and write their memory as others do.
             (tensor,) = tensors_of([array.view(sys.modules["numpy"].ndarray)])
             self.tensors.append(tensor)
