@@ -82,9 +82,31 @@ _OF_MODULE = frozenset(
     op for op in dis.hasname if dis.opname[op].endswith(("_NAME", "_GLOBAL", "_OR_GLOBALS")) and op != _IMPORT
 )
 
-_known: weakref.WeakKeyDictionary[types.CodeType, _Names] = weakref.WeakKeyDictionary()
-# With those of the functions that the code defines; see `mark_opaque`.
-_known_whole: weakref.WeakKeyDictionary[types.CodeType, _Names] = weakref.WeakKeyDictionary()
+
+class _OfCode(dict[int, tuple[weakref.ref[types.CodeType], _Names]]):
+    """Names by the identity of code, as long as the code exists.
+
+    Code objects are compared by content, and so is their hash taken, of all instructions at each look-up.
+    """
+
+    def known(self, code: types.CodeType) -> _Names | None:
+        """The names of ``code``, if they are known."""
+        entry = self.get(id(code))
+        return entry[1] if entry is not None and entry[0]() is code else None
+
+    def keep(self, code: types.CodeType, names: _Names) -> None:
+        """Remember the names of ``code``."""
+        at = id(code)
+        self[at] = weakref.ref(code, lambda gone: self._forget(at, gone)), names
+
+    def _forget(self, at: int, gone: weakref.ref[types.CodeType]) -> None:
+        entry = self.get(at)
+        if entry is not None and entry[0] is gone:  # and not other code in the same place
+            del self[at]
+
+
+_known = _OfCode()
+_known_whole = _OfCode()  # with those of the functions that the code defines; see `mark_opaque`
 
 
 def mark_opaque(code: types.CodeType) -> None:
@@ -94,9 +116,9 @@ def mark_opaque(code: types.CodeType) -> None:
 
 
 def _names(code: types.CodeType) -> _Names:
-    found = _known.get(code)
+    found = _known.known(code)
     if found is None:
-        found = _known[code] = _analysed(code)
+        _known.keep(code, found := _analysed(code))
     return found
 
 
@@ -129,13 +151,13 @@ def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
 
 def _whole(code: types.CodeType) -> _Names:
     """The names of the code and of the functions that it defines, but for opaque ones."""
-    found = _known_whole.get(code)
+    found = _known_whole.known(code)
     if found is None:
         found = names = _names(code)
         for inner in names.inner:
             if inner not in opaque_code:
                 found = found.joined(_whole(inner))
-        _known_whole[code] = found
+        _known_whole.keep(code, found)
     return found
 
 

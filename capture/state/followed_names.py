@@ -85,9 +85,9 @@ class Followed(NamedTuple):
     """Names by which an object is followed from now on, and was not before.
 
     Attributes:
-        names: of attributes, slots left aside.
+        names: of attributes that the object has or may get, slots left aside.
         left_out: those among ``names`` that do not count.
-        absent: those among ``names`` whose absence counts.
+        absent: of attributes whose absence counts.
         slots: of attributes in slots.
     """
 
@@ -128,12 +128,8 @@ class FollowedByObject:
 
         ``names`` are all that code has. An object is asked for again where there are more of them: few more.
         """
-        absent, slots = self._new(absent), self._new(slots)
-        again = bool(self._names)
-        found = self._new(names)
+        found, absent, slots = self._new(names), self._new(absent), self._new(slots)
         self._names, self._left_out = names, left_out
-        if again:
-            found, left_out = (found - left_out) | absent, _NONE
         self._others += tuple(filter(None, (absent, slots)))
         return Followed(found, left_out, absent, slots)
 

@@ -138,7 +138,7 @@ class ReachableState:
         self._kinds = FactsOfTypes()
         self._classes: set[type] = set()
         self._functions: dict[int, types.FunctionType] = {}
-        self._codes: set[types.CodeType] = set()
+        self._codes: set[tuple[int, int]] = set()
         self._inside_walked = 0
         self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
         self.names = AttributeNames(step)
@@ -528,8 +528,9 @@ class ReachableState:
             if name in names and id(cell) not in self._seen:
                 self._seen[id(cell)] = cell
                 self._container(Container(cell, name, label=lambda key, name=name: name))
-        if fn.__code__ not in self._codes:
-            self._codes.add(fn.__code__)
+        # By identity: equal code of another module reads the variables of that module.
+        if (code := (id(fn.__code__), id(fn.__globals__))) not in self._codes:
+            self._codes.add(code)
             self._globals(fn)
         if is_own(fn):
             self._container(Attributes(fn, fn.__name__, OF_FUNCTIONS, label_of(fn.__name__)))
@@ -585,9 +586,9 @@ class ReachableState:
         new = visited.grow(*named, followed.absent(obj, attributes), slots)
         if new.slots:
             self._container(Attributes(obj, path, new.slots, label_of(path)))
-        if not new.names:
-            return
         keys = followed.joined(new.names, new.absent)
+        if keys <= new.left_out:
+            return
         if isinstance(obj, (type, threading.local)):
             self._container(Attributes(obj, path, keys, label_of(path), new.absent, new.left_out))
             return
