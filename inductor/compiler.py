@@ -38,14 +38,14 @@ from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.cost.cluster import Cluster, cluster_here
 from weft.inductor.fusion.generate_kernels import GenerateKernels
 from weft.inductor.graph.faults import Faults, LeftOut, Part, described, is_fault
-from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, keeps_bits, required, without
+from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, is_enabled, keeps_bits, required, without
 from weft.inductor.graph.repro import save
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.pipeline import ATEN_PASSES, kernel_passes, without_rewrites
 from weft.inductor.passes.schedule_waits import schedule_waits
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.runtime.kernels import compile_kernels
-from weft.inductor.runtime.multi_tensor import use_kernels
+from weft.inductor.runtime.multi_tensor import multi_tensor_kernels, use_kernels
 from weft.inductor.runtime.piecewise_cudagraph import Program, compile_recorded
 from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
@@ -138,6 +138,7 @@ class LoadKernels:
             by_device.setdefault(call.device, []).append(call)
         for device, calls in by_device.items():
             sources = list(dict.fromkeys(call.generated.source for call in calls))
+            self._with_others(step, sources, device)
             try:
                 kernels = dict(zip(sources, compile_kernels(sources, device), strict=True))
             except Exception as error:
@@ -147,6 +148,13 @@ class LoadKernels:
             for call in calls:
                 call.attach(kernels[call.generated.source], functools.partial(compile_kernels, device=device))
         return step
+
+    def _with_others(self, step: StepGraph, sources: list[KernelSource], device: torch.device) -> None:
+        """Compile the kernels of multi-tensor calls in the same worker processes, which would start a second time for
+        them, and wait a second time for the slowest of them."""
+        if is_enabled(use_kernels):
+            others = _failure(lambda: compile_kernels([*multi_tensor_kernels(step, device), *sources], device))
+            log.debug("kernels are compiled one kind after the other: %s", others) if others is not None else None
 
     def _note_each(self, calls: Sequence[KernelCall], device: torch.device) -> None:
         """Compile one kernel after the other, and note all that fail: one attempt then finds all of them."""

@@ -32,13 +32,8 @@ RECORDINGS = 64
 def kernels_of(plan: LaunchPlan, device: torch.device) -> list[KernelSource]:
     """Everything that is launched for ``plan`` on ``device``: its kernels, and on a GPU the one that fetches
     addresses."""
-    fetch = [_fetch_source(_words(plan))] if device.type == "cuda" else []
+    fetch = [fetch_source()] if device.type == "cuda" else []
     return [*(launch.kernel for launch in plan.launches), *fetch]
-
-
-def _words(plan: LaunchPlan) -> int:
-    """Addresses in the pointer tables of a plan."""
-    return sum(len(rows) * (len(rows[0]) + 1) for rows in plan.pointers.values() if rows)
 
 
 class BoundLaunches:
@@ -126,7 +121,7 @@ class AddressTable:
         self._recorded: list[torch.Tensor] = []
         if device.type == "cuda":
             self._locked = [*torch.empty(RECORDINGS, words, dtype=torch.int64, pin_memory=True)]
-            self._fetch = compile_kernels([_fetch_source(words)], device)[0]
+            self._fetch = compile_kernels([fetch_source()], device)[0]
 
     @property
     def start(self) -> int:
@@ -153,13 +148,19 @@ class AddressTable:
         # Replays leave their own addresses in the table, so the next call outside of them must not skip the copy. Calls
         # and replays do not alternate: a program that runs kernel by kernel again has dropped its recordings.
         self._rows = None
-        self._fetch.launch((-(-len(locked) // _BLOCK), 1, 1), stream, locked, self._table)
+        self._fetch.launch(fetch_grid(len(locked)), stream, locked, self._table, len(locked))
 
 
-def _fetch_source(words: int) -> KernelSource:
+def fetch_grid(words: int) -> tuple[int, int, int]:
+    """The grid of :func:`fetch_source` for this many words."""
+    return -(-words // _BLOCK), 1, 1
+
+
+def fetch_source() -> KernelSource:
+    """The kernel that copies ``words`` addresses, int64, from ``locked`` to ``table``: one for tables of any length."""
     lines = [
         "at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)",
-        "tl.store(table + at, tl.load(locked + at, mask=at < WORDS), mask=at < WORDS)",
+        "tl.store(table + at, tl.load(locked + at, mask=at < words), mask=at < words)",
     ]
-    signature = {"locked": "*i64", "table": "*i64"}
-    return write_kernel("fetch_addresses", lines, signature, {"WORDS": words, "BLOCK": _BLOCK})
+    signature = {"locked": "*i64", "table": "*i64", "words": "i32"}
+    return write_kernel("fetch_addresses", lines, signature, {"BLOCK": _BLOCK})

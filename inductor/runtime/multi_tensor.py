@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 
 from weft.capture.graph import StepGraph
 from weft.capture.record.functional_ops import WrittenArguments
+from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.graph.pass_runner import changes_bits
+from weft.inductor.multi_tensor.launch_plan import LaunchPlan
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.runtime.bound_plan import BoundLaunches, kernels_of
 from weft.inductor.runtime.kernels import compile_kernels
@@ -36,15 +39,14 @@ class Launcher:
     def __init__(self, node: Node) -> None:
         call = node.target
         assert isinstance(call, MultiTensor)
-        fakes: Any = torch.fx.node.map_arg(node.args, lambda used: used.meta["val"])
         fresh = len(node.meta["val"]) - len(call.updated)
         self.__name__ = self.__qualname__ = f"{call.__name__}_kernels"
         self.effects = WrittenArguments(tuple((at, str(at)) for at in call.updated), fresh, call)
-        self.plan = call.plan(fakes)
+        self.plan = _plan_of(node)
         self._fresh = [
             [(tuple(val.shape), tuple(val.stride()), val.dtype) for val in list_] for list_ in node.meta["val"][:fresh]
         ]
-        self.device = fakes[0][0].device
+        self.device = _device_of(node)
         self._bound: BoundLaunches | None = None
 
     def __call__(
@@ -77,9 +79,7 @@ def use_kernels(step: StepGraph) -> StepGraph:
         KernelCompilationFailed, TritonMissing, CudaError: see ``compile_kernels``.
     """
     launchers: dict[torch.device, list[Launcher]] = {}
-    calls = [node for node in step.graph.nodes if isinstance(node.target, MultiTensor)]
-    on_gpu = [node for node in calls if node.meta["val"][0][0].is_cuda]
-    for node in on_gpu or calls:
+    for node in _calls_with_kernels(step):
         launcher = Launcher(node)
         launchers.setdefault(launcher.device, []).append(launcher)
         if launcher.effects.writes:
@@ -90,3 +90,34 @@ def use_kernels(step: StepGraph) -> StepGraph:
         # All of them now: at the first launch, a kernel that does not compile would end the run.
         compile_kernels([kernel for launcher in here for kernel in kernels_of(launcher.plan, device)], device)
     return step
+
+
+def multi_tensor_kernels(step: StepGraph, device: torch.device) -> list[KernelSource]:
+    """The kernels that :func:`use_kernels` is going to compile for ``device``."""
+    here = [node for node in _calls_with_kernels(step) if _device_of(node) == device]
+    return [kernel for node in here for kernel in kernels_of(_plan_of(node), device)]
+
+
+_plans: weakref.WeakKeyDictionary[Node, LaunchPlan] = weakref.WeakKeyDictionary()
+
+
+def _calls_with_kernels(step: StepGraph) -> list[Node]:
+    calls = [node for node in step.graph.nodes if isinstance(node.target, MultiTensor)]
+    return [node for node in calls if node.meta["val"][0][0].is_cuda] or calls
+
+
+def _plan_of(node: Node) -> LaunchPlan:
+    """The plan of a call, made once: it takes 40 ms for the optimizer of a small model."""
+    if node not in _plans:
+        call = node.target
+        assert isinstance(call, MultiTensor)
+        _plans[node] = call.plan(_fakes(node))
+    return _plans[node]
+
+
+def _device_of(node: Node) -> torch.device:
+    return _fakes(node)[0][0].device
+
+
+def _fakes(node: Node) -> Any:
+    return torch.fx.node.map_arg(node.args, lambda used: used.meta["val"])
