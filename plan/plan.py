@@ -159,6 +159,10 @@ class StepPlanner:
 
     def predict(self, cluster: str | os.PathLike[str] | Cluster, memory_limit: float | None = None) -> Prediction:
         """The prediction for a cluster; ``memory_limit`` in GiB."""
+        with garbage_collection_paused():
+            return self._predicted(cluster, memory_limit)
+
+    def _predicted(self, cluster: str | os.PathLike[str] | Cluster, memory_limit: float | None) -> Prediction:
         limit = _CHECKS.gibibytes("memory_limit", memory_limit)
         described = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
         problem = ""
