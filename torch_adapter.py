@@ -123,6 +123,9 @@ def new_node(graph: torch.fx.Graph, op: str, target: Any, args: Any, kwargs: Any
     return node
 
 
+call_of = operator.attrgetter("_args", "_kwargs", "target")  # of a node, which answers for two of them in Python
+
+
 # ---- fake world: a process group of any size in one process
 
 

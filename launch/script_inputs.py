@@ -28,6 +28,7 @@ _OUTSIDE = frozenset(
     | {"socket.connect", "socket.sendto", "builtins.input", "urllib.Request", "sqlite3.connect"}
 )
 _LISTING = frozenset({"os.listdir", "os.scandir"})
+_NOTED = _OUTSIDE | _LISTING | {"open"}
 _IMPORTER = "<frozen importlib._bootstrap_external>"
 _IMPORTED = tuple(importlib.machinery.all_suffixes())
 # Files of the kernel: they differ at every reading, and say nothing about a model.
@@ -127,7 +128,8 @@ def _listen() -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _recording is not None:
+    # Two million events tell of `id` and of attributes of functions.
+    if _recording is not None and event in _NOTED:
         _recording.note(event, arguments)
 
 

@@ -574,6 +574,8 @@ def _through(old: Substitution, substitution: Mapping[int, AxisExpression]) -> S
 
 def _forward_stores(stores: Sequence[Store], known: Mapping[str, tuple[Index, Value]]) -> list[Store]:
     """The stores, with loads of what was stored before replaced by the values."""
+    if not known:
+        return list(stores)
 
     def forward(value: Value) -> Value:
         if not isinstance(value, Load) or value.buffer not in known:

@@ -147,22 +147,26 @@ class ViewRefresher:
 
     def refresh(self, graph: torch.fx.Graph) -> None:
         """Correct the nodes that changed since the last call, and what they are views of."""
-        known = self._known
+        known, call_of = self._known, torch_adapter.call_of
         for node in graph.nodes:
-            if node.op != "call_function":
-                continue
             entry = known.get(node)
-            meta = node.meta
             if entry is not None:
                 val, args, kwargs, target, inplace, operand, operand_val = entry
-                same = meta.get("val") is val and node.args is args and node.kwargs is kwargs
-                same = same and node.target is target and meta.get("inplace") is inplace
-                if same and (operand is None or operand.meta.get("val") is operand_val):
+                meta, (now_args, now_kwargs, now_target) = node.meta, call_of(node)
+                if (
+                    now_args is args
+                    and meta.get("val") is val
+                    and now_kwargs is kwargs
+                    and now_target is target
+                    and meta.get("inplace") is inplace
+                    and (operand is None or operand.meta.get("val") is operand_val)
+                ):
                     continue
+            elif node.op != "call_function":
+                continue
             operand = _refresh(node)
             operand_val = None if operand is None else operand.meta.get("val")
-            call = node.args, node.kwargs, node.target, meta.get("inplace")
-            known[node] = meta.get("val"), *call, operand, operand_val
+            known[node] = node.meta.get("val"), *call_of(node), node.meta.get("inplace"), operand, operand_val
 
 
 def _refresh(node: Node) -> Node | None:

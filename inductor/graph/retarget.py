@@ -76,10 +76,13 @@ def counters(step: StepGraph) -> set[Node]:
     """
     roles = {entry.name: entry.role is Role.OPTIMIZER_STATE or entry.path == "constant" for entry in step.inputs}
     numbers: dict[Node, None] = {}
+    with_tensors: set[Node] = set()  # each is asked once: a list of an optimizer has all parameters, and as many readers
     for node in step.graph.nodes:
-        operands = [used for used in node.all_input_nodes if tensors_of(used)]
-        counts = roles[node.name] if node.op == "placeholder" else bool(operands) and numbers.keys() >= set(operands)
+        operands = with_tensors.intersection(node.all_input_nodes)
+        counts = roles[node.name] if node.op == "placeholder" else bool(operands) and numbers.keys() >= operands
         results = tensors_of(node)
+        if results:
+            with_tensors.add(node)
         if node.op != "output" and counts and results and not any(tensor.dim() for tensor in results):
             numbers[node] = None
     read: set[Node] = set()
@@ -91,7 +94,7 @@ def counters(step: StepGraph) -> set[Node]:
             read.update(node.all_input_nodes)
     found = read & numbers.keys()
     for node in numbers:
-        operands = [used for used in node.all_input_nodes if tensors_of(used)]
+        operands = with_tensors.intersection(node.all_input_nodes)
         if operands and found.issuperset(operands):
             found.add(node)
     return found

@@ -14,11 +14,12 @@ own. :mod:`weft.inductor.loop_ir.verify` is the grammar of this IR as code.
 
 from __future__ import annotations
 
-import functools
+import operator
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import sympy
 import torch
@@ -60,21 +61,51 @@ class Buffer:
     strides: tuple[Int, ...]
 
 
+_FEWEST_SWEPT = 1 << 15  # entries of the table of nodes
+
 # Hash-consing (Ershov, 1958). Common subexpressions need no pass: building a value twice gives the first object. All
 # the rest of the compiler may therefore compare values by `is` and keep them as keys of dictionaries and sets.
 class _Interned(type):
     """Makes equal nodes the same object."""
 
-    _all: ClassVar[WeakValueDictionary[Any, Any]] = WeakValueDictionary()
-
-    # Weak values: a step's nodes go with the step, and a long session does not accumulate them.
+    # Weak values: a step's nodes go with the step, and a long session does not accumulate them. Entries of nodes that
+    # are gone go at the next sweep; a WeakValueDictionary, which calls Python for each, takes four times as long.
     # One table for all classes: the first word of a key tells the kinds of node apart.
+    _all: ClassVar[dict[Any, ref[Any]]] = {}
+    _sweeps_at: ClassVar[int] = _FEWEST_SWEPT
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         # Operands are interned already, so the key holds them by identity, and no tree is walked.
         # The node is built before the table is asked: its key needs its attributes, and a duplicate is dropped at
         # once.
         node = super().__call__(*args, **kwargs)
-        return _Interned._all.setdefault(node.key(), node)
+        key = node.key()
+        entry = _Interned._all.get(key)
+        known = None if entry is None else entry()
+        return _added(key, node) if known is None else known
+
+
+def _added(key: Any, node: Any) -> Any:
+    """The node of a key, which is ``node`` unless another thread was faster."""
+    with _Interned._lock:
+        entry = _Interned._all.get(key)
+        known = None if entry is None else entry()
+        if known is not None:
+            return known
+        _Interned._all[key] = ref(node)
+        if len(_Interned._all) >= _Interned._sweeps_at:
+            _sweep()
+    return node
+
+
+def _sweep() -> None:
+    """Drop the entries of nodes that are gone. A key holds its node's operands, so those go one round later."""
+    table = _Interned._all
+    while dead := [key for key, entry in table.items() if entry() is None]:
+        for key in dead:
+            del table[key]
+    _Interned._sweeps_at = max(_FEWEST_SWEPT, 2 * len(table))
 
 
 class Value(metaclass=_Interned):
@@ -101,6 +132,9 @@ class Value(metaclass=_Interned):
         return self
 
 
+_axis = operator.itemgetter(0)
+
+
 class Index:
     """A position in a buffer, in elements: ``offset + sum(stride * axis) + sum(stride * value)``.
 
@@ -120,7 +154,10 @@ class Index:
     ) -> None:
         # In one order and without zeros: equal positions must be equal keys.
         # A stride that is symbolic and happens to be zero at run time stays: it is not known here, and is harmless.
-        self.strides = tuple(sorted(((a, s) for a, s in strides if s != 0), key=lambda pair: pair[0]))
+        kept = [pair for pair in strides if pair[1] != 0]
+        if len(kept) > 1:
+            kept.sort(key=_axis)
+        self.strides = tuple(kept)
         self.offset = offset
         # Not sorted: `Load.operands` and `with_operands` pair values with strides by their place in this tuple.
         self.indirect = tuple(indirect)
@@ -138,8 +175,8 @@ class Index:
     @property
     def axes(self) -> frozenset[int]:
         """The axes that it changes along, through strides or indirect values."""
-        picked = [value.axes for value, _ in self.indirect]
-        return frozenset(axis for axis, _ in self.strides).union(*picked)
+        own = frozenset([axis for axis, _ in self.strides])
+        return own.union(*[value.axes for value, _ in self.indirect]) if self.indirect else own
 
     def stride(self, axis: int) -> Int:
         """The stride along an axis, 0 where it does not change along it."""
@@ -264,7 +301,7 @@ class Call(Value):
 
     def __init__(self, op: str, args: tuple[Value, ...], dtype: torch.dtype) -> None:
         self.op, self.args, self.dtype = op, args, dtype
-        self.axes = frozenset().union(*(arg.axes for arg in args))
+        self.axes = args[0].axes if len(args) == 1 else frozenset().union(*[arg.axes for arg in args])
 
     def key(self) -> tuple[Any, ...]:
         """See :meth:`Value.key`."""
@@ -381,10 +418,15 @@ class Nest:
     sizes: tuple[Int, ...]
     stores: tuple[Store, ...]
 
-    @functools.cached_property
+    # Kept, since a nest never changes: fusion and code generation walk it at every question that they ask of it. Not by
+    # `cached_property`, which takes a lock before Python 3.12.
+    @property
     def reads(self) -> list[Load]:
         """Every load, once, operands first."""
-        return [value for value in self.values() if isinstance(value, Load)]
+        found = vars(self).get("_reads")
+        if found is None:
+            found = vars(self)["_reads"] = [value for value in self.values() if isinstance(value, Load)]
+        return found
 
     @property
     def reduces(self) -> list[Reduce]:
@@ -398,12 +440,10 @@ class Nest:
 
     def values(self) -> list[Value]:
         """Every value, once, operands before what uses them."""
-        return self._values
-
-    # Cached, since a nest never changes: fusion and code generation walk it at every question that they ask of it.
-    @functools.cached_property
-    def _values(self) -> list[Value]:
-        return ordered(value for store in self.stores for value in store.values())
+        found = vars(self).get("_values")
+        if found is None:
+            found = vars(self)["_values"] = ordered(value for store in self.stores for value in store.values())
+        return found
 
     def __str__(self) -> str:
         loop = ", ".join(f"d{axis} < {size}" for axis, size in enumerate(self.sizes))
@@ -417,13 +457,14 @@ def ordered(roots: Iterable[Value]) -> list[Value]:
     stack = list(roots)[::-1]
     while stack:
         value = stack[-1]
-        waiting = [operand for operand in value.operands() if operand not in done]
-        if waiting and value not in done:
-            stack += waiting[::-1]
-            continue
-        stack.pop()
         # A value may wait on the stack more than once, under several users: only its first place counts.
-        done.setdefault(value)
+        if value not in done:
+            waiting = [operand for operand in value.operands() if operand not in done]
+            if waiting:
+                stack += waiting[::-1]
+                continue
+            done[value] = None
+        stack.pop()
     return list(done)
 
 
@@ -439,7 +480,7 @@ def rewrite(roots: Iterable[Value], change: Any) -> dict[Value, Value]:
     new: dict[Value, Value] = {}
     for value in ordered(roots):
         operands = value.operands()
-        replaced = tuple(new[operand] for operand in operands)
+        replaced = tuple([new[operand] for operand in operands])
         # An unchanged node is kept, not rebuilt: `change` may then recognise it by identity.
         new[value] = change(value if replaced == operands else value.with_operands(replaced))
     return new
