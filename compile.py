@@ -36,7 +36,7 @@ from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.dynamic_sizes import MARKS, changed_dims
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.list_arguments import ListHistory
-from weft.capture.record.python_numbers import CONSTANTS, ChangingState, differing_numbers
+from weft.capture.record.python_numbers import ChangingState, differing_numbers
 from weft.capture.record.recorder import recording
 from weft.capture.record.tracer import capture_step
 from weft.capture.segments import Outcome
@@ -119,9 +119,7 @@ class CompiledStep(Generic[P, R]):
         self.began: deque[float] = deque(maxlen=_TIMED_CALLS)
         self._changed: dict[Any, set[tuple[int, int]]] = {}
         self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
-        self._numbers: set[str] = set()
-        self._values: set[str] = set()  # paths of arguments that must be guarded by their values
-        self._lists = ListHistory()
+        self._numbers, self._lists = set[str](), ListHistory()
         self._plain_numbers = False
         self._agreed: dict[bytes, AgreedCollectives] = {}
         self._uncompiled = False
@@ -160,7 +158,7 @@ class CompiledStep(Generic[P, R]):
         if not self._lock.acquire(blocking=False) and not self._wait():
             return self.step(*args, **kwargs)
         try:
-            leaves, spec = torch_adapter.flatten((args, kwargs))
+            leaves, spec = self._lists.flatten((args, kwargs))
             reasons: list[str] = []
             record = enter_step()
             self.began.append(time.perf_counter())
@@ -196,7 +194,7 @@ class CompiledStep(Generic[P, R]):
         reasons: list[str] = []
         with self._lock:
             with in_step():
-                entry = self._find(*torch_adapter.flatten((args, kwargs)), reasons)
+                entry = self._find(*self._lists.flatten((args, kwargs)), reasons)
             return entry or self.capture(args, kwargs, reasons)
 
     def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> Form | None:
@@ -221,7 +219,7 @@ class CompiledStep(Generic[P, R]):
                 raise
             why = str(error) if isinstance(error, WeftError) else fault_report(error)
         else:
-            leaves, _ = torch_adapter.flatten((args, kwargs))
+            leaves, _ = self._lists.flatten((args, kwargs))
             with in_step():
                 if self.verify and len(self.entries) == 1:
                     run = lambda: self._run(entry, leaves, args, kwargs)
@@ -268,6 +266,7 @@ class CompiledStep(Generic[P, R]):
         self._say_why(reasons)
         dynamic = self._dynamic_dims(args, kwargs)
         captured, guards, event, agreed = self._capture_agreed(args, kwargs, dynamic)
+        self._lists.values |= captured.changing.values
         if captured.complete and not captured.outcomes:
             replayed = self.__name__ if self.replay_every is not None else ""
             form: Form = ProgramForm(captured, guards, self.mode, self.memory_limit, agreed, replayed)
@@ -372,7 +371,7 @@ class CompiledStep(Generic[P, R]):
             # An operation without a rule for symbolic sizes (an LSTM on CPUs). Where the step itself raises, it does so
             # again.
             captured = capture_step(self.step, args, kwargs, dynamic=frozenset(), changing=changing)
-            self._fixed.add(torch_adapter.flatten((args, kwargs))[1])
+            self._fixed.add(self._lists.flatten((args, kwargs))[1])
             log.info("captured with sizes as numbers: %s", str(error).split("\n")[0])
             return captured
 
@@ -429,7 +428,8 @@ class CompiledStep(Generic[P, R]):
 
     def _dynamic_dims(self, args: Any, kwargs: Any) -> frozenset[tuple[int, int]]:
         """Dimensions to keep symbolic: all with ``dynamic=True``, those that changed between captures otherwise."""
-        leaves, spec = torch_adapter.flatten((args, kwargs))
+        self._lists.note_lengths(args, kwargs)
+        leaves, spec = self._lists.flatten((args, kwargs))
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         if spec in self._fixed:
             dims: set[tuple[int, int]] = set()
@@ -451,16 +451,16 @@ class CompiledStep(Generic[P, R]):
     def _changing_numbers(self, args: Any, kwargs: Any) -> ChangingState:
         """The Python numbers that steps changed, or that differ from what a capture found."""
         if self._plain_numbers:
-            return CONSTANTS
-        leaves, spec = torch_adapter.flatten((args, kwargs))
+            return replace(self._lists.changing(()), closed=True)
+        leaves, spec = self._lists.flatten((args, kwargs))
         for captured in (entry.captured for entry in self.entries):
             self._numbers.update(number.place.path for number in captured.numbers)
             self._numbers.update(differing_numbers(captured.state.containers))
             if spec == captured.arguments.spec:
                 self._numbers.update(captured.arguments.changed(leaves, captured.state.containers))
-            self._values |= captured.changing.values
+            self._lists.values |= captured.changing.values
         self._numbers |= self._lists.varying(args, kwargs)[1]
-        return ChangingState(frozenset(self._numbers), values=frozenset(self._values))
+        return self._lists.changing(self._numbers)
 
 
 def _communicates() -> bool:

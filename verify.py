@@ -116,7 +116,7 @@ def verify_first_call(
     captured.state.refresh()
     exact_run = Float64ShadowMode() if generated else None
     # Copies, since the eager step may change lists and dictionaries.
-    copied, named = torch_adapter.unflatten(captured.arguments.passed.obj, torch_adapter.exact_spec((args, kwargs)))
+    copied, named = captured.arguments.for_eager()
     hooks, eager_result = _counting_hooks(step, captured, copied, named, exact_run)
     eager = _results_of(step, captured, eager_result, _copy)
     exact = _results_of(step, captured, eager_result, exact_run.value) if exact_run is not None else {}

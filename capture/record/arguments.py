@@ -8,7 +8,7 @@ because hooks and ``.grad`` belong to that object.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.argument_containers import ArgumentContainers
 from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes, sizes_of
+from weft.capture.record.number_lists import NumberList, folded
 from weft.capture.record.numpy_arguments import (
-    is_too_large_to_compare,
     kind_of,
     may_be_input,
+    must_be_input,
     tensors_of,
 )
 from weft.capture.record.python_numbers import differing
@@ -41,6 +42,7 @@ class CallArguments:
         args, kwargs: the positional and the keyword arguments.
         changing: paths of the arguments that change from call to call. Arrays among them are inputs.
         values: paths of arguments that are guarded by their values all the same.
+        lists: by path, the lists of numbers that are one leaf each.
 
     Attributes:
         leaves: the flattened arguments, with tensors in the place of the arrays that are inputs.
@@ -65,18 +67,20 @@ class CallArguments:
         kwargs: dict[str, Any],
         changing: Collection[str] = (),
         values: Collection[str] = (),
+        lists: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> None:
         torch_adapter.register_dataclasses((args, kwargs))
-        keyed, self.spec = torch_adapter.flatten_with_paths((args, kwargs))
+        call = folded((args, kwargs), lists or {}, values)
+        keyed, self.spec = torch_adapter.flatten_with_paths(call)
         self.paths = [argument_path(path) for path, _ in keyed]
-        self._capture_spec = torch_adapter.exact_spec((args, kwargs))
+        self._capture_spec = torch_adapter.exact_spec(call)
         self._call = args, kwargs
         self._containers = ArgumentContainers(self._call, self._call)
         passed = [leaf for _, leaf in keyed]
         self.arrays: dict[int, tuple[Any, ...]] = {
             at: kind_of(leaf)
             for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
-            if (path in changing and path not in values and may_be_input(leaf)) or is_too_large_to_compare(leaf)
+            if (path in changing and path not in values and may_be_input(leaf)) or must_be_input(leaf)
         }
         self.unread = {
             at: type(leaf)
@@ -145,10 +149,29 @@ class CallArguments:
                 if not same or any(each.obj is leaf and any(True for _ in each.changes()) for each in contents):
                     yield self.paths[at]
 
+    @property
+    def has_arrays(self) -> bool:
+        """Whether arrays or numbers of numpy's are inputs."""
+        return any(type(self.passed.obj[at]) is not NumberList for at in self.arrays)
+
+    @property
+    def not_to_be_read(self) -> list[int]:
+        """Numbers of the leaves whose stand-ins tell when the step looks inside."""
+        return [*self.unread, *(at for at in self.arrays if type(self.passed.obj[at]) is NumberList)]
+
+    def for_eager(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and keyword arguments of the call that is bound now, in new lists and dictionaries."""
+        leaves = [list(leaf.items) if type(leaf) is NumberList else leaf for leaf in self.passed.obj]
+        return torch_adapter.unflatten(leaves, self._capture_spec)
+
     def paths_of_arrays(self) -> tuple[set[str], set[str]]:
         """Paths of the arrays that are inputs, and of those that could be and are guarded by their values."""
         others = (at for at, leaf in enumerate(self.leaves) if at not in self.tensors and may_be_input(leaf))
-        large = {at for at in self.arrays if is_too_large_to_compare(self.passed.obj[at])}
+        large = {
+            at
+            for at in self.arrays
+            if must_be_input(self.passed.obj[at]) and type(self.passed.obj[at]) is not NumberList
+        }
         return {self.paths[at] for at in self.arrays.keys() - large}, {self.paths[at] for at in others}
 
     @property

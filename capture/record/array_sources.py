@@ -19,6 +19,7 @@ from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_recorder import OUTSIDE, ArrayRecorder, is_tensor_dtype
 from weft.capture.record.host_arrays import HostArray, names
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.user_code import called_for_user, nearest_package, user_line
 from weft.errors import UncapturableDraw
 
@@ -255,6 +256,8 @@ class ArraySources:
 
 
 def _holds_array(tree: Any) -> bool:
+    if issubclass(type(tree), UnreadValue):
+        return False
     if isinstance(tree, (list, tuple)):
         return any(map(_holds_array, tree))
     if isinstance(tree, dict):

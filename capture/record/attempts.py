@@ -115,7 +115,7 @@ def _with_what_changes(
             if not changing.numbers:
                 raise
             log.info("captured with numbers as constants: %s", str(error).split("\n")[0])
-            changing = replace(CONSTANTS, values=changing.values)
+            changing = replace(CONSTANTS, values=changing.values | changing.lists.keys())
         made = []  # the attempt has removed it
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft import torch_adapter
+from weft.capture.record.number_lists import NumberList
 from weft.capture.user_code import user_line
 from weft.errors import MarkedDynamicSpecialised
 from weft.thread_patches import present, replaced
@@ -161,9 +162,11 @@ class DynamicSizes:
 
 
 def sizes_of(value: Any) -> tuple[int, ...] | None:
-    """The sizes of a tensor, or of an array of numpy's; None for any other value."""
+    """The sizes of a tensor, of an array of numpy's, or of a list that is one leaf; None for any other value."""
     if isinstance(value, torch.Tensor):
         return None if value.is_nested else value.shape
+    if type(value) is NumberList:
+        return value.sizes
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
     return value.shape if is_array else None

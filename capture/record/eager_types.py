@@ -27,6 +27,7 @@ from weft import torch_adapter
 from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.held_references import ORIGINAL, StandIn, original_of
 from weft.capture.record.host_arrays import HostArray
+from weft.capture.record.host_lists import HostList
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.unread_arguments import UnreadValue
@@ -54,7 +55,7 @@ class EagerTypes:
             return torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
         if kind is HostArray:
             return type(value.weft_sample)
-        if kind is UnreadValue:
+        if issubclass(kind, UnreadValue):
             return value.weft_kind
         if issubclass(kind, AppendedList):
             return kind.kind
@@ -74,6 +75,8 @@ class EagerTypes:
             # Python's own makes a plain number of the size, which fixes it.
             if type(value) is HostArray and value.ndim:
                 return value.shape[0]
+            if type(value) is HostList:
+                return value.weft_tensor.shape[0]
             return value.shape[0] if isinstance(value, FakeTensor) and seen_as(value) and value.dim() else len(value)
 
         setattr(is_instance, ORIGINAL, isinstance)

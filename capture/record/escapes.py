@@ -35,6 +35,7 @@ from weft import torch_adapter
 from weft.capture.garbage_collection import garbage_collection_paused, user_froze
 from weft.capture.record.collector_lists import CollectorList
 from weft.capture.record.host_arrays import HostArray
+from weft.capture.record.host_lists import HostList
 from weft.capture.record.live_values import references
 from weft.capture.record.templates import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
@@ -43,7 +44,7 @@ from weft.capture.state.containers import Container
 from weft.capture.user_code import format_frame
 from weft.errors import CaptureValueEscaped, EscapedTensor
 
-_KINDS = (FakeTensor, HostArray, UnreadValue, torch.SymInt, torch.SymFloat, torch.SymBool)
+_KINDS = (FakeTensor, HostArray, HostList, UnreadValue, torch.SymInt, torch.SymFloat, torch.SymBool)
 # What holds values of a capture by right, or only while an exception travels. Holders of these are not followed.
 _RECORDS = (torch.fx.Node, torch.fx.Graph, types.FrameType, types.TracebackType, type, types.ModuleType)
 _OWN_MODULES = ("weft.", "torch._subclasses", "torch.fx", "torch.utils._sympy", "sympy")
@@ -181,7 +182,7 @@ class EscapeCheck:
         """Whether a fake, a number or an array is of this capture; other threads may be tracing too."""
         if type(value) is HostArray:
             return any(value.weft_owner.is_of(mode) for mode in self.modes)
-        if type(value) is UnreadValue:
+        if type(value) in (UnreadValue, HostList):
             return any(value.weft_mode is mode for mode in self.modes)
         if isinstance(value, FakeTensor):
             known = value.fake_mode in self.modes  # which are compared by identity

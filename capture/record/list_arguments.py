@@ -8,10 +8,13 @@ sizes and values that differ are symbols from the first capture of a new length 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from weft import torch_adapter
 from weft.capture.record.dynamic_sizes import sizes_of
+from weft.capture.record.number_lists import NumberList, Steps, folded, may_be_folded
+from weft.capture.record.python_numbers import ChangingState
 from weft.capture.record.readable_names import argument_path
 from weft.capture.state.containers import same_simple
 
@@ -19,9 +22,16 @@ _ENTRY = "[*]"
 
 
 class ListHistory:
-    """What varied among the entries of the lists in the arguments of one step, over its captures."""
+    """What varied among the entries of the lists in the arguments of one step, over its captures.
+
+    Attributes:
+        folded: by path, the lists of numbers that are one leaf each, because their length changes.
+        values: paths of arguments that must be guarded by their values, and lists that must not be folded.
+    """
 
     def __init__(self) -> None:
+        self.folded: dict[str, Steps] = {}
+        self.values: set[str] = set()
         self._counts: dict[str, int] = {}  # by the name of a list: how many entries it had first
         self._open: set[str] = set()  # lists that had another number of entries
         self._sizes: dict[tuple[str, int], tuple[Any, ...]] = {}  # by list and number of dimensions: the first sizes
@@ -29,18 +39,42 @@ class ListHistory:
         self._varying_sizes: set[tuple[str, int, int]] = set()
         self._varying_values: set[str] = set()
 
+    def flatten(self, call: tuple[Any, Any]) -> tuple[list[Any], Any]:
+        """The leaves of the positional and keyword arguments of a call, and their structure."""
+        if self.folded:
+            call = folded(call, self.folded, self.values)
+        return torch_adapter.flatten(call)
+
+    def changing(self, numbers: Collection[str]) -> ChangingState:
+        """What a capture takes for changing, with these numbers and what is known of lists."""
+        return ChangingState(frozenset(numbers), values=frozenset(self.values), lists=dict(self.folded))
+
+    def note_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note which lists have another length in this call, and fold those of numbers."""
+        keyed, _ = torch_adapter.flatten_with_paths((args, kwargs))
+        named = [(name, path) for path, _ in keyed if (name := _name((args, kwargs), path))]
+        for name, count in Counter(name for name, _ in named).items():
+            if self._counts.setdefault(name, count) != count:
+                self._open.add(name)
+        for name, path in named:
+            depth = name.count(_ENTRY)
+            if name in self._open and name.endswith(_ENTRY * depth):
+                path = path[: len(path) - depth]
+                steps = tuple(getattr(key, "idx", getattr(key, "key", None)) for key in path)
+                if may_be_folded(_at((args, kwargs), steps)):
+                    self.folded[argument_path(path)] = steps
+
     def varying(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[set[tuple[int, int]], set[str]]:
         """What varies in the lists of this call, which is noted, whose length has changed: (leaf, dimension) of tensors
         and arrays, and the paths of leaves whose values vary."""
-        keyed, _ = torch_adapter.flatten_with_paths((args, kwargs))
-        named = [(at, name, leaf) for at, (path, leaf) in enumerate(keyed) if (name := _name((args, kwargs), path))]
-        for name, count in Counter(name for _, name, _ in named).items():
-            if self._counts.setdefault(name, count) != count:
-                self._open.add(name)
+        call = folded((args, kwargs), self.folded, self.values)
+        keyed, _ = torch_adapter.flatten_with_paths(call)
+        named = [(at, name, leaf) for at, (path, leaf) in enumerate(keyed) if (name := _name(call, path))]
         for _, name, leaf in named:
             self._note(name, leaf)
         of_open = [(at, name, leaf) for at, name, leaf in named if name in self._open]
         sizes = {(at, dim) for at, name, leaf in of_open for dim in self._varying_dims(name, leaf)}
+        sizes |= {(at, 0) for at, (_, leaf) in enumerate(keyed) if type(leaf) is NumberList}
         values = {argument_path(keyed[at][0]) for at, name, _ in of_open if name in self._varying_values}
         return sizes, values
 
@@ -68,6 +102,14 @@ def _name(call: tuple[Any, Any], path: tuple[Any, ...]) -> str | None:
         parts.append(_ENTRY if type(obj) is list else str(key))
         obj = _inside(obj, key)
     return "".join(parts) if _ENTRY in parts else None
+
+
+def _at(tree: Any, steps: Steps) -> Any:
+    """What is at the end of positions and keys; None where one of them leads nowhere."""
+    for step in steps:
+        found = type(tree) in (list, tuple) and type(step) is int and step < len(tree)
+        tree = tree[step] if found or (type(tree) is dict and step in tree) else None
+    return tree
 
 
 def _inside(obj: Any, key: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from weft.capture.record.number_lists import NumberList
 from weft.capture.state.contents import LARGEST_BYTES
 
 _KINDS = "biufc"  # of dtypes: booleans, integers, floats and complex numbers
@@ -34,14 +35,17 @@ def may_be_input(value: Any) -> bool:
     )
 
 
-def is_too_large_to_compare(value: Any) -> bool:
-    """Whether the content of an array is no guard, because to compare it would take too long."""
-    return may_be_input(value) and value.nbytes > LARGEST_BYTES
+def must_be_input(value: Any) -> bool:
+    """Whether a value is an input from the first capture on: a list of numbers that is one leaf, or an array whose
+    content is no guard because to compare it would take too long."""
+    return type(value) is NumberList or (may_be_input(value) and value.nbytes > LARGEST_BYTES)
 
 
 def kind_of(value: Any) -> tuple[Any, ...]:
     """What must stay the same from call to call, besides what holds for the tensor: the type, and whether the step may
     write to the array."""
+    if type(value) is NumberList:
+        return NumberList, value.kind, len(value.sizes)
     flags = getattr(value, "flags", None)
     return type(value), getattr(flags, "writeable", None)
 
@@ -56,7 +60,7 @@ def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
     found = []
     for value in values:
         if id(value) not in made:
-            made[id(value)] = torch.from_numpy(_array(value))
+            made[id(value)] = value.tensor() if type(value) is NumberList else torch.from_numpy(_array(value))
         found.append(made[id(value)])
     return found
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -69,6 +69,8 @@ class ChangingState:
         read: paths of lists that the step reads.
         values: paths of arguments that change and are guarded by their values all the same, since a capture with their
             values unknown failed.
+        lists: by path, the lists of numbers among the arguments that are one leaf each, with the positions and keys
+            that lead to them.
         closed: whether what the step is found to change, and is not among these, is taken for constant.
     """
 
@@ -76,6 +78,7 @@ class ChangingState:
     growing: frozenset[str] = frozenset()
     read: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
+    lists: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     closed: bool = False
 
 

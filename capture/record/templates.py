@@ -19,6 +19,7 @@ from weft import torch_adapter
 from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.held_references import original_of
 from weft.capture.record.host_arrays import HostArray
+from weft.capture.record.host_lists import HostList
 from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
@@ -169,6 +170,8 @@ def _leaf_template(
     places_by_id: Mapping[int, StatePlace],
     slots: dict[int, int],
 ) -> Any:
+    if type(leaf) is HostList:
+        count_as_read([leaf])
     if type(leaf) is UnreadValue:
         return _StateReference(leaf.weft_place)
     if isinstance(leaf, torch.Tensor):

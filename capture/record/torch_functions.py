@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from weft import torch_adapter
 from weft.capture.record.array_sources import ArraySources
 from weft.capture.record.held_references import StandIn
+from weft.capture.record.host_lists import HostList, tensor_of_list
 from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
@@ -67,6 +68,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         if func in _LOOKED_INTO:  # most calls are others: they read an attribute of a tensor
             if func is torch.Tensor.tolist and args[0].dim() == 1:
                 return self._to_list(args[0])
+            if func in _MAKE_TENSORS and len(args) == 1 and type(args[0]) is HostList:
+                return tensor_of_list(args[0], kwargs)
             if func in _MAKE_TENSORS and len(args) == 1 and (numbers := _symbolic_numbers(args[0])):
                 return _tensor_of(args[0], numbers, kwargs)
             if func in _INDEXED and (index := _with_tensors(args[1], args[0].device)) is not args[1]:

@@ -44,6 +44,7 @@ from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.group_names import canonical_groups
 from weft.capture.record.growing_lists import GrowingLists
 from weft.capture.record.hook_counts import HookCounts
+from weft.capture.record.host_lists import HostList
 from weft.capture.record.idle_optimizers import warn_of_idle
 from weft.capture.record.intercept_collectives import functional_collectives
 from weft.capture.record.kept_graphs import KeptGraphs
@@ -52,6 +53,7 @@ from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, refuse_writes_to_shared_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
+from weft.capture.record.number_lists import NumberList
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
@@ -185,10 +187,10 @@ class _StepCapture:
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
         self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
-        self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values)
+        self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values, changing.lists)
         self.found = found
         found.inputs, found.constants = self.arguments.paths_of_arrays()
-        found.unread = {self.arguments.paths[at] for at in self.arguments.unread}
+        found.unread = {self.arguments.paths[at] for at in self.arguments.not_to_be_read}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
         self.dynamic = dynamic | self.arguments.marked_dynamic()
@@ -201,7 +203,7 @@ class _StepCapture:
         self.large_arrays = LargeArrays(self.state.objects)
         self.remembering = remembering
         remembering.note(self.state.objects)
-        followed = arrays or bool(self.arguments.arrays or self.large_arrays)
+        followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
         self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=followed)
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
@@ -321,7 +323,10 @@ class _StepCapture:
         return self.outside.argument(value) if number is value else number
 
     def _array_argument(self, fake: torch.Tensor, array: Any, path: str) -> Any:
-        """What the step gets for an array of numpy's that is an input."""
+        """What the step gets for an array of numpy's, or a list, that is an input."""
+        if type(array) is NumberList:
+            place = StatePlace(self.arguments.passed, 0, path, Role.BATCH)
+            return HostList(place, self.found.read, self.fake_mode, fake)
         return self.outside.arrays.arrays.argument(fake, array, path)
 
     @contextlib.contextmanager

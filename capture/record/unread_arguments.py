@@ -121,7 +121,7 @@ def count_as_read(holder: Any) -> None:
     """End the attempt where an object that cannot be made anew at each call holds such an argument."""
     held = gc.get_referents(holder)
     for each in [*held, *getattr(holder, "__dict__", {}).values()]:
-        if type(each) is UnreadValue:
+        if issubclass(type(each), UnreadValue):
             _read(each)
 
 
