@@ -64,6 +64,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.result_aliases import result_aliases
+from weft.capture.record.sharding_text import sharding_text
 from weft.capture.record.shared_objects import SharedObjects
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
@@ -571,7 +572,7 @@ class _StepCapture:
                 self.recorder.graph.erase_node(node)
                 continue
             place = number_places.get(node) or self._place(known[node])
-            inputs.append(Input(node.name, place.role, place.path, _sharding(place, axes)))
+            inputs.append(Input(node.name, place.role, place.path, sharding_text(place, axes)))
             places.append(place)
         return inputs, places
 
@@ -595,17 +596,3 @@ class _StepCapture:
 
 # The use count of a storage that one tensor has: the tensor, and the handle with which the count is asked.
 _ALONE = 2
-
-
-def _sharding(place: StatePlace, axes: dict[int, str]) -> str:
-    """Global shape, dtype, mesh and placements of a DTensor, the same text on every rank; "" for another tensor.
-
-    ``axes`` are the texts of the meshes so far, by their ids; filled here.
-    """
-    tensor = place.outer() if place.inner else None
-    if tensor is None or not torch_adapter.is_dtensor(tensor):
-        return ""
-    mesh = tensor.device_mesh
-    if id(mesh) not in axes:
-        axes[id(mesh)] = str(dict(zip(mesh.mesh_dim_names or range(mesh.ndim), mesh.shape, strict=True)))
-    return f"{list(tensor.shape)} {tensor.dtype} over {axes[id(mesh)]} as {list(tensor.placements)}"

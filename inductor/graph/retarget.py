@@ -76,7 +76,7 @@ def counters(step: StepGraph) -> set[Node]:
     """
     roles = {entry.name: entry.role is Role.OPTIMIZER_STATE or entry.path == "constant" for entry in step.inputs}
     numbers: dict[Node, None] = {}
-    with_tensors: set[Node] = set()  # each is asked once: a list of an optimizer has all parameters, and as many readers
+    with_tensors: set[Node] = set()  # each is asked once: the list of an optimizer has as many readers as entries
     for node in step.graph.nodes:
         operands = with_tensors.intersection(node.all_input_nodes)
         counts = roles[node.name] if node.op == "placeholder" else bool(operands) and numbers.keys() >= operands

@@ -63,6 +63,7 @@ class Buffer:
 
 _FEWEST_SWEPT = 1 << 15  # entries of the table of nodes
 
+
 # Hash-consing (Ershov, 1958). Common subexpressions need no pass: building a value twice gives the first object. All
 # the rest of the compiler may therefore compare values by `is` and keep them as keys of dictionaries and sets.
 class _Interned(type):
