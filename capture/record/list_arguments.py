@@ -107,8 +107,10 @@ def _name(call: tuple[Any, Any], path: tuple[Any, ...]) -> str | None:
 def _at(tree: Any, steps: Steps) -> Any:
     """What is at the end of positions and keys; None where one of them leads nowhere."""
     for step in steps:
-        found = type(tree) in (list, tuple) and type(step) is int and step < len(tree)
-        tree = tree[step] if found or (type(tree) is dict and step in tree) else None
+        if isinstance(tree, (list, tuple)):
+            tree = tree[step] if type(step) is int and step < len(tree) else None
+        else:
+            tree = tree.get(step) if type(tree) is dict else None
     return tree
 
 
