@@ -83,7 +83,7 @@ class _Branch:
         self.segment = segment
         self.arguments = arguments
         self.next: dict[Outcome, _Branch | _PathEnd] = {}
-        acts = any(is_collective(node) or bool(node.meta.get("effect")) for node in segment.graph.graph.nodes)
+        acts = any(is_collective(node) or _acts(node) for node in segment.graph.graph.nodes)
         self.lasting = acts or any(True for _ in segment.graph.updates())
 
     def done(self) -> Iterator[tuple[str, str]]:
@@ -95,13 +95,18 @@ class _Branch:
                 yield "run", name.split(".")[0]
             elif is_random(node):
                 yield "drawn random numbers by", name.split(".")[0]
-            elif node.meta.get("effect") and not is_branch(node) and node.target is not check:
+            elif _acts(node) and not is_branch(node) and node.target is not check:
                 yield "called", name.removeprefix("opaque_")
 
     @functools.cached_property
     def placed(self) -> PlacedProgram:
         """The program."""
         return self._compiled()
+
+
+def _acts(node: torch.fx.Node) -> bool:
+    """Whether a node runs for what it does, and does not only compute with arrays."""
+    return bool(node.meta.get("effect")) and not getattr(node.target, "is_pure", False)
 
 
 class _PathEnd:

@@ -55,6 +55,7 @@ from weft.errors import (
     StaleAutocastCopy,
     StoreLost,
     TextOfValue,
+    TooManyPaths,
     WeftError,
 )
 from weft.inductor.compiler import MODES, Mode
@@ -107,8 +108,7 @@ class CompiledStep(Generic[P, R]):
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self.__qualname__: str = getattr(step, "__qualname__", self.__name__)
         self.step = step
-        self.mode = mode
-        self.dynamic = dynamic
+        self.mode, self.dynamic = mode, dynamic
         self.memory_limit = memory_limit
         self.verify = verify
         self.fallback = fallback
@@ -120,9 +120,8 @@ class CompiledStep(Generic[P, R]):
         self._changed: dict[Any, set[tuple[int, int]]] = {}
         self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
         self._numbers, self._lists = set[str](), ListHistory()
-        self._plain_numbers = False
         self._agreed: dict[bytes, AgreedCollectives] = {}
-        self._uncompiled = False
+        self._plain_numbers = self._uncompiled = False
         self._lock = threading.RLock()
 
     @overload
@@ -295,7 +294,8 @@ class CompiledStep(Generic[P, R]):
     def _after_branch(self, ended: PathEnded, entry: Form, args: Any, kwargs: Any) -> Any:
         """What a call does that cannot go on compiled after a branch."""
         error = ended.error
-        if isinstance(error, PathsDiffer) and entry.captured.changing.numbers:
+        plain = (PathsDiffer, TooManyPaths) if entry.captured.arguments.arrays else PathsDiffer
+        if isinstance(error, plain) and entry.captured.changing.numbers:
             # After the branch Python needs plain numbers, and the operations before it have symbols.
             self._plain_numbers = True
             self.entries.drop(entry)

@@ -42,6 +42,7 @@ class ArgumentGuard:
         return [
             "the arguments have the structure of the captured call",
             "the same arguments share memory",
+            *map(str, self._arguments.asked),
             *(f"{paths[at]} is {leaf!r}" for at, leaf in self._plain),
             *(f"{container.label('grad')} {'is None' if empty else 'exists'}" for container, empty in self._gradients),
             *(

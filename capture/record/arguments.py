@@ -26,7 +26,7 @@ from weft.capture.record.numpy_arguments import (
 from weft.capture.record.python_numbers import differing
 from weft.capture.record.readable_names import argument_path
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.record.unread_arguments import may_be_unread
+from weft.capture.record.unread_arguments import Asked, may_be_unread
 from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePlace, same_simple
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
 from weft.capture.step_interface import Role
@@ -48,6 +48,7 @@ class CallArguments:
         leaves: the flattened arguments, with tensors in the place of the arrays that are inputs.
         arrays: those arrays, by their number: what must stay the same of each.
         unread: the type of each leaf that the step only passes on, by its number.
+        asked: with which texts the step compared those.
         paths: how the user would write each leaf.
         tensors: the place of each leaf that is a tensor, by its number.
         vals: the fake of each of them, with symbolic sizes.
@@ -87,6 +88,7 @@ class CallArguments:
             for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
             if path in changing and path not in values and may_be_unread(leaf) and _is_once(leaf, passed)
         }
+        self.asked: list[Asked] = []
         self.container = Container(self._with_tensors(passed), "args", label=lambda at: self.paths[at])
         self.passed = Container(passed, "args", label=lambda at: self.paths[at])
         self.shapes: list[tuple[int, ...] | None] = []
@@ -122,6 +124,9 @@ class CallArguments:
         for at, kind in self.unread.items():
             if type(leaves[at]) is not kind:
                 return f"{self.paths[at]} is a {type(leaves[at]).__qualname__}, was a {kind.__qualname__}"
+        for asked in self.asked:
+            if (leaves[asked.place.key] == asked.other) is not asked.outcome:
+                return f"no more: {asked}"
         if not self.arrays:
             return leaves
         for at, kind in self.arrays.items():

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from weft.capture.record.unread_arguments import UnreadValue
+from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments
 from weft.capture.state.containers import StatePlace
 
 
 class HostList(UnreadValue):
     """What the step gets for such a list; ``tensor`` is the input with the numbers."""
 
-    def __init__(self, place: StatePlace, reads: set[str], mode: Any, tensor: torch.Tensor) -> None:
-        super().__init__(place, list, reads, mode)
+    def __init__(self, place: StatePlace, found: ValuesOfArguments, mode: Any, tensor: torch.Tensor) -> None:
+        super().__init__(place, list, found, mode)
         vars(self).update(weft_tensor=tensor)
 
 

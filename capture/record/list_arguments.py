@@ -16,7 +16,7 @@ from weft.capture.record.dynamic_sizes import sizes_of
 from weft.capture.record.number_lists import NumberList, Steps, folded, may_be_folded
 from weft.capture.record.python_numbers import ChangingState
 from weft.capture.record.readable_names import argument_path
-from weft.capture.state.containers import same_simple
+from weft.capture.state.containers import MISSING, item_of, same_simple
 
 _ENTRY = "[*]"
 
@@ -105,12 +105,9 @@ def _name(call: tuple[Any, Any], path: tuple[Any, ...]) -> str | None:
 
 
 def _at(tree: Any, steps: Steps) -> Any:
-    """What is at the end of positions and keys; None where one of them leads nowhere."""
+    """What is at the end of positions and keys; MISSING where one of them leads nowhere."""
     for step in steps:
-        if isinstance(tree, (list, tuple)):
-            tree = tree[step] if type(step) is int and step < len(tree) else None
-        else:
-            tree = tree.get(step) if type(tree) is dict else None
+        tree = item_of(tree, step) if isinstance(tree, dict) or type(step) is int else MISSING
     return tree
 
 

@@ -191,6 +191,7 @@ class _StepCapture:
         self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values, changing.lists)
         self.found = found
         found.inputs, found.constants = self.arguments.paths_of_arrays()
+        self.arguments.asked = found.asked
         found.unread = {self.arguments.paths[at] for at in self.arguments.not_to_be_read}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
@@ -319,7 +320,7 @@ class _StepCapture:
         """What the step gets for an argument that is no tensor."""
         if (kind := self.arguments.unread.get(place.key)) is not None:
             place = replace(place, container=self.arguments.passed)
-            return UnreadValue(place, kind, self.found.read, self.fake_mode)
+            return UnreadValue(place, kind, self.found, self.fake_mode)
         number = self.numbers.argument(value, place)
         return self.outside.argument(value) if number is value else number
 
@@ -327,7 +328,7 @@ class _StepCapture:
         """What the step gets for an array of numpy's, or a list, that is an input."""
         if type(array) is NumberList:
             place = StatePlace(self.arguments.passed, 0, path, Role.BATCH)
-            return HostList(place, self.found.read, self.fake_mode, fake)
+            return HostList(place, self.found, self.fake_mode, fake)
         return self.outside.arrays.arrays.argument(fake, array, path)
 
     @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 A batch carries names of files, captions, ids. They are other ones at every call, and most steps leave them alone,
 return them, or print them. The capture gives the step an :class:`UnreadValue` in the place of one that was seen to
-change. To pass it on is all that it allows; each call takes its own value. Whatever looks inside (a comparison, a hash,
-a length, a method) ends the attempt, and the value is a guard again.
+change. It can be passed on, and each call takes its own value; and it can be compared with a known text, whose outcome
+is a guard. Whatever else looks inside (a hash, a length, a method) ends the attempt, and the value is a guard again.
 
 Code in C that wants the value itself finds an object of another type and raises. So an attempt in which the user's code
 caught any exception is not trusted either.
@@ -27,7 +27,7 @@ from weft.capture.user_code import is_user_file
 
 _KINDS = frozenset({str, bytes, bytearray, set, frozenset})
 _READING = (
-    "eq ne lt le gt ge hash bool len iter contains getitem setitem delitem add radd iadd mul rmul mod rmod sub rsub "
+    "lt le gt ge hash bool len iter contains getitem setitem delitem add radd iadd mul rmul mod rmod sub rsub "
     "isub or ror ior and rand iand xor rxor ixor int float index complex bytes reversed sizeof buffer array "
     "array_ufunc array_function copy deepcopy reduce reduce_ex"
 )
@@ -40,6 +40,24 @@ _OF_WRONG_TYPES = (TypeError, ValueError, RuntimeError, AssertionError, SystemEr
 _OF_CAPTURES = frozenset({"sympy", "mpmath", "numpy"})
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A comparison of a text, or of bytes, among the arguments with a known one.
+
+    Attributes:
+        place: of the argument.
+        other: what it was compared with.
+        outcome: whether they were equal.
+    """
+
+    place: StatePlace
+    other: Any
+    outcome: bool
+
+    def __str__(self) -> str:
+        return f"{self.place.path} is {'' if self.outcome else 'not '}{self.other!r}"
+
+
 @dataclass
 class ValuesOfArguments:
     """Paths of arguments of an attempt that are no tensors, by what the capture makes of their values.
@@ -49,6 +67,7 @@ class ValuesOfArguments:
         constants: those that could be inputs too, and are guarded by their values.
         unread: what the step may pass on, without reading it.
         read: those of them that it did read.
+        asked: what they were compared with: the outcomes are guards.
         caught: whether the user's code met an exception that reading one of them may have raised.
     """
 
@@ -56,6 +75,7 @@ class ValuesOfArguments:
     constants: set[str] = field(default_factory=set)
     unread: set[str] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
+    asked: list[Asked] = field(default_factory=list)
     caught: bool = False
 
 
@@ -72,12 +92,12 @@ class UnreadValue:
     Args:
         place: of the argument.
         kind: its type.
-        reads: where the paths of those that were read are noted.
+        found: where it is noted what the step does with it.
         mode: the fake mode of the capture.
     """
 
-    def __init__(self, place: StatePlace, kind: type, reads: set[str], mode: Any) -> None:
-        vars(self).update(weft_place=place, weft_kind=kind, weft_reads=reads, weft_mode=mode)
+    def __init__(self, place: StatePlace, kind: type, found: ValuesOfArguments, mode: Any) -> None:
+        vars(self).update(weft_place=place, weft_kind=kind, weft_found=found, weft_mode=mode)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -90,6 +110,16 @@ class UnreadValue:
     def __setattr__(self, name: str, value: Any) -> None:
         _read(self)
 
+    def __eq__(self, other: object) -> bool:
+        if self.weft_kind not in (str, bytes) or type(other) is not self.weft_kind:
+            return _read(self)
+        asked = Asked(self.weft_place, other, self.weft_place.outer() == other)
+        self.weft_found.asked.append(asked)
+        return asked.outcome
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __repr__(self) -> str:
         return _text(self, "__repr__")
 
@@ -101,7 +131,7 @@ class UnreadValue:
 
 
 def _read(value: UnreadValue, *_: Any) -> Any:
-    value.weft_reads.add(value.weft_place.path)
+    value.weft_found.read.add(value.weft_place.path)
     raise ArgumentRead(value.weft_place.path)
 
 

@@ -93,6 +93,18 @@ def test_what_a_step_reads_gives_eagers_results(name: str, swallowed: bool) -> N
     twenty_calls(lambda: step, lambda at: (ONES + at, text(at)), CALLS)
 
 
+def test_the_outcomes_of_comparisons_are_guards() -> None:
+    steps: list[Callable[..., Any]] = [
+        lambda x, t: x * (2 if t == "name 3" else 3),
+        lambda x, t: x * (2 if t != "name 3" else 3),
+        lambda x, t: x * (2 if t in ("name 3", "name 5") else 3),
+        lambda x, t: (x * (2 if "name 3" == t else 3), t, t == 3),  # noqa: SIM300
+    ]
+    for step, captures in zip(steps, (3, 3, 4, CALLS), strict=True):
+        compiled = twenty_calls(lambda step=step: step, lambda at: (ONES + at, text(at)), captures)
+        assert captures == CALLS or "args[1] is not 'name 3'" in str(compiled.entries[0].guards.listed())
+
+
 def test_a_set_that_the_step_changes_is_changed_at_each_call() -> None:
     twenty_calls(lambda: lambda x, t: (t.add(7), x, t), lambda at: (ONES, {at}), CALLS)
     twenty_calls(lambda: lambda x, t, u: (t.add(7), x, u), lambda at: (lambda s: (ONES, s, s))({at}), CALLS)
