@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -103,6 +104,25 @@ def lists_of_numbers(train: Train) -> Case:
         lambda x, y, weights: train(torch.tensor(x), torch.as_tensor(y), sum(weights) / len(weights)),
         lambda at: (*(each.tolist() for each in batch(at, 4)), [at / 3 + n for n in range(3)]),
     )
+
+
+@case()
+def arrays(train: Train) -> Case:
+    step = lambda x, y, scale: train(torch.from_numpy(x), torch.as_tensor(y), scale)
+    return step, lambda at: (*(each.numpy() for each in batch(at)), np.float64(at / 7))
+
+
+@case()
+def names_beside_tensors(train: Train) -> Case:
+    step = lambda b: {"loss": train(b["x"], b["y"]), "names": b["names"]}
+    return step, lambda at: (dict(zip(("x", "y", "names"), (*batch(at), [f"{at}.png", f"{at}.jpg"]), strict=True)),)
+
+
+@case()
+def lists_of_tokens(train: Train) -> Case:
+    table = torch.arange(96.0).view(16, 6).cos()
+    step = lambda ids: train(table[torch.tensor(ids)], torch.zeros(len(ids), dtype=torch.long))
+    return step, lambda at: ([(at * 5 + each) % 16 for each in range(rows(at))],)
 
 
 @case()

@@ -13,6 +13,7 @@ from torch import nn
 from twenty_calls import Call, twenty_calls
 
 import weft
+from weft import knobs
 from weft.errors import UncapturableMutation
 
 Step = Callable[..., Any]
@@ -175,6 +176,11 @@ def test_a_model_trains_on_arrays() -> None:
 
     size = lambda at: 3 + 5 * at % 7
     twenty_calls(make, lambda at: (floats(at, size(at), 6), whole(at, 4, size(at)), np.cos(at / 20) / 10), 3)
+
+
+def test_values_that_decide_too_many_ways_are_guards_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs, "path_limit", 3)
+    twenty_calls(lambda: lambda x, i: x[int(i[0])] * 2, lambda at: (torch.arange(60.0), np.array([at * 3])), 22)
 
 
 @pytest.mark.parametrize("late", [False, True])
