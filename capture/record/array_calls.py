@@ -89,11 +89,14 @@ class Layout:
     Attributes:
         shape: of the memory, outermost dimension first.
         dtype: of numpy.
+        sizes: of the array, with symbols for those that vary from call to call; None where none does. Arrays with such
+            sizes are C-contiguous.
         order: for each dimension of the memory, the dimension of the array; None where the result is a number.
     """
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: Any, sizes: tuple[Any, ...] | None = None) -> None:
         numpy = sys.modules["numpy"]
+        self.sizes = sizes
         self.dtype = numpy.asarray(result).dtype
         self.order: tuple[int, ...] | None = None
         if isinstance(result, numpy.ndarray):
@@ -122,7 +125,9 @@ class Layout:
         if result is None or numpy.ndim(result) != len(self.order or ()):
             return f"{numpy.ndim(result)} dimensions"
         memory = self.memory(result)
-        if (memory.shape, memory.dtype) != (self.shape, self.dtype):
+        fixed = [each if type(each) is int else None for each in self.sizes or self.shape]
+        alike = all(size in (None, found) for size, found in zip(fixed, memory.shape, strict=True))
+        if not alike or memory.dtype != self.dtype:
             return f"{memory.dtype} of shape {memory.shape}"
         return None if memory.flags.c_contiguous else f"strides {result.strides}"
 

@@ -39,6 +39,7 @@ from weft.capture.record.array_calls import (
 from weft.capture.record.array_functions import dispatch
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.late_text import late_text
+from weft.capture.record.open_sizes import Sizes, open_shape
 from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw, WeftError
@@ -121,6 +122,10 @@ class ArrayRecorder:
             UncapturableDraw: the call has no place in a graph.
         """
         self._check_active()
+        if writes is None and scratch is None and not sized:
+            found = self._open_result(function, args, kwargs or {})
+            if found is not None:
+                return found
         args, kwargs = map_leaves((args, kwargs or {}), self._leaf)
         call = ArrayCall(function, args, kwargs)
         leaves = _leaves(call)
@@ -131,6 +136,22 @@ class ArrayRecorder:
             return self._result(call, self._evaluated(call), leaves, known=True)
         sample = self._sampled(call if scratch is None else ArrayCall(scratch, args, kwargs), leaves)
         return self._result(call, sample, leaves, sized=sized, draws=scratch is not None)
+
+    def _open_result(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call on arrays with open sizes, where its shape is known for all of them; else None."""
+        shape = open_shape(function, args, kwargs)
+        if shape is None:
+            return None
+        leaf = lambda each: each.weft_call if type(each) is HostArray else each
+        call = ArrayCall(function, *map_leaves((args, kwargs), leaf))
+        leaves = _leaves(call)
+        sample = self._sampled(call, leaves)
+        memories = [each.sample for each in leaves if isinstance(each, ArrayMemory)]
+        shares = any(sys.modules["numpy"].may_share_memory(sample, each) for each in memories)
+        if shares or len(shape) != sys.modules["numpy"].ndim(sample) or not getattr(sample, "flags", None):
+            return None
+        contiguous = sample.flags.c_contiguous and is_tensor_dtype(sample.dtype)
+        return self._fresh(call, sample, shape=shape) if contiguous else None
 
     def made(self, function: Callable[..., Any], array: Any) -> HostArray:
         """An array that the step made with ``function``, of plain numbers."""
@@ -237,11 +258,13 @@ class ArrayRecorder:
 
         return HostArray(self, map_leaves(call, constant), memory, sample)
 
-    def _fresh(self, call: Any, sample: Any, *, known: bool = False, sized: bool = False) -> Any:
+    def _fresh(
+        self, call: Any, sample: Any, *, known: bool = False, sized: bool = False, shape: Sizes | None = None
+    ) -> Any:
         numpy = sys.modules["numpy"]
         if sized and not known:
             sample = numpy.zeros(self._sizes(call, sample.ndim), sample.dtype)
-        layout = Layout(sample)
+        layout = Layout(sample, shape)
         if not is_tensor_dtype(layout.dtype):
             if known:
                 return sample
@@ -256,6 +279,7 @@ class ArrayRecorder:
         else:
             memory = ArrayMemory(numpy.zeros(layout.shape, layout.dtype), source)
             self._bind(memory, self._emit(call, layout))
+            memory.open_sizes = [each for each in shape or () if isinstance(each, torch.SymInt)]
         if layout.order is None:
             scalar = HostArray(self, ArrayCall(operator.getitem, (memory, ()), {}), memory, memory.sample[()])
             return scalar if isinstance(sample, numpy.generic) else self.number(scalar)
@@ -317,7 +341,7 @@ class ArrayRecorder:
     def _fake(self, layout: Layout) -> torch.Tensor:
         dtype = torch.from_numpy(sys.modules["numpy"].zeros(0, layout.dtype)).dtype
         with torch_adapter.only_mode(self._recorder.fake_mode):
-            return torch.empty(layout.shape, dtype=dtype, device="cpu")
+            return torch.empty(layout.shape if layout.sizes is None else layout.sizes, dtype=dtype, device="cpu")
 
     def _bind(self, memory: ArrayMemory, node: torch.fx.Node) -> None:
         memory.fake = node.meta["val"]

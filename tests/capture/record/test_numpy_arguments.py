@@ -54,10 +54,32 @@ case(lambda x, n: x[:n] * 2, lambda at: (torch.arange(9.0), np.int64(2 + at % 6)
 # sizes
 case(lambda a: shared(a).sum() / len(a), lambda at: (floats(at, 3 + at % 5, 2),), name="lengths")
 case(lambda a: torch.zeros(a.shape[0], 3) + shared(a).sum(), lambda at: (floats(at, 3 + at % 5),), name="shape")
-case(lambda a: shared(a * 2), lambda at: (floats(at, 3 + at % 3),), 5, name="computed_lengths")
+case(lambda a: shared(a * 2), lambda at: (floats(at, 3 + at % 3),), name="computed_lengths")
 case(lambda a: shared(a).sum(), lambda at: (floats(at, at % 3, 4),), 4, name="empty")
 case(lambda a: shared(a) * 2, lambda at: (np.array(at / 3, dtype=np.float32),), name="of_no_dimension")
 case(lambda a: shared(a).sum(), lambda at: (floats(at, 4) if at % 2 else floats(at, 2, 3),), 3, name="dimensions")
+rows = lambda at: 3 + at % 7
+case(lambda a: shared(a.astype(np.float32) / 255), lambda at: (whole(at, 255, rows(at), 4),), name="scaled_lengths")
+case(lambda a: shared((a - a.mean(0)) / a.std(0)), lambda at: (floats(at, rows(at), 6),), name="normalised_columns")
+case(lambda a: shared((a - a.mean()) / a.std()), lambda at: (floats(at, rows(at), 6),), name="normalised")
+case(
+    lambda a: shared(np.where(a > 0, a, a.max(axis=-1, keepdims=True))),
+    lambda at: (floats(at, rows(at), 2 + at % 5),),
+    name="chosen_of_two_sizes",
+)
+case(
+    lambda a: (shared(np.clip(a * 2, -1, 1)).sum() / len(a * 2), a.sum()),
+    lambda at: (floats(at, rows(at)),),
+    name="clipped",
+)
+case(lambda a: shared(a * 2), lambda at: (floats(at, 2 * rows(at), 3)[::2],), name="rows_with_gaps")
+# Shapes that depend on more than the sizes of one operand are captured for each size.
+case(lambda a: shared(a[:, None] * a[None]), lambda at: (floats(at, rows(at)),), 9, name="outer_product")
+case(lambda a: shared(np.concatenate([a, a])), lambda at: (floats(at, rows(at)),), 9, name="joined")
+case(lambda a: shared(a * 2), lambda at: (floats(at, 3, rows(at)).T,), 9, name="columns_first")
+case(
+    lambda a: (c := a.copy(), c.fill(1), shared(a), shared(c))[2:], lambda at: (floats(at, rows(at)),), 9, name="copied"
+)
 # dtypes, strides, flags
 KINDS = [np.float32, np.float64, np.int64]
 case(lambda a: shared(a).double().sum(), lambda at: (floats(at, 4).astype(KINDS[at % 3]),), 4, name="dtypes")
