@@ -20,6 +20,7 @@ from weft.capture.user_code import is_user_file
 from weft.thread_patches import replaced, stand_in
 
 PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _ABSTRACT = ("abc.py", "<frozen abc>")  # `isinstance(n, numbers.Number)` asks from there
 
 
@@ -36,6 +37,8 @@ def symbols_answer_as_numbers() -> Iterator[None]:
         for kind in PYTHON_TYPES:
             stack.enter_context(stand_in(kind, "__getattribute__", _attribute))
             stack.enter_context(replaced(kind, "__hash__", _hash_of(kind.__hash__)))
+            for name in () if kind is torch.SymBool else _COMPARISONS:
+                stack.enter_context(replaced(kind, name, _outcome_of(getattr(kind, name))))
         yield
 
 
@@ -48,6 +51,22 @@ def _attribute(number: Any, name: str) -> Any:
         if is_user_file(frame.f_code.co_filename):
             return PYTHON_TYPES[type(number)]
     return object.__getattribute__(number, name)
+
+
+def _outcome_of(original: Any) -> Any:
+    """A comparison of symbolic numbers, which gives the user's code a plain ``bool`` where their values are known: what
+    is made of it may be no question (``model.train(epoch > 3)``), and torch's functions want plain ones."""
+
+    def compare(number: Any, other: Any) -> Any:
+        found = original(number, other)
+        if type(found) is not torch.SymBool or recording() is None or not found.node.has_hint():
+            return found
+        frame = sys._getframe(1)
+        while str(frame.f_globals.get("__name__")).startswith("weft.") and frame.f_back is not None:
+            frame = frame.f_back  # what stands in for the method in this thread
+        return bool(found) if is_user_file(frame.f_code.co_filename) else found
+
+    return compare
 
 
 def _hash_of(original: Any) -> Any:
