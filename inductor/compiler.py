@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -31,10 +32,11 @@ from weft import knobs
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
 from weft.capture.user_code import format_frame
-from weft.errors import CannotWrite, MemoryLimitUnreachable, NoClusterHere
+from weft.errors import CannotWrite, MalformedGraph, MalformedSchedule, MemoryLimitUnreachable, NoClusterHere
 from weft.inductor.cache.graph_cache import cached
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.codegen.kernel_source import KernelSource
+from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster import Cluster, cluster_here
 from weft.inductor.fusion.generate_kernels import GenerateKernels
 from weft.inductor.graph.faults import Faults, LeftOut, Part, described, is_fault
@@ -51,7 +53,8 @@ from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.inductor.schedule.agree_on_faults import Checkpoints, Objection
 from weft.inductor.schedule.agree_on_schedule import in_captured_order, scheduled
-from weft.inductor.schedule.planner import Schedule, schedule
+from weft.inductor.schedule.decisions import Decisions
+from weft.inductor.schedule.planner import Schedule, repeat, schedule
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.instantiate import bind
 
@@ -374,6 +377,7 @@ def predicted_schedule(
     cluster: Cluster,
     memory_limit: int | None = None,
     known: MutableMapping[int | None, StepGraph] | None = None,
+    kept: KeptSchedules | None = None,
 ) -> Schedule:
     """The schedule that ``step``, a graph on GPUs, would have on ``cluster``: predicted, no GPU is needed and no kernel
     is compiled. The process groups of the step have to be there, those of a fake world too. ``step`` stays as it is.
@@ -383,6 +387,7 @@ def predicted_schedule(
         known: the graphs of kernels of this step, by their budget of recomputation. It gets those that are made, so
             that the next prediction with other limits or another cluster needs none. Without it, the cache on disk
             serves.
+        kept: what was decided for this step. It gets what is decided, so that the same prediction needs no search.
 
     Raises:
         MemoryLimitUnreachable: nothing fits ``memory_limit``.
@@ -397,9 +402,42 @@ def predicted_schedule(
             graph = known[budget]
         else:
             graph = known[budget] = _unscheduled(step, True, budget, runner, caches=False)
-        return schedule(graph, cluster, memory_limit)
+        found = schedule(graph, cluster, memory_limit)
+        if kept is not None:
+            kept.put(about, json.dumps([budget, found.decisions.text(), found.candidates, found.warnings]))
+        return found
 
+    about = f"{cluster_file.text(cluster)} within {memory_limit}"
+    if kept is not None and known is not None and (text := kept.get(about)) is not None:
+        found = _repeated(text, cluster, memory_limit, known)
+        if found is not None:
+            return found
     return _within_budgets(memory_limit, attempt)
+
+
+class KeptSchedules(Protocol):
+    """What was decided for a step on clusters and within limits, as text."""
+
+    def get(self, about: str) -> str | None:
+        """The text that was put there for a cluster and a limit."""
+
+    def put(self, about: str, text: str) -> None:
+        """Keep ``text`` for a cluster and a limit."""
+
+
+def _repeated(
+    text: str, cluster: Cluster, memory_limit: int | None, known: Mapping[int | None, StepGraph]
+) -> Schedule | None:
+    """The schedule that ``text`` tells of; None where it tells of none."""
+    try:
+        budget, decisions, candidates, warnings = json.loads(text)
+        made, graph = Decisions.read(decisions), known.get(budget)
+        if graph is None:
+            return None
+        return repeat(graph, cluster, made, memory_limit, candidates=candidates, warnings=warnings)
+    except (ValueError, LookupError, TypeError, MalformedGraph, MalformedSchedule) as error:
+        log.warning("a kept schedule cannot be used (%s: %s); it is searched again", type(error).__name__, error)
+        return None
 
 
 def _within_budgets(memory_limit: int | None, attempt: Callable[[int | None], T]) -> T:

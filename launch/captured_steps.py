@@ -120,7 +120,10 @@ class CapturedSteps:
                     graph = serialize.load(entry["graph"], step, mode).check()
             branches = [(line, outcome) for line, outcome in entry["branches"]]
             again = functools.partial(self._rebatched, batch)
-            return StepPlanner.restored(entry["name"], graph, branches, KernelGraphs(_digest(entry), graph), again)
+            digest = _digest(entry)
+            planner = StepPlanner.restored(entry["name"], graph, branches, KernelGraphs(digest, graph), again)
+            planner.schedules = SchedulesOnDisk(digest)
+            return planner
         except _DAMAGED as error:  # its checksum holds, but nobody knows who wrote it
             self._tell_of_damage(batch, error)
             return None
@@ -164,7 +167,8 @@ class CapturedSteps:
             log.info("not kept for the next plan: the step holds %s", reason)
             return
         cache_folder.write_checked(self._path(batch), json.dumps(entry, separators=(",", ":")).encode())
-        planner.kernels = KernelGraphs(_digest(entry), graph)
+        digest = _digest(entry)
+        planner.kernels, planner.schedules = KernelGraphs(digest, graph), SchedulesOnDisk(digest)
 
     def _changed_by_script(self) -> str:
         """What the script changed that predictions read, and that an entry does not put back; "" for nothing."""
@@ -220,6 +224,28 @@ class KernelGraphs(MutableMapping[int | None, StepGraph]):
         return cache_folder.entry_path(
             "captured", hashlib.sha256(f"{self._about} within {budget}".encode()).hexdigest()
         )
+
+
+class SchedulesOnDisk:
+    """What was decided for a captured step by cluster and limit, see :class:`weft.inductor.compiler.KeptSchedules`."""
+
+    def __init__(self, captured: str) -> None:
+        """``captured`` tells the captured step from all others."""
+        self._captured = captured
+
+    def get(self, about: str) -> str | None:
+        """The text for a cluster and a limit, None where there is none."""
+        content = cache_folder.read_checked(self._path(about))
+        return None if content is None else content.decode()
+
+    def put(self, about: str, text: str) -> None:
+        """Keep a text for a cluster and a limit."""
+        cache_folder.write_checked(self._path(about), text.encode())
+
+    def _path(self, about: str) -> Path:
+        # Knobs count as they are now: one may have been changed since the step was captured.
+        key = json.dumps([self._captured, environment(_ROOMS), about])
+        return cache_folder.entry_path("captured", hashlib.sha256(key.encode()).hexdigest())
 
 
 def _content(path: str) -> str:

@@ -29,7 +29,7 @@ from weft.capture.step_interface import Role
 from weft.capture.user_code import format_frame
 from weft.compile import CompiledStep
 from weft.errors import BranchesOnInteger, MemoryLimitUnreachable
-from weft.inductor.compiler import predicted_schedule
+from weft.inductor.compiler import KeptSchedules, predicted_schedule
 from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.compute_cost import ComputeCosts
@@ -95,6 +95,7 @@ class StepPlanner:
         branches: the user's lines at which the step branches on a value, with the outcome that was assumed.
         planned: the schedule of the last prediction for each cluster, by its name.
         kernels: the graphs of kernels that predictions schedule, by their budget of recomputation.
+        schedules: what was decided for each cluster and limit, where that is kept.
         rebatched: makes the planner of the same step for another first size of its arguments.
     """
 
@@ -106,13 +107,8 @@ class StepPlanner:
         self.name = getattr(step, "__name__", type(step).__name__)
         self.rebatched = lambda batch: StepPlanner(step, *with_batch(args, kwargs or {}, batch))
         captured, branches = _captured(inner, args, kwargs or {})
-        graph = captured.graph.copy()
-        for node in [node for node in graph.graph.nodes if is_branch(node)]:
-            graph.graph.erase_node(node)  # it would hold everything that any path after it may need
-        drop_dead(graph.graph)
-        if device_kind(graph.graph.nodes) == "cpu":
-            graph = retarget(graph)
-        self._of(graph, branches, {})
+        with garbage_collection_paused():
+            self._of(_on_gpus(captured.graph), branches, {})
 
     @classmethod
     def restored(
@@ -134,6 +130,7 @@ class StepPlanner:
     ) -> None:
         self.graph, self.branches, self.kernels = graph, branches, kernels
         self.planned: dict[str, Schedule] = {}
+        self.schedules: KeptSchedules | None = None
 
     @property
     def size(self) -> int:
@@ -147,7 +144,7 @@ class StepPlanner:
             MemoryLimitUnreachable: nothing fits.
         """
         with garbage_collection_paused():
-            return predicted_schedule(self.graph, cluster, memory_limit, self.kernels)
+            return predicted_schedule(self.graph, cluster, memory_limit, self.kernels, self.schedules)
 
     def least_memory(self, cluster: Cluster) -> Schedule:
         """The schedule of the lowest peak that is found without recomputation."""
@@ -272,6 +269,15 @@ class StepPlanner:
         )
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return {"torch": torch.__version__, "graph": digest, "nodes": str(len(self.graph))}
+
+
+def _on_gpus(captured: StepGraph) -> StepGraph:
+    """A captured step as the graph that is planned: without its branches, and on GPUs."""
+    graph = captured.copy()
+    for node in [node for node in graph.graph.nodes if is_branch(node)]:
+        graph.graph.erase_node(node)  # it would hold everything that any path after it may need
+    drop_dead(graph.graph)
+    return retarget(graph) if device_kind(graph.graph.nodes) == "cpu" else graph
 
 
 def _captured(

@@ -102,11 +102,26 @@ def apply(step: StepGraph, decisions: Decisions) -> StepGraph:
     Raises:
         MalformedGraph: the decisions were made for another graph.
     """
+    return _applied(step, schedule_passes(decisions)).check()
+
+
+def before_order(step: StepGraph, decisions: Decisions) -> StepGraph:
+    """A copy of ``step`` after :func:`schedule_passes` but the last: the graph whose positions ``Decisions.order``
+    lists.
+
+    Raises:
+        MalformedGraph: the decisions were made for another graph.
+    """
+    *passes, _ = schedule_passes(decisions)
+    return _applied(step, passes)
+
+
+def _applied(step: StepGraph, passes: Sequence[Pass]) -> StepGraph:
     step = step.copy()
     # A disabled pass is disabled on all ranks: the knob is part of what they compare before they compile.
-    for pass_ in filter(is_enabled, schedule_passes(decisions)):
+    for pass_ in filter(is_enabled, passes):
         step = pass_(step)
-    return step.check()
+    return step
 
 
 def schedule_passes(decisions: Decisions) -> list[Pass]:

@@ -56,7 +56,7 @@ from weft.inductor.schedule.bucketing import (
     cut_into_buckets,
     merge_buckets,
 )
-from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, regather, structure
+from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, before_order, regather, structure
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
 from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.reshard import GapSequence, gaps, gather_once
@@ -194,6 +194,35 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
         result = Schedule(step, decisions, simulation, reports, limit, nodes=nodes)
         _verify(original, result, None)  # batches of this rank may be larger than those that the limit was held with
+    return result
+
+
+def repeat(
+    step: StepGraph,
+    cluster: Cluster,
+    decisions: Decisions,
+    memory_limit: int | None = None,
+    *,
+    candidates: int = 0,
+    warnings: Sequence[str] = (),
+) -> Schedule:
+    """The schedule that :func:`schedule` gave for an equal step, the same cluster and limit, by what it decided, without
+    a search. ``step`` is not changed.
+
+    Raises:
+        MalformedGraph: the decisions were made for another graph.
+        MalformedSchedule: as :func:`schedule`.
+    """
+    with torch_adapter.only_mode():
+        applied = before_order(step, decisions)
+        limit = usable_memory(cluster) if memory_limit is None else memory_limit
+        simulation, nodes = _issued(applied, decisions.order, cluster, ComputeCosts(cluster.gpu))
+        unordered = list(applied.graph.nodes)
+        reorder(applied, [unordered[at] for at in decisions.order])
+        reports = bucket_reports(applied.check(), cluster, simulation, nodes)
+        result = Schedule(applied, decisions, simulation, reports, limit, candidates, list(warnings), nodes)
+        _verify(step, result, None)  # a default limit may be exceeded, with a warning
+    log_warnings(result.warnings)
     return result
 
 
@@ -490,10 +519,9 @@ class _Planner:
         # The search may leave elements and waits of one call apart. The order is changed first and simulated
         # afterwards, so that the prediction is of the order that runs.
         issue_order = [place[node] for node in together(applied.nodes[task] for task in order)]
-        step = applied.step.copy()
-        nodes = list(step.graph.nodes)
-        reorder(step, [nodes[at] for at in issue_order])
-        return _OrderedCandidate(applied, issue_order, *_simulated(step, self.cluster, self.costs))
+        return _OrderedCandidate(
+            applied, issue_order, *_issued(applied.step, issue_order, self.cluster, self.costs)
+        )
 
     def bucket_entries(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
         """The buckets of a step's collectives."""
@@ -560,6 +588,16 @@ def _assume_reachable(step: StepGraph, node: Node) -> None:
 def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int, members: int) -> float:
     sent = replace(like, bytes=size, members=members)
     return _CALL_OVERHEAD + transfer(cluster, sent, cheapest(cluster, sent, names)).seconds
+
+
+def _issued(
+    step: StepGraph, order: Sequence[int], cluster: Cluster, costs: ComputeCosts
+) -> tuple[Simulation, list[Node]]:
+    """As :func:`_simulated`, of a copy of ``step`` with its nodes in an order, given as their positions."""
+    step = step.copy()
+    nodes = list(step.graph.nodes)
+    reorder(step, [nodes[at] for at in order])
+    return _simulated(step, cluster, costs)
 
 
 def _simulated(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
