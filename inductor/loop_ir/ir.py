@@ -101,10 +101,14 @@ def _added(key: Any, node: Any) -> Any:
 
 
 def _sweep() -> None:
-    """Drop the entries of nodes that are gone. A key holds its node's operands, so those go one round later."""
+    """Drop the entries of nodes that are gone."""
     table = _Interned._all
-    while dead := [key for key, entry in table.items() if entry() is None]:
-        for key in dead:
+    keys = list(table)
+    # A key holds its node's operands, which are in the table before it. So from the last to the first, and each key is
+    # let go before those of its operands are looked at.
+    while keys:
+        key = keys.pop()
+        if table[key]() is None:
             del table[key]
     _Interned._sweeps_at = max(_FEWEST_SWEPT, 2 * len(table))
 

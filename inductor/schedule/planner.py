@@ -63,6 +63,7 @@ from weft.inductor.schedule.reshard import GapSequence, gaps, gather_once
 from weft.inductor.schedule.schedule_tables import BucketReport
 from weft.inductor.schedule.search_order import TIME_TOLERANCE, limit_error, search_order
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
+from weft.inductor.schedule.simulated_step import assume_reachable, simulated, simulated_in_order
 from weft.inductor.schedule.split_optimizer import split_updates
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.apply_transports import replace_collectives, use_transports
@@ -189,7 +190,7 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
     original = step
     with torch_adapter.only_mode():
         step = apply(original, decisions)
-        simulation, nodes = _simulated(step.copy(), cluster, ComputeCosts(cluster.gpu))
+        simulation, nodes = simulated(step.copy(), cluster, ComputeCosts(cluster.gpu))
         reports = bucket_reports(step, cluster, simulation, nodes)
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
         result = Schedule(step, decisions, simulation, reports, limit, nodes=nodes)
@@ -206,8 +207,8 @@ def repeat(
     candidates: int = 0,
     warnings: Sequence[str] = (),
 ) -> Schedule:
-    """The schedule that :func:`schedule` gave for an equal step, the same cluster and limit, by what it decided, without
-    a search. ``step`` is not changed.
+    """The schedule that :func:`schedule` gave for an equal step, the same cluster and limit, without a search: by what it
+    decided. ``step`` is not changed.
 
     Raises:
         MalformedGraph: the decisions were made for another graph.
@@ -216,7 +217,7 @@ def repeat(
     with torch_adapter.only_mode():
         applied = before_order(step, decisions)
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
-        simulation, nodes = _issued(applied, decisions.order, cluster, ComputeCosts(cluster.gpu))
+        simulation, nodes = simulated_in_order(applied, decisions.order, cluster, ComputeCosts(cluster.gpu))
         unordered = list(applied.graph.nodes)
         reorder(applied, [unordered[at] for at in decisions.order])
         reports = bucket_reports(applied.check(), cluster, simulation, nodes)
@@ -243,7 +244,7 @@ def _verify(step: StepGraph, result: Schedule, limit: int | None) -> None:
     # The arena exists only once transports are applied, so memory is checked on a copy that has them. `result.step`
     # stays without: the compiler applies transports to it, with the real answer on peer access.
     transported = result.step.copy()
-    use_transports(transported, unreachable=_assume_reachable)
+    use_transports(transported, unreachable=assume_reachable)
     checks.check(transported, "applying transports", limit=limit, predicted_peak=result.simulation.peak)
 
 
@@ -270,7 +271,7 @@ class _AppliedCandidate:
 
 @dataclass(eq=False)
 class _OrderedCandidate:
-    """An applied candidate in an order of issue, with its simulation, see :func:`_simulated`."""
+    """An applied candidate in an order of issue, with its simulation and its tasks' nodes."""
 
     applied: _AppliedCandidate
     order: list[int]
@@ -520,7 +521,7 @@ class _Planner:
         # afterwards, so that the prediction is of the order that runs.
         issue_order = [place[node] for node in together(applied.nodes[task] for task in order)]
         return _OrderedCandidate(
-            applied, issue_order, *_issued(applied.step, issue_order, self.cluster, self.costs)
+            applied, issue_order, *simulated_in_order(applied.step, issue_order, self.cluster, self.costs)
         )
 
     def bucket_entries(self, step: StepGraph, scale: float) -> list[list[BucketEntry]]:
@@ -573,7 +574,7 @@ class _TransportedCosts(ComputeCosts):
         super().__init__(costs.gpu)
         self._costs = costs
         handed = step.copy()
-        replace_collectives(handed, LIBRARY, _assume_reachable)
+        replace_collectives(handed, LIBRARY, assume_reachable)
         self._left = {node.name: node for node in handed.graph.nodes}
 
     def seconds(self, node: Node) -> float:
@@ -581,31 +582,9 @@ class _TransportedCosts(ComputeCosts):
         return 0.0 if left is None else self._costs.seconds(left)
 
 
-def _assume_reachable(step: StepGraph, node: Node) -> None:
-    """Predictions assume that all ranks have peer access."""
-
-
 def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int, members: int) -> float:
     sent = replace(like, bytes=size, members=members)
     return _CALL_OVERHEAD + transfer(cluster, sent, cheapest(cluster, sent, names)).seconds
-
-
-def _issued(
-    step: StepGraph, order: Sequence[int], cluster: Cluster, costs: ComputeCosts
-) -> tuple[Simulation, list[Node]]:
-    """As :func:`_simulated`, of a copy of ``step`` with its nodes in an order, given as their positions."""
-    step = step.copy()
-    nodes = list(step.graph.nodes)
-    reorder(step, [nodes[at] for at in order])
-    return _simulated(step, cluster, costs)
-
-
-def _simulated(step: StepGraph, cluster: Cluster, costs: ComputeCosts) -> tuple[Simulation, list[Node]]:
-    """Apply the transports of ``step`` and simulate it in the order of its nodes. Returns the simulation and the node
-    of each of its tasks. Changes ``step``."""
-    use_transports(step, unreachable=_assume_reachable)
-    task_graph, nodes = build(step, cluster, costs)
-    return simulate(task_graph), nodes
 
 
 def _described(node: Node) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from weft import knobs
+from weft.inductor import compiler
 from weft.launch.cli import main
 
 pytestmark = pytest.mark.fake
@@ -125,6 +126,23 @@ def test_another_cluster_or_limit_gives_the_plan_of_a_fresh_run(
         assert capsys.readouterr().out == printed
         peaks.append(kept["peak_bytes"])
     assert peaks[-1] < peaks[0], "the limit changes nothing: values are not computed again"
+
+
+def test_the_same_plan_again_searches_no_schedule(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = project.plan()
+    floor = sum(first["input_bytes"].values())
+    limit = "--memory-limit", f"{(floor + 0.6 * (first['peak_bytes'] - floor)) / 2**30:.4f}"
+    recomputed = project.plan(*limit)
+
+    def search(*_: object, **__: object) -> None:
+        raise NotImplementedError("a search")
+
+    monkeypatch.setattr(compiler, "schedule", search)
+    assert project.plan() == first
+    assert project.plan(*limit) == recomputed
+    for others in (("--cluster", "h100x8"), ("--memory-limit", "70")):
+        with pytest.raises(NotImplementedError):
+            project.plan(*others)
 
 
 def test_pages_with_other_batches_equal_those_of_a_fresh_run(project: Project) -> None:

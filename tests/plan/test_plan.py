@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 import weft
 from weft.errors import BranchesOnInteger, UnknownOption
+from weft.inductor.cost import collective_cost
+from weft.inductor.fusion import fuse
+from weft.inductor.loop_ir import axes, ir
 from weft.plan.memory_roles import ACTIVATIONS, GATHERED, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from weft.plan.plan import StepPlanner
 from weft.plan.prediction import Prediction
@@ -172,6 +175,25 @@ def test_lanes_do_not_overlap_and_cover_the_communication(planned: Planned) -> N
         assert all(one.end <= two.start + 1e-12 for one, two in zip(lane.slices, lane.slices[1:], strict=False))
     streams = sum(each.end - each.start for lane in found.timeline[1:] for each in lane.slices)
     assert streams == pytest.approx(sum(each.took for each in found.collectives), rel=1e-6)
+
+
+def test_equal_layers_share_work_and_get_what_each_would_get_alone(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_cost, "_MOST_TRANSFERS", 0)  # every price is computed
+    monkeypatch.setattr(ir, "_FEWEST_SWEPT", 1)  # nodes of loops are made again as soon as nothing holds them
+    monkeypatch.setattr(ir._Interned, "_sweeps_at", 1)
+    monkeypatch.setattr(axes, "substitute_stores", _rebuilt)
+    monkeypatch.setattr(fuse, "substitute_stores", _rebuilt)
+    with weft.fake_world(WORLD):
+        alone = StepPlanner(training_step(), batch()).predict("h200x8")
+    assert alone.to_json() == planned.found.to_json()
+
+
+def _rebuilt(stores: Any, substitution: Any) -> Any:
+    """The stores over other axes, made again where they stay as they are."""
+    new = axes.substitute_values([value for store in stores for value in store.values()], substitution)
+    return [ir.map_values(store, new, axes.substitute(store.index, substitution)) for store in stores]
 
 
 def test_a_step_that_does_not_fit_is_planned_all_the_same(planned: Planned) -> None:

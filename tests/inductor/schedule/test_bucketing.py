@@ -23,6 +23,7 @@ from weft.inductor.graph.collectives import collective_op
 from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.sizes import node_bytes
 from weft.inductor.runtime.aten import compile_aten
+from weft.inductor.schedule import bucketing
 from weft.inductor.schedule.bucketing import BucketEntry, bucketable_sequences, cut_into_buckets, merge_buckets
 
 aten = torch.ops.aten
@@ -65,6 +66,23 @@ def merged(step: StepGraph, keep_bits: bool = False) -> StepGraph:
 
 def calls(step: StepGraph) -> Counter[str]:
     return Counter(str(node.target).split(".")[1] for node in step.collectives())
+
+
+# ---- which partial cuts are kept
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cuts_that_are_kept_are_those_that_no_other_dominates(seed: int) -> None:
+    random_ = random.Random(seed)
+    # Few different numbers, so that many cuts are equal in one respect or in all.
+    cuts: list[Any] = [(*(float(random_.randrange(6)) for _ in range(3)), at, None) for at in range(60)]
+    ordered = sorted(cuts, key=lambda cut: cut[:3])
+    expected = [
+        cut
+        for at, cut in enumerate(ordered)
+        if not any(other[1] <= cut[1] and other[2] <= cut[2] for other in ordered[:at])
+    ]
+    assert [tuple(cut) for cut in bucketing._best(cuts)] == expected
 
 
 # ---- what is merged
