@@ -15,7 +15,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import dis
-import functools
 import inspect
 import math
 import sys
@@ -29,7 +28,7 @@ from weft.capture.record.float_arithmetic import added, choice
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
-from weft.capture.state.bytecode import uses_of_names
+from weft.capture.state.bytecode import ByCode, uses_of_names
 from weft.capture.state.containers import BuiltinLike
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
@@ -49,18 +48,18 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
         functions: those that the step can call; their globals may be those of no module.
     """
     scopes: dict[int, dict[str, Any]] = {}
-    codes: dict[int, set[types.CodeType]] = {}
+    codes: dict[int, dict[int, types.CodeType]] = {}  # of each module, by their ids
     for each in functions:
         names = each.__globals__
         if id(names) not in scopes:
-            scopes[id(names)], codes[id(names)] = names, set(_codes(names))
-        codes[id(names)].add(each.__code__)
+            scopes[id(names)], codes[id(names)] = names, {id(code): code for code in _codes(names)}
+        codes[id(names)][id(each.__code__)] = each.__code__
     for module in filter(None, map(sys.modules.get, _OF_TORCH)):
-        scopes[id(vars(module))], codes[id(vars(module))] = vars(module), set()
+        scopes[id(vars(module))], codes[id(vars(module))] = vars(module), {}
     changed: list[tuple[dict[str, Any], str]] = []
     try:
         for at, names in scopes.items():
-            for name in _NAMES.difference(*map(_used_as_values, codes[at])):
+            for name in _NAMES.difference(*map(_used_as_values, codes[at].values())):
                 if name not in names:
                     changed.append((names, name))
                     names[name] = STAND_INS[name]
@@ -83,9 +82,13 @@ def _codes(names: dict[str, Any]) -> Iterator[types.CodeType]:
                 yield member.__code__
 
 
-@functools.cache
+_used: ByCode[frozenset[str]] = ByCode()
+
+
 def _used_as_values(code: types.CodeType) -> frozenset[str]:
     """The names that a function, or one inside it, uses otherwise than to call what they name."""
+    if (known := _used.get(code)) is not None:
+        return known
     found: set[str] = set()
     loads = (use for use in uses_of_names(code) if use.name in _NAMES and use.op in _LOADS)
     if not all(use.op == _GLOBAL and use.flag for use in loads):  # seldom, and only then positions matter
@@ -98,7 +101,7 @@ def _used_as_values(code: types.CodeType) -> frozenset[str]:
             if loaded and not called and not any(begin <= _place(step) <= end for begin, end in checks):
                 found.add(step.argval)
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return frozenset(found).union(*map(_used_as_values, inner))
+    return _used.keep(code, frozenset(found).union(*map(_used_as_values, inner)))
 
 
 def _checks_of_types(steps: list[dis.Instruction]) -> list[tuple[tuple[int, int], tuple[int, int]]]:

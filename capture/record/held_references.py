@@ -22,6 +22,8 @@ from weft.capture.user_code import is_user_file
 ORIGINAL = "__weft_original__"
 # Installed packages that hold such functions for ends of their own.
 _MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypothesis", "mpmath"})
+# What holds functions in the place of which others may stand.
+_OPENED = frozenset({tuple, functools.partial, staticmethod})
 
 
 @contextlib.contextmanager
@@ -47,6 +49,8 @@ def held_references_replaced(
     """
 
     def replacement(value: Any) -> Any | None:
+        if type(value) not in _OPENED:
+            return stand_in_reached(value)
         if type(value) is tuple:
             new = [replacement(item) for item in value]
             if all(item is None for item in new):
@@ -55,21 +59,21 @@ def held_references_replaced(
         if type(value) is functools.partial:
             function = replacement(value.func)
             return None if function is None else functools.partial(function, *value.args, **value.keywords)
-        if type(value) is staticmethod:
-            function = replacement(value.__func__)
-            return None if function is None else staticmethod(function)
-        return stand_in_reached(value)
+        function = replacement(value.__func__)
+        return None if function is None else staticmethod(function)
 
     with contextlib.ExitStack() as stack:
         for container in list(containers()):
-            for key, value in list(container.before.items()):
-                # Most entries are missing ones and plain values, in the place of which nothing stands.
-                if value is MISSING or type(value) in SIMPLE_KINDS:
-                    continue
-                if (new := replacement(value)) is not None:
-                    container.set(key, new)
-                    container.before[key] = new
-                    stack.callback(_put_back, container, key, value)
+            # Most entries are missing ones and plain values, in the place of which nothing stands.
+            replaced = [
+                (key, value, new)
+                for key, value in container.before.items()
+                if value is not MISSING and type(value) not in SIMPLE_KINDS and (new := replacement(value)) is not None
+            ]
+            for key, value, new in replaced:
+                container.set(key, new)
+                container.before[key] = new
+                stack.callback(_put_back, container, key, value)
         modules = {id(names): names for names in users}
         for function in objects:
             if type(function) is types.FunctionType:

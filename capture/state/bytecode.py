@@ -1,4 +1,4 @@
-"""Which names the instructions of a piece of code use, in one pass over its bytes.
+"""Which names the instructions of a piece of code use, in one pass over its bytes; and a memory of facts about code.
 
 A step of a library model reaches thousands of functions. ``dis`` makes an object for each instruction and finds its
 line and its jumps, none of which matters here: the pass below takes a twentieth of its time.
@@ -10,8 +10,11 @@ import dis
 import re
 import sys
 import types
+import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _WIDE = dis.opmap["EXTENDED_ARG"]
 _CONSTANT = dis.opmap["LOAD_CONST"]
@@ -38,6 +41,36 @@ class NameUse(NamedTuple):
     name: str
     flag: bool
     at: int
+
+
+class ByCode(Generic[T]):
+    """What is known of code objects, by their identity, as long as they exist.
+
+    Code objects are compared by content, and so is their hash taken, of all instructions at each look-up.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[types.CodeType], T]] = {}
+
+    def get(self, code: types.CodeType) -> T | None:
+        """What is known of ``code``, None for nothing."""
+        entry = self._known.get(id(code))
+        return entry[1] if entry is not None and entry[0]() is code else None
+
+    def keep(self, code: types.CodeType, fact: T) -> T:
+        """Remember ``fact`` of ``code``, and return it."""
+        at = id(code)
+        self._known[at] = weakref.ref(code, lambda gone: self._forget(at, gone)), fact
+        return fact
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._known.clear()
+
+    def _forget(self, at: int, gone: weakref.ref[types.CodeType]) -> None:
+        entry = self._known.get(at)
+        if entry is not None and entry[0] is gone:  # and not other code in the same place
+            del self._known[at]
 
 
 def uses_of_names(code: types.CodeType) -> Iterator[NameUse]:

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from weft.capture.state.bytecode import is_method_load, level_of_import, uses_of_names
+from weft.capture.state.bytecode import ByCode, is_method_load, level_of_import, uses_of_names
 from weft.capture.state.origin import is_user_class
 
 _UNCALLABLE = (bool, int, float, complex, str, bytes)
@@ -82,31 +82,8 @@ _OF_MODULE = frozenset(
     op for op in dis.hasname if dis.opname[op].endswith(("_NAME", "_GLOBAL", "_OR_GLOBALS")) and op != _IMPORT
 )
 
-
-class _OfCode(dict[int, tuple[weakref.ref[types.CodeType], _Names]]):
-    """Names by the identity of code, as long as the code exists.
-
-    Code objects are compared by content, and so is their hash taken, of all instructions at each look-up.
-    """
-
-    def known(self, code: types.CodeType) -> _Names | None:
-        """The names of ``code``, if they are known."""
-        entry = self.get(id(code))
-        return entry[1] if entry is not None and entry[0]() is code else None
-
-    def keep(self, code: types.CodeType, names: _Names) -> None:
-        """Remember the names of ``code``."""
-        at = id(code)
-        self[at] = weakref.ref(code, lambda gone: self._forget(at, gone)), names
-
-    def _forget(self, at: int, gone: weakref.ref[types.CodeType]) -> None:
-        entry = self.get(at)
-        if entry is not None and entry[0] is gone:  # and not other code in the same place
-            del self[at]
-
-
-_known = _OfCode()
-_known_whole = _OfCode()  # with those of the functions that the code defines; see `mark_opaque`
+_known: ByCode[_Names] = ByCode()
+_known_whole: ByCode[_Names] = ByCode()  # with those of the functions that the code defines; see `mark_opaque`
 
 
 def mark_opaque(code: types.CodeType) -> None:
@@ -116,10 +93,7 @@ def mark_opaque(code: types.CodeType) -> None:
 
 
 def _names(code: types.CodeType) -> _Names:
-    found = _known.known(code)
-    if found is None:
-        _known.keep(code, found := _analysed(code))
-    return found
+    return _known.get(code) or _known.keep(code, _analysed(code))
 
 
 def _analysed(code: types.CodeType) -> _Names:
@@ -151,14 +125,13 @@ def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
 
 def _whole(code: types.CodeType) -> _Names:
     """The names of the code and of the functions that it defines, but for opaque ones."""
-    found = _known_whole.known(code)
-    if found is None:
-        found = names = _names(code)
-        for inner in names.inner:
-            if inner not in opaque_code:
-                found = found.joined(_whole(inner))
-        _known_whole.keep(code, found)
-    return found
+    if (found := _known_whole.get(code)) is not None:
+        return found
+    found = names = _names(code)
+    for inner in names.inner:
+        if inner not in opaque_code:
+            found = found.joined(_whole(inner))
+    return _known_whole.keep(code, found)
 
 
 def code_names(code: types.CodeType) -> frozenset[str]:

@@ -14,6 +14,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -396,6 +397,12 @@ class Attributes(Container):
             return found | {name: MISSING for name in self.absent if name not in found}
         found = {name: getattr(self.obj, name, MISSING) for name in self._names - self.left_out}
         return {name: value for name, value in found.items() if value is not MISSING or name in self.absent}
+
+    def _is_as_found(self) -> bool:
+        obj, before = self.obj, self.before
+        if type(obj) is not types.FunctionType or len(before) != len(self._names):
+            return False
+        return all(map(is_, map(getattr, repeat(obj), before, repeat(MISSING)), before.values()))
 
     def set(self, key: Any, value: Any) -> None:
         """Assign an attribute."""

@@ -146,7 +146,9 @@ class _LibraryNames:
         known = globals_of(code.code) & variables.keys()
         if variables_too and not own:
             self._note(variables, _name_of(variables), (each for each in known if _counts(variables[each])))
-        self._note(vars(builtins), "", (variables_of(code.code) - variables.keys()) & vars(builtins).keys())
+        # Few names are looked up in large dictionaries; an operation on sets would go through those.
+        unset = [name for name in variables_of(code.code) if name not in variables]
+        self._note(vars(builtins), "", [name for name in unset if name in vars(builtins)])
         modules = imported_by(code.code, variables.get("__package__") or "")
         self._note(sys.modules, "sys.modules", (module.__name__ for module in modules))
         found = [*held, *(variables[each] for each in known), *modules]

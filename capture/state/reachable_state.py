@@ -543,9 +543,9 @@ class ReachableState:
     def _globals(self, fn: types.FunctionType) -> None:
         """The variables of its module that a function names, and the modules that it imports."""
         variables = fn.__globals__
-        unset = variables_of(fn.__code__) - variables.keys() - vars(builtins).keys() if is_own(fn) else ()
-        absent = frozenset(unset)
-        named = globals_of(fn.__code__) & variables.keys()
+        read = variables_of(fn.__code__) if is_own(fn) else ()
+        absent = frozenset(name for name in read if name not in variables and name not in vars(builtins))
+        named = (name for name in globals_of(fn.__code__) if name in variables)
         used = frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent
         if used:
             self._container(Container(variables, "", used, str, absent))
