@@ -207,8 +207,9 @@ def repeat(
     candidates: int = 0,
     warnings: Sequence[str] = (),
 ) -> Schedule:
-    """The schedule that :func:`schedule` gave for an equal step, the same cluster and limit, without a search, by what it
-    decided then. ``step`` is not changed.
+    """The schedule that :func:`schedule` gave for an equal step, the same cluster and limit, by what it decided.
+
+    Nothing is searched. ``step`` is not changed.
 
     Raises:
         MalformedGraph: the decisions were made for another graph.
