@@ -129,63 +129,58 @@ struct NoGradients final : Check {
   }
 };
 
-// Words of memory are what they were: sizes and versions of containers.
-struct Words {
+// Words of memory are what they were.
+struct Words : Check {
   struct Expected {
-    const Py_ssize_t* word;
-    Py_ssize_t value;
+    const void* word;
+    int64_t value;
   };
   std::vector<Expected> words;
 
-  void add(const void* word) {
-    const auto* at = static_cast<const Py_ssize_t*>(word);
-    words.push_back({at, *at});
+  static int64_t read(const void* word) {
+    int64_t value;
+    std::memcpy(&value, word, sizeof value);
+    return value;
   }
 
-  bool hold() const {
+  bool holds(PyObject*) const override {
     for (const auto& expected : words)
-      if (*expected.word != expected.value) return false;
+      if (read(expected.word) != expected.value) return false;
     return true;
   }
 };
 
-// These containers have as many entries as they had.
-struct Sizes final : Check {
-  Words words;
-
+// These dictionaries, lists and sets are empty.
+struct Empty final : Words {
   bool add(PyObject* container) {
-    if (PyDict_Check(container)) words.add(&reinterpret_cast<PyDictObject*>(container)->ma_used);
-    else if (PyList_Check(container)) words.add(&reinterpret_cast<PyVarObject*>(container)->ob_size);
-    else if (PyAnySet_Check(container)) words.add(&reinterpret_cast<PySetObject*>(container)->used);
-    else return false;
-    return true;
+    const void* size = nullptr;
+    if (PyDict_Check(container)) size = &reinterpret_cast<PyDictObject*>(container)->ma_used;
+    if (PyList_Check(container)) size = &reinterpret_cast<PyVarObject*>(container)->ob_size;
+    if (PyAnySet_Check(container)) size = &reinterpret_cast<PySetObject*>(container)->used;
+    words.push_back({size, 0});
+    return size != nullptr;
   }
-
-  bool holds(PyObject*) const override { return words.hold(); }
 };
 
 // Nobody has changed these dictionaries.
-struct Versions final : Check {
-  Words words;
-
+struct Versions final : Words {
   bool add(PyObject* dict) {
 #if PY_VERSION_HEX < 0x030C0000
-    words.add(&reinterpret_cast<PyDictObject*>(dict)->ma_version_tag);
+    const void* version = &reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+    words.push_back({version, read(version)});
     return true;
-#else  // Python's own use of the version is over; torch watches dictionaries
+#else  // Python reads versions no more; torch has itself told of changes.
     return false;
 #endif
   }
-
-  bool holds(PyObject*) const override { return words.hold(); }
 };
 
-// These objects have the classes that they had, and the same dictionaries hold their attributes.
+// Objects have these classes, and these dictionaries hold their attributes.
 struct Attributes final : Check {
   struct Expected {
     PyObject* object;
     PyTypeObject* type;
-    PyObject* dict;
+    PyObject* dict;  // null for an object that makes another one at each look-up
   };
   std::vector<Expected> objects;
 
@@ -196,37 +191,54 @@ struct Attributes final : Check {
     return dict;
   }
 
-  bool add(PyObject* object) {
-    objects.push_back({object, Py_TYPE(object), dict_of(object)});
-    return objects.back().dict != nullptr;
+  bool add(PyObject* item) {
+    PyObject* object = PyTuple_GET_ITEM(item, 0);
+    PyObject* dict = PyTuple_GET_ITEM(item, 2);
+    if (dict == Py_None) dict = nullptr;
+    objects.push_back({object, reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(item, 1)), dict});
+    return !dict || dict_of(object) == dict;
   }
 
   bool holds(PyObject*) const override {
     for (const auto& expected : objects)
-      if (Py_TYPE(expected.object) != expected.type || dict_of(expected.object) != expected.dict) return false;
+      if (Py_TYPE(expected.object) != expected.type || (expected.dict && dict_of(expected.object) != expected.dict))
+        return false;
     return true;
   }
 };
 
 template <typename Kind>
 Check* make(PyObject* list) {
-  auto check = std::make_unique<Kind>();
-  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(list); ++at)
-    if (!check->add(PyList_GET_ITEM(list, at))) return nullptr;
-  return check.release();
+  try {
+    auto check = std::make_unique<Kind>();
+    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(list); ++at)
+      if (!check->add(PyList_GET_ITEM(list, at))) return nullptr;
+    return check.release();
+  } catch (...) {  // a tensor that tells nobody of its metadata
+    return nullptr;
+  }
 }
 
 }  // namespace
 
 extern "C" {
-// What each returns holds no references. It is null where not all objects of the list can be compared so.
 void set_impl_offset(Py_ssize_t offset) { impl_offset = offset; }
+
+// Each makes a check of the objects in a list, to which it holds no references; null where one is of another kind.
 Check* alike(PyObject* list) { return make<Alike>(list); }
 Check* in_place(PyObject* list) { return make<InPlace>(list); }
 Check* no_gradients(PyObject* list) { return make<NoGradients>(list); }
-Check* sizes(PyObject* list) { return make<Sizes>(list); }
+Check* empty(PyObject* list) { return make<Empty>(list); }
 Check* versions(PyObject* list) { return make<Versions>(list); }
 Check* attributes(PyObject* list) { return make<Attributes>(list); }
-int holds(const Check* check, PyObject* argument) { return check->holds(argument); }
+
+int holds(const Check* check, PyObject* argument) {
+  try {
+    return check->holds(argument);
+  } catch (...) {
+    return 0;
+  }
+}
+
 void discard(Check* check) { delete check; }
 }

@@ -6,6 +6,7 @@ Each function works on torch 2.11 and 2.13 and is tested on both; nothing else i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import inspect
@@ -600,18 +601,31 @@ no_torch_function_modes = torch._C.DisableTorchFunction
 torch_functions = torch._C._EnableTorchFunction
 
 
-def like(tensors: Iterable[torch.Tensor]) -> Callable[..., bool]:
-    """A check, in C, that as many values are tensors of the types, dtypes, devices, sizes and strides of these, which
-    require grad where these do."""
-    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+def like(tensors: list[torch.Tensor]) -> Callable[[list[Any]], bool]:
+    """As :func:`weft.state_checks.like`, by torch's own check in C."""
+    check = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return lambda found: check(*found)
 
 
 def same_addresses(tensors: list[torch.Tensor]) -> Callable[[], bool]:
-    """A check that the elements of these tensors begin where they do now; in C where torch is built for CUDA."""
+    """As :func:`weft.state_checks.same_addresses`; in C where torch is built for CUDA."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     if compare := getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None):
         return functools.partial(compare, tensors, addresses, list(range(len(tensors))))
     return lambda: list(map(torch.Tensor.data_ptr, tensors)) == addresses
+
+
+def offset_in_tensors() -> int | None:
+    """Where in a tensor object the address of its C++ tensor is, in bytes; None where it is at no one place."""
+    probes = torch.empty(1), torch.nn.Parameter(torch.empty(1))
+    places = [_words_that_are(probe._cdata, probe) for probe in probes]
+    return places[0][0] if len(places[0]) == 1 and places[0] == places[1] else None
+
+
+def _words_that_are(value: int, obj: Any) -> list[int]:
+    """The offsets of the words of an object in memory that have this value."""
+    words = (ctypes.c_uint64 * (torch.Tensor.__basicsize__ // 8)).from_address(id(obj))
+    return [8 * at for at, word in enumerate(words) if word == value]
 
 
 # The version of a dictionary: another number after each change of its keys or of the objects at them, whoever makes it.
@@ -621,13 +635,12 @@ dict_version = torch._C._dynamo.guards.dict_version
 
 
 def unchanged_dicts(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
-    """A check, in C, that these dictionaries have the versions that they have now; None before torch has loaded what
-    makes such checks (its optimizers load it)."""
+    """As :func:`weft.state_checks.unchanged_dicts`, by torch's own checks in C."""
     return _checks_in_c(dicts, lambda each, found: _add_guard(each.add_dict_version_guard, found))
 
 
 def no_gradients(leaves: list[torch.Tensor]) -> Callable[[], bool] | None:
-    """A check, in C, that the ``.grad`` of these tensors is None; None as :func:`unchanged_dicts`."""
+    """As :func:`weft.state_checks.no_gradients`, by torch's own checks in C."""
 
     def check_gradient(leaf: Any, _: torch.Tensor) -> None:
         gradient = leaf.grad_manager(source="grad", example_value=None, guard_manager_enum=_guard_kind())

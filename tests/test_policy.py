@@ -55,6 +55,7 @@ BASEMENT = [
     "host_processes",
     "rank_watch",
     "cache_folder",
+    "state_checks",
     "graph_hashes",
     "dynamo_entry",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from weft import state_checks
 from weft.capture.guards.argument_guards import matches
 from weft.capture.guards.dict_watch import DictWatch
 from weft.capture.state.absent_graphs import AutogradRole
@@ -43,7 +44,7 @@ class ContainerGuard:
     def __init__(self, containers: Sequence[Container]) -> None:
         self._filled_first = sorted(containers, key=lambda each: not each.before)
         sized = [each for each in containers if _is_sized(each)]
-        self._empty = [without_overrides(each.obj) for each in sized if not each.before]
+        self._are_empty = state_checks.all_empty([without_overrides(each.obj) for each in sized if not each.before])
         self._dicts = [_DictGuard(each) for each in containers if _is_dictionary(each) and each.before]
         self._watch = DictWatch([each.container.obj for each in self._dicts])
         self._contents = [each.contents for each in self._dicts]
@@ -81,7 +82,7 @@ class ContainerGuard:
 
     def holds(self) -> bool:
         """Whether all entries match the expected ones. If they do, the present entries are expected from now on."""
-        if any(self._empty) or list(map(len, self._lists)) != self._counts:
+        if not self._are_empty() or list(map(len, self._lists)) != self._counts:
             return False
         # Read before the entries: what another thread changes meanwhile is another version at the next call.
         changes = self._watch.changes()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from weft import torch_adapter
+from weft import state_checks, torch_adapter
 
 # A change makes one group anew, at about 2 us a dictionary; a group more costs 0.3 us a call.
 _GROUP = 256
@@ -97,7 +97,7 @@ class DictWatch:
         alone: list[int] = []
         for start in range(0, len(numbers), _GROUP):
             group = list(numbers[start : start + _GROUP])
-            holds = torch_adapter.unchanged_dicts([self._dicts[number] for number in group])
+            holds = state_checks.unchanged_dicts([self._dicts[number] for number in group])
             # What another thread changed since it was accepted must not pass for the accepted version.
             if holds is None or self._differing(group, self._read(group)):
                 alone += group

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
+from weft import state_checks, torch_adapter
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
 from weft.capture.guards.array_memory_guard import ArrayMemoryGuard
 from weft.capture.guards.container_guard import ContainerGuard
@@ -79,7 +79,8 @@ class Guards:
         self._flags = [(tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves]
         self._kinds = [type(tensor) for tensor, *_ in self._flags]
         self._sites = captured.state.sites
-        self._quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
+        quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
+        self._are_quiet = state_checks.all_empty(quiet)
         self._sizes = SizeGuard(captured)
         self._memory = MemoryGuard(captured, self._containers)
         self._array_memory = ArrayMemoryGuard(captured)
@@ -102,7 +103,8 @@ class Guards:
         self._unhooked: list[torch.Tensor] = []
         self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
         self._hooks_made = -1  # the number of the last time that no leaf was found to have hooks
-        self._alike: Callable[..., bool] | None = None
+        self._kept_alike: Callable[[list[Any]], bool] | None = None
+        self._others_alike: Callable[[list[Any]], bool] = lambda found: False
         self.checks = self._checks()
 
     def __len__(self) -> int:
@@ -157,7 +159,7 @@ class Guards:
         """Whether everything is as :meth:`failure` last accepted it. False only means that it must be asked."""
         with torch_adapter.no_torch_function():
             return (
-                self._alike is not None
+                self._kept_alike is not None
                 and self._arguments.failure(leaves, spec) is None
                 and all(holds() for holds in self.checks.values())
             )
@@ -171,7 +173,7 @@ class Guards:
             "cached results": self._results.holds,
             "functions of libraries": self._libraries.holds,
             "requires_grad": lambda: list(map(_requires_grad, self._leaves)) == self._requires_grad,
-            "tensors": lambda: self._alike is not None and self._alike(*self._static_tensors()),
+            "tensors": self._tensors_hold,
             "symbolic tensors": lambda: all(guard.failure() is None for guard in self._symbolic),
             "sizes": lambda: self._sizes.failure() is None,
             "memory": self._memory.holds,
@@ -182,8 +184,15 @@ class Guards:
             "outside": lambda: not self._outside or outside_failure(self._outside) is None,
         }
 
+    def _tensors_hold(self) -> bool:
+        return (
+            self._kept_alike is not None
+            and self._kept_alike(self._read_kept())
+            and self._others_alike(self._other_places.read())
+        )
+
     def _hooks_hold(self) -> bool:
-        if any(self._quiet) or not all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked):
+        if not self._are_quiet() or not all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked):
             return False
         # A leaf without hooks gets one by a registration alone: `swap_tensors` registers one, too.
         made = torch_adapter.hooks_made()
@@ -196,7 +205,8 @@ class Guards:
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
         self._hooks_made = -1
-        self._alike = torch_adapter.like(self._static_tensors())
+        self._kept_alike = state_checks.like(self._read_kept())
+        self._others_alike = state_checks.like(self._other_places.read())
         # Of tensors that have to be alike, `requires_grad` has to be the same too.
         compared = set(map(id, self._kept_tensors))
         self._leaves = [leaf for leaf, _, _, _ in self._flags if id(leaf) not in compared]
@@ -204,13 +214,12 @@ class Guards:
         self._unhooked = [leaf for leaf, _, _, hooks in self._flags if not hooks]
         self._hooked = [(leaf, hooks) for leaf, _, _, hooks in self._flags if hooks]
 
-    def _static_tensors(self) -> list[Any]:
-        """The tensors whose sizes are no symbols, now. Those that the guard on containers has seen to be the same
-        objects are not read again."""
+    def _read_kept(self) -> list[Any]:
+        """The tensors of kept places, now: not read again while the guard on containers sees the same objects."""
         if self._containers.replacements != self._replacements:
             self._replacements = self._containers.replacements
             self._kept_tensors = self._kept_places.read()
-        return [*self._kept_tensors, *self._other_places.read()]
+        return self._kept_tensors
 
     def _leaf_failure(self) -> str | None:
         for (tensor, path, requires_grad, hooks), kind in zip(self._flags, self._kinds, strict=True):
@@ -220,7 +229,7 @@ class Guards:
                 return f"{path}.requires_grad is {tensor.requires_grad}"
             if hooks_of(tensor) != hooks:
                 return f"the hooks registered on {path} changed: {_listed(hooks_of(tensor))}, had {_listed(hooks)}"
-        if any(self._quiet):
+        if not self._are_quiet():
             site = next(site for site in self._sites if site.read() and not site.before)
             return f"a {site.kind} hook was registered on {site.owner}"
         return None

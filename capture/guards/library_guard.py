@@ -9,11 +9,12 @@ from __future__ import annotations
 import abc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import repeat
 from typing import Any
 
-from weft import thread_patches, torch_adapter
+from weft import thread_patches
+from weft.capture.guards.dict_watch import DictWatch
 from weft.capture.state.containers import MISSING, same_simple
 from weft.capture.state.library_names import Libraries, Namespace
 
@@ -32,9 +33,9 @@ class LibraryGuard:
         self._registered = [(kind, set(_registered(kind))) for kind in libraries.abstract]
         # No object of the step is of a class from a module that was imported later.
         self._modules = frozenset(sys.modules) if self._registered else frozenset()
-        self._dictionaries = [each.entries for each in namespaces]
+        self._watch = DictWatch([each.entries for each in namespaces])
         # Read before the entries: what another thread changes meanwhile is another version at the next call.
-        self._versions = self._present_versions()
+        self._watch.accept(self._watch.changes())
         self._expected = [_read(each) for each in namespaces]
 
     def listed(self) -> list[str]:
@@ -43,17 +44,19 @@ class LibraryGuard:
 
     def holds(self) -> bool:
         """Whether nothing was replaced."""
-        versions, token = self._present_versions(), abc.get_cache_token()
-        if versions == self._versions and token == self._token:
-            return True
-        if self.failure() is not None:
+        changes, token = self._watch.changes(), abc.get_cache_token()
+        if (changes or token != self._token) and self._failure(changes) is not None:
             return False
-        self._versions, self._token = versions, token
+        self._watch.accept(changes)
+        self._token = token
         return True
 
     def failure(self) -> str | None:
         """What was replaced, as text; None where nothing was."""
-        if (changed := self._changed(self._present_versions())) is not None:
+        return self._failure(self._watch.changes())
+
+    def _failure(self, changes: Collection[int]) -> str | None:
+        if (changed := self._changed(changes)) is not None:
             return f"{changed} was replaced or changed"
         if abc.get_cache_token() != self._token:
             for kind, before in self._registered:
@@ -63,14 +66,9 @@ class LibraryGuard:
                     return f"{named} was registered with {kind.__qualname__}"
         return None
 
-    def _present_versions(self) -> list[int]:
-        return list(map(torch_adapter.dict_version, self._dictionaries))
-
-    def _changed(self, versions: list[int]) -> str | None:
-        """The first name whose value is another one, in the dictionaries with other versions."""
-        for at, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
-            if now == before:
-                continue
+    def _changed(self, changes: Collection[int]) -> str | None:
+        """The first name whose value is another one, in the dictionaries that were changed."""
+        for at in sorted(changes):
             namespace = self._namespaces[at]
             for name, value, expected in zip(namespace.names, _read(namespace), self._expected[at], strict=True):
                 if value is not expected and not _same(value, expected):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft import torch_adapter
+from weft import state_checks, torch_adapter
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.absent_graphs import AutogradRole
@@ -111,7 +111,7 @@ class MemoryGuard:
             for names, pairs in wrapped.items()
         ]
         self._generation = self._containers.generation
-        self._in_place = torch_adapter.same_addresses(self._tensors)
+        self._in_place = state_checks.same_addresses(self._tensors)
         self._storages = set(map(torch_adapter.storage_key, self._tensors))
 
     def _new_tensors(self) -> list[torch.Tensor]:

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from weft import state_checks
 from weft.capture.state.contents import attributes_of
 from weft.capture.state.origin import is_own
 
 # Objects whose class is never assigned, or that have other attributes in each thread.
 _OF_ONE_KIND = (type, types.ModuleType, types.FunctionType, threading.local)
 _bases_of = operator.attrgetter("__mro__")
-_dictionary_of = operator.attrgetter("__dict__")
 
 
 class ObjectGuard:
@@ -48,9 +48,16 @@ class ObjectGuard:
         self._bases = list(map(_bases_of, self._own))
         # Some objects make another dictionary whenever they are asked for it.
         self._has_dictionary = [attributes_of(obj) is attributes_of(obj) for obj in objects]
-        plain = all(kind.__getattribute__ is object.__getattribute__ for kind in self._kinds)
-        self._read = _dictionary_of if plain else _dictionary_without_overrides
         self._dictionaries = [attributes_of(obj) for obj in compress(objects, self._has_dictionary)]
+        self._modules_hold = state_checks.same_attributes(
+            [
+                (module, kind, attributes_of(module) if has else None)
+                for module, kind, has in zip(self._modules, self._kinds, self._has_dictionary, strict=False)
+            ]
+        )
+        count = len(self._modules)
+        self._other_kinds, self._other_has = self._kinds[count:], self._has_dictionary[count:]
+        self._other_dictionaries = [attributes_of(obj) for obj in compress(objects[count:], self._other_has)]
 
     def listed(self) -> list[str]:
         """The conditions as text."""
@@ -58,15 +65,13 @@ class ObjectGuard:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        objects = self._objects()
-        try:
-            same = (
-                list(map(type, objects)) == self._kinds
-                and all(map(operator.is_, self._dictionaries_of(objects), self._dictionaries))
-                and all(map(operator.is_, map(_bases_of, self._own), self._bases))
-            )
-        except AttributeError:  # an object is gone
-            same = False
+        others = [reference() for reference in self._others]
+        same = (
+            self._modules_hold()
+            and list(map(type, others)) == self._other_kinds
+            and all(map(operator.is_, map(attributes_of, compress(others, self._other_has)), self._other_dictionaries))
+            and all(map(operator.is_, map(_bases_of, self._own), self._bases))
+        )
         return same or self.failure() is None
 
     def failure(self) -> str | None:
@@ -85,14 +90,6 @@ class ObjectGuard:
 
     def _objects(self) -> list[Any]:
         return [*self._modules, *map(operator.call, self._others)]
-
-    def _dictionaries_of(self, objects: list[Any]) -> map[Any]:
-        return map(self._read, compress(objects, self._has_dictionary))
-
-
-def _dictionary_without_overrides(obj: Any) -> Any:
-    """The same for any class; slower."""
-    return object.__getattribute__(obj, "__dict__")
 
 
 def _weakly(obj: Any) -> Callable[[], Any]:

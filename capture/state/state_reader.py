@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
+from weft import state_checks
 from weft.capture.state.containers import MISSING, Attributes, Container, Content, StatePlace, without_overrides
 
 
@@ -114,7 +114,7 @@ class EntryReader:
         if not self._expects_none:
             return all(map(is_, self._values(), expected))
         if self._no_gradients is None:
-            self._no_gradients = torch_adapter.no_gradients(self._leaves)
+            self._no_gradients = state_checks.no_gradients(self._leaves)
         if self._no_gradients is None:
             return all(map(is_, self._values(), expected))
         return self._no_gradients() and all(map(is_, self._values_but_gradients(), expected))
