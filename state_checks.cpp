@@ -1,9 +1,10 @@
 // Comparisons of Python state with what it was, each of many objects by one call. state_checks.py compiles and calls this.
 //
-// Functions are called with the GIL held. No code of Python's runs in `holds`, nor any of the user's.
+// Calls hold the GIL. No Python code runs in a check, neither the user's nor ours.
 
 #include <Python.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -28,90 +29,81 @@ bool is_plain(const c10::TensorImpl& impl) {
          !impl.has_symbolic_sizes_strides();
 }
 
-struct Check {
-  virtual ~Check() = default;
-  virtual bool holds(PyObject* argument) const = 0;
+// What a Python object of the type `Check` owns.
+struct Comparison {
+  virtual ~Comparison() = default;
+  virtual bool holds() const = 0;
 };
 
-// The i-th tensor of the list is like the i-th expected one.
-struct Alike final : Check {
-  struct Expected {
-    PyTypeObject* type;
+// Tensors are what they were, where they were: the type, the metadata and the address of each.
+struct Tensors final : Comparison {
+  struct Expected {  // in one cache line: what is compared is read from memory, all of it at each call
+    PyObject* tensor;
+    const c10::TensorImpl* impl;
+    const c10::StorageImpl* storage;
+    const void* data;
+    int64_t offset;
     uint64_t keys;
+    uint32_t type;
     caffe2::TypeMeta dtype;
     c10::Device device;
     bool requires_grad;
-    size_t dim, start;
+    uint8_t dim;
   };
   std::vector<Expected> tensors;
+  std::vector<PyTypeObject*> types;
   std::vector<int64_t> numbers;  // sizes and strides of all
 
   bool add(PyObject* tensor) {
-    const auto& impl = *impl_of(tensor);
-    if (!is_plain(impl)) return false;
-    const auto sizes = impl.sizes(), strides = impl.strides();
-    tensors.push_back({Py_TYPE(tensor), impl.key_set().raw_repr(), impl.dtype(), impl.device(), impl.requires_grad(),
-                       sizes.size(), numbers.size()});
-    numbers.insert(numbers.end(), sizes.begin(), sizes.end());
-    numbers.insert(numbers.end(), strides.begin(), strides.end());
+    const auto* impl = impl_of(tensor);
+    if (!is_plain(*impl) || impl->dim() > 255) return false;
+    const auto type = std::find(types.begin(), types.end(), Py_TYPE(tensor)) - types.begin();
+    if (type == static_cast<ptrdiff_t>(types.size())) types.push_back(Py_TYPE(tensor));
+    const auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+    tensors.push_back({tensor, impl, storage, storage->data(), impl->storage_offset(), impl->key_set().raw_repr(),
+                       static_cast<uint32_t>(type), impl->dtype(), impl->device(), impl->requires_grad(),
+                       static_cast<uint8_t>(impl->dim())});
+    numbers.insert(numbers.end(), impl->sizes().begin(), impl->sizes().end());
+    numbers.insert(numbers.end(), impl->strides().begin(), impl->strides().end());
     return true;
   }
 
-  bool holds(PyObject* list) const override {
-    if (static_cast<size_t>(PyList_GET_SIZE(list)) != tensors.size()) return false;
-    PyObject** item = reinterpret_cast<PyListObject*>(list)->ob_item;
-    for (const auto& expected : tensors) {
-      PyObject* tensor = *item++;
-      if (Py_TYPE(tensor) != expected.type) return false;
-      const auto& impl = *impl_of(tensor);
-      if (impl.key_set().raw_repr() != expected.keys || impl.dtype() != expected.dtype ||
-          impl.device() != expected.device || impl.requires_grad() != expected.requires_grad)
+  bool holds() const override {
+    const int64_t* number = numbers.data();
+    for (size_t at = 0; at < tensors.size(); ++at) {
+      prefetch(at + 8);
+      const auto& expected = tensors[at];
+      const auto* impl = impl_of(expected.tensor);
+      if (Py_TYPE(expected.tensor) != types[expected.type] || impl != expected.impl) return false;
+      // The keys say which tensor has its metadata elsewhere; nothing else of such a one is asked.
+      if (impl->key_set().raw_repr() != expected.keys || impl->has_symbolic_sizes_strides()) return false;
+      const auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+      if (storage != expected.storage || storage->data() != expected.data ||
+          impl->storage_offset() != expected.offset || impl->dtype() != expected.dtype ||
+          impl->device() != expected.device || impl->requires_grad() != expected.requires_grad)
         return false;
-      const auto sizes = impl.sizes(), strides = impl.strides();
-      const int64_t* number = numbers.data() + expected.start;
-      const size_t bytes = expected.dim * sizeof(int64_t);
-      if (sizes.size() != expected.dim || std::memcmp(sizes.data(), number, bytes) != 0 ||
-          std::memcmp(strides.data(), number + expected.dim, bytes) != 0)
-        return false;
+      const auto sizes = impl->sizes(), strides = impl->strides();
+      if (sizes.size() != expected.dim) return false;
+      for (size_t dim = 0; dim < sizes.size(); ++dim)
+        if (sizes[dim] != number[dim] || strides[dim] != number[sizes.size() + dim]) return false;
+      number += 2 * sizes.size();
     }
     return true;
   }
-};
 
-// The elements of these tensors begin where they did.
-struct InPlace final : Check {
-  struct Expected {
-    PyObject* tensor;
-    const void* data;
-    int64_t offset;
-    caffe2::TypeMeta dtype;
-  };
-  std::vector<Expected> tensors;
-
-  static const void* data_of(const c10::TensorImpl& impl) {
-    return impl.unsafe_storage().unsafeGetStorageImpl()->data();
-  }
-
-  bool add(PyObject* tensor) {
-    const auto& impl = *impl_of(tensor);
-    if (!is_plain(impl)) return false;
-    tensors.push_back({tensor, data_of(impl), impl.storage_offset(), impl.dtype()});
-    return true;
-  }
-
-  bool holds(PyObject*) const override {
-    for (const auto& expected : tensors) {
-      const auto& impl = *impl_of(expected.tensor);
-      if (!impl.has_storage() || data_of(impl) != expected.data || impl.storage_offset() != expected.offset ||
-          impl.dtype() != expected.dtype)
-        return false;
-    }
-    return true;
+  // Ask for the memory of a tensor before it is compared. An address that is none any more does no harm.
+  void prefetch(size_t at) const {
+    if (at >= tensors.size()) return;
+    const auto& expected = tensors[at];
+    __builtin_prefetch(expected.tensor);
+    __builtin_prefetch(expected.storage);
+    const auto* impl = reinterpret_cast<const char*>(expected.impl);
+    for (size_t byte = 0; byte < sizeof(c10::TensorImpl); byte += 64) __builtin_prefetch(impl + byte);
   }
 };
 
 // The `.grad` of these tensors is None.
-struct NoGradients final : Check {
+struct NoGradients final : Comparison {
   std::vector<PyObject*> leaves;
 
   bool add(PyObject* leaf) {
@@ -119,7 +111,7 @@ struct NoGradients final : Check {
     return is_plain(*impl_of(leaf));
   }
 
-  bool holds(PyObject*) const override {
+  bool holds() const override {
     for (PyObject* leaf : leaves) {
       const auto* meta = impl_of(leaf)->autograd_meta();
       // A Tensor is a TensorBase without other members; its own header takes long to compile.
@@ -130,7 +122,7 @@ struct NoGradients final : Check {
 };
 
 // Words of memory are what they were.
-struct Words : Check {
+struct Words : Comparison {
   struct Expected {
     const void* word;
     int64_t value;
@@ -143,7 +135,7 @@ struct Words : Check {
     return value;
   }
 
-  bool holds(PyObject*) const override {
+  bool holds() const override {
     for (const auto& expected : words)
       if (read(expected.word) != expected.value) return false;
     return true;
@@ -176,7 +168,7 @@ struct Versions final : Words {
 };
 
 // Objects have these classes, and these dictionaries hold their attributes.
-struct Attributes final : Check {
+struct Attributes final : Comparison {
   struct Expected {
     PyObject* object;
     PyTypeObject* type;
@@ -199,7 +191,7 @@ struct Attributes final : Check {
     return !dict || dict_of(object) == dict;
   }
 
-  bool holds(PyObject*) const override {
+  bool holds() const override {
     for (const auto& expected : objects)
       if (Py_TYPE(expected.object) != expected.type || (expected.dict && dict_of(expected.object) != expected.dict))
         return false;
@@ -207,38 +199,106 @@ struct Attributes final : Check {
   }
 };
 
-template <typename Kind>
-Check* make(PyObject* list) {
+// Lists hold these objects.
+struct Items final : Comparison {
+  std::vector<std::pair<PyObject*, PyObject*>> lists;
+
+  bool add(PyObject* item) {
+    lists.emplace_back(PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1));
+    return PyList_Check(lists.back().first);
+  }
+
+  bool holds() const override {
+    for (const auto& [list, expected] : lists) {
+      const Py_ssize_t count = PyTuple_GET_SIZE(expected);
+      if (PyList_GET_SIZE(list) != count) return false;
+      if (count && std::memcmp(reinterpret_cast<PyListObject*>(list)->ob_item, &PyTuple_GET_ITEM(expected, 0),
+                               count * sizeof(PyObject*)) != 0)
+        return false;
+    }
+    return true;
+  }
+};
+
+struct Check {
+  PyObject_HEAD
+  const Comparison* comparison;
+  PyObject* held;  // what is compared
+};
+
+PyObject* call(PyObject* self, PyObject*, PyObject*) {
   try {
-    auto check = std::make_unique<Kind>();
-    for (Py_ssize_t at = 0; at < PyList_GET_SIZE(list); ++at)
-      if (!check->add(PyList_GET_ITEM(list, at))) return nullptr;
-    return check.release();
-  } catch (...) {  // a tensor that tells nobody of its metadata
-    return nullptr;
+    return PyBool_FromLong(reinterpret_cast<Check*>(self)->comparison->holds());
+  } catch (...) {
+    Py_RETURN_FALSE;
   }
 }
+
+void discard(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  auto* check = reinterpret_cast<Check*>(self);
+  PyObject_GC_UnTrack(self);
+  delete check->comparison;
+  Py_XDECREF(check->held);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+int visit(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(reinterpret_cast<Check*>(self)->held);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+PyTypeObject* check_type = nullptr;
+
+// A check of the objects in a tuple; None where one is of a kind that cannot be compared so.
+template <typename Kind>
+PyObject* make(PyObject*, PyObject* objects) {
+  auto comparison = std::make_unique<Kind>();
+  try {
+    for (Py_ssize_t at = 0; at < PyTuple_GET_SIZE(objects); ++at)
+      if (!comparison->add(PyTuple_GET_ITEM(objects, at))) Py_RETURN_NONE;
+  } catch (...) {  // a tensor that tells nobody of its metadata
+    Py_RETURN_NONE;
+  }
+  auto* check = PyObject_GC_New(Check, check_type);
+  if (!check) return nullptr;
+  check->comparison = comparison.release();
+  Py_INCREF(objects);
+  check->held = objects;
+  PyObject_GC_Track(check);
+  return reinterpret_cast<PyObject*>(check);
+}
+
+PyObject* set_offset(PyObject*, PyObject* offset) {
+  impl_offset = PyLong_AsSsize_t(offset);
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef functions[] = {
+    {"set_offset", set_offset, METH_O, nullptr},          {"tensors", make<Tensors>, METH_O, nullptr},
+    {"no_gradients", make<NoGradients>, METH_O, nullptr}, {"empty", make<Empty>, METH_O, nullptr},
+    {"versions", make<Versions>, METH_O, nullptr},        {"attributes", make<Attributes>, METH_O, nullptr},
+    {"items", make<Items>, METH_O, nullptr},              {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_call, reinterpret_cast<void*>(call)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(discard)},
+    {Py_tp_traverse, reinterpret_cast<void*>(visit)},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {"compiled_state_checks.Check", sizeof(Check), 0,
+                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "compiled_state_checks", nullptr, -1, functions};
 
 }  // namespace
 
-extern "C" {
-void set_impl_offset(Py_ssize_t offset) { impl_offset = offset; }
-
-// Each makes a check of the objects in a list, to which it holds no references; null where one is of another kind.
-Check* alike(PyObject* list) { return make<Alike>(list); }
-Check* in_place(PyObject* list) { return make<InPlace>(list); }
-Check* no_gradients(PyObject* list) { return make<NoGradients>(list); }
-Check* empty(PyObject* list) { return make<Empty>(list); }
-Check* versions(PyObject* list) { return make<Versions>(list); }
-Check* attributes(PyObject* list) { return make<Attributes>(list); }
-
-int holds(const Check* check, PyObject* argument) {
-  try {
-    return check->holds(argument);
-  } catch (...) {
-    return 0;
-  }
-}
-
-void discard(Check* check) { delete check; }
+PyMODINIT_FUNC PyInit_compiled_state_checks() {
+  check_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  return check_type ? PyModule_Create(&module) : nullptr;
 }

@@ -11,7 +11,6 @@ answers.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import logging
@@ -23,7 +22,12 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from itertools import starmap
+from operator import is_
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,58 +37,36 @@ from weft import cache_folder, torch_adapter
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_KINDS = ("alike", "in_place", "no_gradients", "empty", "versions", "attributes")
+_MODULE = "compiled_state_checks"
 _COMPILE_SECONDS = 120  # at most; it takes 2
 
 
-class _Check:
-    """A check that C++ makes, called with what it compares where that is not always the same.
-
-    Args:
-        library: of the checks.
-        handle: what the library made.
-        held: what must live as long as the check.
-    """
-
-    __slots__ = ("_handle", "_held", "_library")
-
-    def __init__(self, library: ctypes.PyDLL, handle: int, held: tuple[Any, ...]) -> None:
-        self._library, self._handle, self._held = library, handle, held
-
-    def __call__(self, found: list[Any] | None = None) -> bool:
-        return self._library.holds(self._handle, found) == 1
-
-    def __del__(self) -> None:
-        self._library.discard(self._handle)
-
-
-def like(tensors: list[torch.Tensor]) -> Callable[[list[Any]], bool]:
-    """A check that a list holds as many tensors, of the types, dtypes, devices, sizes and strides of these, which
-    require grad where these do. It does not hold the tensors."""
-    return _check("alike", tensors, tuple(set(map(type, tensors)))) or torch_adapter.like(tensors)
-
-
-def same_addresses(tensors: list[torch.Tensor]) -> Callable[[], bool]:
-    """A check that the elements of these tensors begin where they do now."""
-    return _check("in_place", tensors, tuple(tensors)) or torch_adapter.same_addresses(tensors)
+def unchanged_tensors(tensors: list[torch.Tensor], placed: list[torch.Tensor]) -> Callable[[], bool]:
+    """A check that tensors have the types, dtypes, devices, sizes and strides that they have now, require grad where
+    they do now, and that the elements of those in ``placed`` begin where they do now."""
+    every = list({id(tensor): tensor for tensor in (*tensors, *placed)}.values())
+    if (check := _check("tensors", every)) is not None:
+        return check
+    alike, in_place = torch_adapter.like(tensors), torch_adapter.same_addresses(placed)
+    return lambda: alike(*tensors) and in_place()
 
 
 def no_gradients(leaves: list[torch.Tensor]) -> Callable[[], bool] | None:
     """A check that the ``.grad`` of these tensors is None; None as :func:`unchanged_dicts`."""
-    return _check("no_gradients", leaves, tuple(leaves)) or torch_adapter.no_gradients(leaves)
+    return _check("no_gradients", leaves) or torch_adapter.no_gradients(leaves)
 
 
 def unchanged_dicts(dicts: list[dict[Any, Any]]) -> Callable[[], bool] | None:
     """A check that these dictionaries have the versions that they have now; None before torch has loaded what makes
     such checks (its optimizers load it)."""
-    return _check("versions", dicts, tuple(dicts)) or torch_adapter.unchanged_dicts(dicts)
+    return _check("versions", dicts) or torch_adapter.unchanged_dicts(dicts)
 
 
 def all_empty(containers: list[Any]) -> Callable[[], bool]:
     """A check that these dictionaries, lists and other containers are empty."""
     compared = [each for each in containers if isinstance(each, (dict, list, set, frozenset))]
     others = [each for each in containers if not isinstance(each, (dict, list, set, frozenset))]
-    check = _check("empty", compared, tuple(compared))
+    check = _check("empty", compared)
     if check is None:
         return lambda: not any(containers)
     return (lambda: check() and not any(others)) if others else check
@@ -93,7 +75,7 @@ def all_empty(containers: list[Any]) -> Callable[[], bool]:
 def same_attributes(objects: list[tuple[Any, type, Any]]) -> Callable[[], bool]:
     """A check of objects, each with its class and the dictionary of its attributes, that they still have these; for
     None as the dictionary, their classes alone. No code of theirs runs."""
-    check = _check("attributes", objects, tuple(objects))
+    check = _check("attributes", objects)
     return check or (lambda: all(type(obj) is kind and _has(obj, attributes) for obj, kind, attributes in objects))
 
 
@@ -101,31 +83,37 @@ def _has(obj: Any, attributes: Any) -> bool:
     return attributes is None or object.__getattribute__(obj, "__dict__") is attributes
 
 
-def _check(kind: str, objects: list[Any], held: tuple[Any, ...]) -> _Check | None:
-    if (library := compiled()) is None:
-        return None
-    handle = getattr(library, kind)(objects)
-    return _Check(library, handle, held) if handle else None
+def same_items(lists: list[tuple[Any, tuple[Any, ...]]]) -> Callable[[], bool]:
+    """A check that each list, or what else has a length and items, holds these very objects and no more."""
+    compared = [each for each in lists if type(each[0]) is list]
+    others = [each for each in lists if type(each[0]) is not list]
+    check = _check("items", compared)
+    if check is None:
+        return lambda: all(starmap(_holds, lists))
+    return (lambda: check() and all(starmap(_holds, others))) if others else check
+
+
+def _holds(found: Any, known: tuple[Any, ...]) -> bool:
+    return len(found) == len(known) and all(map(is_, found, known))
+
+
+def _check(kind: str, objects: list[Any]) -> Callable[[], bool] | None:
+    library = compiled()
+    return None if library is None else getattr(library, kind)(tuple(objects))
 
 
 @functools.cache  # compiled at most once a process
-def compiled() -> ctypes.PyDLL | None:
+def compiled() -> ModuleType | None:
     """The compiled checks; None where there is no compiler, no cache folder or an unknown layout of tensors."""
     offset = torch_adapter.offset_in_tensors()
     if offset is None or sysconfig.get_config_var("Py_GIL_DISABLED") or not cache_folder.usable():
         return None
     try:
         library = _load(_binary())
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ImportError, subprocess.SubprocessError) as error:
         log.info("guards are checked without compiled code: %s", getattr(error, "stderr", None) or error)
         return None
-    for kind in _KINDS:
-        function = getattr(library, kind)
-        function.argtypes, function.restype = [ctypes.py_object], ctypes.c_void_p
-    library.holds.argtypes = [ctypes.c_void_p, ctypes.py_object]
-    library.discard.argtypes, library.discard.restype = [ctypes.c_void_p], None
-    library.set_impl_offset.argtypes, library.set_impl_offset.restype = [ctypes.c_ssize_t], None
-    library.set_impl_offset(offset)
+    library.set_offset(offset)
     return library
 
 
@@ -156,13 +144,16 @@ def _binary() -> bytes:
     return content
 
 
-def _load(content: bytes) -> ctypes.PyDLL:
-    """Load a library from its bytes.
+def _load(content: bytes) -> ModuleType:
+    """Load a module from its bytes.
 
     Raises:
-        OSError: it does not fit this torch.
+        ImportError: it does not fit this torch.
     """
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(content)
         file.flush()
-        return ctypes.PyDLL(file.name)  # holds the GIL during calls
+        loader = ExtensionFileLoader(_MODULE, file.name)
+        module = module_from_spec(spec_from_loader(_MODULE, loader))
+        loader.exec_module(module)
+        return module

@@ -299,9 +299,11 @@ def function_modes() -> list[Any]:
     return [mode.device if isinstance(mode, DeviceContext) else mode for mode in modes]
 
 
-def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The (pack, unpack) pair that autograd would use now: it applies the innermost pair only."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+# The (pack, unpack) pair that autograd would use now: it applies the innermost pair only.
+innermost_saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+# As torch's public functions of like names, which are in Python.
+deterministic_algorithms = torch._C._get_deterministic_algorithms
+float32_matmul_precision = torch._C._get_float32_matmul_precision
 
 
 class StorageWrites(TorchDispatchMode):
@@ -601,14 +603,14 @@ no_torch_function_modes = torch._C.DisableTorchFunction
 torch_functions = torch._C._EnableTorchFunction
 
 
-def like(tensors: list[torch.Tensor]) -> Callable[[list[Any]], bool]:
-    """As :func:`weft.state_checks.like`, by torch's own check in C."""
-    check = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return lambda found: check(*found)
+def like(tensors: Iterable[torch.Tensor]) -> Callable[..., bool]:
+    """A check, in C, that as many values are tensors of the types, dtypes, devices, sizes and strides of these, which
+    require grad where these do."""
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def same_addresses(tensors: list[torch.Tensor]) -> Callable[[], bool]:
-    """As :func:`weft.state_checks.same_addresses`; in C where torch is built for CUDA."""
+    """A check that the elements of these tensors begin where they do now; in C where torch is built for CUDA."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     if compare := getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None):
         return functools.partial(compare, tensors, addresses, list(range(len(tensors))))

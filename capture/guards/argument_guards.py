@@ -69,7 +69,7 @@ class ArgumentGuard:
             before = self._attributes[at]
             if (vars(leaves[at]) or before) and not _alike(own_attributes(leaves[at]), before):
                 return f"attributes that the program put on {arguments.paths[at]} changed"
-        if _aliases([leaves[at] for at, _ in self._flags]) != self._aliases:
+        if len(self._flags) > 1 and _aliases([leaves[at] for at, _ in self._flags]) != self._aliases:
             return "other arguments than before share memory"
         arguments.bind(passed)
         for container, empty in self._gradients:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from weft.capture.record.outside_calls import outside_failure
 from weft.capture.state.containers import ANY, TensorLike
 from weft.capture.state.state_reader import PlaceReader
 
+_NEVER: tuple[Callable[[], bool], int] = (lambda: False, -1)
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -57,7 +59,7 @@ class Guards:
         arguments = captured.arguments
         numbers = {each.place.key for each in captured.numbers if each.place.container is arguments.container}
         self._arguments = ArgumentGuard(arguments, numbers)
-        self._world = _global_state()
+        self._settings = _settings()
         self._environment = captured.environment
         self._outside = captured.outside
         counted = [each for each in captured.state.containers if not each.frozen]
@@ -103,8 +105,12 @@ class Guards:
         self._unhooked: list[torch.Tensor] = []
         self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
         self._hooks_made = -1  # the number of the last time that no leaf was found to have hooks
-        self._kept_alike: Callable[[list[Any]], bool] | None = None
-        self._others_alike: Callable[[list[Any]], bool] = lambda found: False
+        self._kept_alike: Callable[..., bool] | None = None
+        self._others_alike: Callable[..., bool] = lambda *found: False
+        # Whether the tensors that stay the same objects are as they were when all guards held: the check, and the
+        # generation of entries that it is of. The next one is accepted when all guards hold.
+        self._untouched = self._next_untouched = _NEVER
+        self._are_untouched = False
         self.checks = self._checks()
 
     def __len__(self) -> int:
@@ -114,6 +120,7 @@ class Guards:
         """Hold no gradient that was found, because another form serves the calls now and may replace it."""
         if self._containers.release_gradients():
             self._memory.release()
+            self._untouched = self._next_untouched = _NEVER
 
     def listed(self) -> list[Guard]:
         """Every condition, grouped by kind, cheapest check first."""
@@ -129,16 +136,39 @@ class Guards:
         found.append(Guard("memory", "the same tensors of the state and of the arguments overlap"))
         found += [Guard("environment", f"{key} is {value!r}") for key, value in self._environment.items()]
         found += [Guard("outside", f"{read.text} gives {read.answer!r}") for read in self._outside]
-        return found + [Guard("torch", f"{name} is {value}") for name, value in self._world.items()]
+        return found + [
+            Guard("torch", f"{name} is {value}") for name, value in zip(_SETTINGS, self._settings, strict=True)
+        ]
 
     def failure(self, leaves: list[Any], spec: Any) -> str | None:
         """Why the captured graph cannot serve a call with these argument leaves; None where it can."""
         if self.unchanged(leaves, spec):
             return None
-        why = (
-            self._arguments.failure(leaves, spec)
-            or self._containers.failure()
-            or self._value_failure()
+        why = self._arguments.failure(leaves, spec) or self._containers.failure()
+        if why is None:
+            self._watch_tensors()
+            why = self._other_failure()
+        if why is None:
+            self._remember()
+        return why
+
+    def unchanged(self, leaves: list[Any], spec: Any) -> bool:
+        """Whether everything is as :meth:`failure` last accepted it. False only means that it must be asked."""
+        with torch_adapter.no_torch_function():
+            if (
+                self._kept_alike is None
+                or self._arguments.failure(leaves, spec) is not None
+                or not all(holds() for holds in self.checks.values())
+            ):
+                return False
+        if not self._are_untouched:
+            self._untouched = self._next_untouched
+        return True
+
+    def _other_failure(self) -> str | None:
+        """What :meth:`failure` asks after the arguments and containers."""
+        return (
+            self._value_failure()
             or self._objects.failure()
             or self._results.failure()
             or self._libraries.failure()
@@ -147,49 +177,49 @@ class Guards:
             or self._sizes.failure()
             or self._memory_failure()
             or self._array_memory.failure()
-            or self._world_failure()
+            or self._settings_failure()
             or environment_failure(self._environment)
             or outside_failure(self._outside)
         )
-        if why is None:
-            self._remember()
-        return why
-
-    def unchanged(self, leaves: list[Any], spec: Any) -> bool:
-        """Whether everything is as :meth:`failure` last accepted it. False only means that it must be asked."""
-        with torch_adapter.no_torch_function():
-            return (
-                self._kept_alike is not None
-                and self._arguments.failure(leaves, spec) is None
-                and all(holds() for holds in self.checks.values())
-            )
 
     def _checks(self) -> dict[str, Callable[[], bool]]:
         """What :meth:`unchanged` asks besides the arguments, in this order: each relies on those before it."""
-        return {
+        found: dict[str, Callable[[], bool] | None] = {
             "dictionaries, lists, attributes": self._containers.holds,
-            "values": lambda: self._value_failure() is None,
+            "values": (lambda: self._value_failure() is None) if self._values or self._replaced else None,
             "classes and attributes of objects": self._objects.holds,
             "cached results": self._results.holds,
             "functions of libraries": self._libraries.holds,
-            "requires_grad": lambda: list(map(_requires_grad, self._leaves)) == self._requires_grad,
+            "requires_grad": lambda: not self._leaves or list(map(_requires_grad, self._leaves)) == self._requires_grad,
             "tensors": self._tensors_hold,
-            "symbolic tensors": lambda: all(guard.failure() is None for guard in self._symbolic),
-            "sizes": lambda: self._sizes.failure() is None,
-            "memory": self._memory.holds,
+            "symbolic tensors": (lambda: all(guard.failure() is None for guard in self._symbolic))
+            if self._symbolic
+            else None,
+            "sizes": (lambda: self._sizes.failure() is None) if len(self._sizes) else None,
+            "memory": lambda: self._memory.holds(self._are_untouched),
             "memory of arrays": lambda: self._array_memory.failure() is None,
             "hooks": self._hooks_hold,
-            "settings of torch": lambda: _global_state() == self._world,
-            "environment": lambda: not self._environment or environment_failure(self._environment) is None,
-            "outside": lambda: not self._outside or outside_failure(self._outside) is None,
+            "settings of torch": lambda: _settings() == self._settings,
+            "environment": (lambda: environment_failure(self._environment) is None) if self._environment else None,
+            "outside": (lambda: outside_failure(self._outside) is None) if self._outside else None,
         }
+        return {name: check for name, check in found.items() if check is not None}
 
     def _tensors_hold(self) -> bool:
-        return (
-            self._kept_alike is not None
-            and self._kept_alike(self._read_kept())
-            and self._others_alike(self._other_places.read())
-        )
+        check, generation = self._untouched
+        self._are_untouched = generation == self._containers.generation and check()
+        if not self._are_untouched:
+            self._watch_tensors()
+            if self._kept_alike is None or not self._kept_alike(*self._read_kept()):
+                return False
+        return self._others_alike(*self._other_places.read())
+
+    def _watch_tensors(self) -> None:
+        """See each change of a kept tensor from now on. Before the tensors are compared: what another thread changes
+        meanwhile is seen by the next call."""
+        with torch_adapter.no_torch_function():
+            check = state_checks.unchanged_tensors(self._read_kept(), self._memory.kept())
+            self._next_untouched = check, self._containers.generation
 
     def _hooks_hold(self) -> bool:
         if not self._are_quiet() or not all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked):
@@ -205,8 +235,9 @@ class Guards:
     def _remember(self) -> None:
         """Store the present state, which :meth:`failure` accepted, for later comparisons."""
         self._hooks_made = -1
-        self._kept_alike = state_checks.like(self._read_kept())
-        self._others_alike = state_checks.like(self._other_places.read())
+        self._untouched = self._next_untouched
+        self._kept_alike = torch_adapter.like(self._read_kept())
+        self._others_alike = torch_adapter.like(self._other_places.read())
         # Of tensors that have to be alike, `requires_grad` has to be the same too.
         compared = set(map(id, self._kept_tensors))
         self._leaves = [leaf for leaf, _, _, _ in self._flags if id(leaf) not in compared]
@@ -254,27 +285,33 @@ class Guards:
         with torch_adapter.no_torch_function():
             return self._memory.failure()
 
-    def _world_failure(self) -> str | None:
-        now = _global_state()
-        return next((f"{k} is {now[k]}, was {v}" for k, v in self._world.items() if now[k] != v), None)
+    def _settings_failure(self) -> str | None:
+        found = zip(_SETTINGS, _settings(), self._settings, strict=True)
+        return next((f"{name} is {now}, was {before}" for name, now, before in found if now != before), None)
 
 
 def _listed(hooks: tuple[HookKey, ...]) -> str:
     return ", ".join(getattr(key.hook, "__qualname__", repr(key.hook)) for key in hooks) or "none"
 
 
-def _global_state() -> dict[str, Any]:
-    """Global settings of torch that change what a step computes."""
-    return {
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "autocast": [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")],
-        "anomaly mode with check_nan": torch.is_anomaly_check_nan_enabled() and torch.is_anomaly_enabled(),
-        "function modes": torch_adapter.function_modes(),
-        "saved tensor hooks": torch_adapter.innermost_saved_tensor_hooks(),
-        "autocast region": torch_adapter.in_autocast_region(),
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-    }
+# Global settings of torch that change what a step computes. All are read before every call, so each by few calls.
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    "grad mode": torch.is_grad_enabled,
+    "inference mode": torch.is_inference_mode_enabled,
+    "default dtype": torch.get_default_dtype,
+    "autocast on CPUs": partial(torch.is_autocast_enabled, "cpu"),
+    "autocast on GPUs": partial(torch.is_autocast_enabled, "cuda"),
+    "autocast dtype on CPUs": partial(torch.get_autocast_dtype, "cpu"),
+    "autocast dtype on GPUs": partial(torch.get_autocast_dtype, "cuda"),
+    "anomaly mode with check_nan": lambda: torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled(),
+    "function modes": torch_adapter.function_modes,
+    "saved tensor hooks": torch_adapter.innermost_saved_tensor_hooks,
+    "autocast region": torch_adapter.in_autocast_region,
+    "autocast cache": torch.is_autocast_cache_enabled,
+    "deterministic algorithms": torch_adapter.deterministic_algorithms,
+    "float32 matmul precision": torch_adapter.float32_matmul_precision,
+}
+
+
+def _settings() -> list[Any]:
+    return list(map(operator.call, _SETTINGS.values()))

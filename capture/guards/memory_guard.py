@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft import state_checks, torch_adapter
+from weft import torch_adapter
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.absent_graphs import AutogradRole
@@ -58,22 +58,32 @@ class MemoryGuard:
         self._paths += [place.path for place in self._arguments]
         self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
         self._paths += [each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key))]
-        self._remember()
+        self._find()
         self._overlapping = overlapping([*self._tensors, *self._new_tensors()])
         self._new_overlap = any(at >= len(self._tensors) for at in self._overlapping)
         self._held = True
 
-    def holds(self) -> bool:
-        """Whether tensors overlap as they did. The guard on containers was asked before."""
-        return self._is_untouched() or self.failure() is None
+    def kept(self) -> list[torch.Tensor]:
+        """The kept tensors; for wrappers, those inside them. The guard on containers was asked before."""
+        if self._generation != self._containers.generation:
+            self._find()
+        return self._tensors
+
+    def holds(self, in_place: bool) -> bool:
+        """Whether tensors overlap as they did. The guard on containers was asked before.
+
+        Args:
+            in_place: whether :meth:`kept` are the same tensors, at the same addresses, as when the guard last held.
+        """
+        return (in_place and self._is_untouched()) or self.failure() is None
 
     def release(self) -> None:
         """Hold no tensor until the next check, which compares all overlaps."""
-        self._tensors, self._wrapped, self._in_place = [], [], lambda: False
+        self._tensors, self._wrapped, self._generation, self._held = [], [], -1, False
 
     def failure(self) -> str | None:
         """Which tensors overlap that did not, or no longer do; None for none."""
-        self._remember()
+        self._find()
         now, before = overlapping([*self._tensors, *self._new_tensors()]), self._overlapping
         self._held = now == before
         for at in sorted(now.keys() | before.keys()):
@@ -84,18 +94,19 @@ class MemoryGuard:
         return None
 
     def _is_untouched(self) -> bool:
-        """Whether the kept tensors are where they were, and the new ones have storages of their own, as in the captured
-        call. False only means that overlaps must be compared."""
+        """Whether the kept tensors are the same, and the new ones have storages of their own, as in the captured call.
+        False only means that overlaps must be compared."""
         if not self._held or self._new_overlap or self._generation != self._containers.generation:
             return False
         for inner_of, wrappers, inner in self._wrapped:
             if not all(map(operator.is_, map(inner_of, wrappers), inner)):
                 return False
         new = list(map(torch_adapter.storage_key, self._new_tensors()))
-        return self._in_place() and len(set(new)) == len(new) and self._storages.isdisjoint(new)
+        return len(set(new)) == len(new) and self._storages.isdisjoint(new)
 
-    def _remember(self) -> None:
-        """Store where the kept tensors are now, for later comparisons."""
+    def _find(self) -> None:
+        """Find the kept tensors. Nothing is known of their overlaps then."""
+        self._held = False
         entries = self._containers.entries()
         found = [entries[at] for at in self._at]
         found += [tensor for at in self._nested for tensor in _tensors(entries[at])]
@@ -111,7 +122,6 @@ class MemoryGuard:
             for names, pairs in wrapped.items()
         ]
         self._generation = self._containers.generation
-        self._in_place = state_checks.same_addresses(self._tensors)
         self._storages = set(map(torch_adapter.storage_key, self._tensors))
 
     def _new_tensors(self) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import accumulate, chain, islice, pairwise, repeat
 from operator import attrgetter, getitem, is_
 from types import MappingProxyType
 from typing import Any
@@ -83,7 +83,9 @@ class EntryReader:
         classes = [each for each in attributes if isinstance(each.obj, type)]
         contents = [each for each in containers if isinstance(each, Content)]
         self.containers = [*sequences, *objects, *classes, *contents, *leaves]
-        self._whole = [without_overrides(each.obj) for each in sequences if _is_whole(each)]
+        whole = [each for each in sequences if _is_whole(each)]
+        self._whole = [without_overrides(each.obj) for each in whole]
+        self._counts = [len(each.before) for each in whole]
         parts = [each for each in sequences if not _is_whole(each)]
         self._parts = list(map(without_overrides, _objects(parts))), [key for each in parts for key in each.guarded()]
         self.in_sequences = sum(len(each.guarded()) for each in sequences)
@@ -95,6 +97,8 @@ class EntryReader:
         self._no_gradients: Callable[[], bool] | None = None
         self._compared: Sequence[Any] | None = None
         self._expects_none = False
+        self._same_lists: Callable[[], bool] = lambda: False
+        self._others: Sequence[Any] = ()  # what is expected of all that is in no list and no gradient
 
     def read(self) -> list[Any]:
         """The values of all entries that are guarded, now; MISSING where there is no such attribute.
@@ -109,22 +113,30 @@ class EntryReader:
         """Whether :meth:`read` would give these very objects; as many as there are entries. A list or deque of which
         all entries are guarded must have kept its length."""
         if expected is not self._compared:
-            gradients = expected[len(expected) - len(self._leaves) :]
-            self._compared, self._expects_none = expected, all(gradient is None for gradient in gradients)
-        if not self._expects_none:
-            return all(map(is_, self._values(), expected))
+            self._compare_with(expected)
+        if not self._same_lists() or not all(map(is_, self._other_values(), self._others)):
+            return False
+        if self._expects_none and self._no_gradients is not None:
+            return self._no_gradients()
+        gradients = islice(expected, len(expected) - len(self._leaves), None)
+        return all(map(is_, map(_gradient, self._leaves), gradients))
+
+    def _compare_with(self, expected: Sequence[Any]) -> None:
+        """Prepare for comparisons with these values."""
+        count = len(expected) - len(self._leaves)
+        self._compared, self._expects_none = expected, all(gradient is None for gradient in expected[count:])
         if self._no_gradients is None:
             self._no_gradients = state_checks.no_gradients(self._leaves)
-        if self._no_gradients is None:
-            return all(map(is_, self._values(), expected))
-        return self._no_gradients() and all(map(is_, self._values_but_gradients(), expected))
+        starts = list(accumulate(self._counts, initial=0))
+        known = [tuple(expected[start:end]) for start, end in pairwise(starts)]
+        self._same_lists = state_checks.same_items(list(zip(self._whole, known, strict=True)))
+        self._others = expected[starts[-1] : count]
 
     def _values(self) -> Iterator[Any]:
-        return chain(self._values_but_gradients(), map(_gradient, self._leaves))
+        return chain(chain.from_iterable(self._whole), self._other_values(), map(_gradient, self._leaves))
 
-    def _values_but_gradients(self) -> Iterator[Any]:
+    def _other_values(self) -> Iterator[Any]:
         return chain(
-            chain.from_iterable(self._whole),
             map(getitem, *self._parts),
             map(getattr, *self._attributes, repeat(MISSING)),
             map(MappingProxyType.get, *self._classes, repeat(MISSING)),
