@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/TensorBase.h>
@@ -154,18 +155,56 @@ struct Empty final : Words {
   }
 };
 
-// Nobody has changed these dictionaries.
+// Nobody has changed these dictionaries since.
+#if PY_VERSION_HEX < 0x030C0000
 struct Versions final : Words {
   bool add(PyObject* dict) {
-#if PY_VERSION_HEX < 0x030C0000
     const void* version = &reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
     words.push_back({version, read(version)});
     return true;
-#else  // Python reads versions no more; torch has itself told of changes.
-    return false;
-#endif
   }
 };
+#else  // Python tells of each change before it is made
+struct Versions final : Comparison {
+  std::vector<PyObject*> dicts;
+  bool changed = false;
+
+  static inline std::unordered_map<PyObject*, std::vector<Versions*>> watched;
+
+  static int note(PyDict_WatchEvent, PyObject* dict, PyObject*, PyObject*) {
+    if (const auto found = watched.find(dict); found != watched.end())
+      for (Versions* each : found->second) each->changed = true;
+    return 0;
+  }
+
+  static int watcher() {
+    static const int id = PyDict_AddWatcher(note);
+    return id;
+  }
+
+  bool add(PyObject* dict) {
+    if (watcher() < 0 || PyDict_Watch(watcher(), dict) < 0) {  // Python has eight watchers for all libraries
+      PyErr_Clear();
+      return false;
+    }
+    dicts.push_back(dict);
+    watched[dict].push_back(this);
+    return true;
+  }
+
+  ~Versions() override {
+    for (PyObject* dict : dicts) {
+      auto& checks = watched[dict];
+      checks.erase(std::find(checks.begin(), checks.end(), this));
+      if (!checks.empty()) continue;
+      watched.erase(dict);
+      if (PyDict_Unwatch(watcher(), dict) < 0) PyErr_Clear();
+    }
+  }
+
+  bool holds() const override { return !changed; }
+};
+#endif
 
 // Objects have these classes, and these dictionaries hold their attributes.
 struct Attributes final : Comparison {

@@ -114,7 +114,18 @@ def compiled() -> ModuleType | None:
         log.info("guards are checked without compiled code: %s", getattr(error, "stderr", None) or error)
         return None
     library.set_offset(offset)
-    return library
+    return library if _sees_changes(library) else None
+
+
+def _sees_changes(library: ModuleType) -> bool:
+    """Whether the library reads tensors as torch keeps them: not where it was compiled for another torch."""
+    with torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
+        probe = torch.zeros(2, 3, device="cpu")
+        check = library.tensors((probe,))
+        if check is None or not check():
+            return False
+        probe.t_()
+        return not check()
 
 
 def _binary() -> bytes:

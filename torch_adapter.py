@@ -619,7 +619,8 @@ def same_addresses(tensors: list[torch.Tensor]) -> Callable[[], bool]:
 
 def offset_in_tensors() -> int | None:
     """Where in a tensor object the address of its C++ tensor is, in bytes; None where it is at no one place."""
-    probes = torch.empty(1), torch.nn.Parameter(torch.empty(1))
+    with real_tensors(), no_torch_function_modes():
+        probes = torch.empty(1, device="cpu"), torch.nn.Parameter(torch.empty(1, device="cpu"))
     places = [_words_that_are(probe._cdata, probe) for probe in probes]
     return places[0][0] if len(places[0]) == 1 and places[0] == places[1] else None
 

@@ -1,0 +1,339 @@
+"""Checks of many objects at once see each change, compiled and through torch; what is the same passes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weft import knobs, state_checks
+
+
+@pytest.fixture(params=["compiled", "through torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of comparing."""
+    if request.param == "through torch":
+        monkeypatch.setattr(state_checks, "compiled", lambda: None)
+    elif state_checks.compiled() is None:
+        pytest.skip("no compiler")
+    return request.param
+
+
+class Scaled(torch.Tensor):
+    """A subclass."""
+
+
+def _other_address(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def _other_dtype(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.double()
+
+
+def _same_memory_as_integers(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.requires_grad_(False)
+        tensor.data = tensor.data.view(torch.int32)
+
+
+def _other_shape(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(3, 4)
+
+
+def _other_view_of_the_same(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.view(6, 4)
+
+
+def _transposed(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.view(6, 4).t()
+
+
+def _part_of_the_same(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data[1:]
+
+
+def _as_negative(tensor: torch.Tensor) -> None:
+    tensor.data = torch._neg_view(tensor.data)
+
+
+def _requires_grad(tensor: torch.Tensor) -> None:
+    tensor.requires_grad_(not tensor.requires_grad)
+
+
+def _transposed_in_place(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.t_()
+
+
+def _resized(tensor: torch.Tensor) -> None:
+    tensor.requires_grad_(False)
+    tensor.resize_(2, 6)
+
+
+def _resized_by_out(tensor: torch.Tensor) -> None:
+    tensor.requires_grad_(False)
+    tensor.resize_(0)
+    torch.add(torch.ones(3, 3), 1.0, out=tensor)
+
+
+def _set(tensor: torch.Tensor) -> None:
+    tensor.requires_grad_(False)
+    tensor.set_(torch.zeros(4, 6))
+
+
+def _storage_resized(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(1 << 20)
+
+
+def _swapped(tensor: torch.Tensor) -> None:
+    other = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, other)
+
+
+def _of_another_class(tensor: torch.Tensor) -> None:
+    tensor.__class__ = Scaled
+
+
+TENSOR_CHANGES = [
+    *(_other_address, _other_dtype, _same_memory_as_integers, _other_shape, _other_view_of_the_same, _transposed),
+    *(_part_of_the_same, _as_negative, _requires_grad, _transposed_in_place, _resized, _resized_by_out, _set),
+    *(_storage_resized, _swapped, _of_another_class),
+]
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [torch.ones(4, 6), nn.Parameter(torch.ones(4, 6)), torch.ones(4, 6).requires_grad_(), torch.ones(2, 4, 6)[1]]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("change", TENSOR_CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_a_change_of_a_tensor_is_seen(way: str, change: Callable[[torch.Tensor], None], at: int) -> None:
+    tensors = _tensors()
+    holds = state_checks.unchanged_tensors(tensors, tensors)
+    assert holds()
+    change(tensors[at])
+    assert not holds()
+
+
+def test_other_values_in_tensors_are_no_change(way: str) -> None:
+    tensors = _tensors()
+    holds = state_checks.unchanged_tensors(tensors, tensors)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.add_(1.0)
+    tensors[1].sum().backward()
+    assert holds()
+
+
+def test_tensors_without_memory_of_their_own_are_compared(way: str) -> None:
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, rows: int) -> Wrapper:
+            return torch.Tensor._make_wrapper_subclass(cls, (rows, 2))
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError(func)
+
+    plain = torch.ones(3)
+    odd: list[torch.Tensor] = [torch.ones(3, device="meta"), torch.eye(3).to_sparse(), Wrapper(3)]
+    for each in odd:
+        holds = state_checks.unchanged_tensors([plain, each], [plain])
+        assert holds()
+        plain.data = plain.data.clone()
+        assert not holds()
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_a_gradient_is_seen(way: str, count: int) -> None:
+    leaves = [nn.Parameter(torch.ones(2)) for _ in range(count)]
+    holds = state_checks.no_gradients(leaves)
+    assert holds is not None
+    assert holds()
+    if leaves:
+        leaves[-1].sum().backward()
+        assert not holds()
+        leaves[-1].grad = None
+        assert holds()
+        leaves[0].grad = torch.zeros(2)
+        assert not holds()
+
+
+class Holder:
+    """Has attributes."""
+
+
+def _popped(found: dict[str, Any]) -> None:
+    found.pop("a")
+
+
+def _set_default(found: dict[str, Any]) -> None:
+    found.setdefault("new", 1)
+
+
+DICT_CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "other value": lambda found: found.__setitem__("a", 2.5),
+    "new key": lambda found: found.__setitem__("new", 1),
+    "deleted": lambda found: found.__delitem__("a"),
+    "popped": _popped,
+    "last popped": lambda found: found.popitem(),
+    "updated": lambda found: found.update(a=2.5),
+    "default": _set_default,
+    "merged": lambda found: found.__ior__({"a": 2.5}),
+    "cleared": lambda found: found.clear(),
+}
+
+
+def _dicts() -> list[dict[str, Any]]:
+    holder = Holder()
+    holder.a, holder.b = 1.5, 2
+    return [{"a": 1.5, "b": 2}, OrderedDict(a=1.5, b=2), {str(at): at for at in range(100)} | {"a": 1.5}, vars(holder)]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+@pytest.mark.parametrize("change", DICT_CHANGES)
+def test_a_change_of_a_dictionary_is_seen(way: str, change: str, at: int) -> None:
+    dicts = _dicts()
+    holds, others_hold = (
+        state_checks.unchanged_dicts(group) for group in (dicts, [each for each in dicts if each is not dicts[at]])
+    )
+    assert holds is not None
+    assert others_hold is not None
+    assert holds()
+    assert others_hold()
+    list(dicts[at].items()), dicts[at].get("missing"), dicts[at].copy()
+    assert holds()
+    DICT_CHANGES[change](dicts[at])
+    assert not holds()
+    assert others_hold()
+
+
+def test_an_assigned_attribute_is_seen_by_each_check_that_there_is(way: str) -> None:
+    holder = Holder()
+    holder.a = 1
+    first, second = (state_checks.unchanged_dicts([vars(holder)]) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    del first  # the other one goes on
+    assert second()
+    holder.a = 2
+    assert not second()
+    third = state_checks.unchanged_dicts([vars(holder)])
+    assert third is not None
+    assert third()
+    assert not second()
+
+
+@pytest.mark.parametrize(
+    ("made", "fill"),
+    [
+        (dict, lambda found: found.update(a=1)),
+        (dict, lambda found: found.__setitem__("a", 1)),
+        (OrderedDict, lambda found: found.update(a=1)),
+        (list, lambda found: found.append(1)),
+        (set, lambda found: found.add(1)),
+        (deque, lambda found: found.append(1)),
+    ],
+)
+def test_a_filled_container_is_seen(way: str, made: Callable[[], Any], fill: Callable[[Any], None]) -> None:
+    containers = [{}, [], made(), set(), OrderedDict(), deque()]
+    holds = state_checks.all_empty(containers)
+    assert holds()
+    fill(containers[2])
+    assert not holds()
+    containers[2].clear()
+    assert holds()
+
+
+class Other(nn.Linear):
+    """Another class with the same layout."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: setattr(module, "__class__", Other),
+        lambda module: setattr(module, "__dict__", dict(vars(module))),
+    ],
+)
+def test_another_class_or_dictionary_of_attributes_is_seen(way: str, change: Callable[[nn.Module], None]) -> None:
+    modules: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    holds = state_checks.same_attributes([(each, type(each), vars(each)) for each in modules])
+    assert holds()
+    modules[0].weight = nn.Parameter(torch.zeros(2, 2))
+    assert holds()
+    change(modules[1])
+    assert not holds()
+
+
+def _exchanged(found: list[Any]) -> None:
+    found[0], found[1] = found[1], found[0]
+
+
+@pytest.mark.parametrize("made", [list, deque])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found.append(1.5),
+        lambda found: found.pop(),
+        lambda found: found.clear(),
+        lambda found: found.__setitem__(1, float("1.5")),
+        _exchanged,
+    ],
+)
+def test_other_items_of_a_list_are_seen(way: str, change: Callable[[Any], None], made: Callable[[Any], Any]) -> None:
+    values = [object(), 1.5, "text"]
+    found, untouched = made(values), [1, 2]
+    holds = state_checks.same_items([(untouched, (1, 2)), (found, tuple(values))])
+    assert holds()
+    change(found)
+    assert not holds()
+
+
+def test_what_is_compared_is_kept_and_given_back(way: str) -> None:
+    import weakref
+
+    holder = Holder()
+    gone = weakref.ref(holder)
+    check = state_checks.same_attributes([(holder, Holder, vars(holder))])
+    del holder
+    assert gone() is not None
+    assert check()
+    del check
+    assert gone() is None
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Path]:
+    with knobs.override(cache_dir=str(tmp_path)):
+        yield tmp_path
+
+
+def test_the_library_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if state_checks.compiled() is None:
+        pytest.skip("no compiler")
+    assert state_checks.compiled.__wrapped__() is not None
+    monkeypatch.setattr(state_checks.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
+    assert state_checks.compiled.__wrapped__() is not None
+
+
+@pytest.mark.parametrize("without", ["compiler", "headers", "cache", "a library that fits"])
+def test_without_the_library_torch_compares(fresh: Path, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
+    if without == "compiler":
+        monkeypatch.setenv("CXX", str(fresh / "missing"))
+    elif without == "headers":
+        source = fresh / "checks.cpp"
+        source.write_text("#include <no/such/header.h>\n")
+        monkeypatch.setattr(state_checks, "_SOURCE", source)
+    elif without == "a library that fits":
+        monkeypatch.setattr(state_checks, "_binary", lambda: b"of another machine")
+    with knobs.override(cache_dir="" if without == "cache" else str(fresh)):
+        assert state_checks.compiled.__wrapped__() is None
