@@ -71,9 +71,7 @@ struct Tensors final : Comparison {
 
   bool holds() const override {
     const int64_t* number = numbers.data();
-    for (size_t at = 0; at < tensors.size(); ++at) {
-      prefetch(at + 8);
-      const auto& expected = tensors[at];
+    for (const auto& expected : tensors) {
       const auto* impl = impl_of(expected.tensor);
       if (Py_TYPE(expected.tensor) != types[expected.type] || impl != expected.impl) return false;
       // The keys say which tensor has its metadata elsewhere; nothing else of such a one is asked.
@@ -90,16 +88,6 @@ struct Tensors final : Comparison {
       number += 2 * sizes.size();
     }
     return true;
-  }
-
-  // Ask for the memory of a tensor before it is compared. An address that is none any more does no harm.
-  void prefetch(size_t at) const {
-    if (at >= tensors.size()) return;
-    const auto& expected = tensors[at];
-    __builtin_prefetch(expected.tensor);
-    __builtin_prefetch(expected.storage);
-    const auto* impl = reinterpret_cast<const char*>(expected.impl);
-    for (size_t byte = 0; byte < sizeof(c10::TensorImpl); byte += 64) __builtin_prefetch(impl + byte);
   }
 };
 

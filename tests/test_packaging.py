@@ -80,7 +80,7 @@ def test_a_wheel_built_from_the_sdist_holds_the_package_and_nothing_else(built: 
     source, dist = built
     (wheel,) = dist.glob("*.whl")
     held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    wanted = {"weft/py.typed"}
+    wanted = {"weft/py.typed", "weft/state_checks.cpp"}
     for package in folders_with_init():
         folder = Path(*package.split(".")[1:])
         wanted |= {str(Path("weft") / folder / file.name) for file in (source / folder).glob("*.py")}

@@ -82,14 +82,16 @@ class ContainerGuard:
 
     def holds(self) -> bool:
         """Whether all entries match the expected ones. If they do, the present entries are expected from now on."""
-        if not self._are_empty() or list(map(len, self._lists)) != self._counts:
+        if not self._are_empty() or (self._lists and list(map(len, self._lists)) != self._counts):
             return False
         # Read before the entries: what another thread changes meanwhile is another version at the next call.
         changes = self._watch.changes()
         if (changes or any(each.contents for each in self._unfilled)) and not self._changed_match(changes):
             return False
         self._watch.accept(changes)
-        return all(each.is_in_order() for each in self._reorderable) and self._others_match()
+        if self._reorderable and not all(each.is_in_order() for each in self._reorderable):
+            return False
+        return self._others_match()
 
     def _changed_match(self, changes: Collection[int]) -> bool:
         """Whether the dictionaries that may have changed have entries that match."""

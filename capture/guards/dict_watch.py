@@ -68,9 +68,10 @@ class DictWatch:
         for numbers, holds in self._groups:
             if not holds():
                 found |= self._differing(numbers, self._read(numbers))
-        alone = list(map(torch_adapter.dict_version, self._alone_dicts))
-        if alone != self._alone_versions:
-            found |= self._differing(self._alone, alone)
+        if self._alone:
+            alone = list(map(torch_adapter.dict_version, self._alone_dicts))
+            if alone != self._alone_versions:
+                found |= self._differing(self._alone, alone)
         return found
 
     def accept(self, changes: dict[int, int]) -> None:

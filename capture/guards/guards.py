@@ -188,7 +188,7 @@ class Guards:
             "dictionaries, lists, attributes": self._containers.holds,
             "values": (lambda: self._value_failure() is None) if self._values or self._replaced else None,
             "classes and attributes of objects": self._objects.holds,
-            "cached results": self._results.holds,
+            "cached results": self._results.holds if self._results.listed() else None,
             "functions of libraries": self._libraries.holds,
             "requires_grad": lambda: not self._leaves or list(map(_requires_grad, self._leaves)) == self._requires_grad,
             "tensors": self._tensors_hold,

@@ -7,7 +7,8 @@ may be idle. Here each entry costs one look-up in C (``map`` over ``dict.get``),
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, chain, islice, pairwise, repeat
 from operator import attrgetter, getitem, is_
 from types import MappingProxyType
@@ -87,12 +88,19 @@ class EntryReader:
         self._whole = [without_overrides(each.obj) for each in whole]
         self._counts = [len(each.before) for each in whole]
         parts = [each for each in sequences if not _is_whole(each)]
-        self._parts = list(map(without_overrides, _objects(parts))), [key for each in parts for key in each.guarded()]
+        list_parts = list(map(without_overrides, _objects(parts))), [key for each in parts for key in each.guarded()]
         self.in_sequences = sum(len(each.guarded()) for each in sequences)
-        self._attributes = _objects(objects), [_attribute(each, key) for each in objects for key in each.guarded()]
+        holders = _objects(objects)
+        names = [_attribute(each, key) for each in objects for key in each.guarded()]
         own = [vars(each.obj) for each in classes for _ in each.guarded()]
-        self._classes = own, [key for each in classes for key in each.guarded()]
-        self._contents = [(each.read, each.obj) for each in contents]
+        own_names = [key for each in classes for key in each.guarded()]
+        readers = (
+            (parts, partial(map, getitem, *list_parts)),
+            (objects, lambda: map(getattr, holders, names, repeat(MISSING))),
+            (classes, lambda: map(MappingProxyType.get, own, own_names, repeat(MISSING))),
+            (contents, lambda: (each.read(each.obj) for each in contents)),
+        )
+        self._other_readers: list[Callable[[], Iterable[Any]]] = [read for found, read in readers if found]
         self._leaves = [each.obj for each in leaves]
         self._no_gradients: Callable[[], bool] | None = None
         self._compared: Sequence[Any] | None = None
@@ -136,12 +144,7 @@ class EntryReader:
         return chain(chain.from_iterable(self._whole), self._other_values(), map(_gradient, self._leaves))
 
     def _other_values(self) -> Iterator[Any]:
-        return chain(
-            map(getitem, *self._parts),
-            map(getattr, *self._attributes, repeat(MISSING)),
-            map(MappingProxyType.get, *self._classes, repeat(MISSING)),
-            (read(obj) for read, obj in self._contents),
-        )
+        return chain.from_iterable(read() for read in self._other_readers)
 
 
 def _objects(containers: Sequence[Container]) -> list[Any]:
