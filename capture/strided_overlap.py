@@ -86,17 +86,17 @@ def overlapping(tensors: list[torch.Tensor]) -> dict[int, tuple[int, int]]:
         By the number of each such tensor, but for the first of those that lie together: the number of that first one,
         and the distance from its start in bytes.
     """
-    in_storage: dict[int, list[tuple[int, int, int]]] = {}
-    for at, tensor in enumerate(tensors):
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        end = start + int(span(tensor)) * tensor.element_size()
-        if end > start:
-            in_storage.setdefault(torch_adapter.storage_key(tensor), []).append((start, end, at))
+    in_storage: dict[int, list[int]] = {}
+    for at, key in enumerate(map(torch_adapter.storage_key, tensors)):
+        in_storage.setdefault(key, []).append(at)
     found: dict[int, tuple[int, int]] = {}
-    for extents in in_storage.values():
+    for members in in_storage.values():
+        if len(members) == 1:  # nearly every tensor: nothing else need be known of it
+            continue
+        extents = [(*_bytes(tensors[at]), at) for at in members]
         groups: list[list[tuple[int, int, int]]] = []
         reached = -1
-        for extent in sorted(extents):
+        for extent in sorted(each for each in extents if each[1] > each[0]):
             if extent[0] >= reached:
                 groups.append([])
             groups[-1].append(extent)
@@ -105,6 +105,12 @@ def overlapping(tensors: list[torch.Tensor]) -> dict[int, tuple[int, int]]:
             first_start, _, first = min(group, key=operator.itemgetter(2))
             found |= {at: (first, start - first_start) for start, _, at in group if at != first}
     return found
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where in its storage the elements of a tensor begin and end, in bytes."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + int(span(tensor)) * tensor.element_size()
 
 
 _ENUMERATED = 1 << 16

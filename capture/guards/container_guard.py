@@ -47,7 +47,6 @@ class ContainerGuard:
         self._are_empty = state_checks.all_empty([without_overrides(each.obj) for each in sized if not each.before])
         self._dicts = [_DictGuard(each) for each in containers if _is_dictionary(each) and each.before]
         self._watch = DictWatch([each.container.obj for each in self._dicts])
-        self._contents = [each.contents for each in self._dicts]
         # An empty dictionary may be filled without a new version (see `torch_adapter.dict_version`).
         self._unfilled: list[_DictGuard] = []
         # An OrderedDict can change its order without a change of its version.
@@ -95,8 +94,9 @@ class ContainerGuard:
 
     def _changed_match(self, changes: Collection[int]) -> bool:
         """Whether the dictionaries that may have changed have entries that match."""
-        unfilled = list(compress(self._dicts, map(operator.not_, self._contents)))
-        for each in chain((self._dicts[at] for at in changes), self._unfilled):
+        asked = [*(self._dicts[at] for at in changes), *self._unfilled]
+        unfilled = [each for each in asked if not each.contents]  # to be emptied is a change
+        for each in asked:
             now = each.matching()
             if now is None:
                 return False

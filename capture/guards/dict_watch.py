@@ -14,6 +14,7 @@ from weft import state_checks, torch_adapter
 
 # A change makes one group anew, at about 2 us a dictionary; a group more costs 0.3 us a call.
 _GROUP = 256
+_NEVER = -1  # no dictionary has this version
 
 
 class _Probe:
@@ -57,8 +58,9 @@ class DictWatch:
                 if type(each) is dict:
                     _move_out_of_object(each)
         self._dicts = dicts
-        self._accepted = [-1] * len(dicts)  # no dictionary has this version
-        self._is_grouped = False
+        self._accepted = [_NEVER] * len(dicts)
+        self._restless: set[int] = set()  # those that changed since they were accepted, or can be in no group
+        self._is_settled = False  # whether all others are in groups
         self._groups: list[tuple[list[int], Callable[[], bool]]] = []
         self._set_alone(range(len(dicts)))
 
@@ -76,22 +78,27 @@ class DictWatch:
 
     def accept(self, changes: dict[int, int]) -> None:
         """Let the versions that :meth:`changes` returned be the accepted ones."""
-        if not changes:
-            if not self._is_grouped:
-                self._is_grouped = True
-                self._set_alone(self._group(self._alone))
+        is_expected = self._is_settled and changes.keys() <= self._alone_set
+        if is_expected and not changes:
             return
+        self._restless |= {number for number in changes if self._accepted[number] != _NEVER}
         for number, version in changes.items():
             self._accepted[number] = version
-        kept, alone = [], list(self._alone)
+        if is_expected:
+            self._alone_versions = [self._accepted[number] for number in self._alone]
+            return
+        kept, loose = [], list(self._alone)
         for numbers, holds in self._groups:
             if changes.keys().isdisjoint(numbers):
                 kept.append((numbers, holds))
             else:
-                alone += numbers
-        restless = [number for number in alone if number in changes or number in self._alone_set]
+                loose += numbers
         self._groups = kept
-        self._set_alone(restless + self._group([number for number in alone if number not in {*restless}]))
+        # What was accepted for the first time may be at its first of many changes: it waits until the next call.
+        steady = [number for number in loose if number not in self._restless and number not in changes]
+        self._restless.update(self._group(steady))
+        self._set_alone([number for number in loose if number in self._restless or number in changes])
+        self._is_settled = self._alone_set <= self._restless
 
     def _group(self, numbers: Sequence[int]) -> list[int]:
         """Compare these together from now on; those are returned for which that cannot be."""

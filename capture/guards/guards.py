@@ -32,7 +32,7 @@ from weft.capture.record.outside_calls import outside_failure
 from weft.capture.state.containers import ANY, TensorLike
 from weft.capture.state.state_reader import PlaceReader
 
-_NEVER: tuple[Callable[[], bool], int] = (lambda: False, -1)
+_NEVER: tuple[list[torch.Tensor] | None, Callable[[], bool]] = (None, lambda: False)
 _requires_grad = operator.attrgetter("requires_grad")
 
 
@@ -107,8 +107,8 @@ class Guards:
         self._hooks_made = -1  # the number of the last time that no leaf was found to have hooks
         self._kept_alike: Callable[..., bool] | None = None
         self._others_alike: Callable[..., bool] = lambda *found: False
-        # Whether the tensors that stay the same objects are as they were when all guards held: the check, and the
-        # generation of entries that it is of. The next one is accepted when all guards hold.
+        # The tensors that stay the same objects, and whether they are as they were when all guards held. The next ones
+        # are accepted when all guards hold.
         self._untouched = self._next_untouched = _NEVER
         self._are_untouched = False
         self.checks = self._checks()
@@ -206,8 +206,8 @@ class Guards:
         return {name: check for name, check in found.items() if check is not None}
 
     def _tensors_hold(self) -> bool:
-        check, generation = self._untouched
-        self._are_untouched = generation == self._containers.generation and check()
+        kept, check = self._untouched
+        self._are_untouched = kept is self._memory.kept() and check()
         if not self._are_untouched:
             self._watch_tensors()
             if self._kept_alike is None or not self._kept_alike(*self._read_kept()):
@@ -218,8 +218,8 @@ class Guards:
         """See each change of a kept tensor from now on. Before the tensors are compared: what another thread changes
         meanwhile is seen by the next call."""
         with torch_adapter.no_torch_function():
-            check = state_checks.unchanged_tensors(self._read_kept(), self._memory.kept())
-            self._next_untouched = check, self._containers.generation
+            kept = self._memory.kept_for_comparison()
+            self._next_untouched = kept, state_checks.unchanged_tensors(self._read_kept(), kept)
 
     def _hooks_hold(self) -> bool:
         if not self._are_quiet() or not all(hooks_of(leaf) == hooks for leaf, hooks in self._hooked):

@@ -59,23 +59,37 @@ class MemoryGuard:
         self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
         self._paths += [each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key))]
         self._find()
-        self._overlapping = overlapping([*self._tensors, *self._new_tensors()])
+        self._overlapping = self._compare()
         self._new_overlap = any(at >= len(self._tensors) for at in self._overlapping)
         self._held = True
 
     def kept(self) -> list[torch.Tensor]:
-        """The kept tensors; for wrappers, those inside them. The guard on containers was asked before."""
-        if self._generation != self._containers.generation:
+        """The kept tensors; for wrappers, those inside them. The guard on containers was asked before.
+
+        Returns:
+            The same list as long as the tensors are the same and their overlaps were not compared again.
+        """
+        if self._generation != self._containers.generation or not all(
+            all(map(operator.is_, map(inner_of, wrappers), inner)) for inner_of, wrappers, inner in self._wrapped
+        ):
             self._find()
         return self._tensors
+
+    def kept_for_comparison(self) -> list[torch.Tensor]:
+        """The list that :meth:`kept` returns once the next comparison of overlaps was made."""
+        kept = self.kept()
+        if self._is_compared:
+            self._find()
+            kept = self._tensors
+        return kept
 
     def holds(self, in_place: bool) -> bool:
         """Whether tensors overlap as they did. The guard on containers was asked before.
 
         Args:
-            in_place: whether :meth:`kept` are the same tensors, at the same addresses, as when the guard last held.
+            in_place: whether those of the list :meth:`kept` are at the same addresses as when the guard last held.
         """
-        return (in_place and self._is_untouched()) or self.failure() is None
+        return (in_place and self._new_are_apart()) or self.failure() is None
 
     def release(self) -> None:
         """Hold no tensor until the next check, which compares all overlaps."""
@@ -83,8 +97,8 @@ class MemoryGuard:
 
     def failure(self) -> str | None:
         """Which tensors overlap that did not, or no longer do; None for none."""
-        self._find()
-        now, before = overlapping([*self._tensors, *self._new_tensors()]), self._overlapping
+        self.kept_for_comparison()
+        now, before = self._compare(), self._overlapping
         self._held = now == before
         for at in sorted(now.keys() | before.keys()):
             if now.get(at) != before.get(at):
@@ -93,20 +107,23 @@ class MemoryGuard:
                 return f"{self._paths[at]} shares memory with {other} {how}"
         return None
 
-    def _is_untouched(self) -> bool:
-        """Whether the kept tensors are the same, and the new ones have storages of their own, as in the captured call.
-        False only means that overlaps must be compared."""
-        if not self._held or self._new_overlap or self._generation != self._containers.generation:
+    def _new_are_apart(self) -> bool:
+        """Whether the new tensors have storages of their own, as in the captured call, where the kept ones overlap as
+        they did. False only means that overlaps must be compared."""
+        if not self._held or self._new_overlap:
             return False
-        for inner_of, wrappers, inner in self._wrapped:
-            if not all(map(operator.is_, map(inner_of, wrappers), inner)):
-                return False
         new = list(map(torch_adapter.storage_key, self._new_tensors()))
         return len(set(new)) == len(new) and self._storages.isdisjoint(new)
 
+    def _compare(self) -> dict[int, tuple[int, int]]:
+        """Which tensors overlap now."""
+        self._is_compared = True
+        self._storages = set(map(torch_adapter.storage_key, self._tensors))
+        return overlapping([*self._tensors, *self._new_tensors()])
+
     def _find(self) -> None:
         """Find the kept tensors. Nothing is known of their overlaps then."""
-        self._held = False
+        self._held = self._is_compared = False
         entries = self._containers.entries()
         found = [entries[at] for at in self._at]
         found += [tensor for at in self._nested for tensor in _tensors(entries[at])]
@@ -122,7 +139,6 @@ class MemoryGuard:
             for names, pairs in wrapped.items()
         ]
         self._generation = self._containers.generation
-        self._storages = set(map(torch_adapter.storage_key, self._tensors))
 
     def _new_tensors(self) -> list[torch.Tensor]:
         """The tensors that are other objects at every call: the arguments, their gradients, and those in lists and

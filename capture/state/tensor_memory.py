@@ -12,6 +12,8 @@ import torch
 
 from weft.tensor_subclasses import plain_parts
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for plain tensors with the same elements in memory: storage, offset, sizes, strides and dtype."""
@@ -25,6 +27,8 @@ def inner_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
     Returns:
         The inner tensor, and the names of the attributes that lead to it. A plain tensor is returned itself, with ().
     """
+    if type(tensor) in _PLAIN:
+        return tensor, ()
     names: tuple[str, ...] = ()
     while hasattr(tensor, "__tensor_flatten__"):
         inner = [n for n in tensor.__tensor_flatten__()[0] if isinstance(getattr(tensor, n), torch.Tensor)]

@@ -186,7 +186,12 @@ def _tensor_hook(trainer: Trainer) -> None:
 
 
 def _accumulation_hook(trainer: Trainer) -> None:
-    _inner(trainer).linear.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+    _inner(trainer).linear.weight.register_post_accumulate_grad_hook(_double)
+
+
+def _double(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(2)
 
 
 def _module_hook(trainer: Trainer) -> None:
