@@ -147,6 +147,7 @@ struct Empty final : Words {
 #if PY_VERSION_HEX < 0x030C0000
 struct Versions final : Words {
   bool add(PyObject* dict) {
+    if (!PyDict_Check(dict)) return false;
     const void* version = &reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
     words.push_back({version, read(version)});
     return true;
@@ -171,6 +172,7 @@ struct Versions final : Comparison {
   }
 
   bool add(PyObject* dict) {
+    if (!PyDict_Check(dict)) return false;
     if (watcher() < 0 || PyDict_Watch(watcher(), dict) < 0) {  // Python has eight watchers for all libraries
       PyErr_Clear();
       return false;

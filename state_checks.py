@@ -22,8 +22,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from importlib.util import module_from_spec
 from itertools import starmap
 from operator import is_
 from pathlib import Path
@@ -165,6 +165,6 @@ def _load(content: bytes) -> ModuleType:
         file.write(content)
         file.flush()
         loader = ExtensionFileLoader(_MODULE, file.name)
-        module = module_from_spec(spec_from_loader(_MODULE, loader))
+        module = module_from_spec(ModuleSpec(_MODULE, loader, origin=file.name))
         loader.exec_module(module)
         return module
