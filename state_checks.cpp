@@ -3,6 +3,7 @@
 // Calls hold the GIL. No Python code runs in a check, neither the user's nor ours.
 
 #include <Python.h>
+#include <structmember.h>
 
 #include <algorithm>
 #include <cstring>
@@ -97,7 +98,7 @@ struct NoGradients final : Comparison {
 
   bool add(PyObject* leaf) {
     leaves.push_back(leaf);
-    return is_plain(*impl_of(leaf));
+    return true;
   }
 
   bool holds() const override {
@@ -106,6 +107,22 @@ struct NoGradients final : Comparison {
       // A Tensor is a TensorBase without other members; its own header takes long to compile.
       if (meta && reinterpret_cast<const at::TensorBase&>(meta->grad()).defined()) return false;
     }
+    return true;
+  }
+};
+
+// Tensors require grad, or do not, as the pairs say.
+struct RequireGrad final : Comparison {
+  std::vector<std::pair<PyObject*, bool>> leaves;
+
+  bool add(PyObject* item) {
+    leaves.emplace_back(PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1) == Py_True);
+    return true;
+  }
+
+  bool holds() const override {
+    for (const auto& [leaf, required] : leaves)
+      if (impl_of(leaf)->requires_grad() != required) return false;
     return true;
   }
 };
@@ -141,6 +158,25 @@ struct Empty final : Words {
     words.push_back({size, 0});
     return size != nullptr;
   }
+};
+
+// Slots of objects hold what they held: triples of the object, the name of the slot and what is in it.
+struct Slots final : Words {
+  bool add(PyObject* item) {
+    PyObject* object = PyTuple_GET_ITEM(item, 0);
+    PyObject* slot = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), PyTuple_GET_ITEM(item, 1));
+    if (!slot) PyErr_Clear();
+    const bool is_slot = slot && Py_IS_TYPE(slot, &PyMemberDescr_Type);
+    if (is_slot) {
+      const auto* member = reinterpret_cast<PyMemberDescrObject*>(slot)->d_member;
+      words.push_back({reinterpret_cast<char*>(object) + member->offset,
+                       reinterpret_cast<int64_t>(PyTuple_GET_ITEM(item, 2))});
+    }
+    Py_XDECREF(slot);
+    return is_slot && holds_last();
+  }
+
+  bool holds_last() const { return read(words.back().word) == words.back().value; }
 };
 
 // Nobody has changed these dictionaries since.
@@ -196,7 +232,7 @@ struct Versions final : Comparison {
 };
 #endif
 
-// Objects have these classes, and these dictionaries hold their attributes.
+// Objects, or those that weak references refer to, have these classes, and these dictionaries hold their attributes.
 struct Attributes final : Comparison {
   struct Expected {
     PyObject* object;
@@ -212,18 +248,23 @@ struct Attributes final : Comparison {
     return dict;
   }
 
+  static PyObject* referred(PyObject* object) {
+    return PyWeakref_CheckRefExact(object) ? PyWeakref_GET_OBJECT(object) : object;
+  }
+
   bool add(PyObject* item) {
     PyObject* object = PyTuple_GET_ITEM(item, 0);
     PyObject* dict = PyTuple_GET_ITEM(item, 2);
     if (dict == Py_None) dict = nullptr;
     objects.push_back({object, reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(item, 1)), dict});
-    return !dict || dict_of(object) == dict;
+    return !dict || dict_of(referred(object)) == dict;
   }
 
   bool holds() const override {
-    for (const auto& expected : objects)
-      if (Py_TYPE(expected.object) != expected.type || (expected.dict && dict_of(expected.object) != expected.dict))
-        return false;
+    for (const auto& expected : objects) {
+      PyObject* object = referred(expected.object);
+      if (Py_TYPE(object) != expected.type || (expected.dict && dict_of(object) != expected.dict)) return false;
+    }
     return true;
   }
 };
@@ -310,7 +351,8 @@ PyMethodDef functions[] = {
     {"set_offset", set_offset, METH_O, nullptr},          {"tensors", make<Tensors>, METH_O, nullptr},
     {"no_gradients", make<NoGradients>, METH_O, nullptr}, {"empty", make<Empty>, METH_O, nullptr},
     {"versions", make<Versions>, METH_O, nullptr},        {"attributes", make<Attributes>, METH_O, nullptr},
-    {"items", make<Items>, METH_O, nullptr},              {nullptr, nullptr, 0, nullptr},
+    {"items", make<Items>, METH_O, nullptr},              {"slots", make<Slots>, METH_O, nullptr},
+    {"require_grad", make<RequireGrad>, METH_O, nullptr},              {nullptr, nullptr, 0, nullptr},
 };
 
 PyType_Slot slots[] = {

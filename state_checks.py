@@ -21,11 +21,12 @@ import sys
 import sysconfig
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import module_from_spec
-from itertools import starmap
-from operator import is_
+from itertools import repeat, starmap
+from operator import attrgetter, is_
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,13 +75,34 @@ def all_empty(containers: list[Any]) -> Callable[[], bool]:
 
 def same_attributes(objects: list[tuple[Any, type, Any]]) -> Callable[[], bool]:
     """A check of objects, each with its class and the dictionary of its attributes, that they still have these; for
-    None as the dictionary, their classes alone. No code of theirs runs."""
+    None as the dictionary, their classes alone. No code of theirs runs. An object may be given by a weak reference: it
+    must be alive then."""
     check = _check("attributes", objects)
-    return check or (lambda: all(type(obj) is kind and _has(obj, attributes) for obj, kind, attributes in objects))
+    return check or (lambda: all(starmap(_has, objects)))
 
 
-def _has(obj: Any, attributes: Any) -> bool:
-    return attributes is None or object.__getattribute__(obj, "__dict__") is attributes
+def _has(obj: Any, kind: type, attributes: Any) -> bool:
+    obj = obj() if type(obj) is weakref.ref else obj
+    return type(obj) is kind and (attributes is None or object.__getattribute__(obj, "__dict__") is attributes)
+
+
+def same_slots(objects: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
+    """A check that attributes of objects, each with its name and value, have these very values."""
+    if (check := _check("slots", objects)) is not None:
+        return check
+    holders, names, values = ([each[at] for each in objects] for at in range(3))
+    return lambda: all(map(is_, map(getattr, holders, names, repeat(None)), values))
+
+
+def require_grad(leaves: list[tuple[torch.Tensor, bool]]) -> Callable[[], bool]:
+    """A check of tensors whether each requires grad as it says."""
+    if (check := _check("require_grad", leaves)) is not None:
+        return check
+    tensors, expected = [leaf for leaf, _ in leaves], [required for _, required in leaves]
+    return lambda: list(map(_requires_grad, tensors)) == expected
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def same_items(lists: list[tuple[Any, tuple[Any, ...]]]) -> Callable[[], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -300,9 +301,54 @@ def test_other_items_of_a_list_are_seen(way: str, change: Callable[[Any], None],
     assert not holds()
 
 
-def test_what_is_compared_is_kept_and_given_back(way: str) -> None:
-    import weakref
+class Slotted:
+    """Has a slot and attributes."""
 
+    __slots__ = ("__dict__", "inside")
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = self.attribute = inside
+
+
+@pytest.mark.parametrize("name", ["inside", "attribute"])
+def test_another_value_of_a_slot_or_attribute_is_seen(way: str, name: str) -> None:
+    values = [object(), object()]
+    objects = [Slotted(value) for value in values]
+    holds = state_checks.same_slots([(obj, name, value) for obj, value in zip(objects, values, strict=True)])
+    assert holds()
+    setattr(objects[1], name, object())
+    assert not holds()
+    setattr(objects[1], name, values[1])
+    assert holds()
+    delattr(objects[0], name)
+    assert not holds()
+
+
+def test_a_changed_requires_grad_is_seen(way: str) -> None:
+    leaves = [torch.ones(2), nn.Parameter(torch.ones(2))]
+    holds = state_checks.require_grad([(leaf, leaf.requires_grad) for leaf in leaves])
+    assert holds()
+    for leaf in leaves:
+        leaf.requires_grad_(not leaf.requires_grad)
+        assert not holds()
+        leaf.requires_grad_(not leaf.requires_grad)
+        assert holds()
+
+
+def test_objects_that_are_held_weakly_are_compared_while_they_live(way: str) -> None:
+    kept, other = Holder(), Holder()
+    holds, others_hold = (
+        state_checks.same_attributes([(weakref.ref(each), Holder, vars(each))]) for each in (kept, other)
+    )
+    assert holds()
+    assert others_hold()
+    kept.__dict__ = {}
+    assert not holds()
+    del other
+    assert not others_hold()
+
+
+def test_what_is_compared_is_kept_and_given_back(way: str) -> None:
     holder = Holder()
     gone = weakref.ref(holder)
     check = state_checks.same_attributes([(holder, Holder, vars(holder))])

@@ -37,8 +37,7 @@ class ContainerGuard:
     """Guards on the entries of all containers: tensors must look alike, all other values must match.
 
     Attributes:
-        replacements: grows when an entry of a dictionary or list is found to be another object that matches.
-        generation: grows when any entry is.
+        generation: grows when an entry is found to be another object that matches.
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
@@ -51,7 +50,7 @@ class ContainerGuard:
         self._unfilled: list[_DictGuard] = []
         # An OrderedDict can change its order without a change of its version.
         self._reorderable = [each for each in self._dicts if each.is_reorderable]
-        self.replacements = self.generation = 0
+        self.generation = 0
         self._entries = EntryReader([each for each in containers if not _is_dictionary(each)])
         self._expected = [value for each in self._entries.containers for value in each.guarded().values()]
         owners = [each for each in self._entries.containers for _ in each.guarded()]
@@ -102,7 +101,6 @@ class ContainerGuard:
                 return False
             if now is not each.expected:
                 each.expected = now
-                self.replacements += 1
                 self.generation += 1
         self._unfilled = unfilled
         return True
@@ -117,8 +115,6 @@ class ContainerGuard:
             return False
         if not _all_match(now, self._expected):
             return False
-        in_lists = slice(self._entries.in_sequences)
-        self.replacements += any(map(operator.is_not, now[in_lists], self._expected[in_lists]))
         self._expected = now
         self.generation += 1
         return True
@@ -140,10 +136,10 @@ class ContainerGuard:
         return next(filter(None, failures), None if in_order else "the keys of a dictionary are in another order")
 
     def keeps(self, place: StatePlace) -> bool:
-        """Whether the object at a place stays the same while :meth:`holds` is true and :attr:`replacements` does not
-        grow."""
+        """Whether the object at a place, the wrapper if it is one, stays the same while :meth:`holds` is true and
+        :attr:`generation` does not grow."""
         guarded = id(place.container) in self._kept and place.key in place.container.guarded()
-        return guarded and not place.items and not place.inner
+        return guarded and not place.items
 
     def _expected_of(self) -> dict[int, dict[Any, Any]]:
         """The expected entries of each container, by its id."""

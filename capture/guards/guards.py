@@ -33,7 +33,6 @@ from weft.capture.state.containers import ANY, TensorLike
 from weft.capture.state.state_reader import PlaceReader
 
 _NEVER: tuple[list[torch.Tensor] | None, Callable[[], bool]] = (None, lambda: False)
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,15 @@ class Guards:
         self._results = ResultCacheGuard(captured.state.objects)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
-        self._kept_places = PlaceReader([place for place in static if self._containers.keeps(place)])
-        self._other_places = PlaceReader([place for place in static if not self._containers.keeps(place)])
+        are_kept = [self._containers.keeps(place) and self._memory.follows(place) for place in static]
+        self._kept_places = PlaceReader([place for place, is_kept in zip(static, are_kept, strict=True) if is_kept])
+        self._other_places = PlaceReader(
+            [place for place, is_kept in zip(static, are_kept, strict=True) if not is_kept]
+        )
         self._kept_tensors: list[Any] = []
-        self._replacements = -1
+        self._read_with: list[torch.Tensor] | None = None
         self._symbolic = [guard for guard in self._tensors if not guard.static]
-        self._leaves: list[torch.Tensor] = []
-        self._requires_grad: list[bool] = []
+        self._leaves_require_grad: Callable[[], bool] = lambda: False
         self._unhooked: list[torch.Tensor] = []
         self._hooked: list[tuple[torch.Tensor, tuple[HookKey, ...]]] = []
         self._hooks_made = -1  # the number of the last time that no leaf was found to have hooks
@@ -190,7 +191,7 @@ class Guards:
             "classes and attributes of objects": self._objects.holds,
             "cached results": self._results.holds if self._results.listed() else None,
             "functions of libraries": self._libraries.holds,
-            "requires_grad": lambda: not self._leaves or list(map(_requires_grad, self._leaves)) == self._requires_grad,
+            "requires_grad": lambda: self._leaves_require_grad(),
             "tensors": self._tensors_hold,
             "symbolic tensors": (lambda: all(guard.failure() is None for guard in self._symbolic))
             if self._symbolic
@@ -240,16 +241,15 @@ class Guards:
         self._others_alike = torch_adapter.like(self._other_places.read())
         # Of tensors that have to be alike, `requires_grad` has to be the same too.
         compared = set(map(id, self._kept_tensors))
-        self._leaves = [leaf for leaf, _, _, _ in self._flags if id(leaf) not in compared]
-        self._requires_grad = list(map(_requires_grad, self._leaves))
+        others = [(leaf, required) for leaf, _, required, _ in self._flags if id(leaf) not in compared]
+        self._leaves_require_grad = state_checks.require_grad(others)
         self._unhooked = [leaf for leaf, _, _, hooks in self._flags if not hooks]
         self._hooked = [(leaf, hooks) for leaf, _, _, hooks in self._flags if hooks]
 
     def _read_kept(self) -> list[Any]:
-        """The tensors of kept places, now: not read again while the guard on containers sees the same objects."""
-        if self._containers.replacements != self._replacements:
-            self._replacements = self._containers.replacements
-            self._kept_tensors = self._kept_places.read()
+        """The tensors of kept places, now: not read again while the guards see the same objects."""
+        if (kept := self._memory.kept()) is not self._read_with:
+            self._read_with, self._kept_tensors = kept, self._kept_places.read()
         return self._kept_tensors
 
     def _leaf_failure(self) -> str | None:

@@ -11,19 +11,17 @@ are compared. All others are new at each call.
 
 from __future__ import annotations
 
-import operator
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft import torch_adapter
+from weft import state_checks, torch_adapter
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.absent_graphs import AutogradRole
-from weft.capture.state.containers import Container, Pattern, TensorLike, items_of
+from weft.capture.state.containers import Container, Pattern, StatePlace, TensorLike, items_of
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.strided_overlap import overlapping
 
@@ -69,9 +67,7 @@ class MemoryGuard:
         Returns:
             The same list as long as the tensors are the same and their overlaps were not compared again.
         """
-        if self._generation != self._containers.generation or not all(
-            all(map(operator.is_, map(inner_of, wrappers), inner)) for inner_of, wrappers, inner in self._wrapped
-        ):
+        if self._generation != self._containers.generation or not self._wrap_the_same():
             self._find()
         return self._tensors
 
@@ -83,6 +79,11 @@ class MemoryGuard:
             kept = self._tensors
         return kept
 
+    def follows(self, place: StatePlace) -> bool:
+        """Whether the tensor inside the wrapper at a place is one of :meth:`kept`, or the place has no wrapper."""
+        outer = place.outer()
+        return not place.inner or (place.inner == inner_tensor(outer)[1] and _has_memory(outer))
+
     def holds(self, in_place: bool) -> bool:
         """Whether tensors overlap as they did. The guard on containers was asked before.
 
@@ -93,7 +94,7 @@ class MemoryGuard:
 
     def release(self) -> None:
         """Hold no tensor until the next check, which compares all overlaps."""
-        self._tensors, self._wrapped, self._generation, self._held = [], [], -1, False
+        self._tensors, self._wrap_the_same, self._generation, self._held = [], lambda: False, -1, False
 
     def failure(self) -> str | None:
         """Which tensors overlap that did not, or no longer do; None for none."""
@@ -127,17 +128,15 @@ class MemoryGuard:
         entries = self._containers.entries()
         found = [entries[at] for at in self._at]
         found += [tensor for at in self._nested for tensor in _tensors(entries[at])]
-        wrapped: dict[tuple[str, ...], list[tuple[Any, torch.Tensor]]] = defaultdict(list)
+        slots: list[tuple[Any, str, Any]] = []
         self._tensors = []
         for tensor in found:
             inner, names = inner_tensor(tensor)
             self._tensors.append(inner)
-            if names:
-                wrapped[names].append((tensor, inner))
-        self._wrapped: list[tuple[Callable[[Any], Any], list[Any], list[torch.Tensor]]] = [
-            (operator.attrgetter(".".join(names)), [outer for outer, _ in pairs], [inner for _, inner in pairs])
-            for names, pairs in wrapped.items()
-        ]
+            for name in names:
+                slots.append((tensor, name, getattr(tensor, name)))
+                tensor = slots[-1][-1]
+        self._wrap_the_same = state_checks.same_slots(slots)
         self._generation = self._containers.generation
 
     def _new_tensors(self) -> list[torch.Tensor]:

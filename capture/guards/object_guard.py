@@ -22,7 +22,7 @@ from weft.capture.state.contents import attributes_of
 from weft.capture.state.origin import is_own
 
 # Objects whose class is never assigned, or that have other attributes in each thread.
-_OF_ONE_KIND = (type, types.ModuleType, types.FunctionType, threading.local)
+_OF_ONE_KIND = (type, types.ModuleType, types.FunctionType, threading.local, weakref.ref)
 _bases_of = operator.attrgetter("__mro__")
 
 
@@ -49,15 +49,11 @@ class ObjectGuard:
         # Some objects make another dictionary whenever they are asked for it.
         self._has_dictionary = [attributes_of(obj) is attributes_of(obj) for obj in objects]
         self._dictionaries = [attributes_of(obj) for obj in compress(objects, self._has_dictionary)]
-        self._modules_hold = state_checks.same_attributes(
-            [
-                (module, kind, attributes_of(module) if has else None)
-                for module, kind, has in zip(self._modules, self._kinds, self._has_dictionary, strict=False)
-            ]
-        )
-        count = len(self._modules)
-        self._other_kinds, self._other_has = self._kinds[count:], self._has_dictionary[count:]
-        self._other_dictionaries = [attributes_of(obj) for obj in compress(objects[count:], self._other_has)]
+        held = [*self._modules, *(ref if type(ref) is weakref.ref else ref() for ref in self._others)]
+        dictionaries = [
+            attributes_of(obj) if has else None for obj, has in zip(objects, self._has_dictionary, strict=True)
+        ]
+        self._same = state_checks.same_attributes(list(zip(held, self._kinds, dictionaries, strict=True)))
 
     def listed(self) -> list[str]:
         """The conditions as text."""
@@ -65,13 +61,7 @@ class ObjectGuard:
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        others = [reference() for reference in self._others]
-        same = (
-            self._modules_hold()
-            and list(map(type, others)) == self._other_kinds
-            and all(map(operator.is_, map(attributes_of, compress(others, self._other_has)), self._other_dictionaries))
-            and all(map(operator.is_, map(_bases_of, self._own), self._bases))
-        )
+        same = self._same() and all(map(operator.is_, map(_bases_of, self._own), self._bases))
         return same or self.failure() is None
 
     def failure(self) -> str | None:

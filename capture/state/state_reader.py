@@ -69,7 +69,6 @@ class EntryReader:
 
     Attributes:
         containers: the containers in the order in which their entries are read.
-        in_sequences: how many of the entries, the first, are those of lists and deques.
     """
 
     def __init__(self, containers: Sequence[Container]) -> None:
@@ -89,7 +88,6 @@ class EntryReader:
         self._counts = [len(each.before) for each in whole]
         parts = [each for each in sequences if not _is_whole(each)]
         list_parts = list(map(without_overrides, _objects(parts))), [key for each in parts for key in each.guarded()]
-        self.in_sequences = sum(len(each.guarded()) for each in sequences)
         holders = _objects(objects)
         names = [_attribute(each, key) for each in objects for key in each.guarded()]
         own = [vars(each.obj) for each in classes for _ in each.guarded()]
