@@ -94,11 +94,10 @@ class Guards:
         self._results = ResultCacheGuard(captured.state.objects)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
-        are_kept = [self._containers.keeps(place) and self._memory.follows(place) for place in static]
-        self._kept_places = PlaceReader([place for place, is_kept in zip(static, are_kept, strict=True) if is_kept])
-        self._other_places = PlaceReader(
-            [place for place, is_kept in zip(static, are_kept, strict=True) if not is_kept]
-        )
+        kept = [place for place in static if self._containers.keeps(place) and self._memory.follows(place)]
+        known = set(map(id, kept))
+        self._kept_places = PlaceReader(kept)
+        self._other_places = PlaceReader([place for place in static if id(place) not in known])
         self._kept_tensors: list[Any] = []
         self._read_with: list[torch.Tensor] | None = None
         self._symbolic = [guard for guard in self._tensors if not guard.static]
@@ -122,6 +121,7 @@ class Guards:
         if self._containers.release_gradients():
             self._memory.release()
             self._untouched = self._next_untouched = _NEVER
+            self._read_with = None
 
     def listed(self) -> list[Guard]:
         """Every condition, grouped by kind, cheapest check first."""

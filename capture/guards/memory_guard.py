@@ -131,11 +131,10 @@ class MemoryGuard:
         slots: list[tuple[Any, str, Any]] = []
         self._tensors = []
         for tensor in found:
-            inner, names = inner_tensor(tensor)
-            self._tensors.append(inner)
-            for name in names:
+            for name in inner_tensor(tensor)[1]:
                 slots.append((tensor, name, getattr(tensor, name)))
                 tensor = slots[-1][-1]
+            self._tensors.append(tensor)
         self._wrap_the_same = state_checks.same_slots(slots)
         self._generation = self._containers.generation
 
