@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import weft
-from weft import torch_adapter
+from weft import state_checks, torch_adapter
 
 
 def compiled_step(parameters: int) -> tuple[Any, torch.Tensor]:
@@ -53,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=300)
     wanted = parser.parse_args().parameters
+    compiled = state_checks.compile_now() is not None
     step, x = compiled_step(wanted)
     for _ in range(4):
         step(x)
@@ -60,7 +61,9 @@ def main() -> None:
     leaves, spec = torch_adapter.flatten(((x,), {}))
     assert guards.unchanged(leaves, spec), guards.failure(leaves, spec)
     found = len(guards._flags)
-    print(f"{found} parameters, {len(guards)} guards, {len(step.captures)} captures")
+    print(
+        f"{found} parameters, {len(guards)} guards, {len(step.captures)} captures, checks {'compiled' if compiled else 'in Python'}"
+    )
     print(f"{'whole check':32}{microseconds(lambda: guards.unchanged(leaves, spec)):8.1f} us")
     with torch_adapter.no_torch_function():
         print(f"  {'arguments':30}{microseconds(lambda: guards._arguments.failure(leaves, spec)):8.1f}")

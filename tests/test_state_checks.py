@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
+import tempfile
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -22,7 +25,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "through torch":
         importlib.import_module("torch._dynamo.guards")  # torch's optimizers load it
         monkeypatch.setattr(state_checks, "compiled", lambda: None)
-    elif state_checks.compiled() is None:
+    elif state_checks.compile_now() is None:
         pytest.skip("no compiler")
     return request.param
 
@@ -365,23 +368,68 @@ def fresh(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_the_library_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if state_checks.compiled() is None:
+def test_checks_become_compiled_ones_when_these_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = state_checks.compile_now()
+    if library is None:
         pytest.skip("no compiler")
-    assert state_checks.compiled.__wrapped__() is not None
-    monkeypatch.setattr(state_checks.subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
-    assert state_checks.compiled.__wrapped__() is not None
+    importlib.import_module("torch._dynamo.guards")
+    now: list[Any] = [None]
+    monkeypatch.setattr(state_checks, "compiled", lambda: now[0])
+    tensors, holder = [torch.zeros(2), torch.ones(3)], Holder()
+    checks = [
+        state_checks.unchanged_tensors(tensors, tensors),
+        state_checks.no_gradients(tensors),
+        state_checks.unchanged_dicts([vars(holder)]),
+        state_checks.all_empty([[], {}]),
+        state_checks.same_items([([1], (1,))]),
+        state_checks.same_attributes([(holder, Holder, vars(holder))]),
+        state_checks.require_grad([(tensors[0], False)]),
+    ]
+    assert all(check is not None and check() for check in checks)
+    now[0] = library
+    tensors[1].resize_(2)  # what changed before is no part of what the compiled check knows
+    assert [check() for check in checks] == [False, *[True] * 6]
+    tensors[1].resize_(3)
+    assert all(check() for check in checks)
+    monkeypatch.setattr(state_checks._UntilCompiled, "__call__", lambda self: self._check())
+    holder.added = 1
+    tensors[0].requires_grad_()
+    assert [check() for check in checks] == [False, True, False, True, True, True, False]
 
 
-@pytest.mark.parametrize("without", ["compiler", "headers", "cache", "a library that fits"])
+def test_nothing_that_was_compiled_is_left_or_read(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(fresh))
+    if state_checks.compile_now.__wrapped__() is None:
+        pytest.skip("no compiler")
+    assert list(fresh.iterdir()) == []
+
+
+@pytest.mark.parametrize("without", ["compiler", "headers"])
 def test_without_the_library_torch_compares(fresh: Path, monkeypatch: pytest.MonkeyPatch, without: str) -> None:
+    monkeypatch.setattr(state_checks, "_library", None)
     if without == "compiler":
         monkeypatch.setenv("CXX", str(fresh / "missing"))
-    elif without == "headers":
+    else:
         source = fresh / "checks.cpp"
         source.write_text("#include <no/such/header.h>\n")
         monkeypatch.setattr(state_checks, "_SOURCE", source)
-    elif without == "a library that fits":
-        monkeypatch.setattr(state_checks, "_binary", lambda: b"of another machine")
-    with knobs.override(cache_dir="" if without == "cache" else str(fresh)):
-        assert state_checks.compiled.__wrapped__() is None
+    assert state_checks.compile_now.__wrapped__() is None
+
+
+PROGRAM = """
+import torch, weft
+from weft import state_checks
+from weft.compile import CompiledStep
+
+model = torch.nn.Linear(3, 3)
+step = weft.compile(lambda x: model(x).sum().detach())
+for call in range({calls}):
+    step(torch.ones(3))
+print("begun", state_checks.compile_in_background.cache_info().currsize)
+"""
+
+
+@pytest.mark.parametrize(("calls", "begun"), [(20, 0), (300, 1)])
+def test_a_step_that_is_called_often_has_them_compiled(calls: int, begun: int) -> None:
+    run = [sys.executable, "-W", "ignore", "-c", PROGRAM.format(calls=calls)]
+    assert f"begun {begun}" in subprocess.run(run, capture_output=True, text=True, check=True, timeout=300).stdout

@@ -43,6 +43,10 @@ class Guard:
     condition: str
 
 
+# Calls after which a step is taken for one that is called thousands of times: to compile the checks takes 2 s of a core.
+_OFTEN = 200
+
+
 class Guards:
     """The guards of one captured step.
 
@@ -111,6 +115,7 @@ class Guards:
         # are accepted when all guards hold.
         self._untouched = self._next_untouched = _NEVER
         self._are_untouched = False
+        self._calls = 0
         self.checks = self._checks()
 
     def __len__(self) -> int:
@@ -164,6 +169,10 @@ class Guards:
                 return False
         if not self._are_untouched:
             self._untouched = self._next_untouched
+        if self._calls < _OFTEN:
+            self._calls += 1
+            if self._calls == _OFTEN:
+                state_checks.compile_in_background()
         return True
 
     def _other_failure(self) -> str | None:
