@@ -61,9 +61,8 @@ def main() -> None:
     leaves, spec = torch_adapter.flatten(((x,), {}))
     assert guards.unchanged(leaves, spec), guards.failure(leaves, spec)
     found = len(guards._flags)
-    print(
-        f"{found} parameters, {len(guards)} guards, {len(step.captures)} captures, checks {'compiled' if compiled else 'in Python'}"
-    )
+    way = "compiled" if compiled else "in Python"
+    print(f"{found} parameters, {len(guards)} guards, {len(step.captures)} captures, checks {way}")
     print(f"{'whole check':32}{microseconds(lambda: guards.unchanged(leaves, spec)):8.1f} us")
     with torch_adapter.no_torch_function():
         print(f"  {'arguments':30}{microseconds(lambda: guards._arguments.failure(leaves, spec)):8.1f}")

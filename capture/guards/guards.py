@@ -43,7 +43,7 @@ class Guard:
     condition: str
 
 
-# Calls after which a step is taken for one that is called thousands of times: to compile the checks takes 2 s of a core.
+# Calls after which a step is taken for one that is called thousands of times: compiling the checks takes 2 s of a core.
 _OFTEN = 200
 
 
