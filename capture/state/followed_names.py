@@ -129,6 +129,7 @@ class FollowedByObject:
         ``names`` are all that code has. An object is asked for again where there are more of them: few more.
         """
         found, absent, slots = self._new(names), self._new(absent), self._new(slots)
+        left_out &= found  # what the object was followed by before, it is followed by still
         self._names, self._left_out = names, left_out
         self._others += tuple(filter(None, (absent, slots)))
         return Followed(found, left_out, absent, slots)
