@@ -81,6 +81,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             if func in _RECURRENT and len(args) > 3 and isinstance(args[3], (list, tuple)):
                 # Their loops read the second argument in C++, torch 2.15's without a look whether it has data.
                 raise CannotCapture(user_line(), *_PACKED)
+            if func in _CTC and len(args) >= 4 and args[0].device.type == "cpu":
+                # Where the lengths are tuples, it makes a tensor of them in C++, and writes to memory that is not there.
+                args = (*args[:2], *map(_as_tensor, args[2:4]), *args[4:])
             if func is torch.Tensor.__deepcopy__:
                 if not args[0].is_leaf:
                     return func(*args, **kwargs)  # which raises
@@ -188,6 +191,13 @@ def _tensor_of(data: Any, numbers: list[Any], options: dict[str, Any]) -> torch.
     return made.requires_grad_() if requires_grad else made
 
 
+def _as_tensor(lengths: Any) -> torch.Tensor:
+    if isinstance(lengths, torch.Tensor):
+        return lengths
+    numbers = _symbolic_numbers(lengths)
+    return _tensor_of(lengths, numbers, {}) if numbers else torch.tensor(lengths)
+
+
 def _with_tensors(index: Any, device: torch.device) -> Any:
     """An index with tensors for lists of symbolic numbers, which torch would turn into tensors of their present values.
 
@@ -236,9 +246,11 @@ def _with_plain_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_CTC = (torch.ctc_loss, torch.nn.functional.ctc_loss)
 _LOOKED_INTO = frozenset(
     {
         torch.Tensor.tolist,
+        *_CTC,
         torch_adapter.pad_sequence,
         _SET_DATA,
         *_MAKE_TENSORS,
