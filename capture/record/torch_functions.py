@@ -82,7 +82,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 # Their loops read the second argument in C++, torch 2.15's without a look whether it has data.
                 raise CannotCapture(user_line(), *_PACKED)
             if func in _CTC and len(args) >= 4 and args[0].device.type == "cpu":
-                # Where the lengths are tuples, it makes a tensor of them in C++, and writes to memory that is not there.
+                # It makes a tensor of lengths in a tuple in C++, and writes to memory that a fake one does not have.
                 args = (*args[:2], *map(_as_tensor, args[2:4]), *args[4:])
             if func is torch.Tensor.__deepcopy__:
                 if not args[0].is_leaf:
