@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -208,14 +209,14 @@ def _loaded() -> ModuleType:
         ImportError: what it made does not fit this torch.
     """
     start = time.perf_counter()
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "clang++"
+    compiler = shlex.split(os.environ.get("CXX", "")) or [shutil.which("c++") or shutil.which("g++") or "clang++"]
     patient = [found, "-n", "19"] if (found := shutil.which("nice")) else []
     installed = Path(torch.__file__).parent
     headers = [f"-I{installed / 'include'}", f"-I{sysconfig.get_path('include')}"]
     # The folder is this process's own, and no other user can write to it.
     with tempfile.TemporaryDirectory(prefix="weft_") as folder:
         output = Path(folder, "state_checks.so")
-        command = [compiler, "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *headers, str(_SOURCE), "-o", str(output)]
+        command = [*compiler, "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *headers, str(_SOURCE), "-o", str(output)]
         command += [f"-L{installed / 'lib'}", "-lc10"]
         subprocess.run([*patient, *command], check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         loader = ExtensionFileLoader(_MODULE, str(output))
