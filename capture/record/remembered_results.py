@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.containers import Container
 from weft.errors import RememberedFunctionWrites
@@ -59,14 +61,14 @@ class RememberingFunctions:
             yield
             return
         codes = {getattr(function.__wrapped__, "__code__", None) for function, _ in self._misses}
-        running: list[dict[tuple[int, Any, int], str]] = []
+        running: list[dict[tuple[int, Any, int], str] | None] = []
 
         def compare(frame: FrameType, event: str, argument: object) -> None:
             if frame.f_code in codes and event == "call":
-                running.append(_labels(changes()))
-            elif frame.f_code in codes and event == "return":
-                before, after = running.pop(), _labels(changes())
-                self.changed |= {label for key, label in after.items() if key not in before}
+                # A tensor that each call computes is another one at each call: the body runs each time.
+                running.append(None if _of_the_call(list(frame.f_locals.values())) else _labels(changes()))
+            elif frame.f_code in codes and event == "return" and (before := running.pop()) is not None:
+                self.changed |= {label for key, label in _labels(changes()).items() if key not in before}
 
         before = sys.getprofile()
         sys.setprofile(compare)
@@ -101,6 +103,13 @@ def captured_without_bodies(
         watched.forget()
         raise RememberedFunctionWrites([each.__qualname__ for each in ran], sorted(watched.changed))
     return captured
+
+
+def _of_the_call(arguments: Any) -> bool:
+    """Whether a tensor of the capture is among the arguments of a function, or in a tuple there."""
+    return any(
+        isinstance(each, FakeTensor) or (isinstance(each, (tuple, list)) and _of_the_call(each)) for each in arguments
+    )
 
 
 def _labels(changes: Iterable[tuple[Container, Any, Any, Any]]) -> dict[tuple[int, Any, int], str]:
