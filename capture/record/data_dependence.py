@@ -39,6 +39,7 @@ _IN_PYTHON = "Write it in Python, with if, for or while: a compiled step branche
 # What kernels written in C++ say of a fake tensor whose numbers or sizes they want.
 _NEEDS_NUMBERS = ("its data is not allocated yet", "on tensor with symbolic sizes/strides")
 # What torch says where a type of tensors of the user's is to be made of a fake tensor.
+_CONVERTS_MODULE = "_apply(): Couldn't swap"
 _MAKES_SUBCLASS = "Creating a new Tensor subclass"
 _SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
 
@@ -73,6 +74,10 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
     except RuntimeError as error:
         if _MAKES_SUBCLASS in str(error):
             raise UncapturableSubclass(_line(frames_of(error.__traceback__), step)) from error
+        if _CONVERTS_MODULE in str(error):
+            reason = "a module is converted to another dtype or device after the step has used it"
+            remedy = "Convert it before the step, or compute in the other dtype under torch.autocast"
+            raise CannotCapture(_line(frames_of(error.__traceback__), step), reason, remedy) from error
         if not any(text in str(error) for text in _NEEDS_NUMBERS):
             raise
         reason = "torch read the numbers in a tensor"

@@ -5,16 +5,18 @@ Only reads by the user's code count, not those of torch or the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from weft.capture.user_code import called_by_user, user_line
 from weft.errors import UncapturableDraw
 
-# Reads go through these before they come to the mapping: os.getenv, Mapping.get, Mapping.__contains__.
-_BETWEEN = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>")
+# Between the user's code and the question whose it is: os.getenv, Mapping.get, Mapping.__contains__, this file.
+_BETWEEN = ("os.py", "_collections_abc.py", "<frozen os>", "<frozen _collections_abc>", __file__)
 
 
 class EnvironmentReads:
@@ -28,47 +30,87 @@ class EnvironmentReads:
         self.found: dict[str, str | None] = {}
         self._intercepts = intercepts
 
-    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        """(owner, name, replacement) of the methods of ``os.environ``."""
-        kind = type(os.environ)
-        yield kind, "__getitem__", self._noting(kind.__getitem__)
-        if "__contains__" in vars(kind):
-            yield kind, "__contains__", self._noting(kind.__contains__)
-        yield kind, "__iter__", self._noting_all(kind.__iter__)
-        for name in ("__setitem__", "__delitem__"):
-            yield kind, name, self._refusing(getattr(kind, name))
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Note what the step reads, while it runs."""
+        environment = os.environ
+        with _changing:
+            if not _following:
+                _kinds.append(type(environment))
+                environment.__class__ = _noting_class(type(environment))
+            _following.append(self)
+        try:
+            yield
+        finally:
+            with _changing:
+                _following.remove(self)
+                if not _following:
+                    environment.__class__ = _kinds.pop()
 
-    def _counts(self, mapping: Any) -> bool:
-        return mapping is os.environ and self._intercepts()
+    def counts(self) -> bool:
+        """Whether what this thread does now is a read by the user's code in the step."""
+        return self._intercepts() and called_by_user(*_BETWEEN)
 
-    def _noting(self, original: Callable[..., Any]) -> Any:
-        @functools.wraps(original)
-        def read(mapping: Any, key: Any) -> Any:
-            if self._counts(mapping) and called_by_user(*_BETWEEN) and isinstance(key, str):
-                self.found.setdefault(key, present(key))
-            return original(mapping, key)
 
-        return read
+_changing = threading.Lock()
+_following: list[EnvironmentReads] = []  # of all threads that capture now
+_kinds: list[type] = []  # the class of os.environ before
 
-    def _noting_all(self, original: Callable[..., Any]) -> Any:
-        @functools.wraps(original)
-        def keys(mapping: Any) -> Iterator[str]:
-            names = list(original(mapping))
-            if self._counts(mapping) and called_by_user(*_BETWEEN):
-                self.found |= {name: present(name) for name in names}
+
+@functools.cache
+def _noting_class(kind: Any) -> Any:
+    """A class of os.environ whose reads are noted, and whose writes are refused, in captured steps.
+
+    It takes the place of the class itself. Methods replaced in the class would not do: CPython 3.13 goes on calling the
+    old ``__getitem__`` from code that has called it often, once a class was changed some thousand times.
+    """
+
+    class NotedEnvironment(kind):  # type: ignore[misc]
+        def __getitem__(self, key: Any) -> Any:
+            if isinstance(key, str):
+                for reads in _reading():
+                    reads.found.setdefault(key, _value(kind, self, key))
+            return kind.__getitem__(self, key)
+
+        def __contains__(self, key: Any) -> bool:
+            if isinstance(key, str):
+                for reads in _reading():
+                    reads.found.setdefault(key, _value(kind, self, key))
+            return bool(kind.__contains__(self, key))
+
+        def __iter__(self) -> Iterator[str]:
+            names = list(kind.__iter__(self))
+            for reads in _reading():
+                reads.found |= {name: kind.__getitem__(self, name) for name in names}
             return iter(names)
 
-        return keys
+        def __setitem__(self, key: Any, value: Any) -> None:
+            _refuse_write(key)
+            kind.__setitem__(self, key, value)
 
-    def _refusing(self, original: Callable[..., Any]) -> Any:
-        @functools.wraps(original)
-        def write(mapping: Any, key: Any, *value: Any) -> None:
-            if self._counts(mapping) and called_by_user(*_BETWEEN):
-                why = "a compiled step runs no Python, so it would be set once only"
-                raise UncapturableDraw(f"os.environ[{key!r}] = ...", user_line(), why, "set it before the step")
-            original(mapping, key, *value)
+        def __delitem__(self, key: Any) -> None:
+            _refuse_write(key)
+            kind.__delitem__(self, key)
 
-        return write
+    return NotedEnvironment
+
+
+def _value(kind: Any, environment: Any, key: str) -> str | None:
+    """The value of a variable, None where it is not set, without a note of the read."""
+    try:
+        return str(kind.__getitem__(environment, key))
+    except KeyError:
+        return None
+
+
+def _reading() -> list[EnvironmentReads]:
+    return [reads for reads in list(_following) if reads.counts()]
+
+
+def _refuse_write(key: Any) -> None:
+    if _reading():
+        why = "a compiled step runs no Python, so it would be set once only"
+        raise UncapturableDraw(f"os.environ[{key!r}] = ...", user_line(), why, "set it before the step")
 
 
 def present(key: str) -> str | None:

@@ -114,12 +114,12 @@ class OutsideValues:
                 stack.callback(self.calls.end)
                 stack.enter_context(_originals_in_new_modules(stand_ins))
                 stack.enter_context(self._types.as_class())
+                stack.enter_context(self.environment.followed())
                 stack.enter_context(self.arrays.extensions_kept())
                 replacements = [
                     *self.draws.replacements(),
                     *self.arrays.replacements(),
                     *clock_replacements(self.draws),
-                    *self.environment.replacements(),
                     *self._torch.replacements(),
                     *self.calls.replacements(),
                     *warning_replacements(self.calls),

@@ -328,6 +328,16 @@ def test_dates_are_refused() -> None:
     assert isinstance(datetime.datetime.now(), datetime.datetime)
 
 
+def test_environment_variables_are_guards_after_many_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.13 calls an old ``__getitem__`` of a class that was changed some thousand times."""
+    for _ in range(150):
+        monkeypatch.setenv("SCALE_OF_THE_STEP", "2")
+        compiled = weft.compile(lambda x: x * float(os.environ["SCALE_OF_THE_STEP"]))
+        assert compiled(torch.ones(())) == 2
+        monkeypatch.setenv("SCALE_OF_THE_STEP", "3")
+        assert compiled(torch.ones(())) == 3
+
+
 @pytest.mark.parametrize("read", [os.environ.get, os.getenv, lambda key, default: os.environ[key]])
 def test_environment_variables_are_guards(monkeypatch: pytest.MonkeyPatch, read: Callable[..., Any]) -> None:
     monkeypatch.setenv("SCALE_OF_THE_STEP", "2")

@@ -290,3 +290,18 @@ def test_fallback_is_not_for_the_steps_own_errors() -> None:
     s = Setting()
     with pytest.raises(ValueError, match="the step's own"):
         weft.compile(lambda x: raises_by_itself(s, s.train(x)), fallback="eager")(*batches()[0])
+
+
+def test_a_module_that_is_converted_after_its_use_is_refused_by_name() -> None:
+    module = nn.Linear(3, 3)
+    before = module.weight.detach().clone()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        result = module.bfloat16()(x.bfloat16()).float()
+        module.float()
+        return result
+
+    with pytest.raises(CannotCapture, match=r"test_refusals\.py(.|\n)*converted to another dtype(.|\n)*autocast"):
+        weft.compile(step)(torch.ones(3))
+    assert module.weight.dtype == torch.float32
+    assert torch.equal(module.weight, before)
