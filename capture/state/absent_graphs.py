@@ -7,11 +7,21 @@ caller computes from it: the backward of ``step(x) + penalty`` would give the gr
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.errors import BackwardOutsideStep
+
+
+@functools.cache
+def _anchor() -> torch.Tensor:
+    """What the functions below are computed from, for autograd: a function without such an input gives no grad_fn. No
+    gradient reaches it."""
+    with torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes(), torch.inference_mode(False):
+        return torch.zeros((), device="cpu", requires_grad=True)
 
 
 class _AbsentGraph(torch.autograd.Function):
@@ -34,10 +44,12 @@ def with_absent_graph(result: torch.Tensor, where: str) -> torch.Tensor:
         result: a tensor without a grad_fn. Any shape, a dtype that can require grad.
         where: what it is to the user, for the message: "the step's return value".
     """
+    if not torch.is_grad_enabled():
+        with torch.enable_grad():
+            return with_absent_graph(result, where)
     # The result is no input of the function: an input and a result that share memory would be a view and its base,
     # and torch refuses writes in place to a view that a custom function made.
-    with torch.enable_grad():
-        made: torch.Tensor = _AbsentGraph.apply(torch.zeros((), requires_grad=True), [result], where)
+    made: torch.Tensor = _AbsentGraph.apply(_anchor(), [result], where)
     return made
 
 
@@ -65,7 +77,7 @@ def mark_absent_graph(updated: torch.Tensor, where: str) -> None:
     target = updated._base if updated._base is not None else updated
     if not target.requires_grad:
         with torch.enable_grad():
-            _AbsentInPlace.apply(target, torch.zeros((), requires_grad=True), where)
+            _AbsentInPlace.apply(target, _anchor(), where)
 
 
 def restore_absent_graph(tensor: torch.Tensor, before: Any, where: str) -> None:
