@@ -127,6 +127,7 @@ class KeptGraphs:
         for each in self._arguments:
             if each.tensor.grad_fn is not each.before and each.role is AutogradRole.COMPUTED:
                 raise GraphOutsideStep(each.place.path)
+        self._arguments.clear()  # fakes, which nobody may hold after the capture
         inputs = set(map(id, read))
         found: dict[str, torch.Tensor] = {}
         for place, tensor, _, role in self._left:
