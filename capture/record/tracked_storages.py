@@ -5,23 +5,23 @@ This module is the bookkeeping that turns such writes into values while the step
 one :class:`TrackedStorage` a storage, with the node of its current contents, and one :class:`TrackedTensor` a fake
 tensor, which is the whole of a storage or a view into it. Aliasing is decided by the storages of the fake tensors.
 
-Take ``p.grad.add_(g)`` where the step made ``p.grad`` as the view ``flat[0:4]`` of a flat gradient buffer. (A gradient
-that was there before the step is an input, without steps 2 and 3; one inside a larger input is a view of that:
-:meth:`part`.)
+Take ``p.grad.add_(g)`` of a gradient that was there before the step.
 
-1. The recorder asks for the current values of both operands (:meth:`TrackedStorages.read`) and emits the functional
-   form ``new = aten.add(grad, g)`` (:mod:`weft.capture.record.functional_ops` knows it).
-2. :meth:`TrackedStorages.write` makes ``new`` the value of ``p.grad``. Because that is a view, the base gets a new
-   value too: ``flat_1 = aten.slice_scatter(flat, new, 0, 0, 4)``. The version of the storage goes up by one.
+1. The recorder asks for the current values of both operands (:meth:`TrackedStorages.read`): of ``p.grad`` that is a
+   placeholder, made when the step first uses it. It emits the functional form ``new = aten.add(grad, g)``
+   (:mod:`weft.capture.record.functional_ops` knows it).
+2. :meth:`TrackedStorages.write` makes ``new`` the value of ``p.grad``, and the version of the storage goes up by one.
+   If it is a view, such as ``flat[0:4]`` of a flat gradient buffer, the base gets a new value too:
+   ``flat_1 = aten.slice_scatter(flat, new, 0, 0, 4)``.
 3. Any other view of ``flat`` now has an older version than its storage. When it is next read, its view operation is
    emitted again on ``flat_1``; a view that is never read again costs no node.
-4. At the end of the capture the tracer reads every input once more. An input whose node is no longer its placeholder
-   was written by the step, and the node becomes an :class:`~weft.capture.step_interface.Update` output. A gradient
-   that the step made is found by comparing the state with what it was, and becomes a
-   :class:`~weft.capture.step_interface.Create` output.
+4. At the end of the capture the tracer reads every input once more (``_StepCapture._updates``). An input whose node is
+   no longer its placeholder was written by the step, and the node becomes an
+   :class:`~weft.capture.step_interface.Update` output. A gradient that the step made is found by comparing the state
+   with what it was (``ReachableState.changes``), and becomes a :class:`~weft.capture.step_interface.Create` output.
 5. The compiler makes the update an in-place operation on the user's tensor again where nothing reads the old value
-   later (:mod:`weft.inductor.runtime.placement`), else a copy into it; generated kernels end in a copy. What is created
-   is assigned to ``p.grad`` by :mod:`weft.program_form`.
+   later (:mod:`weft.inductor.runtime.placement`), else a copy into it. What is created is assigned to ``p.grad`` by
+   :mod:`weft.program_form`.
 """
 
 from __future__ import annotations

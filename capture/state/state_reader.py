@@ -38,8 +38,8 @@ class PlaceReader:
         # Those of the arguments are another list at every call, so that no list is kept here.
         self._list_containers = [place.container for _, place in self._in_lists]
         self._positions = [place.key for _, place in self._in_lists]
-        # Gradients of arguments: their containers hold another object at every call. Items of tuples take more than one
-        # look-up.
+        # Gradients, whose container is a tensor and no dictionary; those of arguments are another tensor's each time.
+        # Items of tuples take more than one look-up.
         self._elsewhere = [(at, place) for at, place in enumerate(places) if not in_dicts[at] and not in_lists[at]]
         self._inner = [(at, name) for at, place in enumerate(places) for name in place.inner]
 

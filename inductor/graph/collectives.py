@@ -6,24 +6,28 @@ Two tables. :data:`KINDS`: what moves between the ranks, from which the cost mod
 So do passes, but for those that write one operation for another: these take both from the rows below
 (``REDUCE_SCATTER.op``), because they put the operands of one into the places of the other.
 
-A new collective of a kind that exists is its operation and its row here (:func:`register`). Beside them, a new
+A new collective of a kind that exists is its operation and its row here (:func:`register`). The operation is defined
+with ``torch.library`` in the namespace ``weft_c10d``, with an implementation and a fake one, as ``widening_ops.py``
+does. A call of it in a step, followed by ``_c10d_functional.wait_tensor``, is captured as any operation is. It must
+give what the plain operation of its kind gives, since transports may carry it instead. Beside them, a new
 
-- operation that users call through ``torch.distributed`` is intercepted in ``capture/record/intercept_collectives.py``:
-  capture stands below the compiler and knows no registry;
+- operation that users call through ``torch.distributed`` has its function replaced in
+  ``capture/record/intercept_collectives.py``;
 - operation whose wait on a CPU can be interrupted is issued in ``inductor/runtime/gloo_collectives.py``, since each
   method of torch's process groups has other arguments. Without an entry it runs as it is;
 - kind is in :data:`KINDS`, in the cluster descriptions that have measured it (``inductor/cost/clusters``) and in
   ``nccl_benchmarks``, which measures it: bandwidths are data. Traffic that is none of :class:`Traffic` needs its
-  formula in ``collective_cost``.
+  formula in ``collective_cost`` (``_fastest``).
 
 A new transport is its row in :data:`weft.transport_rows.TRANSPORTS` and one file in ``inductor/transports``: a
-subclass of ``peer_calls.PeerCall``, the graph's node, and one of ``peer_launch.BoundPeerCall``, which runs it, with its
-kernel. Both name the row. Beside them:
+serializable subclass of ``peer_calls.PeerCall``, the graph's node, whose ``transports`` has the row's name, and one
+of ``peer_launch.BoundPeerCall`` (``class _Mine(BoundPeerCall, transport="mine")``), which runs it, with its kernel.
+Beside them:
 
 - ``apply_transports`` imports the file, since nothing else names its classes;
 - ``symm_mem_benchmarks`` measures it and cluster descriptions have its numbers: without them it is never chosen;
-- if peers read its inputs at other times than :class:`PeerCall` describes, ``arena_layout`` and ``verify_arena`` know
-  its barriers: that is a proof, which has to be made anew.
+- if peers read its inputs at other times than ``PeerCall.reads_arena`` and its barriers say, ``arena_layout`` and
+  ``verify_arena`` must know when: both rely on these times to let memory be used again.
 """
 
 from __future__ import annotations

@@ -14,8 +14,9 @@ parameters go. *Regathers* are the all-gathers of a value after its first.
 Orders are searched with the times of the chosen transports, and as if no result lay in the symmetric arena, since the
 size of the arena follows from the order. The arena is then laid out for the order that was found. If the sum exceeds
 the limit, the search runs again with a limit that is lower by the excess. A candidate that would exceed the limit by
-far with the arena of the last order is rejected without a search. If no order with transports over peers fits, the
-library carries the collectives.
+far with the arena of the last order is rejected without a search. If no order with transports over peer access fits,
+NCCL carries the collectives. (The symmetric arena is memory of every rank that its peers can read and write; it is
+allocated for the whole step.)
 """
 
 from __future__ import annotations
