@@ -315,7 +315,7 @@ class OpRecorder(TorchDispatchMode):
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         fakes = [argument_of(fake_args, fake_kwargs, position, name) for position, name in writes.writes]
         compute = lambda: fake_result(op, fake_args, fake_kwargs)
-        out = written_by(op, lambda: self.computed(compute), written, fakes, self.storages.has_views)
+        out = written_by(op, lambda: self.computed(compute), written, fakes, self.storages.has_views, self.value)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
         vals = [*fresh, *map_operands(written, self.storages.val)] if wide is None else [wide]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
 from weft.capture.record.operands import tensors_in
@@ -28,6 +30,7 @@ def written_by(
     written: Any,
     fakes: Any,
     has_views: Callable[[torch.Tensor], bool],
+    node_of: Callable[[torch.Tensor], Any],
 ) -> Any:
     """What ``compute()``, an operation that writes, returns.
 
@@ -36,11 +39,13 @@ def written_by(
         written: the tensors that it writes, the user's or those of the capture.
         fakes: the fakes that it writes in their place.
         has_views: whether the step made other tensors of the memory of one.
+        node_of: gives the node of the present value of one, whose fake may be the one that is resized.
 
     Raises:
         UncapturableMutation: it resizes one whose former layout the step can still see.
     """
-    before = [fake.shape for fake in tensors_in(fakes)]
+    before = [(fake.shape, fake.stride()) for fake in tensors_in(fakes)]
+    nodes = [node_of(tensor) for tensor in tensors_in(written)]
     try:
         result = compute()
     except RuntimeError as error:
@@ -48,7 +53,7 @@ def written_by(
             raise
         what = f"{op} at {user_line()}: out= resizes a tensor whose sizes differ between calls"
         raise UncapturableMutation(f"{what}; {_REMEDY}") from error
-    for tensor, fake, shape in zip(tensors_in(written), tensors_in(fakes), before, strict=True):
+    for tensor, fake, node, (shape, strides) in zip(tensors_in(written), tensors_in(fakes), nodes, before, strict=True):
         if len(shape) == fake.dim() and all(map(torch_adapter.surely_equal, shape, fake.shape)):
             continue
         # Python reads the sizes of a tensor in the user's state from the real one.
@@ -57,4 +62,7 @@ def written_by(
             whose = "the step has views of it" if tensor is fake else "it is part of the state of the step"
             what = f"{op} at {user_line()}: out= resizes a tensor {sizes}, and {whose}"
             raise UncapturableMutation(f"{what}; {_REMEDY}")
+        if isinstance(fake, FakeTensor) and isinstance(node, torch.fx.Node) and node.meta.get("val") is fake:
+            with torch_adapter.only_mode(fake.fake_mode):
+                node.meta["val"] = torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
     return result

@@ -126,6 +126,12 @@ FOUND = {
         "return a",
     ),
     "the mean of nothing": ("s.w = nn.Parameter(torch.ones(0, 4))", "F.mse_loss(s.w, s.w.detach() * 2).backward()"),
+    "a result that out= resizes": (
+        "s.wide = torch.randn(4, 6).t()",
+        "v = (s.wide * 2).exp()",
+        "torch.mul(torch.ones(0, 4), 2, out=v)",
+        "return v, s.wide.sum()",
+    ),
     "whether a number from data is nan": ("s.leaf = 1", "a = x.sum().item()", "return x * (2 if a == a else 3)"),
     "whether a square from data is nan": ("s.leaf = 1", "a = x.sum().item()", "return x * (2 if a * a >= 0 else 3)"),
 }
