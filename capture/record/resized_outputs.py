@@ -56,10 +56,12 @@ def written_by(
     for tensor, fake, node, (shape, strides) in zip(tensors_in(written), tensors_in(fakes), nodes, before, strict=True):
         if len(shape) == fake.dim() and all(map(torch_adapter.surely_equal, shape, fake.shape)):
             continue
-        # Python reads the sizes of a tensor in the user's state from the real one.
-        if tensor is not fake or has_views(tensor):
+        # Python reads the sizes of a tensor in the user's state from the real one. An argument is the caller's.
+        is_argument = isinstance(node, torch.fx.Node) and node.op == "placeholder"
+        if tensor is not fake or is_argument or has_views(tensor):
             sizes = f"from {tuple(shape)} to {tuple(fake.shape)}"
-            whose = "the step has views of it" if tensor is fake else "it is part of the state of the step"
+            whose = "it is part of the state of the step" if tensor is not fake else "the step has views of it"
+            whose = "it is an argument of the step" if tensor is fake and is_argument else whose
             what = f"{op} at {user_line()}: out= resizes a tensor {sizes}, and {whose}"
             raise UncapturableMutation(f"{what}; {_REMEDY}")
         if isinstance(fake, FakeTensor) and isinstance(node, torch.fx.Node) and node.meta.get("val") is fake:

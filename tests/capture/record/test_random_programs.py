@@ -173,6 +173,7 @@ REFUSED = {
         "torch._foreach_add_([s.a, s.b], [s.b, s.a])",
     ),
     "a state tensor that out= resizes": ("s.buf = torch.ones(3, 4)", "torch.mul(x[0], 2, out=s.buf)", "return s.buf"),
+    "an argument that out= resizes": ("s.buf = torch.ones(4)", "torch.mul(s.buf, 2, out=x)"),
     "an argument that changes its shape": ("s.buf = torch.ones(2)", "x.t_()"),
 }
 
