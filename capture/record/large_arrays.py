@@ -8,7 +8,7 @@ memory of the array itself. That the same array is in its place is a guard, as f
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -40,14 +40,16 @@ class LargeArrays:
     def put_into(self, containers: list[Container], recorder: OpRecorder, arrays: ArrayRecorder) -> None:
         """Put stand-ins into the entries of containers that hold one of the arrays.
 
-        An array that no entry holds (one in a tuple, or in an object that the walk cannot look into) is compared before
-        each call in spite of its size.
+        An array in a tuple, where nothing can be put, or in no entry (in an object that the walk cannot look into) is
+        compared before each call in spite of its size. It gets no stand-in elsewhere either: the step would see it twice.
         """
         if not self._arrays:
             return
+        fixed = {id(value) for each in containers for value in _in_fixed_places(each)}
         for container in list(containers):
             for key, value in container.before.items():
-                if id(value) in self._arrays and key not in container.stand_ins and _can_replace(container):
+                replaced = id(value) in self._arrays and id(value) not in fixed
+                if replaced and key not in container.stand_ins and _can_replace(container):
                     container.stand_in(key, self._stand_in(value, container.label(key), recorder, arrays))
         for array in [each for at, each in self._arrays.items() if at not in self._stand_ins]:
             containers.append(compared_array(array))
@@ -61,6 +63,19 @@ class LargeArrays:
             fake = recorder.new_input(tensor).val if known is None else known
             self._stand_ins[id(array)] = arrays.argument(fake, array, path)
         return self._stand_ins[id(array)]
+
+
+def _in_fixed_places(container: Container) -> Iterator[Any]:
+    """What a container holds in tuples, or holds itself where nothing can be put."""
+    pending = [each for each in container.before.values() if isinstance(each, tuple)]
+    if not _can_replace(container):
+        pending += container.before.values()
+    while pending:
+        value = pending.pop()
+        if isinstance(value, tuple):
+            pending += value
+        else:
+            yield value
 
 
 def _can_replace(container: Container) -> bool:

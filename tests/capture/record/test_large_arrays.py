@@ -84,6 +84,16 @@ def in_a_tuple(s: Any) -> Callable[[Tensor], Any]:
     return step
 
 
+def in_a_tuple_and_in_an_attribute(s: Any) -> Callable[[Tensor], Any]:
+    s.pair = (1, (s.array, 2))
+
+    def step(x: Tensor) -> Tensor:
+        s.array[3] += 1
+        return x + float(s.pair[1][0][0]) + float(s.array[5]) + float(s.pair[1][0][3])
+
+    return step
+
+
 def only_its_length(s: Any) -> Callable[[Tensor], Any]:
     return lambda x: x * len(s.array) + s.array.shape[0] + s.array.ndim
 
@@ -98,6 +108,7 @@ STEPS = [
     written_through_a_tensor,
     in_two_places,
     in_a_tuple,
+    in_a_tuple_and_in_an_attribute,
     only_its_length,
 ]
 
@@ -113,7 +124,7 @@ def test_each_call_reads_and_writes_the_array(make: Callable[..., Any]) -> None:
         assert torch.equal(compiled(torch.ones(3, dtype=torch.float64)), eager(torch.ones(3, dtype=torch.float64)))
         assert np.array_equal(ours.array, theirs.array)
     assert type(ours.array) is np.ndarray
-    assert len(compiled.captures) == {in_a_tuple: 4, in_a_condition: 3}.get(make, 1)
+    assert len(compiled.captures) == {in_a_tuple: 4, in_a_tuple_and_in_an_attribute: 4, in_a_condition: 3}.get(make, 1)
 
 
 def test_another_array_in_the_place_of_one() -> None:
