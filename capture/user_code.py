@@ -22,7 +22,8 @@ _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN_USER_ROOMS = ("tests", "examples", "bench")
 _OWN_USER_FILES = ("toy.py",)
 _INSTALLED = ("site-packages", "dist-packages")
-_CACHE = type(functools.lru_cache(lambda: None))
+# The type of functions with `functools.lru_cache`.
+REMEMBERING = type(functools.lru_cache(lambda: None))
 # Packages that look at files, processes and threads for ends of their own, whoever calls them.
 _ASK_FOR_THEMSELVES = frozenset(
     {"logging", "warnings", "linecache", "inspect", "tokenize", "importlib", "zipimport", "sympy", "mpmath", "triton"}
@@ -216,7 +217,7 @@ def _runs_once(frame: FrameType | None) -> bool:
 def is_remembered(frame: FrameType) -> bool:
     """Whether a function with ``functools.lru_cache`` is running in the frame."""
     found: Any = frame.f_globals.get(frame.f_code.co_name)
-    return isinstance(found, _CACHE) and getattr(found.__wrapped__, "__code__", None) is frame.f_code
+    return isinstance(found, REMEMBERING) and getattr(found.__wrapped__, "__code__", None) is frame.f_code
 
 
 _REFUSED = "_weft_refused_call"

@@ -7,17 +7,16 @@ longest ago. Only where it has forgotten everything is the step captured again.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 from weft import torch_adapter
+from weft.capture.user_code import REMEMBERING
 
 # Results that are kept of each function, to see whether it has forgotten them. The latest ones, which it forgets last.
 _KEPT = 4
-_REMEMBERING = type(functools.lru_cache(lambda: None))
 
 
 class ResultCacheGuard:
@@ -28,7 +27,7 @@ class ResultCacheGuard:
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        functions = [each for each in objects if isinstance(each, _REMEMBERING)]
+        functions = [each for each in objects if isinstance(each, REMEMBERING)]
         found = [(function, cache) for function in functions if (cache := _cache_of(function))]
         self._names = [function.__qualname__ for function, _ in found]
         self._caches = [cache for _, cache in found]

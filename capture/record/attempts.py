@@ -17,7 +17,7 @@ from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
 from weft.capture.record.optimizer_states import Entry, OptimizerStateMade
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
-from weft.capture.record.remembered_results import RememberingFunctions, captured_without_bodies
+from weft.capture.record.remembered_results import RememberingFunctions, attempt_with_checked_bodies
 from weft.capture.record.unread_arguments import ArgumentRead, ValuesOfArguments
 from weft.capture.state.code_names import opaque_code
 from weft.errors import UncapturableMutation, UnrecordedDraw, UsedDuringCapture
@@ -42,7 +42,7 @@ def captured_in_attempts(
         collect: collects garbage; called before each attempt.
     """
     functions = RememberingFunctions()
-    attempt = functools.partial(captured_without_bodies, attempt, functions)
+    attempt = functools.partial(attempt_with_checked_bodies, attempt, functions)
     known, modules = len(opaque_code), set(sys.modules)
     imported = lambda: any(is_users_module(sys.modules.get(name)) for name in set(sys.modules) - modules)
     grew = lambda: len(opaque_code) != known or imported()

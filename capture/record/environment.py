@@ -67,15 +67,11 @@ def _noting_class(kind: Any) -> Any:
 
     class NotedEnvironment(kind):  # type: ignore[misc]
         def __getitem__(self, key: Any) -> Any:
-            if isinstance(key, str):
-                for reads in _reading():
-                    reads.found.setdefault(key, _value(kind, self, key))
+            _note(kind, self, key)
             return kind.__getitem__(self, key)
 
         def __contains__(self, key: Any) -> bool:
-            if isinstance(key, str):
-                for reads in _reading():
-                    reads.found.setdefault(key, _value(kind, self, key))
+            _note(kind, self, key)
             return bool(kind.__contains__(self, key))
 
         def __iter__(self) -> Iterator[str]:
@@ -93,6 +89,13 @@ def _noting_class(kind: Any) -> Any:
             kind.__delitem__(self, key)
 
     return NotedEnvironment
+
+
+def _note(kind: Any, environment: Any, key: Any) -> None:
+    """Note the value of a variable where the step reads it."""
+    if isinstance(key, str):
+        for reads in _reading():
+            reads.found.setdefault(key, _value(kind, environment, key))
 
 
 def _value(kind: Any, environment: Any, key: str) -> str | None:

@@ -16,7 +16,6 @@ capture, or to something that the step returned. Weft's own records and the fram
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import threading
@@ -41,7 +40,7 @@ from weft.capture.record.templates import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
 from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.state.containers import Container
-from weft.capture.user_code import format_frame
+from weft.capture.user_code import REMEMBERING, format_frame
 from weft.errors import CaptureValueEscaped, EscapedTensor
 
 _KINDS = (FakeTensor, HostArray, HostList, UnreadValue, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -66,7 +65,6 @@ _UNCHANGEABLE = frozenset(
         property,
     }
 )
-_CACHE = type(functools.lru_cache(lambda: None))
 _CHUNK = 500
 _FEW = 32
 _LONGEST_PATH = 6
@@ -141,7 +139,7 @@ class EscapeCheck:
         for _, holder, child in found:
             _take_out(holder, child)
         for (place, value), holder, _ in found:
-            if isinstance(holder, _CACHE):
+            if isinstance(holder, REMEMBERING):
                 continue  # emptied: the function computes its result again, outside the capture
             raise CaptureValueEscaped(step, place, type(value).__qualname__, _line_of(value), failure) from failure
 
@@ -363,7 +361,7 @@ def _take_out(holder: Any, child: Any) -> None:
             holder.discard(child)
         elif isinstance(holder, types.CellType):
             del holder.cell_contents
-        elif isinstance(holder, _CACHE):
+        elif isinstance(holder, REMEMBERING):
             holder.cache_clear()
         else:
             delattr(holder, _key_of(holder, child))

@@ -41,7 +41,8 @@ class LargeArrays:
         """Put stand-ins into the entries of containers that hold one of the arrays.
 
         An array in a tuple, where nothing can be put, or in no entry (in an object that the walk cannot look into) is
-        compared before each call in spite of its size. It gets no stand-in elsewhere either: the step would see it twice.
+        compared before each call in spite of its size. It gets no stand-in elsewhere either: a read of the array in the
+        tuple would miss what is written through the stand-in.
         """
         if not self._arrays:
             return

@@ -8,7 +8,6 @@ compared before and after each run of a body.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
@@ -18,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.containers import Container
+from weft.capture.user_code import REMEMBERING
 from weft.errors import RememberedFunctionWrites
-
-_REMEMBERING = type(functools.lru_cache(lambda: None))
 
 
 class RememberingFunctions:
@@ -38,7 +36,7 @@ class RememberingFunctions:
 
     def note(self, objects: Iterable[Any]) -> None:
         """Begin with those among ``objects``."""
-        functions = [each for each in objects if isinstance(each, _REMEMBERING)]
+        functions = [each for each in objects if isinstance(each, REMEMBERING)]
         self._misses = [(function, function.cache_info().misses) for function in functions]
 
     def ran(self) -> list[Any]:
@@ -65,20 +63,20 @@ class RememberingFunctions:
 
         def compare(frame: FrameType, event: str, argument: object) -> None:
             if frame.f_code in codes and event == "call":
-                # A tensor that each call computes is another one at each call: the body runs each time.
+                # A tensor that the step computes is a new argument at each call, so that the body runs at each call.
                 running.append(None if _of_the_call(list(frame.f_locals.values())) else _labels(changes()))
             elif frame.f_code in codes and event == "return" and (before := running.pop()) is not None:
                 self.changed |= {label for key, label in _labels(changes()).items() if key not in before}
 
-        before = sys.getprofile()
+        profile = sys.getprofile()
         sys.setprofile(compare)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(profile)
 
 
-def captured_without_bodies(
+def attempt_with_checked_bodies(
     attempt: Callable[..., CapturedStep], functions: RememberingFunctions, *args: Any, **how: Any
 ) -> CapturedStep:
     """Make one attempt at a capture, and another one where the body of a function ran that remembers its result.

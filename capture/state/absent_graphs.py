@@ -18,7 +18,7 @@ from weft.errors import BackwardOutsideStep
 
 @functools.cache
 def _anchor() -> torch.Tensor:
-    """What the functions below are computed from, for autograd: a function without such an input gives no grad_fn. No
+    """An input that requires grad, for the functions below: autograd gives a grad_fn only to what has such an input. No
     gradient reaches it."""
     with torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes(), torch.inference_mode(False):
         return torch.zeros((), device="cpu", requires_grad=True)
@@ -68,7 +68,7 @@ class _AbsentInPlace(torch.autograd.Function):
 
 
 def mark_absent_graph(updated: torch.Tensor, where: str) -> None:
-    """Have a tensor require grad whose backward raises, in place. One that requires grad stays as it is.
+    """Give a tensor, in place, a grad_fn whose backward raises. A tensor that requires grad already is left as it is.
 
     Args:
         updated: a tensor that a call wrote in place. Of a view, its base gets the grad_fn, as in eager.
@@ -81,9 +81,10 @@ def mark_absent_graph(updated: torch.Tensor, where: str) -> None:
 
 
 def restore_absent_graph(tensor: torch.Tensor, before: Any, where: str) -> None:
-    """Take from a tensor the grad_fn of a capture, if it had none before, or one that raises: it gets that again.
+    """Remove the grad_fn that a capture gave to a tensor. If the tensor had one that raises before, it gets that again.
 
-    A view keeps one that raises, with its base: torch cannot take it away.
+    A tensor with a graph of its own stays as it is. Torch cannot detach a view in place: a view and its base are left
+    with a grad_fn that raises.
 
     Args:
         before: the grad_fn that it had.
