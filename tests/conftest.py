@@ -61,6 +61,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {count} GPU(s)")
 
 
+@pytest.fixture(params=["compiled", "through torch"])
+def guard_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways in which guards compare objects: by the checks that weft compiles, and by torch's."""
+    from weft import state_checks
+
+    if request.param == "through torch":
+        importlib.import_module("torch._dynamo.guards")  # torch's optimizers load it
+        monkeypatch.setattr(state_checks, "compiled", lambda: None)
+    elif state_checks.compile_now() is None:
+        pytest.skip("no compiler")
+    return request.param
+
+
 def lines_per_room() -> dict[str, int]:
     """Lines of Python in each top-level folder; files at the top level count as the room `weft`."""
     sizes: Counter[str] = Counter()

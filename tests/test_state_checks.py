@@ -19,17 +19,6 @@ from torch import nn
 from weft import knobs, state_checks
 
 
-@pytest.fixture(params=["compiled", "through torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of comparing."""
-    if request.param == "through torch":
-        importlib.import_module("torch._dynamo.guards")  # torch's optimizers load it
-        monkeypatch.setattr(state_checks, "compiled", lambda: None)
-    elif state_checks.compile_now() is None:
-        pytest.skip("no compiler")
-    return request.param
-
-
 class Scaled(torch.Tensor):
     """A subclass."""
 
@@ -121,7 +110,7 @@ def _tensors() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("change", TENSOR_CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_a_change_of_a_tensor_is_seen(way: str, change: Callable[[torch.Tensor], None], at: int) -> None:
+def test_a_change_of_a_tensor_is_seen(guard_checks: str, change: Callable[[torch.Tensor], None], at: int) -> None:
     tensors = _tensors()
     holds = state_checks.unchanged_tensors(tensors, tensors)
     assert holds()
@@ -129,7 +118,7 @@ def test_a_change_of_a_tensor_is_seen(way: str, change: Callable[[torch.Tensor],
     assert not holds()
 
 
-def test_other_values_in_tensors_are_no_change(way: str) -> None:
+def test_other_values_in_tensors_are_no_change(guard_checks: str) -> None:
     tensors = _tensors()
     holds = state_checks.unchanged_tensors(tensors, tensors)
     with torch.no_grad():
@@ -139,7 +128,7 @@ def test_other_values_in_tensors_are_no_change(way: str) -> None:
     assert holds()
 
 
-def test_tensors_without_memory_of_their_own_are_compared(way: str) -> None:
+def test_tensors_without_memory_of_their_own_are_compared(guard_checks: str) -> None:
     class Wrapper(torch.Tensor):
         @staticmethod
         def __new__(cls, rows: int) -> Wrapper:
@@ -159,7 +148,7 @@ def test_tensors_without_memory_of_their_own_are_compared(way: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 300])
-def test_a_gradient_is_seen(way: str, count: int) -> None:
+def test_a_gradient_is_seen(guard_checks: str, count: int) -> None:
     leaves = [nn.Parameter(torch.ones(2)) for _ in range(count)]
     holds = state_checks.no_gradients(leaves)
     assert holds is not None
@@ -206,7 +195,7 @@ def _dicts() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 @pytest.mark.parametrize("change", DICT_CHANGES)
-def test_a_change_of_a_dictionary_is_seen(way: str, change: str, at: int) -> None:
+def test_a_change_of_a_dictionary_is_seen(guard_checks: str, change: str, at: int) -> None:
     dicts = _dicts()
     holds, others_hold = (
         state_checks.unchanged_dicts(group) for group in (dicts, [each for each in dicts if each is not dicts[at]])
@@ -222,7 +211,7 @@ def test_a_change_of_a_dictionary_is_seen(way: str, change: str, at: int) -> Non
     assert others_hold()
 
 
-def test_an_assigned_attribute_is_seen_by_each_check_that_there_is(way: str) -> None:
+def test_an_assigned_attribute_is_seen_by_each_check_that_there_is(guard_checks: str) -> None:
     holder = Holder()
     holder.a = 1
     first, second = (state_checks.unchanged_dicts([vars(holder)]) for _ in range(2))
@@ -249,7 +238,7 @@ def test_an_assigned_attribute_is_seen_by_each_check_that_there_is(way: str) -> 
         (deque, lambda found: found.append(1)),
     ],
 )
-def test_a_filled_container_is_seen(way: str, made: Callable[[], Any], fill: Callable[[Any], None]) -> None:
+def test_a_filled_container_is_seen(guard_checks: str, made: Callable[[], Any], fill: Callable[[Any], None]) -> None:
     containers = [{}, [], made(), set(), OrderedDict(), deque()]
     holds = state_checks.all_empty(containers)
     assert holds()
@@ -270,7 +259,9 @@ class Other(nn.Linear):
         lambda module: setattr(module, "__dict__", dict(vars(module))),
     ],
 )
-def test_another_class_or_dictionary_of_attributes_is_seen(way: str, change: Callable[[nn.Module], None]) -> None:
+def test_another_class_or_dictionary_of_attributes_is_seen(
+    guard_checks: str, change: Callable[[nn.Module], None]
+) -> None:
     modules: list[nn.Module] = [nn.Linear(2, 2), nn.Linear(2, 2)]
     holds = state_checks.same_attributes([(each, type(each), vars(each)) for each in modules])
     assert holds()
@@ -295,7 +286,9 @@ def _exchanged(found: list[Any]) -> None:
         _exchanged,
     ],
 )
-def test_other_items_of_a_list_are_seen(way: str, change: Callable[[Any], None], made: Callable[[Any], Any]) -> None:
+def test_other_items_of_a_list_are_seen(
+    guard_checks: str, change: Callable[[Any], None], made: Callable[[Any], Any]
+) -> None:
     values = [object(), 1.5, "text"]
     found, untouched = made(values), [1, 2]
     holds = state_checks.same_items([(untouched, (1, 2)), (found, tuple(values))])
@@ -314,7 +307,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("name", ["inside", "attribute"])
-def test_another_value_of_a_slot_or_attribute_is_seen(way: str, name: str) -> None:
+def test_another_value_of_a_slot_or_attribute_is_seen(guard_checks: str, name: str) -> None:
     values = [object(), object()]
     objects = [Slotted(value) for value in values]
     holds = state_checks.same_slots([(obj, name, value) for obj, value in zip(objects, values, strict=True)])
@@ -327,7 +320,7 @@ def test_another_value_of_a_slot_or_attribute_is_seen(way: str, name: str) -> No
     assert not holds()
 
 
-def test_a_changed_requires_grad_is_seen(way: str) -> None:
+def test_a_changed_requires_grad_is_seen(guard_checks: str) -> None:
     leaves = [torch.ones(2), nn.Parameter(torch.ones(2))]
     holds = state_checks.require_grad([(leaf, leaf.requires_grad) for leaf in leaves])
     assert holds()
@@ -338,7 +331,7 @@ def test_a_changed_requires_grad_is_seen(way: str) -> None:
         assert holds()
 
 
-def test_objects_that_are_held_weakly_are_compared_while_they_live(way: str) -> None:
+def test_objects_that_are_held_weakly_are_compared_while_they_live(guard_checks: str) -> None:
     kept, other = Holder(), Holder()
     holds, others_hold = (
         state_checks.same_attributes([(weakref.ref(each), Holder, vars(each))]) for each in (kept, other)
@@ -351,7 +344,7 @@ def test_objects_that_are_held_weakly_are_compared_while_they_live(way: str) -> 
     assert not others_hold()
 
 
-def test_what_is_compared_is_kept_and_given_back(way: str) -> None:
+def test_what_is_compared_is_kept_and_given_back(guard_checks: str) -> None:
     holder = Holder()
     gone = weakref.ref(holder)
     check = state_checks.same_attributes([(holder, Holder, vars(holder))])

@@ -3,7 +3,6 @@ by torch's."""
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,20 +12,8 @@ import torch
 from torch import nn
 
 import weft
-from weft import state_checks
 
 scale = 1.0  # a global that the step reads
-
-
-@pytest.fixture(params=["compiled", "through torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of comparing."""
-    if request.param == "through torch":
-        importlib.import_module("torch._dynamo.guards")  # torch's optimizers load it
-        monkeypatch.setattr(state_checks, "compiled", lambda: None)
-    elif state_checks.compile_now() is None:
-        pytest.skip("no compiler")
-    return request.param
 
 
 class Block(nn.Module):
@@ -256,7 +243,9 @@ def _run(change: Callable[[Trainer], None], wrap: Callable[[Any], Any], in_threa
 
 @pytest.mark.parametrize("in_thread", [False, True], ids=["", "in a thread"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_a_change_between_calls_is_followed(way: str, change: Callable[[Trainer], None], in_thread: bool) -> None:
+def test_a_change_between_calls_is_followed(
+    guard_checks: str, change: Callable[[Trainer], None], in_thread: bool
+) -> None:
     expected = _run(change, lambda step: step, in_thread)
     found = _run(change, weft.compile, in_thread)
     for value, wanted in zip(found, expected, strict=True):
@@ -264,7 +253,7 @@ def test_a_change_between_calls_is_followed(way: str, change: Callable[[Trainer]
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_changed_global_is_followed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_global_is_followed(guard_checks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for wrap in (lambda step: step, weft.compile):
         monkeypatch.setitem(globals(), "scale", 1.0)
@@ -273,7 +262,7 @@ def test_a_changed_global_is_followed(way: str, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_steps_that_nothing_changed_between_are_captured_once(way: str) -> None:
+def test_steps_that_nothing_changed_between_are_captured_once(guard_checks: str) -> None:
     trainer = Trainer()
     step = weft.compile(trainer.step)
     for _ in range(6):
