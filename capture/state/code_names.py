@@ -285,11 +285,11 @@ def may_run(name: str, names: set[str]) -> bool:
 
 # Methods that take entries out of a list or deque.
 _TAKING = frozenset({"pop", "popleft", "remove", "clear"})
+_DELETES_ENTRY = dis.opmap["DELETE_SUBSCR"]
 
 
 def takes_entries(code: types.CodeType) -> bool:
     """Whether the code, functions that it defines included, takes entries out of a list: a window of the last few."""
-    found = _TAKING.intersection(code.co_names) or any(
-        step.opname == "DELETE_SUBSCR" for step in dis.get_instructions(code)
-    )
-    return bool(found) or any(takes_entries(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    # Each instruction has two bytes, and the first is the operation.
+    found = not _TAKING.isdisjoint(code.co_names) or _DELETES_ENTRY in code.co_code[::2]
+    return found or any(takes_entries(each) for each in code.co_consts if isinstance(each, types.CodeType))
