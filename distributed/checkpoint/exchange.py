@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from weft import rank_watch, torch_adapter
 from weft.distributed.checkpoint.tensor_bytes import bytes_of
-from weft.rank_watch import CannotEnd, RankWatch
+from weft.rank_watch import CannotEnd, RankFailure, RankWatch
 
 _TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -93,8 +93,7 @@ class Ranks:
                 try:
                     wait.check(self._watch)
                 except CannotEnd as error:
-                    self.lost = error
-                    raise
+                    raise self._lose(str(error)) from None
                 thread.join(rank_watch.SLICE_S)
 
     def why(self, error: BaseException) -> str:
@@ -103,9 +102,15 @@ class Ranks:
             with self._watch.waiting(range(self.world_size), silent_s=rank_watch.EXPLAIN_S) as wait:
                 while not wait.why and not self._watch.lost and wait.clock.look() < wait.silent_s + 2:
                     time.sleep(rank_watch.SLICE_S)
-            self.lost = CannotEnd(wait.why or f"{type(error).__name__}: {error}")
-            return str(self.lost)
+            return str(self._lose(wait.why or f"{type(error).__name__}: {error}"))
         return f"{type(error).__name__}: {error}"
+
+    def _lose(self, why: str) -> CannotEnd:
+        """Give up waiting for other ranks, and have them know: a process that ends after this is not the reason."""
+        self.lost = CannotEnd(why)
+        if self._watch is not None:
+            self._watch.tell(RankFailure(0, 0, False, why))
+        return self.lost
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""

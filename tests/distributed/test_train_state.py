@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from harness import RanksFailed, run_ranks
-from weft import rank_watch
+from weft import host_processes, rank_watch
 from weft.distributed.checkpoint import manifest, writer
 from weft.distributed.checkpoint.dcp import _IndexUnpickler
 from weft.distributed.checkpoint.folder import CheckpointFolder
@@ -175,10 +175,14 @@ def wait_for_the_gone(rank: int, world: int, how: int, folder: str) -> None:
     rank_watch.SILENT_S, rank_watch.EXPLAIN_S = 4.0, 3.0
     run = Run(rank, init_device_mesh("cpu", (world,)))
     run.state.save(folder, 1, wait=True)
-    pids: list[Any] = [None] * world
-    dist.all_gather_object(pids, os.getpid())
+    processes: list[Any] = [None] * world
+    dist.all_gather_object(processes, (os.getpid(), host_processes.identity()))
     if rank == 1:
         os.kill(os.getpid(), how)
+    if how == signal.SIGKILL and rank == 0:
+        # Rank 2 finds out first, and ends. Rank 0 must not name it as well.
+        while host_processes.state_of(processes[2][1], processes[0][1]) != "ended":
+            time.sleep(0.1)
     run.state.save(folder, 2)
     for action in (run.state.wait, lambda: run.state.save(folder, 3), lambda: run.state.load(folder)):
         with pytest.raises((CheckpointNotSaved, CheckpointNotLoaded)) as error:
@@ -189,7 +193,7 @@ def wait_for_the_gone(rank: int, world: int, how: int, folder: str) -> None:
         until = time.monotonic() + 30
         while Path(folder, "heard2").read_text().count("\n") < 3 and time.monotonic() < until:
             time.sleep(0.1)
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(processes[1][0], signal.SIGKILL)
 
 
 @pytest.mark.gloo
