@@ -2,8 +2,11 @@
 
 Python's conversions must give plain numbers, and would fix a symbol to its value in the captured call. Which of two
 numbers is larger is a question about them. So while a step is captured, the modules whose functions it can call see
-these names with stand-ins that know symbols. Where they are also used as values, torch and Python ask for the very
-types (``dtype=float``, ``type(n) is int``): a module that does so keeps them.
+these names with stand-ins that know symbols.
+
+Where code uses the names as values, torch and Python ask for the very types (``dtype=float``, ``type(n) is int``,
+``parser.add_argument("--lr", type=float)``). While a step is captured, the code of such functions loads the types by
+other names, under which nobody replaces them.
 
 From Python 3.12 on, ``sum`` adds floats with the rounding errors kept apart. Of symbolic numbers it would be one
 addition after the other, so the function itself is replaced there (:func:`sum_replacements`), under every name by which
@@ -28,7 +31,7 @@ from weft.capture.record.float_arithmetic import added, choice
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
-from weft.capture.state.bytecode import ByCode, uses_of_names
+from weft.capture.state.bytecode import ByCode, NameUse, uses_of_names
 from weft.capture.state.containers import BuiltinLike
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
@@ -36,8 +39,11 @@ _OF_TORCH = ("torch.optim.lr_scheduler",)
 _TYPE_CHECKS = ("isinstance", "issubclass")
 _NAMES = frozenset({"int", "float", "max", "min", "range"})
 _LOADS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
-_GLOBAL = dis.opmap["LOAD_GLOBAL"]
+_GLOBAL, _WIDE = dis.opmap["LOAD_GLOBAL"], dis.opmap["EXTENDED_ARG"]
 _SUM = builtins.sum
+# Under these, Python finds its own in every module, for good: functions that an unseen one defines are kept by users.
+_OWN_NAMES = {name: f"{name} of Python" for name in _NAMES}
+vars(builtins).update({own: vars(builtins)[name] for name, own in _OWN_NAMES.items()})
 
 
 @contextlib.contextmanager
@@ -47,61 +53,99 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
     Args:
         functions: those that the step can call; their globals may be those of no module.
     """
-    scopes: dict[int, dict[str, Any]] = {}
-    codes: dict[int, dict[int, types.CodeType]] = {}  # of each module, by their ids
+    called: dict[int, list[types.FunctionType]] = {}  # by module
+    scopes = {id(vars(module)): vars(module) for module in filter(None, map(sys.modules.get, _OF_TORCH))}
     for each in functions:
-        names = each.__globals__
-        if id(names) not in scopes:
-            scopes[id(names)], codes[id(names)] = names, {id(code): code for code in _codes(names)}
-        codes[id(names)][id(each.__code__)] = each.__code__
-    for module in filter(None, map(sys.modules.get, _OF_TORCH)):
-        scopes[id(vars(module))], codes[id(vars(module))] = vars(module), {}
-    changed: list[tuple[dict[str, Any], str]] = []
-    try:
+        scopes[id(each.__globals__)] = each.__globals__
+        called.setdefault(id(each.__globals__), []).append(each)
+    with contextlib.ExitStack() as stack:
         for at, names in scopes.items():
-            for name in _NAMES.difference(*map(_used_as_values, codes[at].values())):
-                if name not in names:
-                    changed.append((names, name))
-                    names[name] = STAND_INS[name]
+            replaced = set(_NAMES.difference(names))
+            # The step may call other functions of the module in a way that weft does not see.
+            for each in {*called[at], *_functions(names)} if at in called else ():
+                code, kept = _with_own_names(each.__code__, frozenset(replaced))
+                replaced -= kept
+                if code is not each.__code__:
+                    stack.enter_context(_code_replaced(each, code))
+            stack.enter_context(_defined(names, replaced))
+        yield
+
+
+@contextlib.contextmanager
+def _defined(names: dict[str, Any], replaced: Iterable[str]) -> Iterator[None]:
+    """Inside, the stand-ins of some names are in ``names``."""
+    try:
+        for name in replaced:
+            names[name] = STAND_INS[name]
         yield
     finally:
-        for names, name in changed:
+        for name in replaced:
             if names.get(name) is STAND_INS[name]:
                 del names[name]
 
 
-def _codes(names: dict[str, Any]) -> Iterator[types.CodeType]:
-    """The code of the functions in a module, and of the methods of its classes."""
+@contextlib.contextmanager
+def _code_replaced(function: types.FunctionType, code: types.CodeType) -> Iterator[None]:
+    original = function.__code__
+    function.__code__ = code
+    try:
+        yield
+    finally:
+        if function.__code__ is code:
+            function.__code__ = original
+
+
+def _with_own_names(code: types.CodeType, names: frozenset[str]) -> tuple[types.CodeType, frozenset[str]]:
+    """The code, where each load of one of the types as a value names what nobody replaces; and of which it cannot."""
+    inner = [
+        _with_own_names(each, names) if isinstance(each, types.CodeType) else (each, frozenset[str]())
+        for each in code.co_consts
+    ]
+    kept = frozenset[str]().union(*(found for _, found in inner))
+    loads = [use for use in _loads_of_values(code) if use.name in names]
+    if not loads and all(new is old for (new, _), old in zip(inner, code.co_consts, strict=True)):
+        return code, kept
+    text, known = bytearray(code.co_code), list(code.co_names)
+    for use in loads:
+        if (own := _OWN_NAMES[use.name]) not in known:
+            known.append(own)
+        argument, at = known.index(own) << 1, 2 * use.at
+        # One byte, of an instruction without a prefix.
+        if use.op == _GLOBAL and argument <= 255 and not (at and text[at - 2] == _WIDE):
+            text[at + 1] = argument
+        else:
+            kept |= {use.name}
+    constants = tuple(new for new, _ in inner)
+    return code.replace(co_code=bytes(text), co_names=tuple(known), co_consts=constants), kept
+
+
+def _functions(names: dict[str, Any]) -> Iterator[types.FunctionType]:
+    """The functions that a module defines, and the methods of its classes."""
     for value in list(names.values()):
         own = isinstance(value, type) and value.__module__ == names.get("__name__")
         for member in list(vars(value).values()) if own else [value]:
             member = getattr(member, "__func__", member)
             if hasattr(member, "__wrapped__"):  # what a decorator made of a function
                 member = inspect.unwrap(member)
-            if isinstance(member, types.FunctionType):
-                yield member.__code__
+            if isinstance(member, types.FunctionType) and member.__globals__ is names:
+                yield member
 
 
-_used: ByCode[frozenset[str]] = ByCode()
+_loads: ByCode[list[NameUse]] = ByCode()
 
 
-def _used_as_values(code: types.CodeType) -> frozenset[str]:
-    """The names that a function, or one inside it, uses otherwise than to call what they name."""
-    if (known := _used.get(code)) is not None:
+def _loads_of_values(code: types.CodeType) -> list[NameUse]:
+    """Where a function uses one of the names otherwise than to call what it names."""
+    if (known := _loads.get(code)) is not None:
         return known
-    found: set[str] = set()
-    loads = (use for use in uses_of_names(code) if use.name in _NAMES and use.op in _LOADS)
-    if not all(use.op == _GLOBAL and use.flag for use in loads):  # seldom, and only then positions matter
+    found = [use for use in uses_of_names(code) if use.name in _NAMES and use.op in _LOADS]
+    found = [use for use in found if not (use.op == _GLOBAL and use.flag)]
+    if found:  # seldom, and only then places in the source matter
         steps = list(dis.get_instructions(code))
         checks = _checks_of_types(steps)
-        for step in steps:
-            # ``x.float()`` names an attribute.
-            loaded = step.opcode in _LOADS and step.argval in _NAMES
-            called = step.opcode == _GLOBAL and (step.arg or 0) & 1
-            if loaded and not called and not any(begin <= _place(step) <= end for begin, end in checks):
-                found.add(step.argval)
-    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return _used.keep(code, frozenset(found).union(*map(_used_as_values, inner)))
+        places = {step.offset: _place(step) for step in steps}
+        found = [use for use in found if not any(begin <= places[2 * use.at] <= end for begin, end in checks)]
+    return _loads.keep(code, found)
 
 
 def _checks_of_types(steps: list[dis.Instruction]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
