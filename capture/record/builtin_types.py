@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.record.float_arithmetic import added, choice
+from weft.capture.record.float_arithmetic import added, choice, plain
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
@@ -208,14 +208,14 @@ def _number_in(value: Any) -> Any:
 
 def _int(value: Any) -> Any:
     value = _number_in(value)
-    return (
-        math.trunc(value) if isinstance(value, torch.SymFloat) else value if type(value) is torch.SymInt else int(value)
-    )
+    if isinstance(value, torch.SymFloat):
+        return math.trunc(value)
+    return plain(value) if type(value) is torch.SymInt else int(value)
 
 
 def _float(value: Any) -> Any:
     value = _number_in(value)
-    return torch.sym_float(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else float(value)
+    return plain(torch.sym_float(value)) if isinstance(value, (torch.SymInt, torch.SymFloat)) else float(value)
 
 
 def _choosing(function: Callable[..., Any]) -> type:

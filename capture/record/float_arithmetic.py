@@ -21,7 +21,8 @@ import torch
 from torch.fx.experimental.sym_node import SymNode, wrap_node
 
 from weft import torch_adapter
-from weft.capture.record.numpy_functions import NumpyFunctions
+from weft.capture.record.host_draws import GeneratorDraw
+from weft.capture.record.numpy_functions import NumpyFunction, NumpyFunctions
 from weft.capture.record.symbols import Computed, Symbols
 from weft.thread_patches import present, replaced
 
@@ -78,6 +79,16 @@ def is_close(a: float, b: float, rel_tol: float = 1e-9, abs_tol: float = 0.0) ->
 def sum_of(start: float, *numbers: float) -> float:
     """``sum(numbers, start)`` of plain numbers, as the running Python adds floats."""
     return sum(numbers, start)
+
+
+def plain_int(number: int) -> int:
+    """The number as Python's own type has it, where numpy has made it."""
+    return int(number)
+
+
+def plain_float(number: float) -> float:
+    """The same of a float."""
+    return float(number)
 
 
 # Questions about numbers, where Python would ask for their values, too.
@@ -147,6 +158,17 @@ class FloatArithmetic:
         kinds = {int if type(number) in whole else _kind(number) for number in numbers}
         floats = float in kinds and None not in kinds and self._knows(numbers)
         return self._result(sum_of, list(numbers), torch.float64) if floats else None
+
+    def plain(self, number: Any) -> Any:
+        """See :func:`plain`."""
+        if not self._is_known(number) or not isinstance(torch_adapter.expression(number), sympy.Symbol):
+            return number
+        node = self._symbols.node(number)
+        if not isinstance(node, torch.fx.Node) or not isinstance(node.target, (NumpyFunction, GeneratorDraw)):
+            return number
+        if isinstance(number, torch.SymFloat):
+            return self._result(plain_float, [number], torch.float64, number.node)
+        return self._result(plain_int, [number], torch.int64, number.node)
 
     def _of_math(self, original: Callable[..., float]) -> Callable[..., Any]:
         """A function of ``math``: of symbolic numbers, it gives a symbol that a node computes."""
@@ -253,6 +275,11 @@ def choice(function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
     """``max(*numbers)`` or ``min(*numbers)`` without a question; None where the result may be of several types, and
     where no number is symbolic."""
     return None if _mine.arithmetic is None else _mine.arithmetic.choice(function, numbers)
+
+
+def plain(number: Any) -> Any:
+    """A symbolic number as ``int`` or ``float`` give it: of Python's own types, also where numpy computes it."""
+    return number if _mine.arithmetic is None else _mine.arithmetic.plain(number)
 
 
 def added(start: Any, numbers: Sequence[Any]) -> Any:

@@ -2,8 +2,8 @@
 
 What is in such a list says nothing about the step, so no guard compares it, and a call may find another list in its
 place. That the step does not read it must be seen. While the step is captured, a stand-in is at the place of the list.
-It notes what is appended. Every other use of it counts as reading, be it one of its length: the list is then an object
-like any other, which must be the same at each call.
+It notes what is appended, and gives it back from the end: ``log[-1]["loss"]``. Every other use of it counts as reading,
+be it one of its length: the list is then an object like any other, which must be the same at each call.
 """
 
 from __future__ import annotations
@@ -66,24 +66,28 @@ class AppendedList:
     Attributes:
         kind: the type of the list.
         items: what the list would hold.
+        own: how many of them were appended in this call.
         log: of the capture: (stand-in, value) of all that was appended, in the order of the calls.
         is_read: whether it was used otherwise than to append.
     """
 
     kind: Any
     items: Any
+    own: int
     log: list[tuple[AppendedList, Any]]
     is_read: bool
     _unread: _Unread
 
     def begin(self, value: Any, log: list[tuple[AppendedList, Any]]) -> None:
         """Stand for ``value`` from here on."""
-        self.items, self.log, self.is_read, self._unread = value.copy(), log, False, _Unread(self)
+        self.items, self.own, self.log, self.is_read = value.copy(), 0, log, False
+        self._unread = _Unread(self)
         self.kind.extend(self, [self._unread] * len(value))
 
     def append(self, value: Any) -> None:
         """Append, and note it."""
         self.items.append(value)
+        self.own += 1
         self.kind.append(self, value if self.is_read else self._unread)
         self.log.append((self, value))
 
@@ -99,6 +103,13 @@ class AppendedList:
     def __radd__(self, other: Any) -> Any:
         self.read()
         return NotImplemented  # then Python joins the two
+
+    def __getitem__(self, at: Any) -> Any:
+        # What is at such a place is the same whatever the list held before.
+        if type(at) is int and -min(self.own, len(self.items)) <= at < 0 and not self.is_read:
+            return self.items[at]
+        self.read()
+        return self.kind.__getitem__(self, at)
 
     def read(self) -> None:
         """Be a list like any other from here on."""

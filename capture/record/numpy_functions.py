@@ -105,11 +105,16 @@ def _call(number: Any, ufunc: Any, method: str, *operands: Any, **options: Any) 
 
 
 def _call_function(number: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """``__array_function__`` of symbolic numbers: ``np.clip`` is a ufunc of its arguments."""
-    if function is sys.modules["numpy"].clip and len(args) == 3 and not kwargs and None not in args:
-        found = _call(number, sys.modules["numpy"]._core.umath.clip, "__call__", *args)
-        if found is not NotImplemented:
-            return found
+    """``__array_function__`` of symbolic numbers: ``np.clip`` is a ufunc, and ``np.round`` of a float is one."""
+    numpy = sys.modules["numpy"]
+    ufunc = None
+    if function is numpy.clip and len(args) == 3 and not kwargs and None not in args:
+        ufunc = numpy._core.umath.clip
+    elif function is numpy.round and len(args) == 1 and not kwargs and isinstance(number, torch.SymFloat):
+        ufunc = numpy.rint
+    found = NotImplemented if ufunc is None else _call(number, ufunc, "__call__", *args)
+    if found is not NotImplemented:
+        return found
     return function._implementation(*args, **kwargs)
 
 

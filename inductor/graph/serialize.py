@@ -61,7 +61,7 @@ _MODULES: dict[Any, Iterable[str]] = {
         *("and_", "or_", "xor", "not_", "invert", "eq", "ne", "lt", "le", "gt", "ge"),
     ),
     math: ("ceil", "floor", "trunc", *float_arithmetic.MATH),
-    float_arithmetic: ("is_close", "is_finite", "is_infinite", "is_nan", "sum_of"),
+    float_arithmetic: ("is_close", "is_finite", "is_infinite", "is_nan", "plain_float", "plain_int", "sum_of"),
     builtins: ("abs", "max", "min", "pow", "round"),
     torch: [name for name in dir(torch) if name.startswith("sym_")],
     recorder: ("check",),

@@ -93,6 +93,27 @@ def test_a_file_that_reads_its_command_line_trains_with_symbolic_numbers(step: C
     assert len(compiled.captures) <= 2
 
 
+OF_NUMPY: dict[str, Callable[[Any], Any]] = {
+    "clipped integer": lambda draw: int(np.clip(np.random.randint(0, 9), 2, 5)),
+    "clipped float": lambda draw: float(np.clip(np.random.rand(), 0.2, 0.5)),
+    "integer of a generator": lambda draw: [int(draw.integers(10)), draw.integers(10)],
+    "float of a generator": lambda draw: float(draw.normal()),
+    "rounded": lambda draw: int(np.round(10 * np.random.rand())),
+    "not converted": lambda draw: [np.clip(np.random.rand(), 0.2, 0.5), np.round(10 * np.random.rand())],
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_a_number_of_numpys_that_is_converted_has_the_type_of_python(name: str) -> None:
+    def drawn(wrap: Callable[..., Any]) -> list[Any]:
+        np.random.seed(0)
+        generator, numbers = np.random.default_rng(0), OF_NUMPY[name]
+        step = wrap(lambda x: (x * 2, numbers(generator)))
+        return [repr(step(torch.ones(2))[1]) for _ in range(CALLS)]
+
+    assert drawn(weft.compile) == drawn(lambda step: step)
+
+
 SOURCE = """
 import torch
 

@@ -54,6 +54,21 @@ def fills_a_new_one(logs: Logs, x: torch.Tensor) -> Any:
     return x * 2
 
 
+def asks_for_its_own(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append({"loss": x.sum().item(), "step": logs.step})
+    logs.losses[-1]["mean"] = x.mean()
+    logs.recent.extend([x.sum(), logs.losses[-1]["loss"]])
+    logs.losses.append(logs.recent[-2] * 2)
+    logs.step += 1
+    return logs.losses[-2], logs.recent[-1], logs.losses[-1]
+
+
+def asks_for_one_of_before(logs: Logs, x: torch.Tensor) -> Any:
+    logs.losses.append(x.sum().item())
+    logs.step += 1
+    return x * 2, logs.losses[-2 if logs.step > 1 else -1]
+
+
 def reads_its_length(logs: Logs, x: torch.Tensor) -> Any:
     logs.losses.append(x.sum().item())
     return x / len(logs.losses)
@@ -123,7 +138,10 @@ def _copy(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor) else repr(value)
 
 
-@pytest.mark.parametrize(("step", "captures"), [(appends, 1), (appends_in_a_branch, 4), (fills_a_new_one, 2)])
+CAPTURES = [(appends, 1), (appends_in_a_branch, 4), (fills_a_new_one, 2), (asks_for_its_own, 1)]
+
+
+@pytest.mark.parametrize(("step", "captures"), CAPTURES)
 def test_what_a_step_appends_is_there_after_each_call(step: Callable[..., Any], captures: int) -> None:
     compiled, wrapped = _run(step, weft.compile)
     assert_equal(compiled, _run(step, lambda step: step)[0])
@@ -131,7 +149,7 @@ def test_what_a_step_appends_is_there_after_each_call(step: Callable[..., Any], 
 
 
 READING = [reads_its_length, reads_its_items, returns_it, keeps_it, joins_it, pushes_on_it, takes_from_it, has_it_twice]
-READING.append(shows_it_outside)
+READING += [shows_it_outside, asks_for_one_of_before]
 
 
 @pytest.mark.parametrize("step", READING)
