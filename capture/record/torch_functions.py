@@ -21,6 +21,7 @@ from weft.capture.record.host_lists import HostList, tensor_of_list
 from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.selected_parts import with_selections
 from weft.capture.record.tensor_copies import deep_copy
 from weft.capture.user_code import user_line
 from weft.errors import CannotCapture, NumpyOnTensor, UncapturableMutation
@@ -74,6 +75,11 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return _tensor_of(args[0], numbers, kwargs)
             if func in _INDEXED and (index := _with_tensors(args[1], args[0].device)) is not args[1]:
                 args = (args[0], index, *args[2:])
+            if func in _INDEXED and (selected := with_selections(*args[:2])) is not None:
+                part, rest = selected
+                if func is torch.Tensor.__getitem__:
+                    return func(part, rest) if rest else part
+                return func(part, rest or ..., *args[2:])
             if func in _EQUAL and not kwargs:
                 return bool(self._equal(*args))
             if func is torch_adapter.pad_sequence and any(isinstance(each.shape[0], torch.SymInt) for each in args[0]):
