@@ -112,6 +112,16 @@ def test_a_part_that_is_returned_shares_the_memory_of_the_argument() -> None:
     assert len(step.captures) <= 3
 
 
+def test_parts_are_written_through_views_of_other_dtypes() -> None:
+    def step(c: torch.Tensor, i: torch.Tensor, n: int) -> Any:
+        c[:, n].view(torch.int32).add_(1)
+        c[i].unfold(0, 2, 1)[0].mul_(2)
+        c[i].t().as_strided((2, 2), (1, 2)).add_(1)
+        return c * 2
+
+    twenty_calls(lambda: step, tensor_and_number, 3)
+
+
 def test_gradients_reach_the_part() -> None:
     def make() -> Callable[..., Any]:
         table = nn.Parameter(torch.randn(ROWS, 4))
