@@ -464,6 +464,8 @@ def hint(number: int | torch.SymInt) -> int | None:
     return None if value is None else int(value)
 
 
+is_sure = symbolic_shapes.statically_known_true  # whether a condition holds by what is known of symbols; asks nothing
+
 symbol_of = operator.attrgetter("node._expr")  # that a number was made as, whatever it was found equal to since
 expression = operator.attrgetter("node.expr")  # of a symbolic number, with all that its trace found equal put in
 

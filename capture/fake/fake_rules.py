@@ -121,6 +121,14 @@ def _pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: b
     return x.new_empty((rows, *x.shape[2:])), torch.empty((steps,), dtype=torch.int64, device="cpu")
 
 
+def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> torch.Tensor:
+    """Where the end is known not to lie before that of the tensor, torch's rule asks all the same whether it lies behind:
+    the last rows of a loop over ``x[at : at + 4]`` would be two forms."""
+    if isinstance(end, int) and isinstance(x.shape[dim], torch.SymInt) and torch_adapter.is_sure(x.shape[dim] <= end):
+        end = None
+    return aten.slice.Tensor(x, dim, start, end, step)
+
+
 _BROADCASTING = (
     *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor),
     *(aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor),
@@ -145,6 +153,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     **{op: _contiguous(op) for op in _ALWAYS_CONTIGUOUS},
     aten._grouped_mm.default: _grouped_mm,
     aten.bmm.default: _bmm,
+    aten.slice.Tensor: _slice,
     **{getattr(aten._ctc_loss, name): _ctc_loss for name in ("default", "Tensor")},
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,

@@ -1,4 +1,4 @@
-"""``int(n)``, ``float(n)``, ``max(n, m)``, ``min(n, m)``, ``range(0, n, 4)`` of symbolic numbers, in the user's code.
+"""``int(n)``, ``float(n)``, ``max(n, m)``, ``min(lengths)``, ``range(0, n, 4)`` of symbolic numbers, in the user's code.
 
 Python's conversions must give plain numbers, and would fix a symbol to its value in the captured call. Which of two
 numbers is larger is a question about them. So while a step is captured, the modules whose functions it can call see
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.record.float_arithmetic import added, choice, plain
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
@@ -35,7 +36,7 @@ from weft.capture.state.bytecode import ByCode, NameUse, uses_of_names
 from weft.capture.state.containers import BuiltinLike
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
-_OF_TORCH = ("torch.optim.lr_scheduler",)
+_OF_TORCH = ("torch.optim.lr_scheduler", "torch.nn.utils.clip_grad")
 _TYPE_CHECKS = ("isinstance", "issubclass")
 _NAMES = frozenset({"int", "float", "max", "min", "range"})
 _LOADS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
@@ -223,8 +224,13 @@ def _choosing(function: Callable[..., Any]) -> type:
 
     class Like(BuiltinLike):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            chosen = choice(function, args) if len(args) > 1 and not kwargs and recording() is not None else None
-            return function(*args, **kwargs) if chosen is None else chosen
+            if recording() is None or not args or not kwargs.keys() <= {"default"}:
+                return function(*args, **kwargs)
+            items = list(args[0]) if len(args) == 1 else args
+            chosen = choice(function, items) if items else None
+            if chosen is not None:
+                return chosen
+            return function(items, **kwargs) if len(args) == 1 else function(*args, **kwargs)
 
     return Like(function.__name__, (), {})
 
@@ -244,13 +250,17 @@ def sum_replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _range(*bounds: Any) -> range:
-    """``range(0, n, step)`` of a symbolic ``n``: only how many numbers there are is fixed, not ``n``."""
+    """``range(0, n, step)`` of a symbolic ``n``: only how many numbers there are is fixed, not ``n``. Comparisons fix it,
+    and not a division, because torch learns from them which slices end before ``n``."""
     begin, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     plain = type(begin) is int and type(step) is int and step > 1
-    if not plain or type(end) is not torch.SymInt or not end.node.has_hint():
+    known = torch_adapter.hint(end) if plain and type(end) is torch.SymInt else None
+    if known is None:
         return range(*bounds)
-    count = int((end - begin + step - 1) // step)
-    return range(begin, begin + max(count, 0) * step, step)
+    found = range(begin, known, step)
+    last = begin + len(found) * step
+    bool(end <= last and (not found or end > last - step))
+    return range(begin, last, step)
 
 
 STAND_INS = {

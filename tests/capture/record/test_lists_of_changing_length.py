@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import rnn
 from twenty_calls import twenty_calls
@@ -60,12 +62,73 @@ def test_each_length_is_captured_once(name: str) -> None:
     twenty_calls(_trained(loss_of), lambda at: (values(at, LENGTHS[at % 4]),), len(LENGTHS) + 2)
 
 
-def test_microbatches_of_a_range_are_captured_for_their_number() -> None:
-    def step(x: torch.Tensor) -> Any:
-        return [x[at : at + 4].sum() for at in range(0, len(x), 4)], list(range(0, 8, 3))
+def _of_range(x: torch.Tensor) -> Any:
+    return [x[at : at + 4].sum() for at in range(0, len(x), 4)], list(range(0, 8, 3))
 
-    # By their number, and by whether the last one has one row, four or another number.
-    twenty_calls(lambda: step, lambda at: (torch.arange(5.0 + at * 5 % 12),), 10)
+
+def _while(x: torch.Tensor) -> Any:
+    found, at = [], 0
+    while at < len(x):
+        found.append(x[at : at + 4] * 2)
+        at += 4
+    return found
+
+
+def _trained_on_parts(x: torch.Tensor) -> Any:
+    weight = torch.ones(6, 2, requires_grad=True)
+    for at in range(0, x.shape[0], 4):
+        part = x[at : at + 4, None].expand(-1, 6) * torch.arange(6.0)
+        ((part @ weight).square().mean() * len(part) / len(x)).backward()
+    return weight.grad
+
+
+PIECES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "range": _of_range,
+    "while": _while,
+    "trained": _trained_on_parts,
+    "split": lambda x: [part * 2 for part in x.split(4)],
+    "written": lambda x: [x[at : at + 4].mul_(at) for at in range(0, len(x), 4)],
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_are_captured_for_their_number_and_for_a_last_one_of_one_row(name: str) -> None:
+    # 5 to 16 rows: two, three or four pieces.
+    twenty_calls(lambda: PIECES[name], lambda at: (torch.arange(5.0 + at * 5 % 12),), 2 * 3 + 1)
+
+
+def _pad_by_hand(model: nn.Module, xs: list[torch.Tensor]) -> torch.Tensor:
+    longest = max(len(x) for x in xs)
+    return model(torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x in xs])).square().mean()
+
+
+def _pad_in_place(model: nn.Module, xs: list[torch.Tensor]) -> torch.Tensor:
+    padded = torch.zeros(len(xs), max([x.shape[0] for x in xs], default=0), 6)
+    for row, x in zip(padded, xs, strict=True):
+        row[: len(x)] = x
+    return model(padded).square().mean() * min(map(len, xs))
+
+
+@pytest.mark.parametrize("loss_of", [_pad_by_hand, _pad_in_place])
+def test_whichever_sequence_is_the_longest(loss_of: Callable[..., torch.Tensor]) -> None:
+    twenty_calls(_trained(loss_of), lambda at: (tensors(at, 3),), 2)
+
+
+def test_largest_and_smallest_of_one_collection() -> None:
+    def step(xs: list[torch.Tensor], scale: float, count: int) -> Any:
+        lengths = [len(x) for x in xs]
+        empty: list[int] = []
+        with pytest.raises(ValueError, match="empty"):
+            max(empty)
+        return (
+            *(max(iter([scale, 0.25, -scale])), min((count, 3)), max([count, scale, 2]), max([len(xs[0])])),
+            *(max(empty, default=count), min((x.sum().item() for x in xs), default=None), max(lengths, default=0)),
+            *(max("weft"), max([xs[0]], key=len).sum(), min([True, False]), max({1: 2, 3: 4})),
+            *(math.isnan(max([math.nan, scale])), max([scale, math.nan]), min([[2], [1, 3]])),
+        )
+
+    calls = [([torch.ones(2 + at % 4), torch.ones(6)], 0.5 - at / 20, at % 7) for at in range(20)]
+    twenty_calls(lambda: step, lambda at: calls[at], 6)
 
 
 def test_ranges_of_sizes_are_ranges() -> None:
