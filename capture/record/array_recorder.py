@@ -38,6 +38,7 @@ from weft.capture.record.array_calls import (
 )
 from weft.capture.record.array_functions import dispatch
 from weft.capture.record.host_arrays import HostArray
+from weft.capture.record.host_lists import HostList
 from weft.capture.record.late_text import late_text
 from weft.capture.record.open_sizes import Sizes, open_shape
 from weft.capture.record.recorder import OpRecorder, recording
@@ -167,6 +168,15 @@ class ArrayRecorder:
         memory.open_sizes = [each for each in (*fake.shape, *fake.stride()) if isinstance(each, torch.SymInt)]
         if isinstance(value, numpy.generic):
             return HostArray(self, ArrayCall(operator.getitem, (memory, ()), {}), memory, memory.sample[()])
+        return HostArray(self, memory, memory, memory.sample)
+
+    def of_list(self, numbers: HostList) -> HostArray:
+        """The numbers of a list among the arguments as an array, which nobody else has."""
+        fake = numbers.weft_tensor
+        sizes = tuple(map(torch_adapter.hint, fake.shape))
+        sample = sys.modules["numpy"].zeros(sizes, "int64" if fake.dtype is torch.int64 else "float64")
+        memory = ArrayMemory(sample, f"the argument {numbers.weft_place.path}", fake=fake)
+        memory.open_sizes = [each for each in fake.shape if isinstance(each, torch.SymInt)]
         return HostArray(self, memory, memory, memory.sample)
 
     def _leaf(self, leaf: Any) -> Any:

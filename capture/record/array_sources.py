@@ -8,26 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from weft import torch_adapter
 from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_recorder import OUTSIDE, ArrayRecorder, is_tensor_dtype
 from weft.capture.record.host_arrays import HostArray, names
+from weft.capture.record.host_lists import HostList
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.unread_arguments import UnreadValue
+from weft.capture.state.contents import LARGEST_BYTES
 from weft.capture.user_code import called_for_user, nearest_package, user_line
 from weft.errors import UncapturableDraw
+
+log = logging.getLogger(__name__)
 
 # Functions of numpy that make arrays of what is none.
 _MAKING = names(
     "arange array asanyarray asarray ascontiguousarray asfortranarray copy empty empty_like eye fromiter full "
     "full_like geomspace identity indices linspace logspace ones ones_like tri zeros zeros_like"
 )
+_OF_LISTS = names("array asanyarray asarray")
 _SIZES = frozenset({"empty", "eye", "full", "identity", "indices", "ones", "tri", "zeros", "arange", "linspace"})
 # Methods of generators that draw arrays, and the place of the argument that is a size. Others are in `host_draws`.
 _DRAWING: dict[str, int] = {
@@ -74,6 +82,25 @@ class ArrayDraw:
         return self._target(self._method, *args, **kwargs)
 
 
+class ArrayOfList:
+    """Makes an array of a list of numbers that is one leaf of the arguments; what a node of numpy calls.
+
+    An array of integers of 64 bits becomes one of other numbers in another way than a list of them does: numbers that
+    do not fit are no error, and are rounded once.
+
+    Args:
+        make: ``numpy.array``, or a function that does the same for a list.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self.__name__ = self.__qualname__ = "array_of_list"
+        self.__module__ = "numpy"
+
+    def __call__(self, numbers: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._make(numbers.tolist(), *args, **kwargs)
+
+
 class ArraySources:
     """The arrays of one capture.
 
@@ -92,6 +119,8 @@ class ArraySources:
     ) -> None:
         self._intercepts = intercepts
         self._followed = followed
+        self._unreached: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._recorder = recorder
         self.arrays = ArrayRecorder(recorder, described)
         self.wanted = False
 
@@ -103,6 +132,34 @@ class ArraySources:
         """Raise :class:`ArrayDrawn` again where the step drew an array and caught it."""
         if self.wanted:
             raise ArrayDrawn
+
+    # ---- tensors in the memory of arrays that the step makes
+
+    def note_unreached(self, tensor: torch.Tensor) -> None:
+        """Note a tensor of the step that is at no place in the Python state, with its content: the step may have made
+        it in the memory of an array that it made before."""
+        log.debug("a tensor of shape %s is not reachable from the step: it becomes a constant", tuple(tensor.shape))
+        if self._followed or tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+            return
+        copied = tensor.numel() * tensor.element_size() <= LARGEST_BYTES and tensor.layout is torch.strided
+        with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
+            self._unreached[id(tensor)] = tensor, tensor.detach().clone() if copied else None
+
+    def check_unreached(self) -> None:
+        """Raise where the step wrote to such a tensor, or to its array: the program would go on with what one call left
+        there, and the array would not see it. Where arrays are followed, each call makes them anew.
+
+        Raises:
+            ArrayDrawn: arrays are not followed yet.
+        """
+        for node, tensor in self._recorder.placeholders:
+            known, before = self._unreached.get(id(tensor), (None, None))
+            if known is None:
+                continue
+            with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
+                changed = before is not None and not torch.equal(_bytes(known), _bytes(before))
+            if changed or self._recorder.current_value(tensor) is not node:
+                raise ArrayDrawn
 
     # ---- draws
 
@@ -153,6 +210,22 @@ class ArraySources:
             for name in _MAKING:
                 yield numpy, name, self._making(getattr(numpy, name), name)
             yield torch, "from_numpy", self._from_numpy(torch.from_numpy)
+        elif numpy is not None:
+            for name in _OF_LISTS:
+                yield numpy, name, self._of_numbers(getattr(numpy, name))
+
+    def _of_numbers(self, original: Callable[..., Any]) -> Any:
+        """Stands in for a function that makes arrays of lists: where numbers in one differ between calls, the array
+        does too, and is followed."""
+
+        @functools.wraps(original)
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if args and _holds_numbers(args[0]) and self._intercepts() and _called_by_step():
+                self.wanted = True
+                raise ArrayDrawn
+            return original(*args, **kwargs)
+
+        return make
 
     def _making(self, original: Callable[..., Any], name: str) -> Any:
         @functools.wraps(original)
@@ -167,6 +240,8 @@ class ArraySources:
 
     def _made(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         numpy, found = sys.modules["numpy"], []
+        if original.__name__ in _OF_LISTS and args and type(args[0]) is HostList:
+            return self.arrays.call(ArrayOfList(original), (self.arrays.of_list(args[0]), *args[1:]), kwargs)
         map_leaves((args, kwargs), found.append)
         if any(type(each) is HostArray or isinstance(each, _NUMBERS) for each in found):
             return self.arrays.call(original, args, kwargs)
@@ -255,6 +330,10 @@ class ArraySources:
         return made.requires_grad_() if grad else made
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 def _holds_array(tree: Any) -> bool:
     if issubclass(type(tree), UnreadValue):
         return False
@@ -265,6 +344,13 @@ def _holds_array(tree: Any) -> bool:
     if type(tree) is slice:
         return any(map(_holds_array, (tree.start, tree.stop, tree.step)))
     return type(tree) is HostArray
+
+
+def _holds_numbers(tree: Any) -> bool:
+    """Whether there are numbers in a list, or in lists in it, that differ from call to call."""
+    if type(tree) in (list, tuple):
+        return any(map(_holds_numbers, tree))
+    return type(tree) is HostList or isinstance(tree, _NUMBERS)
 
 
 def _scratch(generator: Any) -> Any:

@@ -17,7 +17,7 @@ from weft.capture.record.host_arrays import HostArray, names
 
 Sizes = tuple[Any, ...]
 
-_ELEMENTWISE = names("astype copy clip round around where nan_to_num numpy_copy")
+_ELEMENTWISE = names("astype copy clip round around where nan_to_num numpy_copy array_of_list")
 _REDUCTIONS = names("mean std var sum max min amax amin any all prod")
 _OPERATORS = frozenset(
     getattr(operator, name)

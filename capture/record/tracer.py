@@ -13,7 +13,6 @@ The outputs of the graph are of three kinds. ``Create``: a tensor that the step 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -93,7 +92,6 @@ from weft.errors import (
     WeftError,
 )
 
-log = logging.getLogger(__name__)
 
 
 @generators_kept()
@@ -239,6 +237,7 @@ class _StepCapture:
                     raised = without_capture(error)
                 self.specialised = self.sizes.specialised()
             self.optimizer_states.check()
+            self.outside.arrays.check_unreached()
             captured = self._finish(result, raised)
         except BaseException:
             self._restore_state()
@@ -581,6 +580,8 @@ class _StepCapture:
         found = self._known_place(tensor)
         if found is None and tensor.requires_grad and tensor.is_leaf:
             self.state.add(tensor, "a parameter outside the known state")  # its gradient and hooks are state
+        if found is None:
+            self.outside.arrays.note_unreached(tensor)
         return "constant" if found is None else readable_name(found.path)
 
     def _known_place(self, tensor: torch.Tensor) -> StatePlace | None:
@@ -588,11 +589,7 @@ class _StepCapture:
         return self.arguments.places.get(key) or self.state.places.get(key)
 
     def _place(self, tensor: torch.Tensor) -> StatePlace:
-        found = self._known_place(tensor)
-        if found is None:
-            log.debug("a tensor of shape %s is not reachable from the step: it becomes a constant", tuple(tensor.shape))
-            found = StatePlace(Container([tensor], "constant"), 0, "constant", Role.BUFFER)
-        return found
+        return self._known_place(tensor) or StatePlace(Container([tensor], "constant"), 0, "constant", Role.BUFFER)
 
 
 # The use count of a storage that one tensor has: the tensor, and the handle with which the count is asked.
