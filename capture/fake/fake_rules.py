@@ -122,8 +122,8 @@ def _pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: b
 
 
 def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> torch.Tensor:
-    """Where the end is known not to lie before that of the tensor, torch's rule asks all the same whether it lies behind:
-    the last rows of a loop over ``x[at : at + 4]`` would be two forms."""
+    """Torch's rule asks whether the end lies behind that of the tensor, also where it cannot lie before it: the
+    last rows of a loop over ``x[at : at + 4]`` would be two forms."""
     if isinstance(end, int) and isinstance(x.shape[dim], torch.SymInt) and torch_adapter.is_sure(x.shape[dim] <= end):
         end = None
     return aten.slice.Tensor(x, dim, start, end, step)

@@ -1,4 +1,4 @@
-"""``int(n)``, ``float(n)``, ``max(n, m)``, ``min(lengths)``, ``range(0, n, 4)`` of symbolic numbers, in the user's code.
+"""``int(n)``, ``float(n)``, ``max(n, m)``, ``min(sizes)``, ``range(0, n, 4)`` of symbolic numbers, in the user's code.
 
 Python's conversions must give plain numbers, and would fix a symbol to its value in the captured call. Which of two
 numbers is larger is a question about them. So while a step is captured, the modules whose functions it can call see
@@ -250,8 +250,10 @@ def sum_replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _range(*bounds: Any) -> range:
-    """``range(0, n, step)`` of a symbolic ``n``: only how many numbers there are is fixed, not ``n``. Comparisons fix it,
-    and not a division, because torch learns from them which slices end before ``n``."""
+    """``range(0, n, step)`` of a symbolic ``n``: only how many numbers there are is fixed, not ``n``.
+
+    Comparisons fix it, and not a division, because torch learns from them which slices end before ``n``.
+    """
     begin, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     plain = type(begin) is int and type(step) is int and step > 1
     known = torch_adapter.hint(end) if plain and type(end) is torch.SymInt else None

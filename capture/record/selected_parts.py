@@ -1,8 +1,8 @@
 """Integers of an index that each call finds anew: ``x[i]`` with a 0-d tensor ``i``, or with a number that changes.
 
-Torch's indexing in C++ needs a plain number, and would make each value a form of its own. In eager an integer of an index
-is a ``select``, whatever else is in the index and before anything else of it: ``x[i]`` is a view. So such integers are
-selected first, with symbols for their values, and what is left of the index is applied to that view.
+Torch's indexing in C++ needs a plain number, and would make each value a form of its own. In eager an integer of an
+index is a ``select``, whatever else is in the index and before anything else of it: ``x[i]`` is a view. So such
+integers are selected first, with symbols for their values, and what is left of the index is applied to that view.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _dims(entries: Sequence[Any], rank: int) -> list[int] | None:
 
 
 def _width(entry: Any) -> int | None:
-    """How many dimensions of the tensor an entry of an index is for; 0 for an ellipsis. None for what is not known here:
-    arrays of numpy's, and lists of lists."""
+    """How many dimensions of the tensor an entry of an index is for; 0 for an ellipsis. None where that is not known
+    here: of arrays of numpy's, and of lists of lists."""
     if entry is None or entry is Ellipsis or type(entry) is bool:
         return 0
     if type(entry) in (int, slice, range, torch.SymInt):

@@ -93,7 +93,6 @@ from weft.errors import (
 )
 
 
-
 @generators_kept()
 @garbage_collection_paused()
 def capture_step(

@@ -50,7 +50,12 @@ def test_arrays_of_lists_are_captured_once(name: str) -> None:
 def test_nested_lists_and_lists_of_both_kinds() -> None:
     def step(rows: list[list[float]], n: int, x: float, both: list[Any]) -> Any:
         made = np.array([n, x, n * 2, 1 - x, 3, 1.5])
-        return torch.from_numpy(np.array(rows)) * 2, torch.from_numpy(made) * 2, np.array([[n], [n + 1]]), np.array(both)
+        return (
+            torch.from_numpy(np.array(rows)) * 2,
+            torch.from_numpy(made) * 2,
+            np.array([[n], [n + 1]]),
+            np.array(both),
+        )
 
     call = lambda at: ([floats(at + k, 3) for k in range(2 + at % 3)], at, at / 7, [at, at / 3])
     twenty_calls(lambda: step, call, 3)

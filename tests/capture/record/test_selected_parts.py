@@ -108,7 +108,7 @@ def test_a_part_that_is_returned_shares_the_memory_of_the_argument() -> None:
         assert view.storage_offset() == c[i, ..., n].storage_offset()
         view.fill_(7)
         assert torch.equal(c[i, :, n], torch.full((3,), 7.0))
-        assert not torch.equal(copied[0, n], torch.tensor(7.0)) and copied.data_ptr() != c[i, [0]].data_ptr()
+        assert not torch.equal(copied[0, n], torch.tensor(7.0))
     assert len(step.captures) <= 3
 
 
