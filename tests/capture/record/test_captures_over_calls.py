@@ -96,6 +96,22 @@ def schedule_of_rate_and_betas() -> Case:
 
 
 @case()
+def norms_to_clip_to() -> Case:
+    model, optimizer = _model()
+
+    def step(x: torch.Tensor, y: torch.Tensor, most: float, value: float) -> Any:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), most)
+        nn.utils.clip_grad_value_(model.parameters(), value)
+        optimizer.step()
+        return loss.detach(), norm
+
+    return _case(step, [(*_batch(at), 0.2 - at / 50, 0.1 - at / 100) for at in range(CALLS)])
+
+
+@case()
 def batches_of_user_dicts() -> Case:
     train = _step()[0]
 
