@@ -298,18 +298,22 @@ class _State:
         for tensor, values in zip(tensors, received.reshape(-1).split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
-    @torch.no_grad()
     def _update_buffers(self) -> None:
         """Broadcast the buffers before the first forward, and after each with gradients that are to be averaged.
 
-        The rule is DistributedDataParallel's. It does not look at the buffers: all ranks must broadcast, or none.
+        The rule is DistributedDataParallel's. It does not look at the buffers' values: all ranks must broadcast, or none.
+        Without buffers nothing is noted either: a guard on it would capture the step again after each evaluation.
         """
-        if self._sync_buffers and self._buffers_are_stale:
-            alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-            for buffer in buffers(self._modules):
-                alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-            for tensors in alike.values():
-                self._take_from_first_rank(tensors)
+        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in buffers(self._modules) if self._sync_buffers else ():
+            alike.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        if not alike:
+            return
+        if self._buffers_are_stale:
+            with torch.no_grad():
+                for tensors in alike.values():
+                    self._take_from_first_rank(tensors)
+        self._buffers_are_stale = torch.is_grad_enabled() and self.reduction.enabled
 
     def reset(self) -> None:
         if self._cast is not None:
@@ -323,7 +327,6 @@ class _State:
         if not torch_adapter.in_backward():  # else checkpointing runs the same forward again
             self.reduction.recover()
             self._update_buffers()
-            self._buffers_are_stale = torch.is_grad_enabled() and self.reduction.enabled
         dtype = self._policy.param_dtype
         if dtype is None or not self._policy.cast_forward_inputs:
             return None

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import weft
 from harness import run_ranks
 from weft import errors
 from weft.distributed.ddp import ReplicateModule, broadcast_state, replicate
@@ -482,3 +483,16 @@ def mesh_dims_body(rank: int, world: int) -> list[float]:
 
 def test_averages_over_the_named_mesh_dimensions() -> None:
     assert run_ranks(mesh_dims_body, 4) == [[1.0, 1.5], [2.0, 1.5], [1.0, 1.5], [2.0, 1.5]]
+
+
+def test_an_evaluation_between_steps_makes_no_second_capture_where_there_are_no_buffers() -> None:
+    with weft.fake_world(2, target_device="cpu"):
+        model = replicate(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), mesh=init_device_mesh("cpu", (2,)))
+        step = weft.compile(lambda x: (model(x).sum().backward(), model.zero_grad())[0])
+        for _ in range(2):
+            model.train()
+            step(torch.ones(2, 4))
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+        assert step.captures == ["first call"]
