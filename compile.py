@@ -89,7 +89,7 @@ class CompiledStep(Generic[P, R]):
     Attributes:
         entries: captured forms, the one used last first; at most ``knobs.form_limit``.
         captures: how often the step was captured, with the reason of each.
-        began: the host's clock at the beginning of each of the last calls, in seconds.
+        began: the host's clock at the beginning of each of the last calls since the last capture, in seconds.
     """
 
     def __init__(
@@ -258,6 +258,7 @@ class CompiledStep(Generic[P, R]):
     @garbage_collection_paused()
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> Form:
         """Capture one call, agree with the other ranks, and keep the result at the front of ``entries``."""
+        self.began.clear()  # a call that captures takes seconds, and says nothing of the speed of the others
         with out_of_step():
             return self._capture(args, kwargs, reasons)
 
@@ -327,6 +328,7 @@ class CompiledStep(Generic[P, R]):
         line: str,
     ) -> tuple[CapturedStep, Guards]:
         """Capture the path of a call that branches on values, after the first branches went by ``outcomes``."""
+        self.began.clear()
         self._say_why([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
         with out_of_step(), capturing():
             captured = capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes)

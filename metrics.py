@@ -208,7 +208,8 @@ _counted: WeakKeyDictionary[torch.fx.Graph, float] = WeakKeyDictionary()  # oper
 def metrics(step: Callable[..., object], tokens: int | None = None) -> dict[str, float]:
     """How fast a compiled step ran in its last calls, per device, in the names of torchtitan's metrics.
 
-    Keys that cannot be told are left out: times before the second call, the rates of a GPU on a CPU.
+    Keys that cannot be told are left out: times before two calls since the last capture, the rates of a GPU on a CPU.
+    Calls that captured are not counted.
 
     Args:
         step: a compiled step.

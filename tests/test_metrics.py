@@ -157,8 +157,9 @@ def test_metrics_have_the_names_of_torchtitan_and_count_what_torch_counts() -> N
 
     compiled = weft.compile(step)
     ids = torch.randint(11, (2, 16))
-    compiled(ids)
-    assert "tflops" not in weft.metrics(compiled)
+    for _ in range(2):
+        compiled(ids)
+        assert "tflops" not in weft.metrics(compiled)  # the first call captured
     compiled(ids)
     found = weft.metrics(compiled)
     with FlopCounterMode(display=False) as counter:
@@ -173,9 +174,20 @@ def test_metrics_have_the_names_of_torchtitan_and_count_what_torch_counts() -> N
 def test_metrics_in_every_step_count_the_operations_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, step = training()
     compiled = weft.compile(step)
-    for _ in range(2):
+    for _ in range(3):
         compiled(torch.ones(4, 8))
     found = weft.metrics(compiled)
     assert found["tflops"] > 0
     monkeypatch.setitem(model_operations.__globals__, "flop_registry", None)  # not asked again
     assert weft.metrics(compiled) == found
+
+
+def test_calls_that_capture_are_not_counted() -> None:
+    compiled = weft.compile(lambda x: x @ x.T)
+    for width in (4, 4, 4, 5):  # captured again for the last one, after the times of three
+        compiled(torch.ones(4, width))
+    assert len(compiled.captures) == 2
+    assert weft.metrics(compiled) == {}
+    for width in (5, 4):
+        compiled(torch.ones(4, width))
+    assert weft.metrics(compiled)["time_metrics/end_to_end(s)"] == compiled.began[1] - compiled.began[0]
