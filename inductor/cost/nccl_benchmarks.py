@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +61,7 @@ def torch_benchmarks(backend: str) -> list[CollectiveBenchmark]:
 
     def benchmark(kind: str, dtype: torch.dtype = default_dtype, dtypes: tuple[str, ...] = ()) -> CollectiveBenchmark:
         coalesces = nccl and any(row.kind.name == kind and row.coalesced is not None for row in COLLECTIVES)
-        prepare = _PREPARE[kind](dtype)
+        prepare = functools.partial(_PREPARE[kind], dtype=dtype)
         return CollectiveBenchmark(backend, kind, dtype, prepare, dtypes, crosses=True, coalesces=coalesces)
 
     # The interference of a reduction grows as elements get smaller, so float32 is measured separately.
@@ -78,83 +80,62 @@ def _tensors(peers: BenchmarkGroup, dtype: torch.dtype, size: int, members: int,
     return [torch.zeros(elements, dtype=dtype, device=peers.device) for _ in range(members)]
 
 
-def _waiting(results: torch.Tensor | list[torch.Tensor]) -> Wait:
-    tensors = [results] if isinstance(results, torch.Tensor) else results
-    return lambda: [_ops.wait_tensor(result) for result in tensors]
+def _calls(peers: BenchmarkGroup, size: int, members: int, *, of_torch: _OfTorch, dtype: torch.dtype) -> Start:
+    tensors = _tensors(peers, dtype, size, members, of_torch.whole)
+    arguments = of_torch.arguments(len(peers.ranks), tensors[0].numel())
+    op, operand = (of_torch.op, tensors[0]) if members == 1 else (of_torch.coalesced, tensors)
+
+    def start() -> Wait:
+        found = op(operand, *arguments, peers.group.group_name)
+        return lambda: [_ops.wait_tensor(result) for result in (found if members > 1 else [found])]
+
+    return start
 
 
-def _gather(dtype: torch.dtype) -> Callable[[BenchmarkGroup, int, int], Start]:
-    def prepare(peers: BenchmarkGroup, size: int, members: int) -> Start:
-        parts, ranks, name = _tensors(peers, dtype, size, members, False), len(peers.ranks), peers.group.group_name
-        if members == 1:
-            return lambda: _waiting(_ops.all_gather_into_tensor(parts[0], ranks, name))
-        return lambda: _waiting(_ops.all_gather_into_tensor_coalesced(parts, ranks, name))
-
-    return prepare
-
-
-def _reduce_scatter(dtype: torch.dtype) -> Callable[[BenchmarkGroup, int, int], Start]:
-    def prepare(peers: BenchmarkGroup, size: int, members: int) -> Start:
-        wholes, ranks, name = _tensors(peers, dtype, size, members, True), len(peers.ranks), peers.group.group_name
-        if members == 1:
-            return lambda: _waiting(_ops.reduce_scatter_tensor(wholes[0], "sum", ranks, name))
-        return lambda: _waiting(_ops.reduce_scatter_tensor_coalesced(wholes, "sum", ranks, name))
-
-    return prepare
-
-
-def _all_reduce(dtype: torch.dtype) -> Callable[[BenchmarkGroup, int, int], Start]:
-    def prepare(peers: BenchmarkGroup, size: int, members: int) -> Start:
-        wholes, name = _tensors(peers, dtype, size, members, True), peers.group.group_name
-        if members == 1:
-            return lambda: _waiting(_ops.all_reduce_(wholes[0], "sum", name))
-        return lambda: _waiting(_ops.all_reduce_coalesced_(wholes, "sum", name))
-
-    return prepare
-
-
-def _broadcast(dtype: torch.dtype) -> Callable[[BenchmarkGroup, int, int], Start]:
-    def prepare(peers: BenchmarkGroup, size: int, members: int) -> Start:
-        (whole,), name = _tensors(peers, dtype, size, 1, True), peers.group.group_name
-        return lambda: _waiting(_ops.broadcast_(whole, 0, name))
-
-    return prepare
-
-
-def _all_to_all(dtype: torch.dtype) -> Callable[[BenchmarkGroup, int, int], Start]:
-    def prepare(peers: BenchmarkGroup, size: int, members: int) -> Start:
-        (whole,), name = _tensors(peers, dtype, size, 1, True), peers.group.group_name
-        split = [whole.numel() // len(peers.ranks)] * len(peers.ranks)
-        return lambda: _waiting(_ops.all_to_all_single(whole, split, split, name))
-
-    return prepare
-
-
-def _send_recv(dtype: torch.dtype) -> Callable[[BenchmarkGroup, int, int], Start]:
+def _send_recv(peers: BenchmarkGroup, size: int, members: int, *, dtype: torch.dtype) -> Start:
     """Every rank sends to the next one."""
+    (sent,) = _tensors(peers, dtype, size, 1, True)
+    received = torch.empty_like(sent)
+    at = peers.ranks.index(dist.get_rank())
+    after, before = (peers.ranks[(at + step) % len(peers.ranks)] for step in (1, -1))
 
-    def prepare(peers: BenchmarkGroup, size: int, members: int) -> Start:
-        (sent,) = _tensors(peers, dtype, size, 1, True)
-        received = torch.empty_like(sent)
-        at = peers.ranks.index(dist.get_rank())
-        after, before = (peers.ranks[(at + step) % len(peers.ranks)] for step in (1, -1))
+    def start() -> Wait:
+        send = dist.P2POp(dist.isend, sent, after, peers.group)
+        receive = dist.P2POp(dist.irecv, received, before, peers.group)
+        works = dist.batch_isend_irecv([send, receive])
+        return lambda: [work.wait() for work in works]
 
-        def start() -> Wait:
-            send = dist.P2POp(dist.isend, sent, after, peers.group)
-            receive = dist.P2POp(dist.irecv, received, before, peers.group)
-            works = dist.batch_isend_irecv([send, receive])
-            return lambda: [work.wait() for work in works]
-
-        return start
-
-    return prepare
+    return start
 
 
-_PREPARE = {
-    "all_gather": _gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "all_to_all": _all_to_all,
+@dataclass(frozen=True)
+class _OfTorch:
+    """A functional collective of torch.
+
+    Attributes:
+        op, coalesced: the operations of one tensor and of several; their last argument is the group.
+        whole: whether the operand is the unsharded tensor, not this rank's shard of it.
+        arguments: those between operand and group, from the world size and the elements of the operand.
+    """
+
+    op: Any
+    coalesced: Any
+    whole: bool
+    arguments: Callable[[int, int], tuple[Any, ...]]
+
+
+_OF_TORCH = {
+    "all_gather": _OfTorch(
+        _ops.all_gather_into_tensor, _ops.all_gather_into_tensor_coalesced, False, lambda ranks, _: (ranks,)
+    ),
+    "reduce_scatter": _OfTorch(
+        _ops.reduce_scatter_tensor, _ops.reduce_scatter_tensor_coalesced, True, lambda ranks, _: ("sum", ranks)
+    ),
+    "all_reduce": _OfTorch(_ops.all_reduce_, _ops.all_reduce_coalesced_, True, lambda *_: ("sum",)),
+    "broadcast": _OfTorch(_ops.broadcast_, None, True, lambda *_: (0,)),
+    "all_to_all": _OfTorch(_ops.all_to_all_single, None, True, lambda n, count: ([count // n] * n, [count // n] * n)),
+}
+_PREPARE: dict[str, Callable[..., Start]] = {
+    **{kind: functools.partial(_calls, of_torch=of_torch) for kind, of_torch in _OF_TORCH.items()},
     "send_recv": _send_recv,
 }
