@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.fx
 
-from weft.capture.user_code import Frame
+from weft.capture.user_code import Frame, format_frame
 
 Meta = dict[str, Any]
 
@@ -102,6 +102,12 @@ def meta_of(sources: torch.fx.Node | Iterable[torch.fx.Node], *, val: Any, **own
 def same_meta(node: torch.fx.Node, **changed: Any) -> Meta:
     """Metadata of a node that stands for the same call as ``node``: every key, but for those ``changed``."""
     return {**node.meta, **changed}
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """The innermost of the user's lines that ``node`` comes from, as text; "" where none is known."""
+    frames = node.meta.get("frames")
+    return format_frame(frames[0]) if frames else ""
 
 
 def meta_fault(node: torch.fx.Node) -> str | None:

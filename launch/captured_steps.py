@@ -36,6 +36,7 @@ from weft.errors import MalformedGraph
 from weft.inductor.cache.graph_cache import environment
 from weft.inductor.graph import serialize
 from weft.inductor.graph.serialize import NotPortable
+from weft.inductor.graph.sizes import symbols_of
 from weft.launch.script_inputs import ScriptInputs, unchanged
 from weft.launch.script_run import Script
 from weft.plan.plan import StepPlanner
@@ -150,7 +151,7 @@ class CapturedSteps:
             with garbage_collection_paused():
                 vals = (node.meta.get("val") for node in graph.graph.nodes)
                 # Nothing is decided by the value of a learning rate; of a size there is more to know than its name.
-                if serialize.symbols_of(val for val in vals if not isinstance(val, torch.SymFloat)):
+                if symbols_of(val for val in vals if not isinstance(val, torch.SymFloat)):
                     raise NotPortable("symbolic sizes")
                 entry = {
                     "name": planner.name,

@@ -17,9 +17,9 @@ from weft.capture.user_code import format_frame
 from weft.inductor.cost.simulate import Simulation, users_of
 from weft.inductor.cost.task_graph import Storage
 from weft.inductor.graph.collectives import kind_of
-from weft.inductor.graph.host_scalars import tensors_of
 from weft.inductor.graph.live_range import LiveInterval, bytes_over_time
 from weft.inductor.graph.liveness import liveness
+from weft.inductor.graph.sizes import tensors_of
 
 Node = torch.fx.Node
 

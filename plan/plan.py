@@ -34,8 +34,8 @@ from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, kind_of
-from weft.inductor.graph.host_scalars import tensors_of
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.planner import Schedule, usable_memory
 from weft.inductor.schedule.planner import schedule as plan_schedule

@@ -30,6 +30,7 @@ from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.graph import serialize
 from weft.inductor.graph.collectives import ranks_on_a_host
 from weft.inductor.graph.serialize import NotPortable
+from weft.inductor.graph.sizes import symbols_of
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ def _groups(step: StepGraph) -> list[tuple[Any, ...]]:
 def _symbols(step: StepGraph) -> list[str]:
     """Ranges and assumptions of the symbolic sizes of a graph. They decide how kernels index and which sizes are
     treated as equal."""
-    symbols = serialize.symbols_of(node.meta.get("val") for node in step.graph.nodes)
+    symbols = symbols_of(node.meta.get("val") for node in step.graph.nodes)
     if not symbols:
         return []
     shape_env = torch_adapter.shape_env_of(torch_adapter.fake_mode_of(step.graph))

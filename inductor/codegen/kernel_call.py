@@ -17,6 +17,7 @@ from weft.inductor.codegen.kernel import GeneratedKernel
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.graph.faults import is_fault, reported
 from weft.inductor.graph.serializable import serializable
+from weft.inductor.graph.sizes import spanned
 from weft.inductor.loop_ir.ir import Buffer, Int
 
 log = logging.getLogger(__name__)
@@ -250,8 +251,7 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.data_ptr() % _ALIGNMENT == 0:
         return tensor
     # The whole span of memory with its gaps, so that the copy has the same strides, which the kernel has built in.
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = tensor.as_strided((reach,), (1,)).clone() if tensor.numel() else tensor.new_empty(0)
+    flat = tensor.as_strided((spanned(tensor.shape, tensor.stride()),), (1,)).clone()
     return flat.as_strided(tensor.shape, tensor.stride(), 0)
 
 

@@ -21,7 +21,7 @@ from weft.inductor.cost import gemm_shapes
 from weft.inductor.cost.cluster import Gpu
 from weft.inductor.cost.collective_cost import UNBACKED
 from weft.inductor.graph.aliasing import looks_into, share_storage
-from weft.inductor.graph.host_scalars import tensors_of
+from weft.inductor.graph.sizes import tensors_of
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node

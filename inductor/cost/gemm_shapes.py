@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.operations import arguments
+
 Node = torch.fx.Node
 ShapeOf = Callable[[torch.Tensor], tuple[int, ...]]
 
@@ -105,10 +107,7 @@ def gemms_of(node: Node, shape_of: ShapeOf) -> list[Gemm] | None:
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """The arguments of an ATen call by name, including defaults, with fake tensors in place of nodes."""
-    described = node.target._schema.arguments  # type: ignore[union-attr]
-    arguments = {argument.name: argument.default_value for argument in described if argument.has_default_value()}
-    arguments |= {argument.name: value for argument, value in zip(described, node.args, strict=False)} | node.kwargs
-    return torch.fx.node.map_arg(arguments, lambda used: used.meta["val"])  # type: ignore[return-value]
+    return torch.fx.node.map_arg(arguments(node), lambda used: used.meta["val"])  # type: ignore[return-value]
 
 
 def _matmul(one: str, other: str, arguments: dict[str, Any], shape_of: ShapeOf) -> Iterator[Gemm]:

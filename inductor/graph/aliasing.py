@@ -17,6 +17,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.node_kinds import WAIT, is_wait
 from weft.capture.record.functional_ops import WrittenArguments, written_arguments
+from weft.inductor.graph.sizes import tensors_in
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -177,8 +178,4 @@ def _is_list(node: torch.fx.Node) -> bool:
 
 def storage_keys(val: Any) -> Iterator[int]:
     """Keys of the storages of a fake value: a tensor, or lists of tensors. One storage has one key."""
-    if isinstance(val, torch.Tensor):
-        yield torch_adapter.storage_key(val)
-    elif isinstance(val, (list, tuple)):
-        for item in val:
-            yield from storage_keys(item)
+    return map(torch_adapter.storage_key, tensors_in(val))

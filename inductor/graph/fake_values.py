@@ -19,6 +19,7 @@ from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import group_of, is_wait
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
 from weft.inductor.graph.aliasing import effects_of, looks_into
+from weft.inductor.graph.sizes import tensors_in, tensors_of
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -121,7 +122,7 @@ def take_memory(nodes: Iterable[Node], new: torch.Tensor, old: torch.Tensor) -> 
         return torch_adapter.new_fake(val.fake_mode, val.device, val.dtype, *place, target)
 
     for node in nodes:
-        if any(torch_adapter.storage_key(tensor) == source for tensor in tensors_in(node.meta.get("val"))):
+        if any(torch_adapter.storage_key(tensor) == source for tensor in tensors_of(node)):
             node.meta["val"] = moved(node.meta["val"])
 
 
@@ -171,7 +172,7 @@ class ViewRefresher:
 
 def _refresh(node: Node) -> Node | None:
     """Correct the memory that ``node`` records. Returns the operand that it depends on, if any."""
-    if is_wait(node) or not tensors_in(node.meta.get("val")):
+    if is_wait(node) or not tensors_of(node):
         return None
     is_view = looks_into(node) or node.target is operator.getitem
     operand = node.args[0] if is_view or node.target in _COPIES else _written_operand(node)
@@ -216,13 +217,6 @@ def _alias_of(operand: Node, val: Any) -> torch.Tensor | None:
         return None
     with torch_adapter.recomputing(mode):
         return aten.alias.default(source)
-
-
-def tensors_in(val: Any) -> list[torch.Tensor]:
-    """The tensors of nested lists, in order."""
-    if isinstance(val, (list, tuple)):
-        return [tensor for item in val for tensor in tensors_in(item)]
-    return [val] if isinstance(val, torch.Tensor) else []
 
 
 def _runs_on_fakes(target: Any) -> bool:

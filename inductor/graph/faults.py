@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from weft import knobs
-from weft.capture.user_code import format_frame
+from weft.capture.node_meta import source_line
 from weft.errors import HOW_TO_REDUCE, CudaError, InternalFault, WeftError
 
 Node = torch.fx.Node
@@ -225,7 +225,7 @@ def unguarded(nodes: Iterable[Node]) -> contextlib.AbstractContextManager[None]:
 
 
 def _operations(nodes: Iterable[Node]) -> dict[Part, str]:
-    return {Part("operation", node.name): _line(node) for node in nodes}
+    return {Part("operation", node.name): source_line(node) for node in nodes}
 
 
 def _line_at(error: Exception | None) -> str:
@@ -233,11 +233,6 @@ def _line_at(error: Exception | None) -> str:
     found, traceback = "", error.__traceback__ if error is not None else None
     while traceback is not None:
         for value in traceback.tb_frame.f_locals.values():
-            found = (_line(value) if isinstance(value, Node) else "") or found
+            found = (source_line(value) if isinstance(value, Node) else "") or found
         traceback = traceback.tb_next
     return found
-
-
-def _line(node: Node) -> str:
-    frames = node.meta.get("frames") or ()
-    return format_frame(frames[0]) if frames else ""

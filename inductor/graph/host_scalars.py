@@ -8,6 +8,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_random, is_wait
 from weft.capture.record.recorder import check
 from weft.capture.record.streams import StreamCall
+from weft.inductor.graph.sizes import tensors_of
 
 Node = torch.fx.Node
 
@@ -50,19 +51,6 @@ def to_memory(*numbers: float, dtype: torch.dtype, device: torch.device) -> torc
     locked = torch.empty(len(numbers), dtype=dtype, pin_memory=device.type == "cuda")
     locked.copy_(torch.tensor(numbers, dtype=torch.float64))
     return locked.to(device, non_blocking=True)
-
-
-def tensors_of(node: Node) -> list[torch.Tensor]:
-    """The fake tensors of a node's result, in lists too."""
-    found: list[torch.Tensor] = []
-    waiting = [node.meta.get("val")]
-    while waiting:
-        val = waiting.pop()
-        if isinstance(val, torch.Tensor):
-            found.append(val)
-        elif isinstance(val, (list, tuple)):
-            waiting += val
-    return found
 
 
 def _is_pure(node: Node) -> bool:

@@ -20,6 +20,8 @@ from weft.capture.record.operands import map_operands
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.symbols import Number
 from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.operations import op_name
+from weft.inductor.graph.sizes import symbols_of
 
 Node = torch.fx.Node
 
@@ -53,7 +55,7 @@ def trace(
         numbers: each symbol of the operands' sizes as a number.
     """
     recorder = OpRecorder(mode)
-    symbols = sorted(symbols_in([used.meta["val"] for used in node.all_input_nodes]), key=str)
+    symbols = sorted(symbols_of([used.meta["val"] for used in node.all_input_nodes]), key=str)
     for symbol in symbols:
         recorder.scalar_input(numbers[symbol], str(symbol))
     with torch.no_grad(), torch_adapter.only_mode(mode):
@@ -97,7 +99,7 @@ def instantiate(
         for original in fragment.graph.nodes:
             if original.op != "call_function":
                 continue
-            name = getattr(getattr(original.target, "_schema", None), "name", "").rpartition("::")[2]
+            name = op_name(original).rpartition("::")[2]
             args, kwargs = torch.fx.node.map_arg((original.args, original.kwargs), lambda used: copies[used])
             copy = graph.create_node("call_function", original.target, args, kwargs, name=name or None)
             copy.meta = meta_of(node, val=_own_fake(original, copy, mode))
@@ -128,18 +130,3 @@ def base_of(node: Any) -> Any:
     while isinstance(node, Node) and looks_into(node):
         node = node.args[0]
     return node
-
-
-def symbols_in(tree: Any) -> set[sympy.Symbol]:
-    """Symbols of the numbers and of the sizes, strides and offsets of the tensors in nested lists."""
-    found: set[sympy.Symbol] = set()
-
-    def note(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            for number in (*value.shape, *value.stride(), value.storage_offset()):
-                note(number)
-        elif isinstance(value, Number):
-            found.update(value.node.expr.free_symbols)
-
-    map_operands(tree, note)
-    return found

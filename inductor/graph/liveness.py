@@ -19,10 +19,12 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_wait
+from weft.capture.node_meta import source_line
 from weft.capture.sizes_in_bytes import format_bytes
-from weft.capture.user_code import format_frame
 from weft.inductor.graph.aliasing import effects_of, looks_into
 from weft.inductor.graph.live_range import BLOCK, LiveInterval, bytes_over_time
+from weft.inductor.graph.operations import op_name
+from weft.inductor.graph.sizes import tensors_in
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -89,9 +91,7 @@ class Liveness:
         alive = self.alive(at)
         lines = [f"{format_bytes(self.over_time[at])} in {len(alive)} storages at {self.order[at].name}"]
         for found in alive[:_MOST_NAMED]:
-            frames = found.maker.meta.get("frames", ())
-            where = format_frame(frames[0]) if frames else ""
-            lines.append(f"{format_bytes(found.size):>12}  {found.maker.name}  {where}".rstrip())
+            lines.append(f"{format_bytes(found.size):>12}  {found.maker.name}  {source_line(found.maker)}".rstrip())
         return "\n".join(lines)
 
 
@@ -219,7 +219,7 @@ def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         pairs = zip(_tensors(picked), _tensors(val), strict=False)
     else:
         operand = _tensors(_val(node.all_input_nodes[0]))[:1]
-        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        name = op_name(node)
         copies = name in _MAY_COPY and not operand[0].is_contiguous()
         pairs = ((operand[0], result) for result in ([] if copies else _tensors(val)))
     yield from pairs
@@ -230,6 +230,4 @@ def _val(node: Any) -> Any:
 
 
 def _tensors(val: object) -> list[torch.Tensor]:
-    if isinstance(val, torch.Tensor):
-        return [val] if val.layout is torch.strided else []
-    return [tensor for item in val for tensor in _tensors(item)] if isinstance(val, (list, tuple)) else []
+    return [tensor for tensor in tensors_in(val) if tensor.layout is torch.strided]

@@ -14,7 +14,8 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.node_meta import meta_of
-from weft.inductor.graph.fake_values import NOT_STATED, infer, tensors_in
+from weft.inductor.graph.fake_values import NOT_STATED, infer
+from weft.inductor.graph.sizes import tensors_in, tensors_of
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -112,5 +113,5 @@ def _strides(val: Any) -> list[tuple[int, ...]]:
 
 def _is_view(node: Node, val: Any) -> bool:
     """Whether ``val`` lies in the memory of an operand. New memory is as good as other new memory."""
-    memory = {torch_adapter.storage_key(t) for used in node.all_input_nodes for t in tensors_in(used.meta["val"])}
+    memory = {torch_adapter.storage_key(t) for used in node.all_input_nodes for t in tensors_of(used)}
     return any(torch_adapter.storage_key(tensor) in memory for tensor in tensors_in(val))

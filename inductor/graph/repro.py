@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.capture.graph import StepGraph
+from weft.capture.node_meta import source_line
 from weft.capture.record.functional_ops import Functionalized
 from weft.capture.step_interface import Input, Output, Return, Role, Update
-from weft.capture.user_code import format_frame, printable
+from weft.capture.user_code import printable
 from weft.errors import NotASavedGraph, UnknownOption
 from weft.torch_adapter import OpOverload
 
@@ -274,9 +275,9 @@ class _ReproWriter:
             val = node.meta["val"]
             words += [f"strides={_numbers(val.stride())}"] if isinstance(val, torch.Tensor) else []
             words.append(f"inplace={inplace}")
-        frames = node.meta.get("frames", ())
-        line = f"  # {printable(format_frame(frames[0]))}" if frames else ""
-        yield f"{_variable(node)} = step.call({', '.join(words)}){line}"
+        line = source_line(node)
+        remark = f"  # {printable(line)}" if line else ""
+        yield f"{_variable(node)} = step.call({', '.join(words)}){remark}"
 
     def _target(self, target: Any) -> str:
         if isinstance(target, Functionalized):

@@ -23,7 +23,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_meta import meta_of, same_meta
 from weft.capture.step_interface import Role
-from weft.inductor.graph.host_scalars import tensors_of
+from weft.inductor.graph.sizes import tensors_of
 
 Node = torch.fx.Node
 

@@ -528,18 +528,3 @@ def _read(tree: Any) -> Any:
         if any(operand.is_number and abs(operand) > bound for operand, bound in bounds):
             raise ValueError(f"a power of {operands[1]}")
     return found(*operands)
-
-
-def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
-    """The symbols of fake values, in tensors' sizes too."""
-    found: set[sympy.Symbol] = set()
-    waiting = list(values)
-    while waiting:
-        val = waiting.pop()
-        if isinstance(val, (list, tuple)):
-            waiting += val
-        elif isinstance(val, torch.Tensor):
-            waiting += [n for n in (*val.shape, *val.stride(), val.storage_offset()) if type(n) is not int]
-        elif isinstance(val, _NUMBERS):
-            found |= torch_adapter.expression(val).free_symbols
-    return found

@@ -1,12 +1,49 @@
-"""Bytes of what nodes compute."""
+"""Tensors, symbols and bytes of the fake values that nodes record."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
+import sympy
 import torch
 
+from weft import torch_adapter
+
 UNKNOWN = 1 << 62  # larger than any number of bytes
+
+
+def tensors_in(val: Any) -> list[torch.Tensor]:
+    """The tensors of nested lists, in order."""
+    if isinstance(val, (list, tuple)):
+        return [tensor for item in val for tensor in tensors_in(item)]
+    return [val] if isinstance(val, torch.Tensor) else []
+
+
+def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:
+    """The fake tensors of a node's result, in lists too, in order."""
+    return tensors_in(node.meta.get("val"))
+
+
+def symbols_of(values: Iterable[Any]) -> set[sympy.Symbol]:
+    """The symbols of fake values: of numbers, and of the sizes, strides and offsets of tensors, in lists too."""
+    return {symbol for number in _numbers_in([*values]) for symbol in torch_adapter.expression(number).free_symbols}
+
+
+def _numbers_in(val: Any) -> Iterator[Any]:
+    if isinstance(val, (list, tuple)):
+        for item in val:
+            yield from _numbers_in(item)
+    elif isinstance(val, torch.Tensor):
+        yield from (n for n in (*val.shape, *val.stride(), val.storage_offset()) if type(n) is not int)
+    elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        yield val
+
+
+def spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements of memory from the first element of a tensor to behind its last; 0 for a tensor without elements."""
+    return 0 if 0 in sizes else 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
 def node_bytes(node: torch.fx.Node) -> int:

@@ -16,11 +16,12 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph, neighbourhood
 from weft.capture.node_kinds import is_random
+from weft.capture.node_meta import source_line
 from weft.capture.record.functional_ops import Functionalized
-from weft.capture.user_code import format_frame
 from weft.errors import MalformedGraph
 from weft.inductor.graph.aliasing import SCATTERS
-from weft.inductor.graph.fake_values import NOT_STATED, SAVED_STATISTICS_DIFFER, infer, tensors_in
+from weft.inductor.graph.fake_values import NOT_STATED, SAVED_STATISTICS_DIFFER, infer
+from weft.inductor.graph.sizes import tensors_in, tensors_of
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -86,9 +87,9 @@ class GraphVerifier:
                 continue
             fault = self._fault(node, step)
             if fault is not None:
-                frames = node.meta.get("frames", ())
-                line = f", from {format_frame(frames[0])}" if frames else ""
-                raise MalformedGraph(f"{node.name}{line}: {fault}{when}", neighbourhood(step.graph.nodes, node))
+                line = source_line(node)
+                where = f", from {line}" if line else ""
+                raise MalformedGraph(f"{node.name}{where}: {fault}{when}", neighbourhood(step.graph.nodes, node))
             self._known[key] = [node.meta.get("val"), [used.meta.get("val") for used in node.all_input_nodes]]
 
     def _fault(self, node: Node, step: StepGraph) -> str | None:
@@ -123,9 +124,7 @@ def _difference(node: Node, expected: Any, recorded: Any) -> str | None:
     if len(wanted) != len(found):
         return f"{len(found)} tensors are recorded, not {len(wanted)}"
     sources = {
-        torch_adapter.storage_key(tensor): tensor
-        for used in node.all_input_nodes
-        for tensor in tensors_in(used.meta.get("val"))
+        torch_adapter.storage_key(tensor): tensor for used in node.all_input_nodes for tensor in tensors_of(used)
     }
     writes = _writes(node)
     for at, (want, have) in enumerate(zip(wanted, found, strict=True)):
@@ -174,7 +173,7 @@ def _writes(node: Node) -> bool:
 def _written(node: Node, have: torch.Tensor) -> torch.Tensor:
     """The operand whose memory and place ``have`` takes: a value written in place has its layout."""
     key = torch_adapter.storage_key(have)
-    tensors = [tensor for used in node.all_input_nodes for tensor in tensors_in(used.meta.get("val"))]
+    tensors = [tensor for used in node.all_input_nodes for tensor in tensors_of(used)]
     there = [tensor for tensor in tensors if torch_adapter.storage_key(tensor) == key]
     same = (tensor for tensor in there if _same(tensor.shape, have.shape) and _same_strides(tensor, have))
     return next(same, there[0])

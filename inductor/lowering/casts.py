@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import Position
-from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, call, constant
 from weft.inductor.lowering.registry import Lowering, Node, register_lowering
 

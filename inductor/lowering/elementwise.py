@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import register_dtype
 from weft.inductor.lowering.expressions import Expression, constant
 from weft.inductor.lowering.registry import Lower, Lowering, Node, register_lowering
@@ -90,15 +91,6 @@ def _lowering(
         return True
 
     return lower
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call of an ATen operation by name, defaults included."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    named = {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
-    # In the order of the schema, which formulas rely on. An argument without value or default raises, which is right.
-    return {argument.name: {**defaults, **named, **node.kwargs}[argument.name] for argument in schema}
 
 
 def promoted(*args: Any) -> torch.dtype:

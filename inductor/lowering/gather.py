@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer, size_hint
 from weft.inductor.loop_ir.ir import Index, Int, Position, Store, Value, register_dtype
-from weft.inductor.lowering.elementwise import arguments, store_result
+from weft.inductor.lowering.elementwise import store_result
 from weft.inductor.lowering.expressions import Expression, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, convert, register_lowering
 from weft.inductor.lowering.split import StagedReduction

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer
 from weft.inductor.loop_ir.ir import Index, Int, Position
-from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, constant, logical_and, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 

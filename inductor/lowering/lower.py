@@ -18,8 +18,8 @@ from weft.capture.node_kinds import WAIT
 from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.graph.gpu import multiprocessors
-from weft.inductor.graph.host_scalars import tensors_of
 from weft.inductor.graph.inline_function import base_of
+from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.loop_ir.ir import Buffer
 from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered
 from weft.inductor.lowering.registry import LOWERINGS, SEEDS, Lower, Lowering, Operand, size_of

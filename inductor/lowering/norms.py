@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer
 from weft.inductor.loop_ir.ir import Int, Reduce, Store
-from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.expressions import Expression, call
 from weft.inductor.lowering.registry import Lowering, Node, register_lowering
 from weft.inductor.lowering.split import StagedReduction

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from weft.capture.record.functional_ops import written_arguments
+from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import Call
-from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, where
 from weft.inductor.lowering.reductions import linear
 from weft.inductor.lowering.registry import Lowering, Node, register_lowering

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import Index, Position, Reduce, Store, register_dtype
-from weft.inductor.lowering.elementwise import arguments, has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, call, constant, logical_and, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 from weft.inductor.lowering.split import StagedReduction

@@ -11,6 +11,7 @@ from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, is_collective
 from weft.inductor.graph.aliasing import looks_into
+from weft.inductor.graph.operations import op_name
 from weft.inductor.graph.sizes import node_bytes
 
 Node = torch.fx.Node
@@ -63,7 +64,7 @@ def dependents_before(run: list[Node]) -> list[Node]:
 
 def _is_light(node: Node) -> bool:
     """Waits, elements, views and casts."""
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    name = op_name(node)
     return node.target in (WAIT, operator.getitem) or looks_into(node) or name in _CASTS
 
 

@@ -31,9 +31,8 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_effect
-from weft.capture.node_meta import meta_of
+from weft.capture.node_meta import meta_of, source_line
 from weft.capture.sizes_in_bytes import format_bytes
-from weft.capture.user_code import format_frame
 from weft.inductor.graph.fake_values import replace_uses
 from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.passes.row_rules import Form, RowPlan, RowRegion, Selection, Space, filled_with, slice_arguments
@@ -89,9 +88,7 @@ class ChunkLoss:
                 self._rewrite(_Region(step, head, selection))
             # A loss that stays whole is correct, only larger. The reason is for whoever wonders about memory.
             except _CannotChunk as reason:
-                frames = node.meta.get("frames", ())
-                where = format_frame(frames[0]) if frames else node.name
-                log.debug("the loss at %s is computed whole: %s", where, reason)
+                log.debug("the loss at %s is computed whole: %s", source_line(node) or node.name, reason)
         return step
 
     def _rewrite(self, region: _Region) -> None:

@@ -19,6 +19,7 @@ from weft.capture.node_kinds import WAIT
 from weft.capture.node_meta import meta_of
 from weft.inductor.graph.aliasing import looks_into, share_storage
 from weft.inductor.graph.collectives import REDUCE_SCATTER
+from weft.inductor.graph.operations import op_name
 from weft.inductor.graph.pass_runner import keeps_bits
 
 Node = torch.fx.Node
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 def drop_noops(step: StepGraph) -> StepGraph:
     """Replace each no-op by its input, or by a cast where it only casts. Changes ``step``."""
     for node in calls(step.graph):
-        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        name = op_name(node)
         rewrite = _REWRITES.get(name)
         replacement = same_tensor(node) if rewrite is None else rewrite(step.graph, node)
         if replacement is not None:

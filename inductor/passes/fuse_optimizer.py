@@ -19,6 +19,7 @@ import torch
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.node_kinds import is_wait
 from weft.inductor.graph.collectives import ALL_REDUCE
+from weft.inductor.graph.operations import arguments
 from weft.inductor.graph.pass_runner import keeps_bits
 from weft.inductor.multi_tensor.adam import Adam
 from weft.inductor.multi_tensor.norm import ORDERS, Norm
@@ -66,7 +67,7 @@ def fuse_optimizer(step: StepGraph) -> StepGraph:
 
 
 def _fuse_adam(graph: torch.fx.Graph, node: Node, decoupled: bool) -> None:
-    bound = _bound(node)
+    bound = arguments(node)
     states = [bound[name] for name in ("self", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")]
     numbers = [bound[name] for name in ("beta1", "beta2", "weight_decay", "eps")]
     if not _fits(node, [*(s for s in states if s), bound["grads"]], numbers):
@@ -81,12 +82,12 @@ def _fuse_adam(graph: torch.fx.Graph, node: Node, decoupled: bool) -> None:
     call = Adam(decoupled, beta1, beta2, weight_decay, eps, amsgrad, maximize, before is not None)
     params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs = states
     lists = (params, _before_casts(node, grads), exp_avgs, exp_avg_sqs, max_exp_avg_sqs, before or steps)
-    arguments = (*lists, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
-    _replace(graph, node, call, arguments, bound["grads"], counted=steps if before else [])
+    operands = (*lists, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
+    _replace(graph, node, call, operands, bound["grads"], counted=steps if before else [])
 
 
 def _fuse_sgd(graph: torch.fx.Graph, node: Node) -> None:
-    bound = _bound(node)
+    bound = arguments(node)
     params, momenta = bound["self"], bound["momentum_buffer_list"]
     numbers = [bound[name] for name in ("momentum", "weight_decay", "dampening")]
     if not _fits(node, [params, bound["grads"], *([momenta] if momenta else [])], numbers):
@@ -96,8 +97,8 @@ def _fuse_sgd(graph: torch.fx.Graph, node: Node) -> None:
     first = bound["is_first_step"]
     call = Sgd(momentum, weight_decay, dampening, bound["nesterov"], bound["maximize"], first)
     grads = _before_casts(node, grads)
-    arguments = (params, grads, momenta, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
-    _replace(graph, node, call, arguments, bound["grads"])
+    operands = (params, grads, momenta, bound["lr"], coefficient, bound["grad_scale"], bound["found_inf"])
+    _replace(graph, node, call, operands, bound["grads"])
 
 
 def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
@@ -162,18 +163,11 @@ def _norm_of(norm: Any) -> tuple[Node, float] | None:
     return None
 
 
-def _bound(node: Node) -> dict[str, Any]:
-    """The arguments of an operation by name, defaults among them."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return {**defaults, **{a.name: v for a, v in zip(arguments, node.args, strict=False)}, **node.kwargs}
-
-
 def _fits(node: Node, lists: list[list[Node]], numbers: list[Any]) -> bool:
     """Whether one kernel can iterate over the lists, the numbers are constants, and users read elements of results."""
     results = [user for user in node.users if user.target is operator.getitem]
     singly = all(use.target is operator.getitem for user in results for use in user.users)
-    bound = _bound(node)
+    bound = arguments(node)
     scalars = readable_by_kernels([bound[name] for name in ("lr", "grad_scale", "found_inf")], bound["self"][0])
     # With a scale, torch writes the unscaled gradients back. The kernels do not, so nobody may read them.
     unscaled = bound["grad_scale"] is None or all(user.args[1] != _GRADS for user in results)
@@ -244,14 +238,14 @@ def _replace(
     graph: torch.fx.Graph,
     node: Node,
     call: MultiTensor,
-    arguments: tuple[Any, ...],
+    operands: tuple[Any, ...],
     grads: Sequence[Node],
     counted: Sequence[Node] = (),
 ) -> None:
     """Put ``call`` in the place of a fused update; ``counted`` are the step counts that it also computes."""
     vals = [list(vals) for at, vals in enumerate(node.meta["val"]) if at != _GRADS]
     vals += [[step.meta["val"] for step in counted]] if counted else []
-    results = multi_tensor_call(graph, node, call, arguments, vals)
+    results = multi_tensor_call(graph, node, call, operands, vals)
     new = [results[0], list(grads), *results[1:]]
     elements = [(use, new[user.args[1]][use.args[1]]) for user in node.users for use in user.users]  # type: ignore[index]
     replace_elements([*elements, *zip(counted, new[-1], strict=False)])

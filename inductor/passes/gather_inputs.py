@@ -8,6 +8,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
 from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.collectives import ALL_GATHER, is_kind
+from weft.inductor.graph.operations import op_name
 
 Node = torch.fx.Node
 
@@ -35,5 +36,5 @@ def gather_inputs(step: StepGraph) -> set[Node]:
 
 
 def _prepares(node: Node) -> bool:
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    name = op_name(node)
     return (name in _PREPARATIONS or looks_into(node)) and node.target is not WAIT and "inplace" not in node.meta

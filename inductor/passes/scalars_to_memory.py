@@ -22,8 +22,9 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_meta import meta_of
-from weft.inductor.graph.host_scalars import host_nodes, tensors_of, to_memory
+from weft.inductor.graph.host_scalars import host_nodes, to_memory
 from weft.inductor.graph.pass_runner import changes_bits
+from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.multi_tensor.operation import MultiTensor
 
 Node = torch.fx.Node

@@ -26,6 +26,7 @@ from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.node_kinds import WAIT
 from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from weft.inductor.graph.emitter import Emit, emitter
+from weft.inductor.graph.operations import op_name
 from weft.inductor.graph.pass_runner import changes_bits
 
 Node = torch.fx.Node
@@ -221,7 +222,7 @@ def _reduction_of(gradient: Node) -> Node | None:
     node = gradient
     while len(node.users) == 1 and node.target is not REDUCE_SCATTER.op:
         (user,) = node.users
-        pads = getattr(getattr(user.target, "_schema", None), "name", "") == _PADS and user.args[2] == 1
+        pads = op_name(user) == _PADS and user.args[2] == 1
         if not pads and user.target not in (aten._to_copy.default, REDUCE_SCATTER.op):
             return None
         node = user

@@ -29,8 +29,8 @@ from weft.capture.graph import StepGraph, drop_dead
 from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.graph.emitter import Emit, emitter
 from weft.inductor.graph.fake_values import replace_uses
+from weft.inductor.graph.operations import arguments
 from weft.inductor.graph.pass_runner import changes_bits
-from weft.inductor.lowering.elementwise import arguments
 from weft.inductor.lowering.gather import few_places
 from weft.inductor.multi_tensor.chunked_kernel import COLUMN_DTYPES
 from weft.inductor.multi_tensor.one_hot import MAX_COLUMNS, OneHotSum

@@ -27,6 +27,7 @@ from weft.inductor.graph.collectives import (
     sum_dtype_of,
     transports_of,
 )
+from weft.inductor.graph.operations import op_name
 from weft.inductor.graph.pass_runner import keeps_bits
 from weft.inductor.multi_tensor.cast import Cast
 from weft.inductor.passes.fold_casts import represents_exactly
@@ -66,7 +67,7 @@ def _narrow(graph: torch.fx.Graph, wide: Node) -> Node | None:
     """The source of the cast ``wide``, padded as ``wide`` is. None where ``wide`` is no cast, is not lossless, or has
     other users."""
     # Another reader needs the wide tensor in memory, and a value that is written in place is no plain cast.
-    pads = getattr(getattr(wide.target, "_schema", None), "name", "") == "weft::pad_shard"
+    pads = op_name(wide) == "weft::pad_shard"
     casts = pads or wide.target is aten._to_copy.default
     if not casts or len(wide.users) > 1 or "inplace" in wide.meta:
         return None

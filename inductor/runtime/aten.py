@@ -24,6 +24,7 @@ from weft import knobs, torch_adapter
 from weft.capture.agreement import device_watch
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_wait
+from weft.capture.node_meta import source_line
 from weft.capture.sizes_in_bytes import format_bytes
 from weft.capture.user_code import format_frame
 from weft.errors import CollectiveFailed, RuntimeCheckFailed, StepFailed, WeftError
@@ -114,8 +115,7 @@ class AtenProgram:
                     return self._run(inputs)
         except RuntimeCheckFailed as error:
             node = self._failing_node(error.__traceback__)
-            frames = node.meta.get("frames", ()) if node is not None else ()
-            line = format_frame(frames[0]) if frames else ""
+            line = source_line(node) if node is not None else ""
             raise RuntimeCheckFailed(error.condition, error.found, line) from None
         except WeftError:
             raise

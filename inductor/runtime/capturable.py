@@ -10,9 +10,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of, is_collective, is_wait
+from weft.capture.node_meta import source_line
 from weft.capture.record.streams import StreamCall
-from weft.capture.user_code import format_frame
-from weft.inductor.graph.host_scalars import tensors_of, to_memory
+from weft.inductor.graph.host_scalars import to_memory
+from weft.inductor.graph.sizes import tensors_of
 
 Node = torch.fx.Node
 
@@ -46,8 +47,8 @@ def why_not(node: Node, step: StepGraph) -> str | None:
 
 def where(node: Node) -> str:
     """The user's line of a node in parentheses, to append to a sentence; "" where no line is known."""
-    frames = node.meta.get("frames", ())
-    return f" ({format_frame(frames[0])})" if frames else ""
+    line = source_line(node)
+    return f" ({line})" if line else ""
 
 
 def _decided_by_data(node: Node) -> bool:

@@ -21,8 +21,9 @@ from weft.capture.node_kinds import is_collective, is_effect, is_wait
 from weft.capture.node_meta import same_meta
 from weft.capture.step_interface import Input, Output, Return, Role, Update
 from weft.inductor.graph.aliasing import looks_into, storages
-from weft.inductor.graph.host_scalars import goes_to_gpu, host_nodes, tensors_of
+from weft.inductor.graph.host_scalars import goes_to_gpu, host_nodes
 from weft.inductor.graph.node_order import waits_of
+from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.runtime.capturable import where, why_not
 
 Node = torch.fx.Node

@@ -29,6 +29,7 @@ from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.graph.aliasing import addresses_storage, sources, storages
 from weft.inductor.graph.live_range import BLOCK, LiveInterval, peak_bytes
 from weft.inductor.graph.node_order import waits_of
+from weft.inductor.graph.sizes import spanned
 from weft.inductor.passes.tensor_lists import is_static
 from weft.inductor.runtime.multi_tensor import Launcher
 from weft.inductor.runtime.placement import Memory, Placement, Variable, leaves
@@ -194,9 +195,10 @@ class _ArenaCandidates:
         span = ArenaSpan(0, tuple(val.shape), tuple(val.stride()), val.dtype)
         # The live range is that of the memory, not of the node's own value: views and in-place results extend it.
         end = max(memory.busy_until, self._at[node], self._read_late.get(memory, 0), until)
+        size = spanned(span.sizes, span.strides) * span.dtype.itemsize
         # Whole blocks keep every offset a multiple of 512 bytes, which is the alignment that torch's allocator gives
         # and that vectorised loads and library kernels rely on.
-        self.intervals.append(LiveInterval(-(-_bytes(span) // BLOCK) * BLOCK, self._at[node], end))
+        self.intervals.append(LiveInterval(-(-size // BLOCK) * BLOCK, self._at[node], end))
         return span
 
     def _shares(self, val: torch.Tensor, node: Node) -> bool:
@@ -208,12 +210,6 @@ class _ArenaCandidates:
         if leaf.memory is not None:
             memory = leaf.memory.root
             self._read_late[memory] = max(position, self._read_late.get(memory, 0))
-
-
-def _bytes(span: ArenaSpan) -> int:
-    """Bytes from the first to the last element of a tensor, both included."""
-    steps = ((size - 1) * stride for size, stride in zip(span.sizes, span.strides, strict=True))
-    return (sum(steps) + 1) * span.dtype.itemsize
 
 
 def _with_offsets(tree: Spans, offsets: Iterator[int]) -> Spans:

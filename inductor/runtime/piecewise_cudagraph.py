@@ -12,8 +12,9 @@ import torch
 from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Update
-from weft.inductor.graph.host_scalars import goes_to_gpu, host_nodes, tensors_of
+from weft.inductor.graph.host_scalars import goes_to_gpu, host_nodes
 from weft.inductor.graph.pass_runner import PassRunner, keeps_bits
+from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.runtime.aten import AtenProgram, compile_aten
 from weft.inductor.runtime.cuda_graph import GraphedProgram
 from weft.inductor.runtime.cudagraph_partition import Partition, partition_step, result_name

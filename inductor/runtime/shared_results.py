@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import torch_adapter
+from weft.inductor.graph.sizes import spanned
 
 # Copied memory begins at a multiple of so many bytes of its storage: at an element, for every dtype.
 _ALIGNMENT = 16
@@ -28,9 +29,8 @@ class _Extent(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> _Extent:
         size = tensor.element_size()
-        reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
         begin = int(tensor.storage_offset()) * size
-        return cls(begin, begin + (reach + 1) * size if tensor.numel() else begin)
+        return cls(begin, begin + spanned(tensor.shape, tensor.stride()) * size)
 
     def overlaps(self, other: _Extent) -> bool:
         return self.begin < other.end and other.begin < self.end

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.inductor.graph.sizes import spanned
+
 
 class StaticInput:
     """A buffer with a fixed address, of the sizes and strides of the tensor ``like``, and first filled from it.
@@ -14,7 +16,7 @@ class StaticInput:
 
     def __init__(self, like: torch.Tensor) -> None:
         sizes, strides = like.size(), like.stride()
-        span = _span(like)
+        span = spanned(sizes, strides)
         self._whole: torch.Tensor | None = None
         if span < like.numel():
             self._whole = torch.empty(span, dtype=like.dtype, device=like.device)
@@ -30,10 +32,3 @@ class StaticInput:
             self.tensor.copy_(value, non_blocking=True)
         else:
             self._whole.copy_(value.as_strided(self._whole.shape, (1,)), non_blocking=True)
-
-
-def _span(value: torch.Tensor) -> int:
-    """Number of elements of memory from the first to the last element of a tensor, both included."""
-    if value.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))

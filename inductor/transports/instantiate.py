@@ -8,8 +8,8 @@ import torch
 
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of, is_wait
+from weft.capture.node_meta import source_line
 from weft.capture.printer import operation
-from weft.capture.user_code import format_frame
 from weft.inductor.graph.node_order import start_of
 from weft.inductor.graph.pass_runner import keeps_bits, required
 from weft.inductor.runtime.kernels import compile_kernels
@@ -70,12 +70,12 @@ def _bound(node: Node, buffer: SymmetricBuffer) -> BoundPeerCall:
 
 def _description(node: Node) -> str:
     """A description of a collective for error messages: operation, parameter names, the user's line."""
-    frames, members = node.meta.get("frames", ()), [name for name in node.meta.get("param_names", ()) if name]
+    line, members = source_line(node), [name for name in node.meta.get("param_names", ()) if name]
     if members:
         about = ", ".join(members[:3]) + (f" and {len(members) - 3} more" if len(members) > 3 else "")
     else:
         about = f"{len(node.meta['val'])} tensors of {node.meta.get('module') or 'the step'}"
-    return f"{operation(node.target)} of {about}" + (f" at {format_frame(frames[0])}" if frames else "")
+    return f"{operation(node.target)} of {about}" + (f" at {line}" if line else "")
 
 
 def _compile(calls: list[BoundPeerCall]) -> None:

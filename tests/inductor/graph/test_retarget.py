@@ -19,8 +19,8 @@ from weft import knobs, torch_adapter
 from weft.capture.graph import StepGraph
 from weft.inductor.cost.gemm_shapes import arguments_of
 from weft.inductor.graph.aliasing import share_storage
-from weft.inductor.graph.host_scalars import tensors_of
 from weft.inductor.graph.retarget import counters, retarget
+from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 
 Node = torch.fx.Node
