@@ -11,6 +11,12 @@ Stages, each a list of passes that one :class:`weft.inductor.graph.pass_runner.P
    are not recorded, :func:`weft.inductor.runtime.piecewise_cudagraph.stage_host_copies`.
 
 A part of this that fails is left out with a warning, see :mod:`weft.inductor.graph.faults`.
+
+Where to look: the sizes of buckets are decided in ``schedule/bucketing.py`` (``cut_into_buckets``), for the largest
+sizes that ``schedule/planner.py`` tries; the order of issue in ``schedule/search_order.py``, without a cluster
+description in ``passes/schedule_waits.py``. What a collective is, and all that a new one or a new transport touches, is
+in ``graph/collectives.py``. How ``p.grad.add_()`` becomes a value of the graph is decided before, in
+``capture/record/recorder.py`` and ``capture/record/functional_ops.py``.
 """
 
 from __future__ import annotations
