@@ -14,7 +14,7 @@ So they are simplified and printed by the code for indices.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,10 +38,10 @@ from weft.inductor.loop_ir.ir import (
     Store,
     Value,
     is_position,
-    map_values,
-    rewrite,
+    rewrite_stores,
 )
 from weft.inductor.loop_ir.ops import OPS
+from weft.inductor.lowering.registry import literal
 
 # Torch's own classes for division of sizes. All of them print as `//` and `%` where no operand is negative.
 _QUOTIENTS = (FloorDiv, ModularIndexing, Mod, PythonMod, CleanDiv)
@@ -90,9 +90,7 @@ def simplified(nest: Nest) -> Nest:
     """
     # One bottom-up pass: each rule sees operands that are simplified already, and none of them creates work for
     # another.
-    roots = [root for store in nest.stores for root in store.values()]
-    new = rewrite(roots, lambda value: _simpler(value, nest.sizes))
-    stores = [map_values(store, new) for store in nest.stores]
+    stores = rewrite_stores(nest.stores, lambda value: _simpler(value, nest.sizes))
     return Nest(nest.sizes, tuple(replace(store, index=_without_positions(store.index)) for store in stores))
 
 
@@ -115,7 +113,7 @@ def _simpler(value: Value, sizes: Sequence[Int]) -> Value:
         return Load(POSITIONS, index, torch.int64)
     if isinstance(value, Load) and isinstance(value.mask, Const):
         # A mask that never holds leaves no load at all, so its buffer may drop out of the kernel's arguments.
-        return Load(value.buffer, value.index, value.dtype) if value.mask.value else _other(value)
+        return Load(value.buffer, value.index, value.dtype) if value.mask.value else literal(value.other, value.dtype)
     # All reduced axes had one element and were squeezed: the reduction is its argument.
     if isinstance(value, Reduce) and not value.over and value.kind in _ONE:
         return _converted(value.args[0], value.dtype)
@@ -206,12 +204,6 @@ def _both(a: Value, b: Value) -> Value:
     return Call("and", (a, b), torch.bool)
 
 
-def _other(load: Load) -> Value:
-    # The verifier wants the Python type of a constant to be that of its dtype.
-    cast = bool if load.dtype == torch.bool else float if load.dtype.is_floating_point else int
-    return Const(cast(load.other), load.dtype)
-
-
 def _computed(call: Call) -> Value:
     # On the CPU in the constant's own dtype: float32 arithmetic rounds as it would in the kernel's registers.
     args = [torch.tensor(arg.value, dtype=arg.dtype) for arg in call.args if isinstance(arg, Const)]
@@ -247,10 +239,10 @@ def _scalars(nest: Nest) -> list[Scalar]:
     # Sizes first, then what stores and values need: again an order that the nest alone decides.
     add(*nest.sizes)
     for store in nest.stores:
-        _add_index(add, store.index)
+        add(*store.index.numbers)
     for value in nest.values():
         if isinstance(value, Load):
-            _add_index(add, value.index)
+            add(*value.index.numbers)
         elif isinstance(value, Scalar):
             found.setdefault(value)
     return list(found)
@@ -274,10 +266,6 @@ def _host_parts(expression: Any) -> list[Any]:
     if isinstance(expression, _QUOTIENTS) and all(part.is_Symbol for part in parts):
         return parts
     return [expression]
-
-
-def _add_index(add: Callable[..., None], index: Index) -> None:
-    add(index.offset, *(stride for _, stride in index.strides), *(stride for _, stride in index.indirect))
 
 
 def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symbol]) -> Nest:
@@ -304,9 +292,6 @@ def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symb
             return Scalar(symbols[value], value.dtype)
         return value
 
-    new = rewrite([root for store in nest.stores for root in store.values()], change)
-    stores = []
-    for store in nest.stores:
-        moved = map_values(store, new)
-        stores.append(Store(names[store.buffer], index(moved.index), moved.value, moved.mask, store.mode))
-    return Nest(tuple(size(n) for n in nest.sizes), tuple(stores))
+    stores = rewrite_stores(nest.stores, change)
+    renamed = (Store(names[s.buffer], index(s.index), s.value, s.mask, s.mode) for s in stores)
+    return Nest(tuple(size(n) for n in nest.sizes), tuple(renamed))

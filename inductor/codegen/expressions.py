@@ -74,17 +74,6 @@ def typed(value: float, dtype: torch.dtype) -> Text:
     return call("tl.full", "[]", literal(value, dtype), dtype_name(dtype))
 
 
-def extreme(kind: float, dtype: torch.dtype) -> float:
-    """``kind`` (an infinity or a finite number) as far as ``dtype`` goes."""
-    # The identities of :data:`REDUCTIONS` are floats; an integer type has bounds in place of infinities.
-    if not math.isinf(kind) or dtype.is_floating_point:
-        return kind
-    if dtype == torch.bool:
-        return kind > 0
-    bounds = torch.iinfo(dtype)
-    return bounds.max if kind > 0 else bounds.min
-
-
 def write(value: Call, operands: Sequence[Text]) -> Text:
     """A call over the texts of its operands. Functions without ``tl.`` are those of codegen/device_functions.py."""
     return _WRITE[value.op](value, *operands)

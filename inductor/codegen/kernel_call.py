@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import sympy
@@ -34,10 +34,8 @@ class Launchable(Protocol):
         """Start it on a stream."""
 
 
-class Compiler(Protocol):
-    """Compiles a further kernel while the step runs: the variant for unaligned tensors."""
-
-    def __call__(self, sources: Sequence[KernelSource]) -> Sequence[Launchable]: ...
+# Compiles a further kernel while the step runs: the variant for unaligned tensors.
+Compiler = Callable[[Sequence[KernelSource]], Sequence[Launchable]]
 
 
 @serializable

@@ -16,7 +16,7 @@ import torch
 
 from weft.inductor.codegen.canonical import is_position, simplified
 from weft.inductor.loop_ir.axes import AxisExpression, substitute_stores
-from weft.inductor.loop_ir.ir import Call, Const, Load, Nest, Store, Value, map_values, rewrite
+from weft.inductor.loop_ir.ir import Call, Const, Load, Nest, Store, Value, rewrite_stores
 from weft.inductor.loop_ir.value_ranges import Ranges
 
 _MAX_PIECES = 4  # pieces that comparisons cut an axis into; the body is generated once for each. A choice.
@@ -80,8 +80,7 @@ def _cut(nest: Nest, axis: int, count: int) -> Nest:
         stores += substitute_stores(nest.stores, places | {axis: AxisExpression(((axis, 1),), constant=piece * length)})
     # Within a piece positions are bounded more tightly, which is what decides the comparisons.
     ranges = Ranges(sizes)
-    new = rewrite([root for store in stores for root in store.values()], lambda value: _decided(value, ranges))
-    stores = [map_values(store, new) for store in stores]
+    stores = rewrite_stores(stores, lambda value: _decided(value, ranges))
     # By identity: constants are interned.
     plain = (replace(store, mask=None) if store.mask is _TRUE else store for store in stores)
     return simplified(Nest(sizes, tuple(store for store in plain if store.mask is not _FALSE)))

@@ -16,7 +16,7 @@ import torch
 
 from weft.inductor.codegen.kernel_plan import KernelPlan
 from weft.inductor.codegen.narrow_comparisons import narrow_comparisons
-from weft.inductor.loop_ir.ir import Call, Const, Nest, Reduce, ReductionResult, Value, map_values, ordered, rewrite
+from weft.inductor.loop_ir.ir import Call, Const, Nest, Reduce, ReductionResult, Value, ordered, rewrite_stores
 from weft.inductor.loop_ir.value_ranges import Ranges
 
 
@@ -41,8 +41,7 @@ def choose_reduction_forms(nest: Nest, plan: KernelPlan) -> Nest:
 
 
 def _changed(nest: Nest, change: Callable[[Value], Value]) -> Nest:
-    new = rewrite([root for store in nest.stores for root in store.values()], change)
-    return Nest(nest.sizes, tuple(map_values(store, new) for store in nest.stores))
+    return Nest(nest.sizes, tuple(rewrite_stores(nest.stores, change)))
 
 
 def _two_pass_form(value: Value, nest: Nest, looped: frozenset[int]) -> Value:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.inductor.codegen.expressions import SUM, Text, exponential, extreme, literal
+from weft.inductor.codegen.expressions import SUM, Text, exponential, literal
 from weft.inductor.codegen.thread_layout import ThreadLayout
 from weft.inductor.codegen.triton_text import dtype_name
-from weft.inductor.loop_ir.ops import REDUCTIONS
+from weft.inductor.loop_ir.ops import REDUCTIONS, extreme
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ _INTERFERENCE_RUNS = 5
 # At interference 1, computation beside a collective would never end in a simulation.
 _MOST_INTERFERENCE = 0.95
 _DIGITS = 4  # significant digits in the file
+_RATES = ("copy_bandwidth", "attention_forward", "attention_backward")  # of a GPU, beside those by dtype
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,9 @@ def _slowest(gpu: Gpu, world: int) -> Gpu:
     gathered: list[Gpu | None] = [None] * world
     dist.all_gather_object(gathered, gpu)
     gpus = [each for each in gathered if each is not None]
-    return replace(
-        gpu,
-        copy_bandwidth=min(each.copy_bandwidth for each in gpus),
-        launch_latency=max(each.launch_latency for each in gpus),
-        matmul={name: min(each.matmul.get(name, rate) for each in gpus) for name, rate in gpu.matmul.items()},
-        attention_forward=min(each.attention_forward for each in gpus),
-        attention_backward=min(each.attention_backward for each in gpus),
-    )
+    matmul = {name: min(each.matmul.get(name, rate) for each in gpus) for name, rate in gpu.matmul.items()}
+    rates: dict[str, Any] = {name: min(getattr(each, name) for each in gpus) for name in _RATES}
+    return replace(gpu, launch_latency=max(each.launch_latency for each in gpus), matmul=matmul, **rates)
 
 
 def _name(gpu: Gpu, per_node: int) -> str:
@@ -287,11 +284,5 @@ def _rounded(number: float) -> float:
 
 
 def _rounded_gpu(gpu: Gpu) -> Gpu:
-    return replace(
-        gpu,
-        copy_bandwidth=_rounded(gpu.copy_bandwidth),
-        launch_latency=_rounded(gpu.launch_latency),
-        matmul={name: _rounded(rate) for name, rate in gpu.matmul.items()},
-        attention_forward=_rounded(gpu.attention_forward),
-        attention_backward=_rounded(gpu.attention_backward),
-    )
+    numbers: dict[str, Any] = {name: _rounded(getattr(gpu, name)) for name in (*_RATES, "launch_latency")}
+    return replace(gpu, matmul={name: _rounded(rate) for name, rate in gpu.matmul.items()}, **numbers)

@@ -143,10 +143,6 @@ class Cluster:
     transports: tuple[TransportModel, ...] = ()
     residuals: tuple[float, ...] = ()
 
-    def node_of(self, rank: int) -> int:
-        """The number of the node that a rank is on."""
-        return rank // self.gpus_per_node
-
     def transport_model(self, transport: str, kind: str, dtype: torch.dtype) -> TransportModel | None:
         """The entry of a transport for a kind of collective and a dtype, None if it does not serve them.
 

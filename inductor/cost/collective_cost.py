@@ -50,7 +50,6 @@ class Collective:
             of an all-to-all.
         dtype: of these tensors.
         members: number of tensors in a coalesced collective.
-        guessed: data-dependent sizes, as the graph writes them.
         wider: the dtype of the result, in which it is summed, if that differs from ``dtype``. A transport that sums in
             the dtype it sends has to send this one.
     """
@@ -61,7 +60,6 @@ class Collective:
     bytes: int
     dtype: torch.dtype
     members: int = 1
-    guessed: tuple[str, ...] = ()
     wider: torch.dtype | None = None
 
 
@@ -87,7 +85,7 @@ def collective_of(step: StepGraph, node: Node) -> Collective:
     """The collective that ``node`` of ``step`` starts.
 
     The group must exist in this process (in a fake world, too). Sizes are those of the captured call. A data-dependent
-    size counts as ``UNBACKED`` elements if neither side of the collective is known; ``guessed`` lists it in any case.
+    size counts as ``UNBACKED`` elements if neither side of the collective is known.
 
     Raises:
         GroupGone: this process has no such process group.
@@ -99,8 +97,7 @@ def collective_of(step: StepGraph, node: Node) -> Collective:
     except RuntimeError as error:
         raise GroupGone(name) from error
     sent, received = [used.meta["val"] for used in payload_of(node)], results_of(node)
-    guessed: dict[str, None] = {}
-    sides = [_bytes(tensors, guessed) for tensors in (sent, received)]
+    sides = [_bytes(tensors) for tensors in (sent, received)]
     # If the size of one side depends on the data, the other side's size is better than a guess. Otherwise the larger
     # side is the unsharded one, for every kind of collective.
     known = [size for size, certain in sides if certain]
@@ -113,7 +110,6 @@ def collective_of(step: StepGraph, node: Node) -> Collective:
         bytes=max(known or [size for size, _ in sides]),
         dtype=dtype,
         members=len(sent),
-        guessed=tuple(guessed),
         wider=None if result_dtype == dtype else result_dtype,
     )
 
@@ -163,21 +159,12 @@ def _transported(cluster: Cluster, collective: Collective, transport: str) -> tu
     wider = collective.wider
     # A transport that sums in float32 sends the narrow dtype. NCCL sums in the dtype on the wire, so it must be given
     # tensors cast to the wider one, which take more bytes.
-    if wider is None or (model is not None and _sums_in_float32(model)):
+    row = transport_row(transport)
+    if wider is None or (model is not None and row is not None and row.sums_in_float32):
         return collective, model
     # The wider dtype may have an entry of its own, with other interference.
     size = collective.bytes // collective.dtype.itemsize * wider.itemsize
     return replace(collective, bytes=size, dtype=wider), cluster.transport_model(transport, collective.kind, wider)
-
-
-def _sums_in_float32(model: TransportModel) -> bool:
-    row = transport_row(model.name)
-    return row is not None and row.sums_in_float32
-
-
-def _reads_all(model: TransportModel) -> bool:
-    row = transport_row(model.name)
-    return row is not None and row.reads_all
 
 
 def stream_of(node: Node) -> str:
@@ -201,18 +188,15 @@ _MOST_TRANSFERS = 65_536
 # ---- operands and sizes of the node
 
 
-def _bytes(tensors: list[torch.Tensor], guessed: dict[str, None]) -> tuple[int, bool]:
-    """Bytes of ``tensors``, and whether all sizes are known. Guessed sizes are added to ``guessed``."""
+def _bytes(tensors: list[torch.Tensor]) -> tuple[int, bool]:
+    """Bytes of ``tensors``, and whether all sizes are known."""
     total, certain = 0, True
     for tensor in tensors:
         if type(numel := tensor.numel()) is int:
             total += numel * tensor.dtype.itemsize
             continue
         sizes = [torch_adapter.hint(size) for size in tensor.shape]
-        for size, known in zip(tensor.shape, sizes, strict=True):
-            if known is None:
-                guessed[str(size)] = None
-                certain = False
+        certain = certain and None not in sizes
         total += math.prod(UNBACKED if known is None else known for known in sizes) * tensor.dtype.itemsize
     return total, certain
 
@@ -311,7 +295,8 @@ def _fastest(topology: _GroupTopology, collective: Collective, model: TransportM
         return _total(model.latency + topology.hops(1, 1), topology.wires(size, size, model, 1))
     if kind.traffic is Traffic.PAIRWISE:
         return _exchange(topology, size, model)
-    if _reads_all(model):  # every rank reads the whole tensor of every other rank
+    row = transport_row(model.name)
+    if row is not None and row.reads_all:  # every rank reads the whole tensor of every other rank
         read = size * (topology.ranks - 1)
         return _total(model.latency, topology.wires(read, read, model, topology.fewest))
     # NCCL chooses by its own estimate of the same kind, so the faster one is assumed to run.

@@ -16,11 +16,11 @@ from weft.inductor.cache.kernel_cache import Resources
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.cost.cluster import Gpu
+from weft.inductor.cost.measure_kernel import microseconds
 from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.lowering.registry import LOWERINGS
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.runtime import compile_pool
-from weft.inductor.runtime.measure_kernel import microseconds
 from weft.inductor.runtime.multi_tensor import Launcher
 
 Node = torch.fx.Node

@@ -258,18 +258,12 @@ def _window(base: torch.Tensor, old_base: torch.Tensor, old: torch.Tensor) -> to
 
 def _symbols(kernel: FusedLoops, outputs: Sequence[Buffer]) -> list[sympy.Symbol]:
     """The symbols whose values a launch of the kernel and the allocation of its outputs need."""
-    found: set[sympy.Symbol] = set()
-    numbers: list[Any] = [*kernel.nest.sizes]
-    for buffer in outputs:
-        numbers += [*buffer.sizes, *buffer.strides]
-    for value in kernel.nest.values():
-        if isinstance(value, Scalar):
-            numbers.append(value.expression)
-    for index in [store.index for store in kernel.nest.stores] + [load.index for load in kernel.nest.reads]:
-        numbers += [index.offset, *(stride for _, stride in index.strides), *(stride for _, stride in index.indirect)]
-    for number in numbers:
-        if not isinstance(number, int):
-            found |= number.free_symbols
+    nest = kernel.nest
+    numbers: list[Any] = [*nest.sizes]
+    numbers += [number for buffer in outputs for number in (*buffer.sizes, *buffer.strides)]
+    numbers += [value.expression for value in nest.values() if isinstance(value, Scalar)]
+    numbers += [number for access in (*nest.stores, *nest.reads) for number in access.index.numbers]
+    found = {symbol for number in numbers if not isinstance(number, int) for symbol in number.free_symbols}
     # By name: sets have no order, and arguments must be in one order on every rank.
     return sorted(found, key=str)
 

@@ -37,7 +37,7 @@ from weft.inductor.loop_ir.axes import (
     substitute,
     substitute_stores,
 )
-from weft.inductor.loop_ir.ir import Call, Index, Int, Load, Nest, Reduce, Store, Value, map_values, rewrite
+from weft.inductor.loop_ir.ir import Call, Index, Int, Load, Nest, Reduce, Store, Value, rewrite_stores
 from weft.inductor.lowering.lowered_step import Extern, Loop, Lowered, NestItem
 from weft.inductor.lowering.registry import convert, literal
 from weft.inductor.lowering.verify import verify_lowered
@@ -589,5 +589,4 @@ def _forward_stores(stores: Sequence[Store], known: Mapping[str, tuple[Index, Va
         # The reader's own mask still decides what it sees.
         return Call("where", (value.mask, stored, literal(value.other, stored.dtype)), stored.dtype)
 
-    new = rewrite([root for store in stores for root in store.values()], forward)
-    return [map_values(store, new) for store in stores]
+    return rewrite_stores(stores, forward)

@@ -26,10 +26,10 @@ from weft.inductor.loop_ir.axes import (
     substitute,
     substitute_values,
 )
-from weft.inductor.loop_ir.ir import Call, Index, Load, Nest, Reduce, Store, Value, map_values, rewrite
+from weft.inductor.loop_ir.ir import Call, Load, Nest, Reduce, Store, Value, map_values, rewrite_stores
 from weft.inductor.loop_ir.ops import OPS
 from weft.inductor.lowering.lowered_step import Loop, Lowered
-from weft.inductor.lowering.registry import convert, literal
+from weft.inductor.lowering.registry import convert, masked
 from weft.inductor.lowering.verify import verify_lowered
 
 _CHEAP = 24  # instructions of a value that is recomputed in several kernels
@@ -206,7 +206,7 @@ def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype)
         constant = not producer.store.value.axes
         if constant:
             value = convert(producer.store.value, dtype)
-            nest = _replaced(nest, load, value if load.mask is None else _masked(value, load.mask, load.other))
+            nest = _replaced(nest, load, value if load.mask is None else masked(value, load.mask, load.other))
             continue
         found = solve_access(producer.store.index, producer.nest.sizes, load.index, nest.sizes, load.mask)
         # Every load must be replaced, or the producer's buffer would still be needed.
@@ -231,7 +231,7 @@ def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype)
         # Positions included: a producer that draws random numbers or counts sees its own position again.
         value = substitute_values([producer.store.value], substitution)[producer.store.value]
         if load.mask is not None:
-            value = _masked(value, load.mask, load.other)
+            value = masked(value, load.mask, load.other)
         # In the buffer's register type, which the load had.
         nest = _replaced(nest, load, convert(value, dtype))
 
@@ -241,21 +241,5 @@ def _as_position(value: Value) -> Value:
     return convert(value, torch.int64)
 
 
-def _masked(value: Value, mask: Value, other: float) -> Value:
-    """``value`` where ``mask`` holds, reading nothing elsewhere."""
-
-    def guard(part: Value) -> Value:
-        if not isinstance(part, Load):
-            return part
-        # Where the mask is off, the index may lie outside of the producer's operands.
-        both = mask if part.mask is None else Call("and", (mask, part.mask), torch.bool)
-        return Load(part.buffer, part.index, part.dtype, both, part.other)
-
-    guarded = rewrite([value], guard)[value]
-    return Call("where", (mask, guarded, literal(other, value.dtype)), value.dtype)
-
-
 def _replaced(nest: Nest, load: Load, value: Value) -> Nest:
-    new = rewrite([root for store in nest.stores for root in store.values()], lambda old: value if old is load else old)
-    stores = [map_values(store, new, Index(store.index.strides, store.index.offset)) for store in nest.stores]
-    return Nest(nest.sizes, tuple(stores))
+    return Nest(nest.sizes, tuple(rewrite_stores(nest.stores, lambda old: value if old is load else old)))

@@ -19,7 +19,7 @@ from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import group_of, is_wait
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
 from weft.inductor.graph.aliasing import effects_of, looks_into
-from weft.inductor.graph.sizes import tensors_in, tensors_of
+from weft.inductor.graph.sizes import layout_text, tensors_in, tensors_of
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -194,11 +194,6 @@ def _refresh(node: Node) -> Node | None:
     return operand
 
 
-def _layout(tensor: torch.Tensor) -> tuple[str, ...]:
-    """As text: comparing symbolic sizes may add guards."""
-    return str(tensor.dtype), str(tensor.device), str(tuple(tensor.shape)), str(tuple(tensor.stride()))
-
-
 def _written_operand(node: Node) -> Any:
     """The operand that an in-place operation with one result writes; None for other nodes."""
     inplace = node.meta.get("inplace")
@@ -213,7 +208,7 @@ def _alias_of(operand: Node, val: Any) -> torch.Tensor | None:
     """A fake in the memory of ``operand``, if that has the layout of ``val``."""
     source = operand.meta["val"]
     mode = _mode(source)
-    if mode is None or not isinstance(source, torch.Tensor) or _layout(source) != _layout(val):
+    if mode is None or not isinstance(source, torch.Tensor) or layout_text(source) != layout_text(val):
         return None
     with torch_adapter.recomputing(mode):
         return aten.alias.default(source)

@@ -46,6 +46,11 @@ def spanned(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 0 if 0 in sizes else 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
+def layout_text(val: torch.Tensor) -> tuple[Any, ...]:
+    """Dtype, device, sizes and strides of a tensor, to be compared. As text: comparing symbols may add guards."""
+    return val.dtype, val.device, *map(str, val.shape), *map(str, val.stride())
+
+
 def node_bytes(node: torch.fx.Node) -> int:
     """Bytes of a node's tensors; ``UNKNOWN``, more than any limit, where only the data decides."""
     val = node.meta["val"]

@@ -53,8 +53,8 @@ def fault(index: Index, mask: Value | None, sizes: Sequence[Int], buffer: Buffer
     """
     length = extent(buffer)
     # Only the axes of the index count: others do not move it, whatever their size.
-    numbers = (length, index.offset, *(s for _, s in (*index.strides, *index.indirect)))
-    if not all(isinstance(number, int) for number in (*numbers, *(sizes[axis] for axis in index.axes))):
+    numbers = (length, *index.numbers, *(sizes[axis] for axis in index.axes))
+    if not all(isinstance(number, int) for number in numbers):
         # What a mask or data rules out is not known with symbolic sizes, so only plain accesses are proved wrong.
         return None if mask is not None or index.indirect else _symbolic_fault(index, sizes, length)
     assert isinstance(length, int)

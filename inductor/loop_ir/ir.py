@@ -183,6 +183,11 @@ class Index:
         own = frozenset([axis for axis, _ in self.strides])
         return own.union(*[value.axes for value, _ in self.indirect]) if self.indirect else own
 
+    @property
+    def numbers(self) -> tuple[Int, ...]:
+        """The offset and all strides, those of indirect values last."""
+        return self.offset, *(stride for _, stride in self.strides), *(stride for _, stride in self.indirect)
+
     def stride(self, axis: int) -> Int:
         """The stride along an axis, 0 where it does not change along it."""
         return next((stride for a, stride in self.strides if a == axis), 0)
@@ -489,6 +494,13 @@ def rewrite(roots: Iterable[Value], change: Any) -> dict[Value, Value]:
         # An unchanged node is kept, not rebuilt: `change` may then recognise it by identity.
         new[value] = change(value if replaced == operands else value.with_operands(replaced))
     return new
+
+
+def rewrite_stores(stores: Iterable[Store], change: Any) -> list[Store]:
+    """The stores with their values rewritten, see :func:`rewrite`."""
+    stores = list(stores)
+    new = rewrite([root for store in stores for root in store.values()], change)
+    return [map_values(store, new) for store in stores]
 
 
 def map_values(store: Store, new: dict[Value, Value], index: Index | None = None) -> Store:

@@ -163,3 +163,14 @@ REDUCTIONS: dict[str, Reduction] = {
     # writes them.
     "online_softmax": Reduction(1, 2, (-math.inf, 0.0), FLOATS),
 }
+
+
+def extreme(kind: float, dtype: torch.dtype) -> float:
+    """``kind`` (an infinity or a finite number) as far as ``dtype`` goes."""
+    # The identities of :data:`REDUCTIONS` are floats; an integer type has bounds in place of infinities.
+    if not math.isinf(kind) or dtype.is_floating_point:
+        return kind
+    if dtype == torch.bool:
+        return kind > 0
+    bounds = torch.iinfo(dtype)
+    return bounds.max if kind > 0 else bounds.min

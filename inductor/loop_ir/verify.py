@@ -154,7 +154,7 @@ class _NestVerifier:
         for value, _ in index.indirect:
             if value.dtype.is_floating_point or value.dtype == torch.bool:
                 self.fail(f"an index is {value.dtype}", at)
-        for number in (index.offset, *(stride for _, stride in (*index.strides, *index.indirect))):
+        for number in index.numbers:
             self._known(number, at)
         # Loads and stores alike: an access outside is a silent wrong number on a GPU, seldom a fault.
         outside = fault(index, mask, self.nest.sizes, buffer)

@@ -6,7 +6,9 @@ order: no atomic additions are needed, and sums are the same in every run.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -131,17 +133,13 @@ def _max_pool(out: Lowering, node: Node) -> bool:
         return False
     h, w = (window.start(axis) for axis, window in enumerate(windows, len(x.sizes) - 2))
     width = Expression(integer(windows[1].length))
-    greatest: Expression | None = None
     # The first element inside the picture: ATen's answer where no element is above -inf.
     found = call("maximum", h, 0) * width + call("maximum", w, 0)
-    for value, position in _taps(x, windows, -math.inf):
-        if greatest is None:
-            greatest = value
-            continue
+    (greatest, _), *others = _taps(x, windows, -math.inf)
+    for value, position in others:
         # As in ATen: the first of equal elements counts, and NaN always replaces what was found.
         better = call("or", value > greatest, value != value)
         greatest, found = where(better, value, greatest), where(better, position, found)
-    assert greatest is not None
     positions = out.result(1)
     targets = (result, greatest), (positions, found)
     out.nest(result.sizes, [Store(target.buffer, target.index(), value.value) for target, value in targets])
@@ -159,14 +157,12 @@ def _max_pool_backward(out: Lowering, node: Node) -> bool:
     rank = len(sizes)
     # The gradient asks each window for the position that its forward stored; the input is not needed.
     here = Expression(Position(rank - 2)) * Expression(integer(sizes[-1])) + Expression(Position(rank - 1))
-    total: Expression | None = None
+    parts = []
     for row, column, covered in _covering_windows(windows, rank):
         # Windows overlap, so each is asked whether its maximum was this element.
         mine = logical_and(covered, _at_window(positions, row, column, covered) == here)
-        part = where(mine, _at_window(grad, row, column, covered), 0)
-        total = part if total is None else total + part
-    assert total is not None
-    store_result(out, total)
+        parts.append(where(mine, _at_window(grad, row, column, covered), 0))
+    store_result(out, functools.reduce(operator.add, parts))
     return True
 
 
@@ -194,11 +190,8 @@ def _avg_pool(out: Lowering, node: Node) -> bool:
     if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not has_distinct_elements(out):
         return False
     rank, dtype = len(x.sizes), register_dtype(x.dtype)
-    values = [value for value, _ in _taps(x, windows, 0)]
     # In the order of the window, row by row: as ATen's loop adds.
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
+    total = functools.reduce(operator.add, (value for value, _ in _taps(x, windows, 0)))
     at = [Expression(Position(axis)) for axis in (rank - 2, rank - 1)]
     store_result(out, total / _divisor(args, windows, at, dtype))
     return True
@@ -212,12 +205,10 @@ def _avg_pool_backward(out: Lowering, node: Node) -> bool:
     if windows is None or not has_distinct_elements(out):
         return False
     dtype = register_dtype(grad.dtype)
-    total: Expression | None = None
+    parts = []
     for row, column, covered in _covering_windows(windows, len(out.result().sizes)):
         share = _at_window(grad, row, column, covered) / _divisor(args, windows, [row, column], dtype)
         # The divisor may be 0 or negative for a window that does not exist: selected away, not multiplied by 0.
-        part = where(covered, share, 0)
-        total = part if total is None else total + part
-    assert total is not None
-    store_result(out, total)
+        parts.append(where(covered, share, 0))
+    store_result(out, functools.reduce(operator.add, parts))
     return True

@@ -16,7 +16,20 @@ import torch
 
 from weft import torch_adapter
 from weft.inductor.graph.aliasing import is_lazy
-from weft.inductor.loop_ir.ir import Buffer, Call, Const, Index, Int, Load, Nest, Scalar, Store, Value, register_dtype
+from weft.inductor.loop_ir.ir import (
+    Buffer,
+    Call,
+    Const,
+    Index,
+    Int,
+    Load,
+    Nest,
+    Scalar,
+    Store,
+    Value,
+    register_dtype,
+    rewrite,
+)
 
 Node = torch.fx.Node
 Lower = Callable[["Lowering", Node], bool | None]
@@ -279,3 +292,18 @@ def literal(value: bool | int | float, dtype: torch.dtype) -> Const:
     """A Python number as a constant of a register type."""
     cast = bool if dtype == torch.bool else float if dtype.is_floating_point else int
     return Const(cast(value), dtype)
+
+
+def masked(value: Value, mask: Value, other: float) -> Value:
+    """``value`` where ``mask`` holds, ``other`` elsewhere, where nothing is read."""
+
+    def mask_load(old: Value) -> Value:
+        # Where the mask is off, the index may lie outside of the buffer.
+        if not isinstance(old, Load):
+            return old
+        both = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
+        return Load(old.buffer, old.index, old.dtype, both, old.other)
+
+    # The loads are masked for their addresses, the result for its value: an operation on masked loads need not give
+    # what is wanted there (exp(0) is 1).
+    return Call("where", (mask, rewrite([value], mask_load)[value], literal(other, value.dtype)), value.dtype)

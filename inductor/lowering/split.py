@@ -30,16 +30,14 @@ from weft.inductor.loop_ir.ir import (
     Const,
     Index,
     Int,
-    Load,
     Position,
     Reduce,
     ReductionResult,
     Store,
     Value,
-    rewrite,
 )
-from weft.inductor.loop_ir.ops import REDUCTIONS
-from weft.inductor.lowering.registry import Lowering, literal
+from weft.inductor.loop_ir.ops import REDUCTIONS, extreme
+from weft.inductor.lowering.registry import Lowering, masked
 
 _MIN_ROW_PART = 1024  # elements of a part along memory
 _COLUMNS = 64  # of a program across memory
@@ -210,22 +208,10 @@ class StagedReduction:
             substitution[axis] = AxisExpression(((axis, split.inner), (inner, 1)))
         return substitute_values([value], substitution)[value]
 
-    def mask_tail(self, value: Value, other: bool | int | float) -> Value:
+    def mask_tail(self, value: Value, other: float) -> Value:
         """The value where the nest of the first stage is inside the whole space, ``other`` in the masked tail."""
         mask = self._mask()
-        if mask is None:
-            return value
-
-        def mask_load(old: Value) -> Value:
-            # The tail's index lies outside of the buffer, so its loads are masked as well as the result.
-            if not isinstance(old, Load):
-                return old
-            both = mask if old.mask is None else Call("and", (mask, old.mask), torch.bool)
-            return Load(old.buffer, old.index, old.dtype, both, old.other)
-
-        # The loads are masked for their addresses, the result for its value: an operation on masked loads need not
-        # give the neutral element (exp(0) is 1).
-        return Call("where", (mask, rewrite([value], mask_load)[value], literal(other, value.dtype)), value.dtype)
+        return value if mask is None else masked(value, mask, other)
 
     def _mask(self) -> Value | None:
         for inner, (axis, split) in enumerate((self.splits or {}).items(), len(self.whole)):
@@ -257,19 +243,9 @@ def _results(kind: str, args: Sequence[Value], over: Sequence[int]) -> list[Valu
     return [ReductionResult(reduce, at, arg.dtype) for at, arg in enumerate(args)]
 
 
-def _neutral_element(kind: str, at: int, arg: Value) -> bool | int | float:
+def _neutral_element(kind: str, at: int, arg: Value) -> float:
     """The neutral element of result ``at`` of a reduction, in the dtype of ``arg``."""
     # Among equal values the smallest position wins, so the tail has the largest.
     if kind.startswith("arg") and at == 1:
         return 2**63 - 1
-    number = REDUCTIONS[kind].identity[at]
-    # The infinities of max and min are False and True.
-    if arg.dtype == torch.bool:
-        return number != 0 if math.isfinite(number) else number > 0
-    if arg.dtype.is_floating_point:
-        return number
-    if math.isfinite(number):
-        return int(number)
-    # The bounds of the register's type, which is that of memory for integers.
-    limits = torch.iinfo(arg.dtype)
-    return limits.max if number > 0 else limits.min
+    return extreme(REDUCTIONS[kind].identity[at], arg.dtype)

@@ -26,6 +26,7 @@ from weft.inductor.graph.aliasing import looks_into
 from weft.inductor.graph.fake_values import take_memory
 from weft.inductor.graph.inline_function import Fragment, base_of, instantiate, trace
 from weft.inductor.graph.pass_runner import changes_bits
+from weft.inductor.graph.sizes import layout_text
 from weft.inductor.passes.decompositions import decompositions, functionalized_decompositions
 
 Node = torch.fx.Node
@@ -142,7 +143,9 @@ def _is_like(result: Any, wanted: Node, is_view: bool) -> bool:
     # A view must stay a view of its operand, and a new tensor new memory: liveness and in-place writes rely on it.
     if is_view != (base_of(result).op == "placeholder"):
         return False
-    return _layout(val) == _layout(ours) and (is_view or str(val.storage_offset()) == str(ours.storage_offset()))
+    return layout_text(val) == layout_text(ours) and (
+        is_view or str(val.storage_offset()) == str(ours.storage_offset())
+    )
 
 
 def _between(before: Node, node: Node) -> list[Node]:
@@ -170,11 +173,6 @@ def _hand_over(graph: torch.fx.Graph, node: Node, results: list[Any], copies: li
     graph.erase_node(node)
 
 
-def _layout(val: torch.Tensor) -> tuple[Any, ...]:
-    """As text: comparing symbolic numbers themselves may add to what the graph assumes."""
-    return val.dtype, val.device, *map(str, val.shape), *map(str, val.stride())
-
-
 def _key(node: Node) -> Hashable:
     """Everything about the operands that a decomposition may look at."""
     at = {used: index for index, used in enumerate(node.all_input_nodes)}
@@ -184,7 +182,7 @@ def _key(node: Node) -> Hashable:
             return tuple([operand(item) for item in value])
         if isinstance(value, Node):
             val = value.meta["val"]
-            return at[value], _layout(val) if isinstance(val, torch.Tensor) else str(val)
+            return at[value], layout_text(val) if isinstance(val, torch.Tensor) else str(val)
         return type(value), repr(value)
 
     kwargs = tuple((name, operand(node.kwargs[name])) for name in sorted(node.kwargs))

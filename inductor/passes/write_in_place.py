@@ -23,6 +23,7 @@ from weft.capture.record.functional_ops import written_arguments
 from weft.capture.step_interface import Update
 from weft.inductor.graph.aliasing import looks_into, sources, storages
 from weft.inductor.graph.pass_runner import keeps_bits
+from weft.inductor.graph.sizes import layout_text
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node
@@ -248,9 +249,9 @@ def _operands(node: Node) -> list[Node]:
 
 
 def _layout(val: Any) -> tuple[Any, ...] | None:
-    """Dtype, device, sizes and strides; None where sizes depend on data: fake strides may then be wrong."""
+    """The layout of a strided tensor; None where sizes depend on data: fake strides may then be wrong."""
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return None
     if any(torch_adapter.hint(size) is None for size in val.shape):
         return None
-    return val.dtype, val.device, *map(str, val.shape), *map(str, val.stride())
+    return layout_text(val)

@@ -26,7 +26,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.step_interface import Role, Update
 from weft.inductor.runtime.aten import AtenProgram
 from weft.inductor.runtime.bound_plan import RECORDINGS
-from weft.inductor.runtime.graph_recorder import GraphRecorder, Recording
+from weft.inductor.runtime.graph_recorder import CudaRecorder, CudaRecording
 from weft.inductor.runtime.shared_results import SharedCopies, view_of_input
 from weft.inductor.runtime.static_input import StaticInput
 
@@ -63,7 +63,7 @@ class GraphedProgram:
     """
 
     def __init__(
-        self, program: AtenProgram, step: StepGraph, recorder: GraphRecorder, internal: frozenset[int] = frozenset()
+        self, program: AtenProgram, step: StepGraph, recorder: CudaRecorder, internal: frozenset[int] = frozenset()
     ) -> None:
         self.program = program
         self.recorder = recorder
@@ -226,7 +226,7 @@ class _Recorded:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: CudaRecording,
         static: Sequence[Any],
         recorded_inputs: Sequence[Any],
         updated: Sequence[bool],

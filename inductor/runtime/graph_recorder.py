@@ -7,7 +7,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,37 +17,13 @@ from weft.errors import ReplayFailed
 log = logging.getLogger(__name__)
 
 
-class Recording(Protocol):
-    """A recorded function.
+class CudaRecording:
+    """A CUDA graph with the results of the function that it recorded.
 
     Attributes:
         results: the values that the function returned; each replay writes the tensors among them again.
         alone: whether no other recording writes to the memory of the results.
     """
-
-    results: list[Any]
-    alone: bool
-
-    def replay(self) -> None:
-        """Run the recorded work, on the tensors that it was recorded with. Raises ReplayFailed."""
-
-
-class GraphRecorder(Protocol):
-    """Records the work that a function launches on a device."""
-
-    def make_room(self) -> None:
-        """Return cached device memory, before the static inputs of a recording are allocated."""
-
-    def record(self, run: Callable[[], list[Any]]) -> Recording:
-        """Record the work of ``run`` without executing it. Raises every error of ``run`` and of the recording."""
-
-    @property
-    def era(self) -> int:
-        """Number that grows when earlier recordings become invalid; those must not be replayed."""
-
-
-class CudaRecording:
-    """A CUDA graph with the results of the function that it recorded, see :class:`Recording`."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, results: list[Any], alone: bool) -> None:
         self._graph = graph
@@ -55,7 +31,8 @@ class CudaRecording:
         self.alone = alone
 
     def replay(self) -> None:
-        """Launch the graph on the current stream. Raises ReplayFailed if CUDA returns an error."""
+        """Run the recorded work on the current stream, on the tensors that it was recorded with. Raises ReplayFailed if
+        CUDA returns an error."""
         try:
             self._graph.replay()
         except RuntimeError as error:
@@ -70,7 +47,7 @@ class CudaRecorder:
     memory that it uses for intermediate values.
 
     Attributes:
-        era: see :attr:`GraphRecorder.era`.
+        era: number that grows when earlier recordings become invalid; those must not be replayed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,8 +57,8 @@ class CudaRecorder:
         self._failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory still points to them
 
     def make_room(self) -> None:
-        """Empty torch's cache. A static input allocated in a part of a cached segment would keep the whole segment from
-        being returned, while the recording needs that memory for its own pool."""
+        """Empty torch's cache, before the static inputs of a recording are allocated: one in a part of a cached segment
+        would keep the whole segment from being returned, while the recording needs that memory for its own pool."""
         torch.cuda.empty_cache()
 
     def record(self, run: Callable[[], list[Any]]) -> CudaRecording:

@@ -18,7 +18,7 @@ from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.runtime.aten import AtenProgram, compile_aten
 from weft.inductor.runtime.cuda_graph import GraphedProgram
 from weft.inductor.runtime.cudagraph_partition import Partition, partition_step, result_name
-from weft.inductor.runtime.graph_recorder import GraphRecorder, recorder_of
+from weft.inductor.runtime.graph_recorder import CudaRecorder, recorder_of
 from weft.inductor.runtime.verify import verify_partitions
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 def compile_recorded(
     step: StepGraph,
-    recorder: GraphRecorder | None = None,
+    recorder: CudaRecorder | None = None,
     device: torch.device | None = None,
     runner: PassRunner | None = None,
 ) -> Program:
@@ -76,7 +76,7 @@ class PiecewiseProgram:
         self,
         step: StepGraph,
         partitions: Sequence[Partition],
-        recorder: GraphRecorder,
+        recorder: CudaRecorder,
         device: torch.device | None = None,
         runner: PassRunner | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class PiecewiseProgram:
 
 
 def _program(
-    partition: Partition, recorder: GraphRecorder, device: torch.device | None, runner: PassRunner
+    partition: Partition, recorder: CudaRecorder, device: torch.device | None, runner: PassRunner
 ) -> AtenProgram | GraphedProgram:
     if partition.why_not is not None:
         return compile_aten(runner.run("program", partition.step, [stage_host_copies]), device=device)

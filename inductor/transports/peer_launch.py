@@ -256,13 +256,11 @@ class _Push(_KernelCollective, transport="push"):
 
     def _transport(self, inputs: Tensors, outputs: Tensors) -> PeerKernel:
         return PushGather(
-            world=self.call.world,
-            sizes=tuple(val.numel() for val in inputs),
+            **_common(self.call, inputs),
             entry_barrier=False,
             exit_barrier=False,
             source=inputs[0].dtype,
             wire=outputs[0].dtype,
-            **_programs(self.call),
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
@@ -299,15 +297,13 @@ class _Pull(_KernelCollective, transport="pull"):
 
     def _transport(self, inputs: Tensors, outputs: Tensors) -> PeerKernel:
         return self._reduce_scatter.kernel(
-            world=self.call.world,
-            sizes=tuple(val.numel() for val in outputs),
+            **_common(self.call, outputs),
             entry_barrier=False,
             exit_barrier=False,
             wire=inputs[0].dtype,
             result=outputs[0].dtype,
             reduction=_reduction(self.call),
             squares=self._reduce_scatter.squares,
-            **_programs(self.call),
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
@@ -411,14 +407,12 @@ class _OneShot(_KernelCollective, transport="one_shot"):
 
     def _transport(self, inputs: Tensors, outputs: Tensors) -> PeerKernel:
         return OneShotAllReduce(
-            world=self.call.world,
-            sizes=tuple(val.numel() for val in inputs),
+            **_common(self.call, inputs),
             exit_barrier=False,
             wire=inputs[0].dtype,
             source=inputs[0].dtype,
             result=outputs[0].dtype,
             reduction=_reduction(self.call),
-            **_programs(self.call),
         )
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
@@ -429,14 +423,8 @@ class _TwoShot(_KernelCollective, transport="two_shot"):
     """As :class:`_OneShot`, but the kernel also has a barrier at its end: peers write parts of this rank's results."""
 
     def _transport(self, inputs: Tensors, outputs: Tensors) -> PeerKernel:
-        return TwoShotAllReduce(
-            world=self.call.world,
-            sizes=tuple(val.numel() for val in inputs),
-            wire=inputs[0].dtype,
-            source=inputs[0].dtype,
-            reduction=_reduction(self.call),
-            **_programs(self.call),
-        )
+        dtype, reduction = inputs[0].dtype, _reduction(self.call)
+        return TwoShotAllReduce(**_common(self.call, inputs), wire=dtype, source=dtype, reduction=reduction)
 
     def _rows(self, inputs: list[int], results: list[int]) -> list[list[int]]:
         return self.transport.rows(inputs, self.call.offsets)
@@ -571,8 +559,10 @@ def _arenas(buffer: SymmetricBuffer) -> list[int]:
     return [buffer.view(0, (1,), torch.uint8, rank).data_ptr() for rank in range(buffer.peers.world)]
 
 
-def _programs(call: PeerCall) -> dict[str, Any]:
-    return {"programs": call.programs} if call.programs else {}
+def _common(call: PeerCall, members: Tensors) -> dict[str, Any]:
+    """What every kernel takes of a call; a kernel has a number of programs of its own."""
+    programs = {"programs": call.programs} if call.programs else {}
+    return {"world": call.world, "sizes": tuple(val.numel() for val in members), **programs}
 
 
 def _reduction(call: PeerCall) -> RankReduction:

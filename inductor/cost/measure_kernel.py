@@ -8,6 +8,7 @@ import torch
 
 from weft.errors import NotOnGpu
 from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.cost.measure_gpu import elapsed
 from weft.inductor.graph.repro import known
 from weft.inductor.runtime.kernels import CompiledKernel
 
@@ -38,13 +39,7 @@ def microseconds(node: torch.fx.Node) -> float:
             for _ in range(_LAUNCHES):
                 call(*arguments)
         launches.replay()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(_REPLAYS):
-            launches.replay()
-        end.record()
-        end.synchronize()
-    return start.elapsed_time(end) * 1e3 / (_REPLAYS * _LAUNCHES)
+    return elapsed(launches.replay, call.device, _REPLAYS) * 1e6 / (_REPLAYS * _LAUNCHES)
 
 
 def _scratch(argument: Any) -> Any:
