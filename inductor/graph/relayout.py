@@ -86,7 +86,7 @@ class Relayout:
         """``source`` in a memory format, right behind it; made once."""
         key = source, memory_format
         if key not in self._copies:
-            with self.graph.inserting_after(_behind(source)):
+            with self.graph.inserting_after(behind(source)):
                 copy = self.graph.call_function(aten.clone.default, (source,), {"memory_format": memory_format})
             copy.meta = meta_of(source, val=None)
             copy.meta["val"] = infer(copy)
@@ -94,7 +94,7 @@ class Relayout:
         return self._copies[key]
 
 
-def _behind(node: Node) -> Node:
+def behind(node: Node) -> Node:
     """Where a copy of ``node`` may stand: behind it, and behind all inputs of the step."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next

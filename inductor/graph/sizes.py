@@ -36,7 +36,8 @@ def _numbers_in(val: Any) -> Iterator[Any]:
         for item in val:
             yield from _numbers_in(item)
     elif isinstance(val, torch.Tensor):
-        yield from (n for n in (*val.shape, *val.stride(), val.storage_offset()) if type(n) is not int)
+        strided = (*val.stride(), val.storage_offset()) if val.layout is torch.strided else ()
+        yield from (n for n in (*val.shape, *strided) if type(n) is not int)
     elif isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         yield val
 

@@ -8,7 +8,7 @@ import torch
 
 from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import Position
-from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.elementwise import load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, call, constant
 from weft.inductor.lowering.registry import Lowering, Node, register_lowering
 
@@ -20,21 +20,14 @@ _ROUNDS = {torch.bfloat16: "round_bfloat16", torch.float16: "round_float16"}
 
 
 @register_lowering(aten._to_copy.default, aten.clone.default)
-def _copy(out: Lowering, node: Node) -> bool:
+def _copy(out: Lowering, node: Node) -> None:
     # A change of layout alone (`clone(memory_format=...)`) is a copy too: result and source have their own strides.
-    source = node.args[0]
-    if not has_distinct_elements(out):
-        return False
-    store_result(out, cast(out, source))
-    return True
+    store_result(out, cast(out, node.args[0]))
 
 
 @register_lowering(aten.copy.default)
-def _copy_from(out: Lowering, node: Node) -> bool:
-    if not has_distinct_elements(out):
-        return False
+def _copy_from(out: Lowering, node: Node) -> None:
     store_result(out, cast(out, node.args[1]))
-    return True
 
 
 def cast(out: Lowering, source: Any) -> Expression:
@@ -72,23 +65,18 @@ def _ones(out: Lowering, node: Node) -> bool:
 
 
 def _filled(out: Lowering, number: Any) -> bool:
-    if isinstance(number, complex) or not has_distinct_elements(out):
+    if isinstance(number, complex):
         return False
     dtype = out.fake().dtype
     # A number known at compile time is rounded by torch now; a number of the step is rounded by the store.
-    if isinstance(number, (bool, int, float)):
-        store_result(out, constant(number, dtype))
-    else:
-        store_result(out, load_operand(out, number, dtype))
+    known = isinstance(number, (bool, int, float))
+    store_result(out, constant(number, dtype) if known else load_operand(out, number, dtype))
     return True
 
 
 @register_lowering(aten.fill.Tensor)
-def _fill_tensor(out: Lowering, node: Node) -> bool:
-    if not has_distinct_elements(out):
-        return False
+def _fill_tensor(out: Lowering, node: Node) -> None:
     store_result(out, load_operand(out, node.args[1], out.fake().dtype))
-    return True
 
 
 @register_lowering(aten.arange.default, aten.arange.start, aten.arange.start_step)

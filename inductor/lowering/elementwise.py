@@ -64,7 +64,7 @@ def _lowering(
         # Operands only: torch does not let options such as `alpha` take part in type promotion.
         numbers = [tensors[name] for name in operands if name not in masks and tensors[name] is not None]
         # Also an option (`alpha`) may be complex, with real tensors.
-        if any(isinstance(number, complex) for number in args.values()) or not has_distinct_elements(out):
+        if any(isinstance(number, complex) for number in args.values()):
             return False
         dtype = torch.bool if as_bools else promoted(*numbers)
         if promote_to_float and not dtype.is_floating_point:
@@ -114,16 +114,6 @@ def _concrete(value: Any) -> Any:
     if isinstance(value, torch.SymInt):
         return 1
     return 1.0 if isinstance(value, torch.SymFloat) else value
-
-
-def has_distinct_elements(out: Lowering, result: int = 0) -> bool:
-    """Whether no two elements of a result share memory, so that each is stored once.
-
-    A stride that only the data decides is a product of sizes, and 0 only where there is no element.
-    """
-    # Along an axis of stride 0, programs would store different values in one element, in no order.
-    operand = out.result(result)
-    return all(stride != 0 or size == 1 for size, stride in zip(operand.sizes, operand.strides, strict=True))
 
 
 def store_result(out: Lowering, value: Expression, result: int = 0) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from weft.inductor.loop_ir.ir import Call, Const, Value
+from weft.inductor.loop_ir.axes import integer
+from weft.inductor.loop_ir.ir import Call, Const, Int, Value
 from weft.inductor.lowering.registry import convert, number
 
 # Everything else has the dtype of its operands, which :func:`call` has made equal.
@@ -151,6 +152,11 @@ def where(condition: Expression, yes: Any, no: Any) -> Expression:
 def logical_and(a: Expression, b: Expression) -> Expression:
     """The conjunction of two booleans."""
     return call("and", a, b)
+
+
+def within(position: Expression, size: Int) -> Expression:
+    """Whether a position is in ``range(size)``."""
+    return logical_and(position >= 0, position < Expression(integer(size)))
 
 
 def number_of(arg: Any, dtype: torch.dtype) -> Value:

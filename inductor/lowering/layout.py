@@ -7,6 +7,7 @@ needs one launch for all. Everything else is a load at another index, masked whe
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,8 @@ import torch
 from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer
 from weft.inductor.loop_ir.ir import Index, Int, Position
-from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
-from weft.inductor.lowering.expressions import Expression, constant, logical_and, where
+from weft.inductor.lowering.elementwise import load_operand, store_result
+from weft.inductor.lowering.expressions import Expression, constant, logical_and, where, within
 from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ def _cat(out: Lowering, node: Node) -> bool:
     dim = dim % len(target.sizes)
     # Torch still lets a 1-d empty tensor be concatenated with anything.
     parts = [t for t in tensors if len(out.operand(t).sizes) == len(target.sizes) and out.operand(t).sizes[dim] != 0]
-    if not has_distinct_elements(out) or any(size == 0 for size in target.sizes):
+    if any(size == 0 for size in target.sizes):
         return False
     # Boundaries must be known: the selection compares positions with them, and code generation splits rows there
     # (`codegen/mask_splitting.py`).
@@ -80,21 +81,12 @@ def _select_part(out: Lowering, parts: Sequence[Any], dim: int) -> None:
     store_result(out, joined)
 
 
-def _inside(pairs: Sequence[tuple[Expression, Int]]) -> Expression | None:
-    """Whether positions lie in ``range(size)``, for each (position, size)."""
-    inside: Expression | None = None
-    for position, size in pairs:
-        here = logical_and(position >= 0, position < Expression(integer(size)))
-        inside = here if inside is None else logical_and(inside, here)
-    return inside
-
-
 @register_lowering(aten.constant_pad_nd.default)
 def _pad(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     source, pads = out.operand(args["self"]), list(args["pad"])
     known = all(isinstance(pad, int) for pad in pads) and not isinstance(args["value"], torch.fx.Node)
-    if not known or not has_distinct_elements(out):
+    if not known:
         return False
     # `pad` lists pairs from the last dimension on, before and after.
     rank, shifts, guards = len(source.sizes), {}, []
@@ -103,12 +95,12 @@ def _pad(out: Lowering, node: Node) -> bool:
         shifts[axis] = -before
         # Negative padding crops: a position is then inside by itself, and needs no mask.
         if before > 0 or after > 0:
-            guards.append((Expression(Position(axis)) - before, source.sizes[axis]))
+            guards.append(within(Expression(Position(axis)) - before, source.sizes[axis]))
     index = _at(source, range(rank), shifts)
-    mask = _inside(guards)
-    if mask is None:
+    if not guards:
         store_result(out, Expression(source.load(index)))
     else:
+        mask = functools.reduce(logical_and, guards)
         # The padding value is selected, instead of being the load's `other`: as a constant it is rounded to the dtype
         # first.
         load = Expression(source.load(index, mask.value, 0))
@@ -138,7 +130,7 @@ def _slice_scatter(out: Lowering, node: Node) -> bool:
     dim = args["dim"] % len(base.sizes)
     start = _bounded(args["start"], base.sizes[dim])
     # With steps, an element would be inside by the remainder of its position; too rare.
-    if start is None or args["step"] != 1 or not has_distinct_elements(out):
+    if start is None or args["step"] != 1:
         return False
     position = Expression(Position(dim))
     inside = logical_and(position >= start, position < Expression(integer(start + part.sizes[dim])))
@@ -152,7 +144,7 @@ def _select_scatter(out: Lowering, node: Node) -> bool:
     base, part = out.operand(args["self"]), out.operand(args["src"])
     dim = args["dim"] % len(base.sizes)
     at = args["index"]
-    if not isinstance(at, int) or not isinstance(base.sizes[dim], int) or not has_distinct_elements(out):
+    if not isinstance(at, int) or not isinstance(base.sizes[dim], int):
         return False
     # Python's remainder makes a negative index count from the end.
     inside = Expression(Position(dim)) == at % base.sizes[dim]
@@ -193,7 +185,7 @@ def _at(operand: Operand, axes: Sequence[int], shifts: dict[int, Int]) -> Index:
 def _triangle(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     rank, diagonal = len(out.result().sizes), args["diagonal"]
-    if not isinstance(diagonal, int) or not has_distinct_elements(out):
+    if not isinstance(diagonal, int):
         return False
     row, column = Expression(Position(rank - 2)), Expression(Position(rank - 1))
     kept = column - row <= diagonal if node.target is aten.tril.default else column - row >= diagonal

@@ -17,8 +17,8 @@ import torch
 from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer
 from weft.inductor.loop_ir.ir import Index, Int, Position, Store, register_dtype
-from weft.inductor.lowering.elementwise import has_distinct_elements, store_result
-from weft.inductor.lowering.expressions import Expression, call, logical_and, where
+from weft.inductor.lowering.elementwise import store_result
+from weft.inductor.lowering.expressions import Expression, call, logical_and, where, within
 from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 
 aten = torch.ops.aten
@@ -72,10 +72,6 @@ def _pair(numbers: Any) -> tuple[int, int]:
     return listed[0], listed[-1]
 
 
-def _inside(position: Expression, length: Int) -> Expression:
-    return logical_and(position >= 0, position < Expression(integer(length)))
-
-
 def _taps(x: Operand, windows: list[_Window], outside: float) -> Iterator[tuple[Expression, Expression]]:
     """Each element of the window at every point of the result (``outside`` in the padding), and its position in the
     plane."""
@@ -91,7 +87,7 @@ def _taps(x: Operand, windows: list[_Window], outside: float) -> Iterator[tuple[
             shift = (i - h.padding) * x.strides[-2] + (j - w.padding) * x.strides[-1]
             # Without padding every tap is inside (`ceil_mode` is excluded), so no mask and no comparison is made.
             padded = h.padding or w.padding
-            mask = logical_and(_inside(row, h.length), _inside(column, w.length)).value if padded else None
+            mask = logical_and(within(row, h.length), within(column, w.length)).value if padded else None
             load = x.load(Index(strides, index.offset + shift), mask, outside)
             # Flat in the plane, as torch's indices of max pooling are.
             yield Expression(load), row * Expression(integer(w.length)) + column
@@ -111,7 +107,7 @@ def _covering_windows(windows: list[_Window], rank: int) -> Iterator[tuple[Expre
                 positions.append(at)
                 # With a stride above the size some elements are in no window; at the borders some windows do not
                 # exist.
-                covered.append(logical_and(_inside(at, window.count), offset < window.size))
+                covered.append(logical_and(within(at, window.count), offset < window.size))
             yield positions[0], positions[1], logical_and(*covered)
 
 
@@ -129,7 +125,7 @@ def _max_pool(out: Lowering, node: Node) -> bool:
     x, result = out.operand(args["self"]), out.result()
     windows = _windows(args, x, result)
     # A dimension of size 1 has no stride in the operand's index, so its windows could not step.
-    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not has_distinct_elements(out):
+    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:]:
         return False
     h, w = (window.start(axis) for axis, window in enumerate(windows, len(x.sizes) - 2))
     width = Expression(integer(windows[1].length))
@@ -152,7 +148,7 @@ def _max_pool_backward(out: Lowering, node: Node) -> bool:
     grad, positions = out.operand(args["grad_output"]), out.operand(args["indices"])
     sizes = out.result().sizes
     windows = _windows(args, out.result(), grad)
-    if windows is None or not has_distinct_elements(out):
+    if windows is None:
         return False
     rank = len(sizes)
     # The gradient asks each window for the position that its forward stored; the input is not needed.
@@ -187,7 +183,7 @@ def _avg_pool(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     x, result = out.operand(args["self"]), out.result()
     windows = _windows(args, x, result)
-    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:] or not has_distinct_elements(out):
+    if windows is None or not x.dtype.is_floating_point or 1 in x.sizes[-2:]:
         return False
     rank, dtype = len(x.sizes), register_dtype(x.dtype)
     # In the order of the window, row by row: as ATen's loop adds.
@@ -202,7 +198,7 @@ def _avg_pool_backward(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     grad = out.operand(args["grad_output"])
     windows = _windows(args, out.result(), grad)
-    if windows is None or not has_distinct_elements(out):
+    if windows is None:
         return False
     dtype = register_dtype(grad.dtype)
     parts = []

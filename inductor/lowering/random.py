@@ -12,7 +12,7 @@ import torch
 from weft.capture.record.functional_ops import written_arguments
 from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import Call
-from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.elementwise import load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, where
 from weft.inductor.lowering.reductions import linear
 from weft.inductor.lowering.registry import Lowering, Node, register_lowering
@@ -58,7 +58,7 @@ def _dropout(out: Lowering, node: Node) -> bool:
 @register_lowering(aten.bernoulli.p, _functional(aten.bernoulli_.float))
 def _bernoulli(out: Lowering, node: Node) -> bool:
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    if not isinstance(p, (int, float)) or _own_generator(node) or not has_distinct_elements(out):
+    if not isinstance(p, (int, float)) or _own_generator(node):
         return False
     # `rand` is below 1, so p = 1 gives ones only, and never below 0, so p = 0 gives zeros only.
     store_result(out, random_values(out, "rand") < p)
@@ -70,7 +70,7 @@ def _standard(out: Lowering, node: Node) -> bool:
     # A half rounds numbers just below 1 up to 1, and a double has more digits than are drawn.
     # Normal numbers of halves are left to ATen here with them.
     kind = "randn" if "randn" in str(node.target) else "rand"
-    if out.fake().dtype != torch.float32 or _own_generator(node) or not has_distinct_elements(out):
+    if out.fake().dtype != torch.float32 or _own_generator(node):
         return False
     store_result(out, random_values(out, kind))
     return True
@@ -80,7 +80,7 @@ def _standard(out: Lowering, node: Node) -> bool:
 def _uniform(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     low, high = args["from"], args["to"]
-    if out.fake().dtype != torch.float32 or _own_generator(node) or not has_distinct_elements(out):
+    if out.fake().dtype != torch.float32 or _own_generator(node):
         return False
     if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
         return False
@@ -93,7 +93,7 @@ def _normal(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     mean, std = args["mean"], args["std"]
     # A half may be rounded from float32 here: a normal distribution has no bound that rounding could reach.
-    if out.fake().dtype == torch.float64 or _own_generator(node) or not has_distinct_elements(out):
+    if out.fake().dtype == torch.float64 or _own_generator(node):
         return False
     if not isinstance(mean, (int, float)) or not isinstance(std, (int, float)):
         return False

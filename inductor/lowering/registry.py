@@ -16,6 +16,7 @@ import torch
 
 from weft import torch_adapter
 from weft.inductor.graph.aliasing import is_lazy
+from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.loop_ir.ir import (
     Buffer,
     Call,
@@ -229,17 +230,24 @@ class Lowering:
 
     def takes_operands(self) -> bool:
         """Whether every operand and result is strided, has elements, is on one device and has a dtype that kernels
-        support."""
-        val = self.node.meta["val"]
-        tensors = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if isinstance(v, torch.Tensor)]
-        tensors += [n.meta["val"] for n in self.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        support, and no two elements of a result share memory."""
+        results = tensors_of(self.node)
+        operands = [n.meta["val"] for n in self.node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        tensors = results + operands
         # No elements: nothing to launch, while shapes still follow eager's rules, so ATen does it. Several devices: a
         # kernel cannot read a tensor on the host, as ATen does with a 0-dim one.
         if any(t.device != tensors[0].device or any(type(n) is int and n == 0 for n in t.shape) for t in tensors):
             return False
         # A lazy conjugate or negative has the memory of another value (`aliasing.is_lazy`): a load of it would be
         # wrong.
-        return all(t.dtype in _LOWERED_DTYPES and t.layout is torch.strided and not is_lazy(t) for t in tensors)
+        plain = all(t.dtype in _LOWERED_DTYPES and t.layout is torch.strided and not is_lazy(t) for t in tensors)
+        return plain and all(map(_has_distinct_elements, results))
+
+
+def _has_distinct_elements(val: torch.Tensor) -> bool:
+    # Along an axis of stride 0, programs would store different values in one element, in no order. A stride that only
+    # the data decides is a product of sizes, and 0 only where there is no element.
+    return all(size_of(s) != 0 or size_of(n) == 1 for n, s in zip(val.shape, val.stride(), strict=True))
 
 
 def size_of(value: Any) -> Int:

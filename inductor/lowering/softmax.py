@@ -13,7 +13,7 @@ import torch
 
 from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.ir import Index, Position, Reduce, Store, register_dtype
-from weft.inductor.lowering.elementwise import has_distinct_elements, load_operand, store_result
+from weft.inductor.lowering.elementwise import load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, call, constant, logical_and, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, register_lowering
 from weft.inductor.lowering.split import StagedReduction
@@ -32,7 +32,7 @@ def _softmax_operand(out: Lowering, node: Node) -> tuple[Expression, int] | None
     assert isinstance(source, Node)
     assert isinstance(dim, int)
     # A 0-dim softmax is 1; integers raise in eager. Both are too rare for loops.
-    if not fake.shape or not has_distinct_elements(out) or not source.meta["val"].is_floating_point():
+    if not fake.shape or not source.meta["val"].is_floating_point():
         return None
     # In the result's type, which `half_to_float` makes float32.
     return load_operand(out, source, fake.dtype), dim % len(fake.shape)
@@ -97,7 +97,7 @@ def _backward(out: Lowering, node: Node) -> tuple[Expression, Expression, int] |
     assert isinstance(result, Node)
     assert isinstance(dim, int)
     fake = out.fake()
-    if not fake.shape or not has_distinct_elements(out):
+    if not fake.shape:
         return None
     # The type of the forward's result, which the gradient has as well.
     dtype = result.meta["val"].dtype
@@ -172,7 +172,7 @@ def _summed(
 def _nll_loss_backward(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     sizes, reduction = out.result().sizes, args["reduction"]
-    if len(sizes) != 2 or not has_distinct_elements(out):
+    if len(sizes) != 2:
         return False
     wide = register_dtype(out.fake().dtype)
     label, is_counted, weight = _labels_and_weights(out, args["target"], args["weight"], args["ignore_index"], wide)

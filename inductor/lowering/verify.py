@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import sympy
 import torch
 
-from weft import torch_adapter
 from weft.capture.user_code import format_frame
 from weft.errors import MalformedNest
 from weft.inductor.graph.faults import Guard, unguarded
+from weft.inductor.graph.sizes import symbols_of
 from weft.inductor.loop_ir.bounds import extent, is_negative
 from weft.inductor.loop_ir.ir import Buffer, Int, Nest, Store
 from weft.inductor.loop_ir.verify import listing, overlap, points_stored, verify_nest
@@ -41,19 +40,6 @@ def verify_lowered(lowered: Lowered, items: Sequence[NestItem | Extern], stage: 
     _StepVerifier(lowered, stage).run(items, guard)
 
 
-def known_symbols(lowered: Lowered) -> frozenset[sympy.Symbol]:
-    """The symbols that inputs, sizes that the data decides, and numbers of a step stand for."""
-    found: set[sympy.Symbol] = set()
-    for node in lowered.step.graph.nodes:
-        # Sizes of results too: what the data decides (`nonzero`) defines a symbol where the result appears.
-        for val in _leaves(node.meta.get("val")):
-            numbers = (*val.shape, *val.stride()) if _is_strided(val) else (val,)
-            for number in numbers:
-                if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                    found |= torch_adapter.expression(number).free_symbols
-    return frozenset(found)
-
-
 def origin(nodes: Sequence[Node]) -> str:
     """The operations and the user's line that a nest comes from."""
     # The last node first: a fused nest is named after what it stores, and inlined operations come before.
@@ -63,18 +49,11 @@ def origin(nodes: Sequence[Node]) -> str:
     return f"{names}, {format_frame(frame)}" if frame is not None else names
 
 
-def _leaves(val: Any) -> list[Any]:
-    return [leaf for item in val for leaf in _leaves(item)] if isinstance(val, (list, tuple)) else [val]
-
-
-def _is_strided(val: Any) -> bool:
-    return isinstance(val, torch.Tensor) and val.layout is torch.strided
-
-
 class _StepVerifier:
     def __init__(self, lowered: Lowered, stage: str) -> None:
         self.lowered, self.stage = lowered, stage
-        self.symbols = known_symbols(lowered)
+        # Of results too: what the data decides (`nonzero`) defines a symbol where the result appears.
+        self.symbols = symbols_of(node.meta.get("val") for node in lowered.step.graph.nodes)
         # Inputs are whole from the start. `whole` only grows: a functional step never invalidates a buffer.
         self.whole = {node.name for node in lowered.step.placeholders} | {SEEDS}
         # Buffers that were read: storing to one of them later would change what an earlier reader should have seen.

@@ -21,7 +21,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective
 from weft.capture.node_meta import meta_of
 from weft.inductor.graph.pass_runner import changes_bits
-from weft.inductor.graph.relayout import Relayout
+from weft.inductor.graph.relayout import Relayout, behind
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -116,7 +116,4 @@ def _reads_any_layout(node: Node) -> bool:
 
 def _last(args: Sequence[Any], source: Node) -> Node:
     """The node after which a call of ``args`` is inserted; the last placeholder where the first is a placeholder."""
-    node = next((arg for arg in args if isinstance(arg, Node)), source)
-    while node.op == "placeholder" and node.next.op == "placeholder":
-        node = node.next
-    return node
+    return behind(next((arg for arg in args if isinstance(arg, Node)), source))
