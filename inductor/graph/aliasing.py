@@ -17,6 +17,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.node_kinds import WAIT, is_wait
 from weft.capture.record.functional_ops import WrittenArguments, written_arguments
+from weft.inductor.graph.operations import argument_at
 from weft.inductor.graph.sizes import tensors_in
 from weft.torch_adapter import OpOverload
 
@@ -156,13 +157,9 @@ def sources(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def _aliased_arguments(node: torch.fx.Node, target: OpOverload) -> list[torch.fx.Node]:
-    found = []
-    for at, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None:
-            value = node.args[at] if at < len(node.args) else node.kwargs.get(argument.name)
-            found += [
-                v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, torch.fx.Node)
-            ]
+    aliased = [(at, argument.name) for at, argument in enumerate(target._schema.arguments) if argument.alias_info]
+    found: list[torch.fx.Node] = []
+    torch.fx.node.map_arg([argument_at(node, *place) for place in aliased], found.append)
     return found
 
 

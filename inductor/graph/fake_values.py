@@ -19,6 +19,7 @@ from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import group_of, is_wait
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
 from weft.inductor.graph.aliasing import effects_of, looks_into
+from weft.inductor.graph.operations import argument_at
 from weft.inductor.graph.sizes import layout_text, tensors_in, tensors_of
 from weft.torch_adapter import OpOverload
 
@@ -200,8 +201,7 @@ def _written_operand(node: Node) -> Any:
     what = effects_of(inplace) if inplace is not None else None
     if what is None or what.fresh or len(what.writes) != 1:
         return None
-    at, name = what.writes[0]
-    return node.args[at] if at < len(node.args) else node.kwargs.get(name)
+    return argument_at(node, *what.writes[0])
 
 
 def _alias_of(operand: Node, val: Any) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from weft.capture.node_meta import source_line
 from weft.capture.sizes_in_bytes import format_bytes
 from weft.inductor.graph.aliasing import effects_of, looks_into
 from weft.inductor.graph.live_range import BLOCK, LiveInterval, bytes_over_time
-from weft.inductor.graph.operations import op_name
+from weft.inductor.graph.operations import argument_at, op_name
 from weft.inductor.graph.sizes import tensors_in
 from weft.torch_adapter import OpOverload
 
@@ -210,7 +210,7 @@ def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if "inplace" in node.meta:
         what = effects_of(node.meta["inplace"])
         assert what is not None
-        written = [node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in what.writes]
+        written = [argument_at(node, at, name) for at, name in what.writes]
         results = val if isinstance(val, (list, tuple)) and what.fresh + len(what.writes) > 1 else [val]
         pairs = zip(_tensors(torch.fx.node.map_arg(written, _val)), _tensors(results[what.fresh :]), strict=False)
     elif node.target is operator.getitem:

@@ -12,6 +12,11 @@ def op_name(node: torch.fx.Node) -> str:
     return getattr(getattr(node.target, "_schema", None), "name", "")
 
 
+def argument_at(node: torch.fx.Node, position: int, name: str) -> Any:
+    """An argument of a call, given by its position or by its name; None where it is not given."""
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
 def arguments(node: torch.fx.Node) -> dict[str, Any]:
     """The arguments of a call of an operation by name, defaults included."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]

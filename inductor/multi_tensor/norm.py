@@ -16,7 +16,6 @@ from weft.inductor.graph.serializable import serializable
 from weft.inductor.multi_tensor.chunked_kernel import Column
 from weft.inductor.multi_tensor.launch_plan import (
     BLOCK,
-    Argument,
     CallArgument,
     CallResult,
     ConstantTable,
@@ -107,7 +106,7 @@ class NormOfSquares(MultiTensor):
         ]
         signature = {"sums": "*i64", "counts": "*i32", "norms": pointer_type(self.dtype)}
         places = (PointerTable("sums"), ConstantTable("counts"), CallResult(0, 0))
-        _add_small(plan, "norms_of_squares", signature, places, lines, len(squares) + none)
+        add_launch(plan, "norms_of_squares", lines, signature, places, len(squares) + none, {"BLOCK": BLOCK})
         return plan
 
 
@@ -146,7 +145,7 @@ def _add_norms(plan: LaunchPlan, list_: int, fakes: Sequence[Any], order: float,
         ]
         signature = {"ranges": "*i32", "partials": "*fp32", "norms": pointer_type(result)}
         places = (ConstantTable(table), Scratch(partials), CallResult(0, 0))
-        _add_small(plan, "norms_of_partials", signature, places, lines, len(tensors))
+        add_launch(plan, "norms_of_partials", lines, signature, places, len(tensors), {"BLOCK": BLOCK})
 
 
 def _added() -> list[str]:
@@ -162,9 +161,3 @@ def _added() -> list[str]:
 def _end(order: float, result: torch.dtype) -> str:
     # The only rounding to the result's dtype; the sum and its root are float32.
     return f"({_ENDS[order].format('tl.sum(total, 0)')}).to({dtype_name(result)})"
-
-
-def _add_small(
-    plan: LaunchPlan, name: str, signature: dict[str, str], places: tuple[Argument, ...], lines: list[str], grid: int
-) -> None:
-    add_launch(plan, name, lines, signature, places, grid, {"BLOCK": BLOCK})

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective
-from weft.capture.node_meta import meta_of
+from weft.inductor.graph.emitter import emitter
 from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.graph.relayout import Relayout, behind
 from weft.torch_adapter import OpOverload
@@ -47,7 +46,6 @@ def pad_matmuls(step: StepGraph) -> StepGraph:
 class _Padder:
     def __init__(self, step: StepGraph) -> None:
         self.graph = step.graph
-        self.mode = torch_adapter.fake_mode_of(step.graph)
         self.layouts = Relayout(step.graph, _reads_any_layout)
         self.padded: dict[tuple[Node, int, int], Node] = {}
 
@@ -93,20 +91,12 @@ class _Padder:
         if key not in self.padded:
             target, *args = call()
             with self.graph.inserting_after(_last(args, source)):
-                self.padded[key] = self._insert(source, target, args)
+                self.padded[key] = emitter(self.graph, source)(target, *args)
         return self.padded[key]
 
     def _call(self, before: Node, target: Any, *args: Any) -> Node:
         with self.graph.inserting_before(before):
-            return self._insert(before, target, args)
-
-    def _insert(self, like: Node, target: Any, args: Sequence[Any]) -> Node:
-        node = self.graph.call_function(target, tuple(args))
-        values = torch.fx.map_arg(tuple(args), lambda source: source.meta["val"])
-        with torch_adapter.below_autograd(), self.mode:
-            val = target(*values)
-        node.meta = meta_of(like, val=val)
-        return node
+            return emitter(self.graph, before)(target, *args)
 
 
 def _reads_any_layout(node: Node) -> bool:

@@ -412,11 +412,6 @@ def _copied(step: StepGraph, node: Node, copies: dict[Node, Node]) -> Node:
     copy.meta = same_meta(node, stage="backward", recomputed=True)
     args: Any = torch.fx.node.map_arg((copy.args, copy.kwargs), lambda used: used.meta["val"])
     # The fake value is computed anew: the copy has memory of its own.
-    with torch_adapter.only_mode(_fake_mode(node.meta["val"])), torch_adapter.below_autograd():
+    with torch_adapter.only_mode(torch_adapter.fake_mode_of(step.graph)), torch_adapter.below_autograd():
         copy.meta["val"] = node.target(*args[0], **args[1])  # type: ignore[operator]
     return copy
-
-
-def _fake_mode(val: Any) -> Any:
-    """Of a fake tensor, or of a list of them."""
-    return _fake_mode(val[0]) if isinstance(val, (list, tuple)) else val.fake_mode

@@ -23,6 +23,7 @@ from weft.capture.agreement.lockstep import CollectiveWork, Lockstep, lockstep
 from weft.capture.node_kinds import WAIT, group_among, is_collective, is_wait
 from weft.gloo import KNOWN_DTYPES
 from weft.inductor.graph.collectives import COLLECTIVES, collective_op
+from weft.inductor.graph.sizes import tensors_of
 from weft.rank_watch import CannotEnd, Point
 from weft.torch_adapter import OpOverload
 
@@ -120,8 +121,7 @@ def interruptible(nodes: Iterable[Node | None]) -> dict[OpOverload, Callable[...
 
 
 def _on_cpu(start: Node) -> bool:
-    val = start.meta["val"]
-    return all(each.device.type == "cpu" for each in (val if isinstance(val, (list, tuple)) else [val]))
+    return all(each.device.type == "cpu" for each in tensors_of(start))
 
 
 def _issuing(op: OpOverload, issue: Callable[..., _Issued] | None) -> Callable[..., Any]:

@@ -38,6 +38,8 @@ from weft.inductor.graph.aliasing import (
     storages,
 )
 from weft.inductor.graph.collectives import in_place_collective
+from weft.inductor.graph.node_order import waits_of
+from weft.inductor.graph.operations import argument_at
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.torch_adapter import OpOverload
 
@@ -189,9 +191,7 @@ class _TensorPlacer:
     def _reads_until(self, node: Node) -> int:
         """Position until which ``node`` reads its operands. A collective reads them until its last wait: a write before
         that would race with the transfer."""
-        if not is_collective(node):
-            return self.at[node]
-        waits = [u for user in node.users for u in ([*user.users] if user.target is operator.getitem else [user])]
+        waits = waits_of(node) if is_collective(node) else []
         return max((self.at[wait] for wait in waits), default=self.at[node])
 
     # ---- values
@@ -275,7 +275,7 @@ class _TensorPlacer:
     def _place_write(self, node: Node, op: OpOverload | InPlace) -> Tree:
         what = effects_of(op)
         assert what is not None
-        operands = {name: self._trees_of(_argument(node, position, name)) for position, name in what.writes}
+        operands = {name: self._trees_of(argument_at(node, position, name)) for position, name in what.writes}
         written = {name: tree for name, tree in operands.items() if not _keeps_gradients(op, name, node)}
         # A memory that the operation would write twice gets clones: the order of the writes is not defined.
         write_counts = Counter(leaf.memory.root for leaf in leaves(list(written.values())) if leaf.memory)
@@ -442,10 +442,6 @@ def writing_form(node: Node) -> OpOverload | InPlace | None:
     op = node.target.op if isinstance(node.target, Functionalized) else node.meta.get("inplace")
     op = op or in_place_collective(node.target)
     return op if op is not None and effects_of(op) is not None else None
-
-
-def _argument(node: Node, position: int, name: str) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
 
 
 def _keeps_gradients(op: OpOverload | InPlace, name: str, node: Node) -> bool:

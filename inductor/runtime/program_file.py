@@ -30,6 +30,7 @@ from weft.inductor.codegen.canonical import symbol
 from weft.inductor.codegen.kernel_call import KernelCall, expression_text
 from weft.inductor.graph.repro import known
 from weft.inductor.graph.serialize import OPERATION_NAMESPACES
+from weft.inductor.lowering.lower import device_kind
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.runtime.memory_plan import new_arena, part, plan_memory
 from weft.inductor.runtime.multi_tensor import Launcher
@@ -371,8 +372,7 @@ def _script(step: StepGraph, groups: dict[str, tuple[int, ...]]) -> str:
 
 
 def _on_gpu(step: StepGraph) -> bool:
-    vals = (node.meta.get("val") for node in step.graph.nodes)
-    return any(isinstance(val, torch.Tensor) and val.is_cuda for val in vals)
+    return device_kind(step.graph.nodes) != "cpu"
 
 
 def _zeros(val: Any) -> str:
