@@ -226,7 +226,9 @@ def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype)
         nest = Nest(tuple(found.sizes), stores)
         # The indices of a gather become positions along the producer's axes.
         terms = load.index.indirect
-        gathered = {axis: AxisExpression((), 0, (_as_position(terms[at][0]),)) for axis, at in found.gathered.items()}
+        gathered = {
+            axis: AxisExpression((), 0, (convert(terms[at][0], torch.int64),)) for axis, at in found.gathered.items()
+        }
         substitution = found.substitution | gathered
         # Positions included: a producer that draws random numbers or counts sees its own position again.
         value = substitute_values([producer.store.value], substitution)[producer.store.value]
@@ -234,11 +236,6 @@ def _substituted(nest: Nest, name: str, producer: _Producer, dtype: torch.dtype)
             value = masked(value, load.mask, load.other)
         # In the buffer's register type, which the load had.
         nest = _replaced(nest, load, convert(value, dtype))
-
-
-def _as_position(value: Value) -> Value:
-    """An indirect index as int64, the dtype of positions."""
-    return convert(value, torch.int64)
 
 
 def _replaced(nest: Nest, load: Load, value: Value) -> Nest:
