@@ -258,12 +258,11 @@ class CompiledStep(Generic[P, R]):
     @garbage_collection_paused()
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> Form:
         """Capture one call, agree with the other ranks, and keep the result at the front of ``entries``."""
-        self.began.clear()  # a call that captures takes seconds, and says nothing of the speed of the others
         with out_of_step():
             return self._capture(args, kwargs, reasons)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], reasons: list[str]) -> Form:
-        self._say_why(reasons)
+        self._begin_capture(reasons)
         dynamic = self._dynamic_dims(args, kwargs)
         captured, guards, event, agreed = self._capture_agreed(args, kwargs, dynamic)
         self._lists.values |= captured.changing.values
@@ -328,8 +327,7 @@ class CompiledStep(Generic[P, R]):
         line: str,
     ) -> tuple[CapturedStep, Guards]:
         """Capture the path of a call that branches on values, after the first branches went by ``outcomes``."""
-        self.began.clear()
-        self._say_why([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
+        self._begin_capture([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
         with out_of_step(), capturing():
             captured = capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes)
             return captured, Guards(captured)
@@ -370,8 +368,7 @@ class CompiledStep(Generic[P, R]):
         except Exception as error:
             if self.dynamic is not None or not dynamic or isinstance(error, MarkedDynamicSpecialised):
                 raise
-            # An operation without a rule for symbolic sizes (an LSTM on CPUs). Where the step itself raises, it does so
-            # again.
+            # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, it does again.
             captured = capture_step(self.step, args, kwargs, dynamic=frozenset(), changing=changing)
             self._fixed.add(self._lists.flatten((args, kwargs))[1])
             log.info("captured with sizes as numbers: %s", str(error).split("\n")[0])
@@ -412,7 +409,8 @@ class CompiledStep(Generic[P, R]):
             if self.fallback == "eager":
                 raise
 
-    def _say_why(self, reasons: list[str]) -> None:
+    def _begin_capture(self, reasons: list[str]) -> None:
+        self.began.clear()  # a call that captures takes seconds, and says nothing of the speed of the others
         if not self.captures:
             self.captures.append("first call")
             return

@@ -110,9 +110,9 @@ def _with_own_names(code: types.CodeType, names: frozenset[str]) -> tuple[types.
     for use in loads:
         if (own := _OWN_NAMES[use.name]) not in known:
             known.append(own)
-        argument, at = known.index(own) << 1, 2 * use.at
+        argument, at = known.index(own) << (use.op == _GLOBAL), 2 * use.at
         # One byte, of an instruction without a prefix.
-        if use.op == _GLOBAL and argument <= 255 and not (at and text[at - 2] == _WIDE):
+        if argument <= 255 and not (at and text[at - 2] == _WIDE):
             text[at + 1] = argument
         else:
             kept |= {use.name}

@@ -301,7 +301,7 @@ class _State:
     def _update_buffers(self) -> None:
         """Broadcast the buffers before the first forward, and after each with gradients that are to be averaged.
 
-        The rule is DistributedDataParallel's. It does not look at the buffers' values: all ranks must broadcast, or none.
+        The rule is DistributedDataParallel's. It does not look at the buffers' values: all ranks broadcast, or none.
         Without buffers nothing is noted either: a guard on it would capture the step again after each evaluation.
         """
         alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

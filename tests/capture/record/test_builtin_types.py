@@ -24,6 +24,11 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--scale", type=float, default=0.5)
     parser.add_argument("--epochs", type=int, default=2)
+
+    class Defaults:
+        scale, kind = 0.5, float
+
+    parser.set_defaults(scale=Defaults.kind(Defaults.scale))
     parsed = parser.parse_args([])
     return parsed if parsed.epochs is not None else argparse.Namespace()
 
