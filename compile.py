@@ -368,7 +368,7 @@ class CompiledStep(Generic[P, R]):
         except Exception as error:
             if self.dynamic is not None or not dynamic or isinstance(error, MarkedDynamicSpecialised):
                 raise
-            # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, it does again.
+            # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, so does this.
             captured = capture_step(self.step, args, kwargs, dynamic=frozenset(), changing=changing)
             self._fixed.add(self._lists.flatten((args, kwargs))[1])
             log.info("captured with sizes as numbers: %s", str(error).split("\n")[0])
