@@ -29,6 +29,7 @@ from weft.shown_values import counted
 
 _NARROW = 80  # columns where no terminal says how many there are
 _LONGEST = 34  # letters of a name in a table
+_LONGEST_OPERATION = 22  # letters of an operation in the short graph: its column is at least 27 wide
 _SMALL = 0.01  # rows with less than this part of the total are added up
 _MOST_OPS = 3  # operations that a row of the short graph names
 _COMPUTE_NOTHING = ("getitem", "wait_tensor")  # named last there
@@ -153,7 +154,7 @@ def graph_section(graph: StepGraph) -> Section:
     rows, parts = [], short_graph(graph)
     for part in parts:
         counts = sorted(part.operations.items(), key=lambda item: (item[0] in _COMPUTE_NOTHING, -item[1]))[:_MOST_OPS]
-        named = [f"{count} {name}" for name, count in counts]
+        named = [f"{count} {shortened(name, _LONGEST_OPERATION)}" for name, count in counts]
         more = sum(part.operations.values()) - sum(count for _, count in counts)
         module = shortened(part.module or "(the step)") + (f" x{part.count}" if part.count > 1 else "")
         named += [f"{more} more"] * (more > 0)

@@ -27,7 +27,7 @@ from weft import knobs
 from weft.capture.step_interface import Role
 from weft.errors import NoGeneratedKernels, NotCapturedYet, NotOnGpu, NotScheduled, UnknownOption, WeftError
 from weft.explain import CollectiveCount, Explanation, HookFired, InputBytes
-from weft.explain_tables import seconds_text
+from weft.explain_tables import seconds_text, short_graph, shortened
 
 
 class CountOperations(TorchDispatchMode):
@@ -310,10 +310,12 @@ def test_the_schedule_that_a_step_would_have_on_a_cluster(tmp_path: Path) -> Non
     assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
 
 
-def sharded_step(world: int, file: Path | None = None) -> tuple[Explanation, Explanation]:
+def sharded_step(
+    world: int, file: Path | None = None, width: int = 6, rank: int = 0
+) -> tuple[Explanation, Explanation]:
     """An explanation of a small FSDP step on CPUs with a memory limit, plain and scheduled; ``file`` gets the step."""
-    with weft.fake_world(world, target_device="cpu"):
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    with weft.fake_world(world, rank=rank, target_device="cpu"):
+        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(5)))
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replicas", "shards"))
         for layer in model:
             weft.fully_shard(layer, mesh=mesh)
@@ -328,7 +330,7 @@ def sharded_step(world: int, file: Path | None = None) -> tuple[Explanation, Exp
             optimizer.zero_grad()
             return loss
 
-        explained = weft.explain(step, torch.zeros(2, 6))
+        explained = weft.explain(step, torch.zeros(2, width))
         if file is not None:
             explained.write(file)
         return explained, explained.scheduled("H200")
@@ -374,8 +376,9 @@ def test_a_written_step_leaves_logging_out_and_says_what_it_needs(tmp_path: Path
 
 
 @pytest.mark.gloo
-def test_a_written_step_that_communicates_runs_under_torchrun(tmp_path: Path) -> None:
-    sharded_step(2, tmp_path / "step.py")
+@pytest.mark.parametrize(("width", "rank"), [(6, 0), (7, 1)])  # with 7, rank 1 has 3 rows of 4
+def test_a_written_step_that_communicates_runs_under_torchrun(tmp_path: Path, width: int, rank: int) -> None:
+    sharded_step(2, tmp_path / "step.py", width, rank)
     assert "torchrun --nproc-per-node 2" in (tmp_path / "step.py").read_text().partition("import")[0]
     alone = subprocess.run([sys.executable, str(tmp_path / "step.py")], capture_output=True, text=True)
     assert alone.stderr.strip().endswith("step.py communicates: run it with torchrun --nproc-per-node 2")
@@ -397,6 +400,25 @@ def test_text_fits_80_columns_and_repeated_layers_have_one_row() -> None:
     assert "limit 45.0 GiB" in str(scheduled)  # that of the compiled step is kept
     assert "<pre" in explained._repr_html_()
     assert "predicted" in str(scheduled.summary())
+
+
+def test_the_table_of_the_graph_breaks_no_name() -> None:
+    """Names of attention's operations are longer than their column, which is as narrow as it gets here."""
+    outer, inner = "a_module_with_a_name_of_forty_letters", "another_with_a_name_of_forty_letters"
+    model = nn.ModuleDict({outer: nn.ModuleDict({inner: nn.Linear(8, 8)})})
+
+    def step(x: Tensor) -> Tensor:
+        heads = model[outer][inner](x).view(1, 2, 2, 4)
+        loss = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        loss.sum().backward()
+        return loss
+
+    explained = weft.explain(step, torch.randn(2, 8))
+    _, head, *rows = str(explained.graph()).splitlines()
+    words = {word for row in rows for word in row[head.index("operations") :].replace(",", "").split()}
+    names = {name for part in short_graph(explained.step_graph) for name in part.operations}
+    assert max(map(len, names)) > 40
+    assert {word for word in words if not word.isdigit()} <= {shortened(name, 22) for name in names} | {"more"}
 
 
 def test_what_is_printed_adds_up_and_reads() -> None:

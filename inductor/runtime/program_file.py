@@ -134,6 +134,22 @@ def into(operation):
     return call
 '''
 
+_UNPAD_SHARD = '''
+
+def unpad_shard(rank_in):
+    """``weft::unpad_shard`` of the rank that wrote this file, which was number ``rank_in[group]`` of each group.
+
+    All ranks run that rank's program, on tensors of its sizes. Where shards are uneven, their own would be shorter.
+    """
+
+    def call(padded, size, group, dtype):
+        rows = padded.shape[0]
+        length = min(max(size - rank_in[group] * rows, 0), rows)
+        return padded[:length].to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+    return call
+'''
+
 
 def program_file(step: StepGraph, planned: bool = False) -> str:
     """The text of the file for ``step``, a graph after the kernel passes.
@@ -149,12 +165,12 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
     plan = plan_memory(step, placement) if planned else None
     source, names, _ = write_program(step, placement, None, plan)
     kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
-    bound = list(_bound(names))
+    groups, run = _groups(step)
+    bound = list(_bound(names, groups))
     needed = ["what works on lists of tensors"] * bool(_lists(names)) + ["its own operations"] * _own_operations(bound)
     needed += ["its own functions"] * any(_importable(value) for value in names.values())
     also = " and triton" * bool(kernels) + (f", and weft for {' and '.join(needed)}" if needed else "")
     where = "on a GPU" if _on_gpu(step) else "on a CPU"
-    groups, run = _groups(step)
     notes = [note for note in (run, *_not_here(names)) if note]
     head = "".join(f"\n\n{_docstring_line(note)}" for note in notes) + "\n" * bool(notes)
     parts = [
@@ -171,7 +187,7 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
         parts.append("\nimport weft.distributed.ops  # torch.ops.weft\n")
     if groups:
         parts.append(_CONNECT)
-    helpers = (_IN_PLACE, _INTO, _LEFT_OUT, _ELSEWHERE)
+    helpers = (_IN_PLACE, _INTO, _LEFT_OUT, _ELSEWHERE, _UNPAD_SHARD)
     parts += [text for text in helpers if any(re.search(rf"\b{_name(text)}\(", line) for line in bound)]
     parts += [f"\n\n{inspect.getsource(value)}" for value in names.values() if value in _OF_ARENAS]
     parts += [f"\n\n{function}\n" for function in _functions(kernels.values())]
@@ -239,14 +255,17 @@ def _variable(buffer: str) -> str:
 # ---- other names
 
 
-def _bound(names: dict[str, Any]) -> Iterator[str]:
-    """The statements that define the global names of a program."""
+def _bound(names: dict[str, Any], groups: Iterable[str]) -> Iterator[str]:
+    """The statements that define the global names of a program, which makes the process groups ``groups``."""
+    rank_in = {group: torch_adapter.group_rank(group) for group in groups}
     for kind in sorted({type(call) for call in _lists(names)}, key=str):
         yield f"from {kind.__module__} import {kind.__name__}"
     for name, value in names.items():
         if value in _OF_ARENAS:
             if name != value.__name__:  # the name was taken by an input
                 yield f"{name} = {value.__name__}"
+        elif rank_in and value is torch.ops.weft.unpad_shard.default:
+            yield f"{name} = unpad_shard({rank_in})"
         elif _importable(value):
             yield f"from {value.__module__} import {value.__name__} as {name}"
         elif value is not torch and not isinstance(value, KernelCall):
