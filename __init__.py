@@ -159,6 +159,9 @@ _HOMES = {
 # Modules that are public as a whole.
 _MODULES = ("errors", "knobs")
 
+# Taken now: while a step is captured, the module's functions refuse or record, and its first `weft.log` may be there.
+_get_generator_state, _set_generator_state = random.getstate, random.setstate
+
 
 class _Package(ModuleType):
     """The package itself, as a class so that a public name wins over a folder of the same name.
@@ -174,9 +177,9 @@ class _Package(ModuleType):
             raise AttributeError(f"module 'weft' has no attribute {name!r}")
         home = sys.modules.get(_HOMES[name])
         if home is None:
-            before = random.getstate()  # a package that is imported below draws from Python's generator
+            before = _get_generator_state()  # a package that is imported below draws from Python's generator
             home = importlib.import_module(_HOMES[name])
-            random.setstate(before)
+            _set_generator_state(before)
         value = getattr(home, name)
         super().__setattr__(name, value)
         return value

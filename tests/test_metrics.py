@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -191,3 +193,21 @@ def test_calls_that_capture_are_not_counted() -> None:
     for width in (5, 4):
         compiled(torch.ones(4, width))
     assert weft.metrics(compiled)["time_metrics/end_to_end(s)"] == compiled.began[1] - compiled.began[0]
+
+
+def test_a_program_may_use_weft_log_for_the_first_time_in_its_step(tmp_path: Path) -> None:
+    """The name is looked up while the step is captured, when Python's generators are watched."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import random, torch, weft\n"
+        "@weft.compile\n"
+        "def step(x):\n"
+        "    weft.log('sum', x.sum())\n"
+        "    return x + random.random()\n"
+        "random.seed(0)\n"
+        "expected = random.random()\n"
+        "random.seed(0)\n"
+        "assert step(torch.zeros(2, dtype=torch.float64)).tolist() == [expected] * 2\n"
+    )
+    run = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stderr
