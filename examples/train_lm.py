@@ -58,10 +58,10 @@ def main() -> None:
         screen.say(compare_with_eager(losses, settings, corpus, mesh, device, screen))
     plain = trainer.unsharded()
     if dist.get_rank() == 0:
-        draw_losses(rows, bigram, options.out / "loss.png")
+        curve = draw_losses(rows, bigram, options.out / "loss.png")
         text = sample(plain, PROMPT, options.sample).decode(errors="replace")
         screen.say(f"a sample:\n{'-' * 70}\n{text}\n{'-' * 70}")
-        screen.say(f"curve: {options.out / 'loss.png'}   numbers: {options.out / 'metrics.jsonl'}")
+        screen.say(f"{curve}   numbers: {options.out / 'metrics.jsonl'}")
     dist.destroy_process_group()
 
 

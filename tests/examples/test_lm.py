@@ -6,12 +6,14 @@ import math
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from lm.data import Bigram, batch, is_validation, read_corpus, validation_batches
 from lm.model import Config, Transformer, next_byte_loss, sample
+from lm.screen import draw_losses
 
 SMALL = Config(width=32, layers=2, heads=2, hidden=48, length=16)
 
@@ -119,3 +121,9 @@ def test_it_learns_a_text_by_heart_and_says_it() -> None:
         optimizer.zero_grad()
     assert loss.item() < 0.1
     assert sample(model, b"weft", 10, temperature=0.1) == b"weft and warp."
+
+
+def test_a_run_without_matplotlib_ends_without_a_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    assert draw_losses([], 2.4, tmp_path / "loss.png") == "no curve: pip install matplotlib draws one"
+    assert not list(tmp_path.iterdir())
