@@ -149,7 +149,7 @@ def seconds(cluster: Cluster, kind: str, size: int, ranks: tuple[int, ...]) -> f
 def load_of_cards(cluster: Cluster, kind: str, ranks: tuple[int, ...], size: float) -> float:
     """Bytes out of the busiest network card, counted chunk by chunk: as many rings as a node has cards of the group.
     Ring j leaves each node at its j-th rank of the group; every rank's chunk travels to all the others."""
-    nodes = [list(on) for _, on in itertools.groupby(ranks, key=cluster.node_of)]
+    nodes = [list(on) for _, on in itertools.groupby(ranks, key=lambda rank: rank // cluster.gpus_per_node)]
     rings = min(map(len, nodes))
     out: Counter[int] = Counter()
     for ring in range(rings):
