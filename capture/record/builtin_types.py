@@ -32,7 +32,7 @@ from weft.capture.record.float_arithmetic import added, choice, plain
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
-from weft.capture.state.bytecode import ByCode, NameUse, uses_of_names
+from weft.capture.state.bytecode import ByCode, NameUse, code_replaced, uses_of_names
 from weft.capture.state.containers import BuiltinLike
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
@@ -67,7 +67,7 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
                 code, kept = _with_own_names(each.__code__, frozenset(replaced))
                 replaced -= kept
                 if code is not each.__code__:
-                    stack.enter_context(_code_replaced(each, code))
+                    stack.enter_context(code_replaced(each, code))
             stack.enter_context(_defined(names, replaced))
         yield
 
@@ -83,17 +83,6 @@ def _defined(names: dict[str, Any], replaced: Iterable[str]) -> Iterator[None]:
         for name in replaced:
             if names.get(name) is STAND_INS[name]:
                 del names[name]
-
-
-@contextlib.contextmanager
-def _code_replaced(function: types.FunctionType, code: types.CodeType) -> Iterator[None]:
-    original = function.__code__
-    function.__code__ = code
-    try:
-        yield
-    finally:
-        if function.__code__ is code:
-            function.__code__ = original
 
 
 def _with_own_names(code: types.CodeType, names: frozenset[str]) -> tuple[types.CodeType, frozenset[str]]:

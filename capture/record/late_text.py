@@ -33,8 +33,8 @@ class LateText:
 
     Attributes:
         value: a symbolic number, or a tensor of the capture; None for an argument that is only passed on.
-        method: "__format__", "__repr__" or "__str__".
-        arguments: of the method.
+        method: "__format__", "__repr__" or "__str__"; "%" for formatting by ``%``.
+        arguments: of the method; of "%", the conversion ("%.4f").
         gradient: what the text says of autograd (:func:`gradient_shown`).
         place: of the argument.
         convert: makes what the text is of from the value of a call: an array, from the tensor in its memory.
@@ -51,7 +51,12 @@ class LateText:
         """The text for a value of one call."""
         if self.convert is not None:
             value = self.convert(value)
-        return getattr(with_gradient_shown(value, self.gradient), self.method)(*self.arguments)
+        return text_by(self.method, with_gradient_shown(value, self.gradient), self.arguments)
+
+
+def text_by(method: str, value: Any, arguments: tuple[Any, ...]) -> str:
+    """The text that a method of :class:`LateText` makes of a value."""
+    return arguments[0] % (value,) if method == "%" else getattr(value, method)(*arguments)
 
 
 def late_text(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.capture.record.late_text import is_late, late_text
+from weft.capture.record.late_text import is_late, late_text, text_by
 from weft.capture.record.opaque import opaque
 from weft.capture.record.plain_numbers import plain_number
 from weft.capture.record.recorder import recording
@@ -55,18 +55,18 @@ def text_of_tensor(function: Callable[..., Any], args: tuple[Any, ...]) -> str |
         return None
     tensor, *arguments = args
     if function is torch.Tensor.__format__ and type(tensor) is FakeTensor and tensor.dim() == 0:
-        return _text_of(frame, tensor.item(), "__format__", tuple(arguments))
-    return _text_of(frame, tensor, function.__name__, tuple(arguments))
+        return text_of_value(frame, tensor.item(), "__format__", tuple(arguments))
+    return text_of_value(frame, tensor, function.__name__, tuple(arguments))
 
 
-def _text_of(frame: types.FrameType, value: Any, method: str, arguments: tuple[Any, ...]) -> str:
+def text_of_value(frame: types.FrameType, value: Any, method: str, arguments: tuple[Any, ...]) -> str:
     """The text of a value that the function in ``frame`` makes.
 
     Raises:
         TextOfValue: it may be read.
     """
     if not isinstance(value, (torch.Tensor, *_NUMBERS)):  # a number that is equal at every call
-        return getattr(value, method)(*arguments)
+        return text_by(method, value, arguments)
     recorder = recording()
     text = None if recorder is None else late_text(recorder, frame, value, method, arguments)
     if text is not None:
@@ -74,7 +74,7 @@ def _text_of(frame: types.FrameType, value: Any, method: str, arguments: tuple[A
     plain = plain_number(value) if isinstance(value, _NUMBERS) else None
     if plain is None:
         raise TextOfValue(user_line(), in_raise=in_raise_statement())
-    return getattr(plain, method)(*arguments)
+    return text_by(method, plain, arguments)
 
 
 @contextlib.contextmanager
@@ -157,6 +157,6 @@ def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:
 def _text_through(name: str, original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def text(number: Any, *args: Any) -> str:
-        return _text_of(sys._getframe(1), number, name, args) if _by_user() else original(number, *args)
+        return text_of_value(sys._getframe(1), number, name, args) if _by_user() else original(number, *args)
 
     return text

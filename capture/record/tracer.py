@@ -55,6 +55,7 @@ from weft.capture.record.module_path import ModulePath
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
 from weft.capture.record.outside_values import OutsideValues
+from weft.capture.record.percent_formats import percent_formats_know_symbols
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
 from weft.capture.record.printed import output_repeated
 from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers
@@ -297,6 +298,7 @@ class _StepCapture:
             stack.enter_context(missing_attributes_noted(self.state.note_missing_attribute))
             stack.enter_context(symbols_answer_as_numbers())
             stack.enter_context(builtin_types_know_symbols(self.state.functions))
+            stack.enter_context(percent_formats_know_symbols(self.state.functions))
             stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
             self.recorder.module_path = self._running_module
             self.numbers.put_into(self.state.containers)

@@ -6,6 +6,7 @@ line and its jumps, none of which matters here: the pass below takes a twentieth
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import re
 import sys
@@ -71,6 +72,18 @@ class ByCode(Generic[T]):
         entry = self._known.get(at)
         if entry is not None and entry[0] is gone:  # and not other code in the same place
             del self._known[at]
+
+
+@contextlib.contextmanager
+def code_replaced(function: types.FunctionType, code: types.CodeType) -> Iterator[None]:
+    """Inside, calls of the function run other code."""
+    original = function.__code__
+    function.__code__ = code
+    try:
+        yield
+    finally:
+        if function.__code__ is code:
+            function.__code__ = original
 
 
 def uses_of_names(code: types.CodeType) -> Iterator[NameUse]:

@@ -1,4 +1,5 @@
 """What a step prints and logs is printed and logged by every call, with the numbers of that call."""
+# ruff: noqa: UP031 - formats by ``%`` are what is tested
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def texts(x: torch.Tensor) -> Any:
     total = x.sum()
     y = x.clone()
     print(f"total {total:.3f} of {y} and {total.item()!r}", f"{total.item() * 100:>9.1f}%", [f"{x[0]}"])
-    print("{:.2f} {}".format(total.item(), y), "and %s" % total.item(), str(y), sep=f"-{total}-")  # noqa: UP031, UP032
+    print("{:.2f} {}".format(total.item(), y), "and %s" % total.item(), str(y), sep=f"-{total}-")  # noqa: UP032
     print(", ".join([f"{at}={each.item()}" for at, each in enumerate(x)]) + "." if x.shape[0] > 1 else f"{x[0]}")
     noted(f"{total:.1f}", also=[repr(y), format(total.item(), "e")])
     Reporter()(y)
@@ -97,6 +98,45 @@ def test_texts_that_go_straight_out_are_made_at_every_call(
             found.append([results, list(KEPT), capsys.readouterr().out, [r.getMessage() for r in caplog.records]])
             assert all(type(result["text"]) is str for result in results)
     assert found[1] == found[0]
+
+
+def by_percent(x: torch.Tensor) -> Any:
+    total, count = x.sum(), int((x > 1).sum())
+    print("[%d/%d] loss %.4f, mean %8.3e%%" % (count, x.shape[0], total.item(), x.mean()))
+    print(
+        "lr %g of %s, "
+        "sum %+.2f, text %s%c" % (0.1, x.shape[0], x[0], total, "!")
+    )  # fmt: skip
+    line = "first %5.1f" % x[0].item() + ", %r" % total.item()
+    log.info(line)
+    noted("%.2f and %i" % (x[1], count), also=[each % total for each in ()])
+    print("nothing to fill in: 100%% of %s" % "all", "%d" % 3.7, "%(a)d" % {"a": 3})
+    return {"text": "%.3f" % total.item(), "plain": "%s" % "a", "rest": count % 2}
+
+
+def test_formats_by_percent_are_filled_in_at_every_call(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    code = by_percent.__code__
+    with caplog.at_level(logging.INFO, logger=log.name):
+        for called in (by_percent, weft.compile(by_percent)):
+            caplog.clear()
+            KEPT.clear()
+            results = [called(torch.full((2,), value)) for value in (1.0, 2.0, 3.0, 0.25)]
+            found.append([results, list(KEPT), capsys.readouterr().out, [r.getMessage() for r in caplog.records]])
+            assert all(type(result["text"]) is str and type(result["plain"]) is str for result in results)
+    assert found[1] == found[0]
+    assert by_percent.__code__ is code
+
+
+def compared_by_percent(x: torch.Tensor) -> None:
+    if "%.1f" % x.sum().item() == "2.0":
+        print("two")
+
+
+def width_of_the_data(x: torch.Tensor) -> None:
+    print("%*d" % ((x > 0).sum().item(), 3))
 
 
 def compared(x: torch.Tensor) -> None:
@@ -134,7 +174,7 @@ def padded_by_format(x: torch.Tensor) -> None:
 
 
 def padded_by_percent(x: torch.Tensor) -> None:
-    print("%20s" % x.sum().item())  # noqa: UP031
+    print("%20s" % x.sum().item())
 
 
 def escaped(x: torch.Tensor) -> None:
@@ -181,6 +221,7 @@ READ = [
         escaped,
         represented,
     ),
+    compared_by_percent,
     *(cut, sorted_by_text, grown, looked_up, specified),
 ]
 
@@ -189,6 +230,13 @@ READ = [
 def test_a_text_of_a_value_that_may_be_read_is_refused_with_its_line(step: Callable[..., Any]) -> None:
     with pytest.raises(TextOfValue, match=r"test_printed\.py:\d+"):
         weft.compile(step)(torch.ones(2))
+
+
+def test_a_width_that_the_data_decides_is_that_of_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+    for called in (width_of_the_data, weft.compile(width_of_the_data)):
+        for positive in (1, 3, 1):
+            called(torch.tensor([1.0] * positive + [-1.0]))
+        assert capsys.readouterr().out == "3\n  3\n3\n"
 
 
 def test_files_are_not_opened_once_only(tmp_path: pathlib.Path) -> None:
