@@ -159,6 +159,8 @@ def _new_world(world_size: int, rank: int, device: str, target_device: str, loca
     if dist.is_initialized():
         raise errors.ProcessGroupExists(dist.get_rank(), dist.get_world_size(), dist.get_backend())
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    # A fake tensor refers to its mode, so its deep copy would have a mode of its own, which no step knows.
+    mode.__deepcopy__ = lambda memo: mode  # type: ignore[missing-attribute]
     return FakeWorld(world_size, rank, local, torch.device(device), torch.device(target_device), mode)
 
 

@@ -64,7 +64,7 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
             replaced = set(_NAMES.difference(names))
             # The step may call other functions of the module in a way that weft does not see.
             for each in {*called[at], *_functions(names)} if at in called else ():
-                code, kept = _with_own_names(each.__code__, frozenset(replaced))
+                code, kept = _with_own_names(each.__code__, frozenset(_NAMES.difference(names)))
                 replaced -= kept
                 if code is not each.__code__:
                     stack.enter_context(code_replaced(each, code))
@@ -87,6 +87,14 @@ def _defined(names: dict[str, Any], replaced: Iterable[str]) -> Iterator[None]:
 
 def _with_own_names(code: types.CodeType, names: frozenset[str]) -> tuple[types.CodeType, frozenset[str]]:
     """The code, where each load of one of the types as a value names what nobody replaces; and of which it cannot."""
+    known = _codes.get(code)
+    if known is None or known[0] != names:
+        found, kept = _renamed(code, names)
+        known = _codes.keep(code, (names, None if found is code else found, kept))
+    return known[1] or code, known[2]
+
+
+def _renamed(code: types.CodeType, names: frozenset[str]) -> tuple[types.CodeType, frozenset[str]]:
     inner = [
         _with_own_names(each, names) if isinstance(each, types.CodeType) else (each, frozenset[str]())
         for each in code.co_consts
@@ -121,6 +129,8 @@ def _functions(names: dict[str, Any]) -> Iterator[types.FunctionType]:
                 yield member
 
 
+# None instead of the code itself, which would keep it.
+_codes: ByCode[tuple[frozenset[str], types.CodeType | None, frozenset[str]]] = ByCode()
 _loads: ByCode[list[NameUse]] = ByCode()
 
 

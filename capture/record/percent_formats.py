@@ -72,13 +72,15 @@ def percent_formats_know_symbols(functions: Iterable[types.FunctionType]) -> Ite
         for function in functions:
             code = function.__code__
             if (known := _codes.get(code)) is None:
-                known = _codes.keep(code, _with_formats(code))
-            if known is not code:
-                stack.enter_context(code_replaced(function, known))
+                made = _with_formats(code)
+                known = _codes.keep(code, [] if made is code else [made])
+            for made in known:
+                stack.enter_context(code_replaced(function, made))
         yield
 
 
-_codes: ByCode[types.CodeType] = ByCode()
+# Other code, where there is some. The code itself would be kept by this.
+_codes: ByCode[list[types.CodeType]] = ByCode()
 
 
 def _with_formats(code: types.CodeType) -> types.CodeType:

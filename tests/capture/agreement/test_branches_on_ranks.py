@@ -109,7 +109,7 @@ CASES = [guarded_training, different_outcomes]
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_branch_as_eager_or_all_hear_which_collectives_differ(world: int) -> None:
-    for rank, (pairs, heard, alone) in enumerate(run_ranks(on_rank, world)):
+    for rank, (pairs, heard, alone) in enumerate(run_ranks(on_rank, world, timeout=150)):
         for eager, ours in pairs:
             assert_equal(ours, eager)
         assert "all_reduce" in heard

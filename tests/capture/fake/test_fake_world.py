@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 import resource
 import runpy
@@ -7,6 +9,7 @@ import sys
 import textwrap
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -522,3 +525,24 @@ def test_a_step_that_makes_sequences_is_captured_as_outside_of_a_fake_world() ->
     with weft.fake_world(1):
         inside = operations()
     assert inside == operations()
+
+
+def test_copies_of_modules_are_captured_like_the_modules() -> None:
+    """``nn.TransformerEncoder`` copies its layer, as a target network or an average of weights is a copy."""
+
+    def gradients(make: Callable[[], nn.Module], fake: bool) -> tuple[list[str], int]:
+        with fake_world(1) if fake else contextlib.nullcontext():
+            model = make()
+
+            def step(x: torch.Tensor) -> torch.Tensor:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).float().square().mean()
+                loss.backward()
+                return loss.detach()
+
+            graph = weft.capture(step, torch.randn(2, 5, 16))
+        return [entry.name for entry in graph.inputs], len(graph.outputs)
+
+    layer = lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    for make in (lambda: nn.TransformerEncoder(layer(), 2), lambda: copy.deepcopy(nn.Linear(16, 16))):
+        assert gradients(make, fake=True) == gradients(make, fake=False)
