@@ -28,6 +28,7 @@ REMEMBERING = type(functools.lru_cache(lambda: None))
 _ASK_FOR_THEMSELVES = frozenset(
     {"logging", "warnings", "linecache", "inspect", "tokenize", "importlib", "zipimport", "sympy", "mpmath", "triton"}
 )
+_FORMATS = "weft.capture.record.percent_formats"
 # Where the step is called.
 _TRACER = "weft.capture.record.tracer"
 
@@ -236,6 +237,14 @@ def mark_refused_call(error: BaseException) -> None:
 def is_refused_call(error: BaseException) -> bool:
     """Whether the user's function was called with arguments that it does not take."""
     return getattr(error, _REFUSED, False)
+
+
+def formatting_frame(frame: FrameType) -> FrameType:
+    """The frame that makes a text, of those from ``frame`` outwards: not that of a constant on the left of ``%``
+    (:mod:`weft.capture.record.percent_formats`), which stands for code in C."""
+    while frame.f_globals.get("__name__") == _FORMATS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def is_user_file(filename: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.user_code import called_for_user, in_raise_statement, is_user_file, user_line
+from weft.capture.user_code import called_for_user, formatting_frame, in_raise_statement, is_user_file, user_line
 from weft.errors import TextOfValue
 
 
@@ -176,7 +176,7 @@ class HostArray:
         known = self.weft_owner.known(self) if self.weft_owner.active else None
         if known is not None:
             return getattr(known, method)(*arguments)
-        frame = sys._getframe(2)
+        frame = formatting_frame(sys._getframe(2))
         if self.weft_owner.active and is_user_file(frame.f_code.co_filename):
             text = self.weft_owner.text(self, frame, method, arguments)
             if text is not None:

@@ -31,7 +31,14 @@ from weft.capture.record.opaque import opaque
 from weft.capture.record.plain_numbers import plain_number
 from weft.capture.record.recorder import recording
 from weft.capture.record.shown_gradients import Showing
-from weft.capture.user_code import called_for_user, in_raise_statement, is_remembered, is_user_file, user_line
+from weft.capture.user_code import (
+    called_for_user,
+    formatting_frame,
+    in_raise_statement,
+    is_remembered,
+    is_user_file,
+    user_line,
+)
 from weft.errors import OutsideEffect, TextOfValue
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -51,6 +58,7 @@ def text_of_tensor(function: Callable[..., Any], args: tuple[Any, ...]) -> str |
     frame = sys._getframe(2)
     while frame.f_code.co_name in _ON_THE_WAY and frame.f_back is not None:
         frame = frame.f_back
+    frame = formatting_frame(frame)
     if not is_user_file(frame.f_code.co_filename):
         return None
     tensor, *arguments = args
@@ -157,6 +165,10 @@ def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:
 def _text_through(name: str, original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def text(number: Any, *args: Any) -> str:
-        return text_of_value(sys._getframe(1), number, name, args) if _by_user() else original(number, *args)
+        return (
+            text_of_value(formatting_frame(sys._getframe(1)), number, name, args)
+            if _by_user()
+            else original(number, *args)
+        )
 
     return text

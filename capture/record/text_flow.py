@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import logging
 import re
 import string
@@ -35,6 +36,12 @@ _LOGGERS = (logging.Logger, logging.RootLogger)
 _LEVELS = ("debug", "info", "warning", "warn", "error", "critical", "fatal", "log")
 _LOGGING = [getattr(owner, name) for owner in (logging.Logger, logging) for name in _LEVELS if hasattr(owner, name)]
 _PADDED = re.compile(r"%[-+ #0-9.*]+[sra]")  # a text of which a part is cut, or that is padded
+# Instructions that make text of a value; other ones have other names in other versions of Python.
+_FORMATTING = frozenset(
+    dis.opmap[name]
+    for name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE")
+    if name in dis.opmap
+)
 _TRACER = "weft.capture.record.tracer"
 
 
@@ -42,7 +49,7 @@ def goes_straight_out(frame: types.FrameType) -> bool:
     """Whether the text that the running instruction of a user's function makes is only printed, logged, given to an
     opaque function or returned by the step."""
     flow = _Flow.of(frame)
-    made = None if flow is None else flow.running()
+    made = None if flow is None else flow.making()
     return flow is not None and made is not None and _makes_text(made) and flow.ends_well(made)
 
 
@@ -66,6 +73,16 @@ class _Flow:
     def running(self) -> ast.AST | None:
         """The expression that is being evaluated."""
         return self._source.running(self._running)
+
+    def making(self) -> ast.AST | None:
+        """The expression that is being evaluated, or the format that it is one of the values of: Python compiles
+        ``"%s, %r" % (a, b)`` to code without an operation ``%``, whose instructions have the places of ``a`` and ``b``.
+        """
+        node, running = self.running(), self._running
+        formats = running.f_code.co_code[running.f_lasti] in _FORMATTING
+        values = self._source.parents[node] if formats and node is not None else None
+        made = self._source.parents[values] if isinstance(values, ast.Tuple) else None
+        return made if isinstance(made, ast.BinOp) and made.right is values and _makes_text(made) else node
 
     def ends_well(self, node: ast.AST, *, is_text: bool = True) -> bool:
         """Whether all ends of the text that an expression gives are known, and none looks at it.

@@ -23,7 +23,7 @@ from weft.capture.record.late_text import late_text
 from weft.capture.record.numpy_arguments import may_be_input
 from weft.capture.record.recorder import recording
 from weft.capture.state.containers import StatePlace
-from weft.capture.user_code import is_user_file
+from weft.capture.user_code import formatting_frame, is_user_file
 
 _KINDS = frozenset({str, bytes, bytearray, set, frozenset})
 _READING = (
@@ -143,7 +143,7 @@ def _text(value: UnreadValue, method: str, *arguments: str) -> str:
     recorder = recording()
     if recorder is None or recorder.fake_mode is not value.weft_mode:
         return f"<the value of {value.weft_place.path}>"
-    text = late_text(recorder, sys._getframe(2), None, method, arguments, place=value.weft_place)
+    text = late_text(recorder, formatting_frame(sys._getframe(2)), None, method, arguments, place=value.weft_place)
     return _read(value) if text is None else text
 
 

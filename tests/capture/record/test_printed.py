@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,6 +111,8 @@ def by_percent(x: torch.Tensor) -> Any:
     line = "first %5.1f" % x[0].item() + ", %r" % total.item()
     log.info(line)
     noted("%.2f and %i" % (x[1], count), also=[each % total for each in ()])
+    print("in lists: %s and %s" % ([total.item()], [total, {"x": x[0]}]), "%s" % [x])
+    print("of numpy: %s, %r" % (np.clip(total.item(), 0.5, 5.0), np.round(total.item())))
     print("nothing to fill in: 100%% of %s" % "all", "%d" % 3.7, "%(a)d" % {"a": 3})
     return {"text": "%.3f" % total.item(), "plain": "%s" % "a", "rest": count % 2}
 
@@ -128,6 +131,10 @@ def test_formats_by_percent_are_filled_in_at_every_call(
             assert all(type(result["text"]) is str and type(result["plain"]) is str for result in results)
     assert found[1] == found[0]
     assert by_percent.__code__ is code
+
+
+def listed_by_percent(x: torch.Tensor) -> None:
+    print("%s" % (list(map(str, x.tolist())),))
 
 
 def compared_by_percent(x: torch.Tensor) -> None:
@@ -222,6 +229,7 @@ READ = [
         represented,
     ),
     compared_by_percent,
+    listed_by_percent,
     *(cut, sorted_by_text, grown, looked_up, specified),
 ]
 

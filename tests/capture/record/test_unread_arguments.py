@@ -34,6 +34,7 @@ PASSED_ON: dict[str, tuple[Callable[..., Any], Callable[[int], Any]]] = {
     "printed": (lambda x, t: print(t, x.sum().item()), text),
     "printed in a text": (lambda x, t: print(f"{t}: {x.sum().item():.1f} {t!r}"), text),
     "printed by %": (lambda x, t: print("name %s" % t), text),  # noqa: UP031
+    "printed by % with others": (lambda x, t: print("name %s of %r: %.2f" % (t, [t], x.sum().item())), text),  # noqa: UP031
     "logged": (lambda x, t: log.info("batch %s", t), text),
     "returned in a text": (lambda x, t: f"id {t}", text),
     "bytes": (lambda x, t: (x, t), lambda at: bytes([at])),
