@@ -42,7 +42,8 @@ _NAMES = frozenset({"int", "float", "max", "min", "range"})
 _LOADS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
 _GLOBAL, _WIDE = dis.opmap["LOAD_GLOBAL"], dis.opmap["EXTENDED_ARG"]
 _SUM = builtins.sum
-# Under these, Python finds its own in every module, for good: functions that an unseen one defines are kept by users.
+# The names under which Python finds its own types in every module. They are never removed: functions that such code
+# defines may be called after the capture.
 _OWN_NAMES = {name: f"{name} of Python" for name in _NAMES}
 vars(builtins).update({own: vars(builtins)[name] for name, own in _OWN_NAMES.items()})
 

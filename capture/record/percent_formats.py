@@ -1,9 +1,8 @@
 """``"loss %.4f" % loss.item()``: formatting by ``%`` of numbers that a step computes.
 
-Python asks a number for its value where a text is formatted by ``%``, and nobody can take part: the text on the left is
-a plain one. So while a step is captured, the code of the functions that it can call has other constants on the left of
-``%``. They are texts in every respect, and format symbolic numbers like f-strings do: each call makes the text
-(:mod:`weft.capture.record.late_text`).
+A ``str`` on the left of ``%`` asks a number for its value, which a symbolic number does not have. So while a step is
+captured, the code of the functions that it can call has constants of a subclass of ``str`` there. They format symbolic
+numbers as f-strings do: each call makes the text (:mod:`weft.capture.record.late_text`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SYMBOLIC = tuple(PYTHON_TYPES)
 _CONSTANT, _WIDE = dis.opmap["LOAD_CONST"], dis.opmap["EXTENDED_ARG"]
 # A conversion without a name, and without a width or precision among the values.
 _CONVERSION = re.compile(r"%(?:%|[-+ #0]*[0-9]*(?:\.[0-9]+)?[hlL]?([diouxXeEfFgGcrsa]))")
-_OF_TEXT = {"s": "__str__", "r": "__repr__"}
+_OF_TEXT = frozenset("sra")
 
 
 class _Format(str):
@@ -59,10 +58,8 @@ def _converted(frame: types.FrameType, conversion: re.Match[str], item: Any) -> 
     """The text of one value: of one that no call knows yet, a mark for it."""
     if not isinstance(item, (torch.Tensor, *_SYMBOLIC)):
         return conversion[0] % (item,)
-    if (method := _OF_TEXT.get(conversion[1])) is not None:
-        return text_of_value(frame, item, method, ())
-    number = item.item() if isinstance(item, torch.Tensor) else item
-    return text_of_value(frame, number, "%", (conversion[0],))
+    is_number = isinstance(item, torch.Tensor) and conversion[1] not in _OF_TEXT
+    return text_of_value(frame, item.item() if is_number else item, "%", (conversion[0],))
 
 
 @contextlib.contextmanager

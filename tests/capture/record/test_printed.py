@@ -240,6 +240,13 @@ def test_a_text_of_a_value_that_may_be_read_is_refused_with_its_line(step: Calla
         weft.compile(step)(torch.ones(2))
 
 
+def test_a_size_that_changes_has_the_width_of_its_format() -> None:
+    step = lambda x: (x + 1, {"%4s|%-5r|%03d" % (x.shape[0], x.shape[0], x.shape[0]): 1})
+    compiled = weft.compile(step)
+    for rows in (2, 3, 4):
+        assert list(compiled(torch.ones(rows, 2))[1]) == list(step(torch.ones(rows, 2))[1])
+
+
 def test_a_width_that_the_data_decides_is_that_of_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     for called in (width_of_the_data, weft.compile(width_of_the_data)):
         for positive in (1, 3, 1):
