@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from growth import assert_near_linear
 
 from harness import RanksFailed, RanksTimedOut, run_ranks
 
@@ -75,3 +76,9 @@ def test_a_hang_ends_in_time_and_shows_every_rank_s_stack() -> None:
 def test_each_call_starts_from_fresh_processes() -> None:
     assert run_ranks(leaves_a_mark, 2) == [False, False]
     assert run_ranks(leaves_a_mark, 2) == [False, False]
+
+
+def test_a_quadratic_algorithm_is_found_by_its_growth() -> None:
+    with pytest.raises(AssertionError, match="4 times the size"):
+        assert_near_linear(lambda size: lambda: [0 for _ in range(size) for _ in range(size)], 200)
+    assert_near_linear(lambda size: lambda: [0 for _ in range(size)], 200_000)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from example_graphs import EXAMPLES, example
+from growth import assert_near_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -415,13 +415,14 @@ def synthetic(nodes: int) -> StepGraph:
     return StepGraph(graph, inputs, [Return(at) for at in range(len(results))], group())
 
 
-def test_a_hundred_thousand_nodes_take_seconds() -> None:
+def test_the_task_graph_of_a_large_step_takes_near_linear_time() -> None:
+    def of(size: int) -> Callable[[], object]:
+        step = synthetic(size)
+        return lambda: build(step, CLUSTER)
+
     with weft.fake_world(WORLD), torch_adapter.only_mode():
-        step = synthetic(100_000)
-        started = time.process_time()
-        task_graph, nodes = build(step, CLUSTER)
-        seconds = time.process_time() - started
-    assert len(nodes) > 100_000
-    assert task_graph.is_order(range(len(nodes)))
-    assert sum(len(task.needs) for task in task_graph.tasks) < 4 * len(nodes)
-    assert seconds < 12, f"{seconds:.1f} s"  # 3 on the machine this was written on
+        task_graph, nodes = build(synthetic(20_000), CLUSTER)
+        assert len(nodes) > 20_000
+        assert task_graph.is_order(range(len(nodes)))
+        assert sum(len(task.needs) for task in task_graph.tasks) < 4 * len(nodes)
+        assert_near_linear(of, 5_000)

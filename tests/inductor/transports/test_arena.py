@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from growth import assert_near_linear
 
 from weft.inductor.transports import arena
 from weft.inductor.transports.arena import ALIGNMENT, ArenaPlan, CollectiveInterval, Region, can_write, plan
@@ -198,21 +199,28 @@ def test_no_opening_barrier_if_another_collective_has_one_in_between() -> None:
     assert layout.opening_barriers == (True, False, False)
 
 
-def test_a_large_step_is_planned_quickly() -> None:
-    """32 layers of 9 parameters, gathered twice and reduced once."""
+def gathers_and_reductions(layers: int) -> tuple[list[CollectiveInterval], list[Region]]:
+    """Layers of 9 parameters, gathered twice and reduced once."""
     intervals, regions = [], []
-    for layer in range(64):
+    for layer in range(2 * layers):
         intervals.append(CollectiveInterval(100 * layer, 100 * layer + 90, "gather"))
         regions += [
             Region(1000 * (1 + at), (len(intervals) - 1,), last_read=100 * layer + 110 + 8 * at) for at in range(9)
         ]
-        if layer >= 32:
+        if layer >= layers:
             intervals.append(CollectiveInterval(100 * layer + 50, 100 * layer + 180, "reduce"))
             regions += [Region(1000 * (1 + at), (len(intervals) - 1,)) for at in range(9)]
-    started = time.process_time()
-    layout = plan(intervals, regions)
-    assert time.process_time() - started < 3
+    return intervals, regions
+
+
+def test_a_large_step_is_planned_in_near_linear_time() -> None:
+    def of(layers: int) -> Callable[[], object]:
+        intervals, regions = gathers_and_reductions(layers)
+        return lambda: plan(intervals, regions)
+
+    layout = plan(*gathers_and_reductions(32))
     assert layout.size < 3 * sum(1000 * (1 + at) for at in range(9)) + 9 * 3 * ALIGNMENT
+    assert_near_linear(of, 16)
 
 
 def test_the_first_collective_of_each_stream_has_an_opening_barrier() -> None:
