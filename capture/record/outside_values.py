@@ -68,7 +68,9 @@ class OutsideValues:
         self._torch = RandomState(recorder, self.draws)
         self._generators = TorchGenerators(recorder, self.draws)
         self._types = EagerTypes(recorder, self._intercepts)
-        self._plain: set[type] = set()  # types of which no object has a stand-in
+        # Most values of the user's modules are functions and classes: their types are asked once a capture.
+        self._no_generators: set[type] = set()  # types of which no object has a stand-in as a generator
+        self._plain: set[type] = set()  # types of which no object has any stand-in
 
     def _intercepts(self) -> bool:
         """Whether this thread runs the step now, and nothing is paused."""
@@ -90,10 +92,14 @@ class OutsideValues:
         return stand_in
 
     def _of_generator(self, value: Any) -> Any | None:
-        if type(value) in self._plain:
+        kind = type(value)
+        if kind in self._no_generators:
             return None
         stand_in = self.draws.stand_in(value)
-        return self._generators.stand_in(value) if stand_in is None else stand_in
+        stand_in = self._generators.stand_in(value) if stand_in is None else stand_in
+        if stand_in is None and not issubclass(kind, _DECIDED_BY_OBJECT):
+            self._no_generators.add(kind)
+        return stand_in
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:

@@ -330,7 +330,7 @@ def test_dates_are_refused() -> None:
 
 def test_environment_variables_are_guards_after_many_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPython 3.13 calls an old ``__getitem__`` of a class that was changed some thousand times."""
-    for _ in range(150):
+    for _ in range(150 if sys.version_info >= (3, 13) else 5):
         monkeypatch.setenv("SCALE_OF_THE_STEP", "2")
         compiled = weft.compile(lambda x: x * float(os.environ["SCALE_OF_THE_STEP"]))
         assert compiled(torch.ones(())) == 2
