@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 import itertools
 import linecache
 import types
+from typing import Any
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 
@@ -59,6 +62,25 @@ class SourceTree:
         while not isinstance(node, _FUNCTIONS):
             node = self.parents[node]
         return node
+
+
+def value_in(frame: types.FrameType, node: ast.expr) -> Any:
+    """What a name, or an attribute of a name, is now in a running function, where looking at it runs no code of the
+    user's; else None."""
+    if isinstance(node, ast.Name):
+        code = frame.f_code
+        if node.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            return frame.f_locals.get(node.id)
+        return frame.f_globals.get(node.id, vars(builtins).get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = value_in(frame, node.value)
+        if node.attr in getattr(owner, "__dict__", {}):
+            return vars(owner)[node.attr]
+        found = inspect.getattr_static(type(owner), node.attr, None)
+        if isinstance(found, types.FunctionType):
+            return types.MethodType(found, owner)
+        return None if hasattr(type(found), "__get__") else found
+    return None
 
 
 def _place(node: ast.expr | ast.stmt) -> tuple[int | None, ...]:

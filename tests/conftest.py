@@ -52,13 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
     seed_generators()  # again after the fixtures, of which some run once for many tests
+    # pytest puts handlers on loggers that do not propagate. With one on this logger, torch writes a structured record,
+    # with the stack, of every fake tensor: an eighth of the time of a capture.
+    logging.getLogger("torch.__trace").handlers.clear()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     seed_generators()
-    # pytest puts handlers on loggers that do not propagate. With one on this logger, torch writes a structured record,
-    # with the stack, of every fake tensor: an eighth of the time of a capture.
-    logging.getLogger("torch.__trace").propagate = True
     if (mark := item.get_closest_marker("gpu")) is not None:
         count = mark.args[0] if mark.args else 1
         if torch.cuda.device_count() < count:

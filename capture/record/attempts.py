@@ -15,6 +15,7 @@ from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
+from weft.capture.record.number_tables import TableWritten
 from weft.capture.record.optimizer_states import Entry, OptimizerStateMade
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
 from weft.capture.record.remembered_results import RememberingFunctions, attempt_with_checked_bodies
@@ -77,6 +78,11 @@ def _with_what_changes(
         how = functools.partial(attempt, changing, earlier, made=made, found=arguments)
         try:
             captured = _with_what_it_draws(how, {}, collect)
+            if arguments.tables - changing.tables:
+                functions.forget()
+                changing = replace(changing, tables=changing.tables | arguments.tables)
+                made = []
+                continue
             if not arguments.read and not (arguments.unread and arguments.caught):
                 return captured
             functions.forget()
@@ -94,9 +100,21 @@ def _with_what_changes(
             changing = replace(changing, growing=changing.growing - found.paths, read=changing.read | found.paths)
         except ListsGrew as found:
             changing = replace(changing, growing=changing.growing | found.paths)
+        except TableWritten:
+            plain = changing.plain_tables | arguments.written
+            changing = replace(changing, tables=changing.tables - plain, plain_tables=plain)
         except UsedDuringCapture:
             raise
         except Exception as error:
+            if arguments.tables - changing.tables:
+                changing = replace(changing, tables=changing.tables | arguments.tables)
+                made = []
+                continue
+            if changing.tables:
+                plain = changing.plain_tables | changing.tables
+                changing = replace(changing, tables=frozenset[str](), plain_tables=plain)
+                made = []
+                continue
             if changing.growing:
                 changing = replace(changing, growing=frozenset(), read=changing.read | changing.growing)
                 made = []

@@ -28,6 +28,7 @@ from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.held_references import ORIGINAL, StandIn, original_of
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
+from weft.capture.record.number_tables import NumberTable
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.unread_arguments import UnreadValue
@@ -59,6 +60,8 @@ class EagerTypes:
             return value.weft_kind
         if issubclass(kind, AppendedList):
             return kind.kind
+        if issubclass(kind, NumberTable):
+            return type(value.weft_original)
         number = PYTHON_TYPES.get(kind)
         own = number is not None and torch_adapter.shape_env_of_number(value) is self._mode.shape_env
         return number if own else None

@@ -159,6 +159,10 @@ class FloatArithmetic:
         floats = float in kinds and None not in kinds and self._knows(numbers)
         return self._result(sum_of, list(numbers), torch.float64) if floats else None
 
+    def computed(self, function: Callable[..., Any], operands: list[Any], dtype: torch.dtype) -> Any:
+        """See :func:`computed`."""
+        return self._result(function, operands, dtype) if self._knows(operands) else None
+
     def plain(self, number: Any) -> Any:
         """See :func:`plain`."""
         if not self._is_known(number) or not isinstance(torch_adapter.expression(number), sympy.Symbol):
@@ -280,6 +284,12 @@ def choice(function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
 def plain(number: Any) -> Any:
     """A symbolic number as ``int`` or ``float`` give it: of Python's own types, also where numpy computes it."""
     return number if _mine.arithmetic is None else _mine.arithmetic.plain(number)
+
+
+def computed(function: Callable[..., Any], operands: list[Any], dtype: torch.dtype) -> Any:
+    """``function(*operands)`` as one operation of Python's, whose result has this dtype; None where no operand is
+    symbolic."""
+    return None if _mine.arithmetic is None else _mine.arithmetic.computed(function, operands, dtype)
 
 
 def added(start: Any, numbers: Sequence[Any]) -> Any:

@@ -8,29 +8,34 @@ memory of the array itself. That the same array is in its place is a guard, as f
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
 from weft.capture.record.array_recorder import ArrayRecorder
-from weft.capture.record.numpy_arguments import tensors_of
+from weft.capture.record.number_tables import entries_at
+from weft.capture.record.numpy_arguments import may_be_input, tensors_of
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import Container, Content
 from weft.capture.state.contents import compared_array, is_input_for_its_size
+from weft.capture.state.reachable_state import ReachableState
 
 
 class LargeArrays:
     """The large arrays that a step can reach.
 
     Args:
-        objects: all objects that it can reach.
+        state: what it can reach.
+        indexed: paths of arrays of any size that the step indexes with symbolic numbers.
     """
 
-    def __init__(self, objects: Iterable[Any]) -> None:
+    def __init__(self, state: ReachableState, indexed: Collection[str]) -> None:
         numpy = sys.modules.get("numpy")
-        found = [] if numpy is None else [each for each in objects if isinstance(each, numpy.ndarray)]
+        found = [] if numpy is None else [each for each in state.objects if isinstance(each, numpy.ndarray)]
         self._arrays = {id(each): each for each in found if is_input_for_its_size(each)}
+        tables = (value for _, _, value in entries_at(state.containers, indexed))
+        self._arrays |= {id(each): each for each in tables if may_be_input(each)}
         self._stand_ins: dict[int, Any] = {}
         self.tensors: list[torch.Tensor] = []
 

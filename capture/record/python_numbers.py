@@ -71,6 +71,8 @@ class ChangingState:
             values unknown failed.
         lists: by path, the lists of numbers among the arguments that are one leaf each, with the positions and keys
             that lead to them.
+        tables: paths of tables of the state that the step indexes with symbolic numbers.
+        plain_tables: paths of lists that must be plain all the same, because the step writes to them.
         closed: whether what the step is found to change, and is not among these, is taken for constant.
     """
 
@@ -79,6 +81,8 @@ class ChangingState:
     read: frozenset[str] = frozenset()
     values: frozenset[str] = frozenset()
     lists: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tables: frozenset[str] = frozenset()
+    plain_tables: frozenset[str] = frozenset()
     closed: bool = False
 
 

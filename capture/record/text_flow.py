@@ -22,9 +22,8 @@ import re
 import string
 import types
 from collections.abc import Iterator
-from typing import Any
 
-from weft.capture.source_tree import SourceTree
+from weft.capture.source_tree import SourceTree, value_in
 from weft.capture.state.code_names import OPAQUE
 from weft.capture.user_code import is_user_file
 
@@ -130,7 +129,7 @@ class _Flow:
         call = None if caller is None else caller.running()
         if caller is None or not isinstance(call, ast.Call):
             return False
-        called = caller.value(call.func)
+        called = value_in(caller._frame, call.func)
         called = called.__func__ if isinstance(called, types.MethodType) else called
         is_this = isinstance(called, types.FunctionType) and called.__code__ is self._frame.f_code
         return is_this and caller.ends_well(call, is_text=is_text)
@@ -151,27 +150,12 @@ class _Flow:
 
     def _is_out(self, call: ast.Call) -> bool:
         """Whether a call prints, logs, or is recorded as opaque."""
-        called = self.value(call.func)
+        called = value_in(self._frame, call.func)
         if isinstance(called, types.MethodType) and isinstance(called.__self__, logging.Logger):
             return type(called.__self__) in _LOGGERS and called.__func__ in _LOGGING
         if not isinstance(called, (types.FunctionType, types.MethodType)):
             return False
         return called is builtins.print or called in _LOGGING or getattr(called, OPAQUE, False) is True
-
-    def value(self, node: ast.expr) -> Any:
-        """What a name, or an attribute of a name, is now, where looking at it runs no code of the user's."""
-        if isinstance(node, ast.Name):
-            frame, code = self._frame, self._frame.f_code
-            if node.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
-                return frame.f_locals.get(node.id)
-            return frame.f_globals.get(node.id, vars(builtins).get(node.id))
-        if isinstance(node, ast.Attribute):
-            owner = self.value(node.value)
-            if node.attr in getattr(owner, "__dict__", {}):
-                return vars(owner)[node.attr]
-            found = vars(type(owner)).get(node.attr) or (getattr(type(owner), node.attr, None) if owner else None)
-            return types.MethodType(found, owner) if isinstance(found, types.FunctionType) else None
-        return None
 
 
 def _is_of_the_step(frame: types.FrameType) -> bool:

@@ -53,6 +53,7 @@ from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, r
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.number_lists import NumberList
+from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.percent_formats import percent_formats_know_symbols
@@ -113,7 +114,7 @@ def capture_step(
 
     Args:
         step: the training step.
-        args, kwargs: its arguments: real tensors, or fake ones of a fake world, in any nesting that pytrees know.
+        args, kwargs: its arguments: real or fake tensors, in any nesting that pytrees know.
         dynamic: (tensor leaf, dimension) pairs to keep symbolic, besides those marked on the tensors themselves.
         outcomes: of the first branches on values.
         changing: Python numbers to keep symbolic.
@@ -187,9 +188,8 @@ class _StepCapture:
         escapes.in_fake_world = world is not None
         self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
         self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values, changing.lists)
-        self.found = found
         found.inputs, found.constants = self.arguments.paths_of_arrays()
-        self.arguments.asked = found.asked
+        self.found, self.arguments.asked = found, found.asked
         found.unread = {self.arguments.paths[at] for at in self.arguments.not_to_be_read}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
@@ -200,7 +200,8 @@ class _StepCapture:
         self.numbers = PythonNumbers(self.recorder, changing, shared)
         self.lists = GrowingLists(changing, shared)
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, made)
-        self.large_arrays = LargeArrays(self.state.objects)
+        self.tables = NumberTables(changing.tables, changing.plain_tables, found.tables, found.written)
+        self.large_arrays = LargeArrays(self.state, changing.tables)
         self.remembering = remembering
         remembering.note(self.state.objects)
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
@@ -297,12 +298,13 @@ class _StepCapture:
             stack.enter_context(output_repeated())
             stack.enter_context(missing_attributes_noted(self.state.note_missing_attribute))
             stack.enter_context(symbols_answer_as_numbers())
+            stack.enter_context(self.tables.noted(self.state.containers))
             stack.enter_context(builtin_types_know_symbols(self.state.functions))
             stack.enter_context(percent_formats_know_symbols(self.state.functions))
             stack.enter_context(torch_adapter.around_optimizer_steps(self._before_step, self._after_step))
             self.recorder.module_path = self._running_module
-            self.numbers.put_into(self.state.containers)
-            self.lists.put_into(self.state.containers)
+            for stand_ins in (self.numbers, self.tables, self.lists):
+                stand_ins.put_into(self.state.containers)
             self.large_arrays.put_into(self.state.containers, self.recorder, self.outside.arrays.arrays)
             yield
 

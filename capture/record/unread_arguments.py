@@ -60,7 +60,7 @@ class Asked:
 
 @dataclass
 class ValuesOfArguments:
-    """Paths of arguments of an attempt that are no tensors, by what the capture makes of their values.
+    """Paths of arguments of an attempt that are no tensors, by what the capture makes of their values; and of tables.
 
     Attributes:
         inputs: arrays and numbers of numpy's whose values are inputs of the graph.
@@ -68,6 +68,8 @@ class ValuesOfArguments:
         unread: what the step may pass on, without reading it.
         read: those of them that it did read.
         asked: what they were compared with: the outcomes are guards.
+        tables: lists, tuples and arrays of the state that a symbolic number indexed, and had to be plain for.
+        written: lists among those with a stand-in to which the step writes.
         caught: whether the user's code met an exception that reading one of them may have raised.
     """
 
@@ -76,6 +78,8 @@ class ValuesOfArguments:
     unread: set[str] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
     asked: list[Asked] = field(default_factory=list)
+    tables: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
     caught: bool = False
 
 
