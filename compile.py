@@ -20,10 +20,10 @@ from typing import Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, Type
 
 import torch
 
-from weft import graph_hashes, knobs, step_summary, torch_adapter
+from weft import graph_hashes, knobs, step_summary
+from weft.agreed_options import claims, communicates, options_text
 from weft.argument_checks import ArgumentChecks
 from weft.branching_form import BranchingForm, PathEnded
-from weft.capture.agreement.claims import NO_CLAIMS, Claims, claims_of
 from weft.capture.agreement.lockstep import RankEvent, agree_in_order, lockstep
 from weft.capture.agreement.signature import signature
 from weft.capture.agreement.text_difference import without_remarks
@@ -35,12 +35,12 @@ from weft.capture.guards.guards import Guards
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.dynamic_sizes import MARKS, changed_dims
 from weft.capture.record.generator_states import generators_kept
+from weft.capture.record.iterator_arguments import ItemsWanted, IteratorArguments
 from weft.capture.record.list_arguments import ListHistory
 from weft.capture.record.python_numbers import ChangingState, differing_numbers
 from weft.capture.record.recorder import recording
 from weft.capture.record.tracer import capture_step
 from weft.capture.segments import Outcome
-from weft.capture.step_interface import Role
 from weft.capture.step_threads import PATIENCE_S, capturing, enter_step, in_step, inside_step, leave_step, out_of_step
 from weft.errors import (
     AgreementTimeout,
@@ -59,8 +59,6 @@ from weft.errors import (
     WeftError,
 )
 from weft.inductor.compiler import MODES, Mode
-from weft.inductor.cost.cluster import is_described
-from weft.inductor.graph.collectives import ranks_on_a_host
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
@@ -120,6 +118,7 @@ class CompiledStep(Generic[P, R]):
         self._changed: dict[Any, set[tuple[int, int]]] = {}
         self._fixed: set[Any] = set()  # structures of arguments whose sizes are captured as numbers
         self._numbers, self._lists = set[str](), ListHistory()
+        self._iterators = IteratorArguments()
         self._agreed: dict[bytes, AgreedCollectives] = {}
         self._plain_numbers = self._uncompiled = False
         self._lock = threading.RLock()
@@ -157,6 +156,11 @@ class CompiledStep(Generic[P, R]):
         if not self._lock.acquire(blocking=False) and not self._wait():
             return self.step(*args, **kwargs)
         try:
+            # Most steps have none among their arguments, which their first capture finds.
+            if self._iterators.order and self._iterators.begin(args, kwargs):
+                args, kwargs = self._iterators.arguments(args, kwargs)
+                return self.step(*args, **kwargs)  # raises what eager raises where an iterator has ended
+            args, kwargs = self._iterators.arguments(args, kwargs)
             leaves, spec = self._lists.flatten((args, kwargs))
             reasons: list[str] = []
             record = enter_step()
@@ -173,6 +177,7 @@ class CompiledStep(Generic[P, R]):
             shorten_traceback(error)
             raise
         finally:
+            self._iterators.end()
             self._lock.release()
 
     def _wait(self) -> bool:
@@ -209,8 +214,13 @@ class CompiledStep(Generic[P, R]):
         return None
 
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
+        if not self._iterators.order:
+            self._iterators.begin(args, kwargs)
+            args, kwargs = self._iterators.arguments(args, kwargs)
         try:
             entry = self.capture(args, kwargs, reasons)
+        except ItemsWanted:
+            return self._with_items(args, kwargs, reasons)
         except (*_RANKS_DIFFER, CaptureValueEscaped):
             raise  # ranks that differ must not go on, compiled or not, nor a model with values of the capture inside
         except Exception as error:
@@ -228,6 +238,23 @@ class CompiledStep(Generic[P, R]):
         self._uncompiled = True
         log.warning("%s runs uncompiled from here on: %s", self.__name__, why)
         return result
+
+    def _with_items(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
+        """The call with the items that a capture asked for."""
+        self._iterators.take_wanted()
+        args, kwargs = self._iterators.arguments(args, kwargs)
+        if self._iterators.ended:
+            log.warning(
+                "%s ran uncompiled: an iterator among its arguments ended before it was captured", self.__name__
+            )
+            return self.step(*args, **kwargs)
+        leaves, spec = self._lists.flatten((args, kwargs))
+        with in_step():
+            entry = self._find(leaves, spec, reasons)
+            if entry is not None:
+                return self._run(entry, leaves, args, kwargs)
+        self.captures.pop()
+        return self._first_call(args, kwargs, reasons)
 
     def _run(self, entry: Form, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         """Run a form, in step with the other ranks where it communicates."""
@@ -329,7 +356,7 @@ class CompiledStep(Generic[P, R]):
         """Capture the path of a call that branches on values, after the first branches went by ``outcomes``."""
         self._begin_capture([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
         with out_of_step(), capturing():
-            captured = capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes)
+            captured = self._captured(args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes)
             return captured, Guards(captured)
 
     def _capture_agreed(
@@ -346,8 +373,10 @@ class CompiledStep(Generic[P, R]):
         except Exception as error:
             self._tell_of_failure(error)
             raise
-        text = f"{signature(captured.graph)}\n{self._options(captured.graph)}"
-        event = RankEvent(self.__qualname__, text, _claims(captured.graph))
+        options = {"mode": self.mode, "memory limit": self.memory_limit, "verify": self.verify}
+        options |= {"fallback": self.fallback, "replay every": self.replay_every}
+        text = f"{signature(captured.graph)}\n{options_text(options, captured.graph)}"
+        event = RankEvent(self.__qualname__, text, claims(captured.graph))
         return captured, guards, event, self._agree(event)
 
     def _capture_expected(
@@ -357,40 +386,38 @@ class CompiledStep(Generic[P, R]):
 
         Ranks may have taken different paths, and agree on what is captured: they do not go by them.
         """
-        expected = self.entries[0].captured.outcomes if self.entries and not _communicates() else ()
+        expected = self.entries[0].captured.outcomes if self.entries and not communicates() else ()
         if expected:
             try:
-                return capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing, expected=expected)
+                return self._captured(args, kwargs, dynamic=dynamic, changing=changing, expected=expected)
             except WeftError as error:
                 log.debug("the path of another form cannot be captured: %s", error)
         try:
-            return capture_step(self.step, args, kwargs, dynamic=dynamic, changing=changing)
+            return self._captured(args, kwargs, dynamic=dynamic, changing=changing)
         except Exception as error:
             if self.dynamic is not None or not dynamic or isinstance(error, MarkedDynamicSpecialised):
                 raise
             # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, so does this.
-            captured = capture_step(self.step, args, kwargs, dynamic=frozenset(), changing=changing)
+            captured = self._captured(args, kwargs, dynamic=frozenset(), changing=changing)
             self._fixed.add(self._lists.flatten((args, kwargs))[1])
             log.info("captured with sizes as numbers: %s", str(error).split("\n")[0])
             return captured
 
-    def _options(self, graph: StepGraph) -> str:
-        """Whatever else decides which collectives run, and when."""
-        disabled = ", ".join(sorted(filter(None, map(str.strip, knobs.disable_passes.split(",")))))
-        return (
-            f"mode {self.mode}, memory limit {self.memory_limit}, verify {self.verify}, fallback {self.fallback}, "
-            f"replay every {self.replay_every}\n"
-            f"transports {knobs.transports or 'nccl'}, without passes {disabled or 'none'}\n"
-            f"{_sizes(graph)}{_machines(graph)}"
-            f"collectives on CPUs in buckets of {knobs.bucket_mib} MiB, {knobs.prefetch_mib} MiB ahead; "
-            f"at most {knobs.form_limit} forms"
-        )
+    def _captured(self, args: Any, kwargs: Any, **how: Any) -> CapturedStep:
+        """One capture; :class:`ItemsWanted` where the step asks for items of iterators that are no arguments."""
+        try:
+            captured = capture_step(self.step, args, kwargs, **how)
+        except Exception:
+            self._iterators.check()
+            raise
+        self._iterators.captured(complete=captured.complete)
+        return captured
 
     def _agree(self, event: RankEvent) -> AgreedCollectives:
         """Show that all ranks captured the same collectives, once for each form of the step."""
         agreed = self._agreed.get(event.key)
         if agreed is None:
-            linked = _communicates() and agree_in_order(event)
+            linked = communicates() and agree_in_order(event)
             form = hashlib.sha256(without_remarks(event.text).encode()).hexdigest()
             graph_hashes.record(event.name, form)
             again = RankEvent(event.name, f"compiles form {form} of {event.name} again")
@@ -401,7 +428,7 @@ class CompiledStep(Generic[P, R]):
     def _tell_of_failure(self, error: Exception) -> None:
         """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none."""
         try:
-            if _communicates():
+            if communicates():
                 agree_in_order(
                     RankEvent(self.__qualname__, f"{self.__qualname__} cannot be captured: {type(error).__name__}")
                 )
@@ -461,34 +488,6 @@ class CompiledStep(Generic[P, R]):
             self._lists.values |= captured.changing.values
         self._numbers |= self._lists.varying(args, kwargs)[1]
         return self._lists.changing(self._numbers)
-
-
-def _communicates() -> bool:
-    return torch_adapter.world_size() > 1 and current_fake_world() is None
-
-
-def _claims(graph: StepGraph) -> Claims:
-    return claims_of(graph) if _communicates() else NO_CLAIMS
-
-
-def _machines(graph: StepGraph) -> str:
-    """What decides how a step on GPUs is compiled, as each rank finds it: which groups are on one host, and whether a
-    description of the cluster fits."""
-    if not any(isinstance(val := node.meta["val"], torch.Tensor) and val.is_cuda for node in graph.placeholders):
-        return ""
-    here = (name for name, group in sorted(graph.groups.items()) if ranks_on_a_host(group))
-    # Not which description: rank 0 alone decides the schedule, if all ranks come to the agreement on it.
-    scheduled = "scheduled" if is_described() else "not scheduled, because no description of a cluster fits these GPUs"
-    return f"groups on one host: {', '.join(here) or 'none'}\ncommunication is {scheduled}\n"
-
-
-def _sizes(graph: StepGraph) -> str:
-    """The sizes of the batch, where ranks say that they have the same."""
-    if not knobs.even_batches:
-        return ""
-    names = {entry.name for entry in graph.inputs if entry.role is Role.BATCH}
-    vals = [(node.name, node.meta["val"]) for node in graph.placeholders if node.name in names]
-    return "".join(f"{name} {list(val.shape)}\n" for name, val in vals if isinstance(val, torch.Tensor))
 
 
 @overload

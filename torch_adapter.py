@@ -375,9 +375,9 @@ def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return part if part.ndim == 1 else part._flatten()
 
 
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree`, a nest of containers, with `function` applied to its leaves."""
-    return _pytree.tree_map(function, tree)
+def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """`tree`, a nest of containers, with `function` applied to its leaves, and to what ``is_leaf`` holds for."""
+    return _pytree.tree_map(function, tree, is_leaf=is_leaf)
 
 
 def fresh_number(shape_env: ShapeEnv, dtype: torch.dtype) -> torch.SymInt | torch.SymFloat | torch.SymBool:
@@ -872,6 +872,17 @@ def register_dataclasses(tree: Any) -> None:
         else:
             continue
         register_dataclasses(leaf)
+
+
+def register_sequence(kind: type, flat: Callable[[Any], tuple[list[Any], Any]], made: Callable[..., Any]) -> None:
+    """Teach pytrees a class that holds others in an order.
+
+    Args:
+        flat: gives what an object holds, and what else makes it.
+        made: makes it again of both.
+    """
+    named: Any = lambda obj: ([(_pytree.SequenceKey(at), each) for at, each in enumerate(flat(obj)[0])], flat(obj)[1])
+    _pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

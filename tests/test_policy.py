@@ -28,6 +28,7 @@ FLOORS = [
     "replay",
     "program_form",
     "branching_form",
+    "agreed_options",
     "step_summary",
     "short_tracebacks",
     "compile",

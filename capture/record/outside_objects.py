@@ -38,7 +38,7 @@ class _Use(NamedTuple):
 
 
 _ITERATOR = _Use(
-    "an iterator from outside the step", frozenset(), "call next() before the step and pass the result as an argument"
+    "an iterator from outside the step", frozenset(), "pass the iterator as an argument, or what next() of it gives"
 )
 _FILE = _Use("an open file", frozenset({"write", "writelines", "flush"}), _OPAQUE)
 _USES = {

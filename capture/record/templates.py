@@ -20,6 +20,7 @@ from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.held_references import original_of
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
+from weft.capture.record.iterator_arguments import IteratorSlot, with_iterator_slots
 from weft.capture.record.late_text import LateTextSlot, is_late
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
@@ -143,6 +144,7 @@ class Template:
 
             value = shared.marked(value, of_shared)
         torch_adapter.register_dataclasses(value)
+        value = with_iterator_slots(value)
         leaves, _ = torch_adapter.flatten(value)
         made = tuple(_leaf_template(leaf, recorder, keep, where, places, slots) for leaf in leaves)
         return cls(made, torch_adapter.exact_spec(value), where)
@@ -159,7 +161,7 @@ class Template:
         return torch_adapter.unflatten(leaves, self.spec)
 
 
-_SLOTS = (_OutputSlot, _StateReference, ArraySlot, LateTextSlot, OwnObject)
+_SLOTS = (_OutputSlot, _StateReference, ArraySlot, LateTextSlot, OwnObject, IteratorSlot)
 
 
 def _leaf_template(
@@ -208,7 +210,7 @@ def _leaf_template(
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):
         return _OutputSlot(keep(recorder.value(leaf)))
-    if isinstance(leaf, (OwnObject, SharedSlot)):
+    if isinstance(leaf, (OwnObject, SharedSlot, IteratorSlot)):
         return leaf
     if is_late(leaf):
         return LateTextSlot.of(leaf, recorder, keep)

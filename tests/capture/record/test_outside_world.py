@@ -279,6 +279,14 @@ def test_iterators_from_outside_are_refused_before_they_move(name: str) -> None:
     iterator, untouched = make(), make()
     with pytest.raises(UncapturableDraw, match=r"iterator from outside the step at .*test_outside_world\.py:\d+"):
         weft.compile(lambda x: x * take(iterator))(torch.ones(2))
+    assert_equal(take(iterator), take(untouched))
+
+
+@pytest.mark.parametrize("name", ["send", "in an attribute", "of a class of the user's"])
+def test_iterators_that_arguments_hold_are_refused_before_they_move(name: str) -> None:
+    """And arguments of which the step asks more than the next item, see test_iterator_arguments.py for others."""
+    make, take = ITERATORS[name]
+    iterator, untouched = make(), make()
     with pytest.raises(UncapturableDraw, match="iterator from outside the step"):
         weft.compile(lambda x, it: x * take(it))(torch.ones(2), iterator)
     assert_equal(take(iterator), take(untouched))
