@@ -22,12 +22,14 @@ from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.drop_noops import same_tensor
 from weft.inductor.passes.write_in_place import write_in_place
 from weft.inductor.runtime.aten import AtenProgram
+from weft.short_tracebacks import shortens_tracebacks
 
 log = logging.getLogger(__name__)
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
+@shortens_tracebacks
 def weft(
     module: torch.fx.GraphModule,
     example_inputs: Sequence[Any],

@@ -63,7 +63,7 @@ from weft.inductor.lowering.lower import device_kind
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
 from weft.replay import refused
-from weft.short_tracebacks import fault_report, shorten_traceback, shortens_tracebacks, without_torchs_log
+from weft.short_tracebacks import fault_report, methods_shorten_tracebacks, shortens_tracebacks, without_torchs_log
 from weft.shown_values import listed
 from weft.verify import verify_first_call
 
@@ -81,6 +81,7 @@ T = TypeVar("T")
 Form = ProgramForm | BranchingForm
 
 
+@methods_shorten_tracebacks
 class CompiledStep(Generic[P, R]):
     """A step that runs compiled; called like the function it was made from.
 
@@ -150,6 +151,7 @@ class CompiledStep(Generic[P, R]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise CannotCopyStep("pickle", self.__name__)
 
+    @shortens_tracebacks
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._uncompiled or recording() is not None:  # a step inside a step is captured as part of it
             return self.step(*args, **kwargs)
@@ -173,9 +175,6 @@ class CompiledStep(Generic[P, R]):
             finally:
                 leave_step(record)
             return self._first_call(args, kwargs, reasons)
-        except Exception as error:
-            shorten_traceback(error)
-            raise
         finally:
             self._iterators.end()
             self._lock.release()
@@ -518,6 +517,7 @@ def compile(
     """``@weft.compile(mode="bitwise")``."""
 
 
+@shortens_tracebacks
 def compile(
     step: Callable[..., object] | None = None,
     *,

@@ -56,7 +56,7 @@ from weft.inductor.runtime.cudagraph_partition import partition_step
 from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.runtime.program_file import program_file
 from weft.inductor.schedule.planner import Schedule
-from weft.short_tracebacks import shortens_tracebacks
+from weft.short_tracebacks import methods_shorten_tracebacks, shortens_tracebacks
 from weft.shown_values import counted
 
 _CHECKS = ArgumentChecks("weft.explain")
@@ -103,6 +103,7 @@ class InputBytes:
     bytes: int
 
 
+@methods_shorten_tracebacks
 @dataclass(frozen=True)
 class Explanation:
     """The captured form of a step. ``print`` shows it as tables.

@@ -23,6 +23,7 @@ from weft.compile import CompiledStep
 from weft.errors import NotCapturedYet
 from weft.inductor.compiler import schedule_of
 from weft.inductor.cost.cluster import shipped_gpu
+from weft.short_tracebacks import shortens_tracebacks
 
 _LAG = 2  # rows that are kept back: their copies from the GPU end while later steps run
 _FEWEST_CALLS = 2  # of a step between which a time can be told
@@ -117,6 +118,7 @@ def weft_log(name: str, value: Any) -> None:
 _opaque_log = opaque(weft_log)
 
 
+@shortens_tracebacks
 def log(name: str, value: torch.Tensor | float) -> None:
     """Log a number from inside a step, compiled or not: a tensor of one element, or a Python number.
 
@@ -138,6 +140,7 @@ def log(name: str, value: torch.Tensor | float) -> None:
     _opaque_log(name, value.detach() if isinstance(value, torch.Tensor) else value)
 
 
+@shortens_tracebacks
 def log_to(
     *writers: Writer | str | os.PathLike[str] | ScalarWriter | LoggedRun,
     ranks: Literal["first", "all"] = "first",
@@ -166,6 +169,7 @@ def log_to(
     _step_log.writers = made if ranks == "all" or rank == 0 else []
 
 
+@shortens_tracebacks
 def flush_log() -> None:
     """Hand all logged values to the writers, the last ones too. Happens by itself when the process ends."""
     _step_log.flush()
@@ -205,6 +209,7 @@ class _JsonLines:
 _counted: WeakKeyDictionary[torch.fx.Graph, float] = WeakKeyDictionary()  # operations of captured graphs
 
 
+@shortens_tracebacks
 def metrics(step: Callable[..., object], tokens: int | None = None) -> dict[str, float]:
     """How fast a compiled step ran in its last calls, per device, in the names of torchtitan's metrics.
 

@@ -1,7 +1,8 @@
-"""Short tracebacks of errors in a step.
+"""Short tracebacks of errors that public functions and compiled steps raise.
 
-A traceback through a capture has fifty frames of torch and of weft between the user's line and the error. What the user
-can act on is their own lines and the message. ``WEFT_FULL_TRACEBACK=1`` keeps all frames.
+A traceback through a capture has fifty frames of torch and of weft between the user's line and the error, that of a
+mistake in an argument two or three. What the user can act on is their own lines and the message.
+``WEFT_FULL_TRACEBACK=1`` keeps all frames.
 """
 
 from __future__ import annotations
@@ -10,16 +11,21 @@ import contextlib
 import functools
 import logging
 import traceback
+import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from weft import knobs
-from weft.capture.user_code import is_refused_call, is_user_file, is_weft_file
 from weft.errors import CannotCapture, InternalFault, WeftError
+from weft.source_files import is_user_file, is_weft_file
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C")
+
+_PUBLIC = ("__init__", "__copy__", "__deepcopy__", "__reduce_ex__")  # of the names with underscores
 
 # Torch logs the traceback of an operation that refuses its arguments, and then raises. The error alone says it.
 _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
@@ -31,7 +37,7 @@ def shorten_traceback(error: Exception) -> None:
     The errors that it came from are shortened likewise. Faults of weft's own keep all frames.
     """
     own = isinstance(error, InternalFault) or (not isinstance(error, WeftError) and _is_of_weft(error.__traceback__))
-    if knobs.full_traceback or (own and not is_refused_call(error)):
+    if knobs.full_traceback or (own and not getattr(error, _REFUSED, False)):
         return
     seen: BaseException | None = error
     while seen is not None:
@@ -43,17 +49,68 @@ def shorten_traceback(error: Exception) -> None:
 
 
 def shortens_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, the errors of which have short tracebacks: it captures a step, and nobody's line is between."""
+    """``function``, the errors of which have short tracebacks. Every public function is one."""
 
     @functools.wraps(function)
     def short(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            mark_refused_call(error)
             shorten_traceback(error)
             raise
 
     return short
+
+
+def methods_shorten_tracebacks(cls: type[C]) -> type[C]:
+    """``cls``, after each of its own public methods, and what makes and copies its objects, was made to shorten
+    tracebacks."""
+    for name, value in list(vars(cls).items()):
+        if isinstance(value, types.FunctionType) and (name in _PUBLIC or not name.startswith("_")):
+            setattr(cls, name, shortens_tracebacks(value))
+    return cls
+
+
+class ShortEntry(AbstractContextManager[R], contextlib.ContextDecorator):
+    """A context manager, made anew at each entry, the errors of which have short tracebacks."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[R]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[R]] = []
+
+    @shortens_tracebacks
+    def __enter__(self) -> R:
+        inside = self._make()
+        value = inside.__enter__()
+        self._entered.append(inside)
+        return value
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
+def short_context(function: Callable[P, AbstractContextManager[R]]) -> Callable[P, ShortEntry[R]]:
+    """As :func:`shortens_tracebacks`, for a function that returns a context manager."""
+
+    @functools.wraps(function)
+    def short(*args: P.args, **kwargs: P.kwargs) -> ShortEntry[R]:
+        return ShortEntry(functools.partial(function, *args, **kwargs))
+
+    return short
+
+
+_REFUSED = "_weft_refused_call"
+
+
+def mark_refused_call(error: BaseException) -> None:
+    """Call this where ``error`` was caught, in the frame that called the user's function.
+
+    Where Python refused the call, since the arguments are not those of the function, no frame of the user's is in the
+    traceback. The innermost one is weft's, and the mistake is the caller's all the same.
+    """
+    if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
+        setattr(error, _REFUSED, True)
 
 
 def _users(traceback: TracebackType | None) -> TracebackType | None:

@@ -9,19 +9,13 @@ import ast
 import functools
 import itertools
 import linecache
-import os
 import sys
-import sysconfig
 from collections.abc import Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
-import torch
+from weft.source_files import KIND_OF_FILE, LIBRARY, is_library_file, is_user_file
 
-_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN_USER_ROOMS = ("tests", "examples", "bench")
-_OWN_USER_FILES = ("toy.py",)
-_INSTALLED = ("site-packages", "dist-packages")
 # The type of functions with `functools.lru_cache`.
 REMEMBERING = type(functools.lru_cache(lambda: None))
 # Packages that look at files, processes and threads for ends of their own, whoever calls them.
@@ -75,7 +69,7 @@ def user_frames(limit: int = 8) -> tuple[Frame, ...]:
         filename = code.co_filename
         known = kind_of_file[filename]
         if known:
-            installed = known == _LIBRARY
+            installed = known == LIBRARY
             if len(found) < limit:
                 found.append(Frame(filename, frame.f_lineno, code.co_name))
             elif not installed:
@@ -130,7 +124,7 @@ def format_frames(frames: Sequence[Frame], *, source: bool = False) -> str:
     text = format_frame(first)
     if source and (line := linecache.getline(first.filename, first.lineno).strip()):
         text += f": `{line}`"
-    caller = next((frame for frame in frames if not _is_installed(frame.filename)), None)
+    caller = next((frame for frame in frames if not is_library_file(frame.filename)), None)
     return text if caller is None or caller is first else f"{text}, called from {format_frame(caller)}"
 
 
@@ -221,133 +215,9 @@ def is_remembered(frame: FrameType) -> bool:
     return isinstance(found, REMEMBERING) and getattr(found.__wrapped__, "__code__", None) is frame.f_code
 
 
-_REFUSED = "_weft_refused_call"
-
-
-def mark_refused_call(error: BaseException) -> None:
-    """Call this where ``error`` was caught, in the frame that called the user's function.
-
-    Where Python refused the call, since the arguments are not those of the function, no frame of the user's is in the
-    traceback. The innermost one is weft's, and the mistake is the caller's all the same.
-    """
-    if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-        setattr(error, _REFUSED, True)
-
-
-def is_refused_call(error: BaseException) -> bool:
-    """Whether the user's function was called with arguments that it does not take."""
-    return getattr(error, _REFUSED, False)
-
-
 def formatting_frame(frame: FrameType) -> FrameType:
     """The frame that makes a text, of those from ``frame`` outwards: not that of a constant on the left of ``%``
     (:mod:`weft.capture.record.percent_formats`), which stands for code in C."""
     while frame.f_globals.get("__name__") == _FORMATS and frame.f_back is not None:
         frame = frame.f_back
     return frame
-
-
-def is_user_file(filename: str) -> bool:
-    """Whether code from this file is user code, that of installed packages included."""
-    return KIND_OF_FILE[filename] != _MACHINERY
-
-
-def is_own_file(filename: str) -> bool:
-    """Whether code from this file is the user's own, and not of an installed package."""
-    return KIND_OF_FILE[filename] == _OWN
-
-
-def is_weft_file(filename: str) -> bool:
-    """Whether code from this file is weft itself: not its tests, examples or benchmarks, and no package beside it.
-
-    A virtual environment may lie inside the checkout; what is installed there is not weft.
-    """
-    return any(_is_weft(path) for path in {os.path.abspath(filename), os.path.realpath(filename)})
-
-
-def _is_installed(filename: str) -> bool:
-    return KIND_OF_FILE[filename] == _LIBRARY
-
-
-# Names of code without a file that a user wrote: `python -c` and `exec`, a pipe, a prompt (also of Python 3.13 and of
-# `code.interact`), a cell, a docstring's example. Frozen importlib and code that libraries generate have other names.
-_TYPED_IN = (
-    "<string>", "<stdin", "<ipython-input", "<python-input", "<console>", "<input>", "<cell", "<notebook", "<doctest ",
-)  # fmt: skip
-
-# What a file is; all but machinery (torch, the standard library, weft) counts as user code.
-_MACHINERY, _OWN, _LIBRARY = 0, 1, 2
-
-
-class _KindOfFile(dict[str, int]):
-    """The kind of each file that was asked for: one look-up in C where it was asked for before."""
-
-    def __missing__(self, filename: str) -> int:
-        kind = self[filename] = _classify(filename)
-        return kind
-
-
-KIND_OF_FILE = _KindOfFile()
-"""What each file of code is: 0 for machinery (torch, the standard library, weft), another number for user code."""
-
-
-def _classify(filename: str) -> int:
-    if not _is_users(filename):
-        return _MACHINERY
-    return _LIBRARY if any(folder in _INSTALLED for folder in filename.split(os.sep)) else _OWN
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith("<"):
-        return filename.startswith(_TYPED_IN)
-    path = os.path.abspath(filename)
-    return not (_is_machinery(path) or _is_machinery(_real_path(path)))
-
-
-def _real_path(path: str) -> str:
-    """An absolute path with links resolved. A process loads thousands of files from a few hundred folders, whose own
-    paths are resolved once."""
-    folder, name = os.path.split(path)
-    path = os.path.join(_real_folder(folder), name)
-    return os.path.realpath(path) if os.path.islink(path) else path
-
-
-_real_folder = functools.cache(os.path.realpath)
-
-
-def _is_machinery(path: str) -> bool:
-    return _is_machinery_folder(os.path.dirname(path) + os.sep) or _is_weft(path)
-
-
-@functools.cache
-def _is_machinery_folder(folder: str) -> bool:
-    """Whether a folder, with a separator at its end, is torch's or the standard library's."""
-    if any(folder.startswith(root) for root in _roots(os.path.dirname(torch.__file__))):
-        return True
-    for library in _standard_library():
-        for root in _roots(library):
-            if folder.startswith(root):
-                return not any(installed in folder[len(root) :].split(os.sep) for installed in _INSTALLED)
-    return False
-
-
-def _is_weft(path: str) -> bool:
-    for root in _roots(_OWN_ROOT):
-        if path.startswith(root):
-            parts = path[len(root) :].split(os.sep)
-            users = parts[0] in _OWN_USER_ROOMS or parts[-1] in _OWN_USER_FILES
-            return not users and not any(installed in parts for installed in _INSTALLED)
-    return False
-
-
-@functools.cache
-def _standard_library() -> list[str]:
-    return [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
-
-
-@functools.cache
-def _roots(folder: str) -> list[str]:
-    """A folder as written and with links resolved: an editable install may be reached through either. The longer path
-    is first, since a link may lie inside the folder that it leads to."""
-    spellings = {os.path.abspath(folder) + os.sep, os.path.realpath(folder) + os.sep}
-    return sorted(spellings, key=len, reverse=True)

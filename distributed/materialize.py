@@ -18,12 +18,14 @@ from weft.distributed.fsdp.mesh import mesh_device
 from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
 from weft.distributed.fsdp.state import states_in
 from weft.errors import CannotInitialize
+from weft.short_tracebacks import shortens_tracebacks
 
 _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 
 
+@shortens_tracebacks
 def materialize(model: M, device: torch.device | str | None = None) -> M:
     """Allocate what of `model` is on the meta device, let each module initialize its own; return the model.
 

@@ -11,10 +11,12 @@ from torch.utils.data import Sampler
 
 from weft import torch_adapter
 from weft.errors import CannotCheckpoint, InvalidArgument
+from weft.short_tracebacks import methods_shorten_tracebacks
 
 T = TypeVar("T")
 
 
+@methods_shorten_tracebacks
 class ResumableSampler(Sampler[list[int]]):
     """Batches of indices of a dataset, shuffled anew in every epoch, the same on any number of ranks.
 

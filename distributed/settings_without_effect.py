@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 from weft.argument_checks import ArgumentChecks
+from weft.short_tracebacks import methods_shorten_tracebacks
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -28,6 +29,7 @@ class ReducedGradients:
         """Does nothing."""
 
 
+@methods_shorten_tracebacks
 class SettingsWithoutEffect:
     """The setters that do nothing on sharded and on replicated modules: the base of the classes of both."""
 

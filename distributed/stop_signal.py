@@ -27,6 +27,7 @@ import torch.distributed as dist
 from weft import threads_at_exit, torch_adapter
 from weft.errors import NotMainThread, StoreLost
 from weft.rank_watch import STORE_S
+from weft.short_tracebacks import shortens_tracebacks
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class _StopSignals:
 _signals: _StopSignals | None = None
 
 
+@shortens_tracebacks
 def stopping() -> bool:
     """Whether the training loop is to be left now: call it once a step, on all ranks.
 

@@ -29,6 +29,7 @@ from weft.distributed.checkpoint.tensor_bytes import bytes_of
 from weft.distributed.checkpoint.write import SaveRequest
 from weft.errors import CannotCheckpoint, CheckpointMismatch, CheckpointNotLoaded, CheckpointNotSaved
 from weft.rank_watch import CannotEnd
+from weft.short_tracebacks import methods_shorten_tracebacks
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 _OWN = "weft.rank_{}"
 
 
+@methods_shorten_tracebacks
 class TrainState:
     """The state of a training run.
 

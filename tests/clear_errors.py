@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import re
 import time
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from weft.errors import WeftError
 
+TORCH = Path(torch.__file__).parent
+ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 8
 MAX_CHARACTERS = 1200
 MAX_SECONDS = 1.0  # of this process on a processor: other processes may keep it from running
@@ -66,8 +73,12 @@ def outcome(source: str, names: Mapping[str, Any]) -> Exception | None:
     return None
 
 
-def faults(misuse: Misuse, names: Mapping[str, Any]) -> list[str]:
-    """Why the error of a misuse is not clear; nothing where it is."""
+def faults(misuse: Misuse, names: Mapping[str, Any], public: bool = True) -> list[str]:
+    """Why the error of a misuse is not clear; nothing where it is.
+
+    Args:
+        public: whether public functions raise it, and so none of weft's own frames is shown.
+    """
     start = time.process_time()
     error = outcome(misuse.source, names)
     seconds = time.process_time() - start
@@ -75,7 +86,7 @@ def faults(misuse: Misuse, names: Mapping[str, Any]) -> list[str]:
         return ["accepted"]
     if not isinstance(error, WeftError):
         return [f"raw {type(error).__name__}: {str(error)[:300]}"]
-    found = faults_of_message(str(error))
+    found = faults_of_message(str(error)) + [f"shows {frame}" for frame in frames_of_weft(error) if public]
     if not isinstance(error, misuse.kind):
         found.append(f"is a {type(error).__name__}, not a {misuse.kind.__name__}")
     found += [f"does not contain {word!r}" for word in (misuse.argument, misuse.given) if word not in str(error)]
@@ -87,6 +98,19 @@ def faults(misuse: Misuse, names: Mapping[str, Any]) -> list[str]:
             if type(theirs) is kind and not isinstance(error, kind):
                 found.append(f"torch raises {kind.__name__}: {theirs}")
     return [f"{type(error).__name__}: {error}", *found] if found else []
+
+
+def frames_of_weft(error: BaseException) -> list[str]:
+    """The frames of weft's own files in the traceback of an error, which tell a user nothing. Those that torch calls
+    stand below frames of torch anyway."""
+    stack = traceback.extract_tb(error.__traceback__)
+    frames = takewhile(lambda frame: TORCH not in Path(frame.filename).parents, stack)
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames if _is_of_weft(Path(frame.filename))]
+
+
+def _is_of_weft(file: Path) -> bool:
+    file = file.resolve()
+    return file.suffix == ".py" and file.is_relative_to(ROOT) and not file.is_relative_to(ROOT / "tests")
 
 
 def faults_of_message(text: str) -> list[str]:

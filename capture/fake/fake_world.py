@@ -29,6 +29,7 @@ from weft import errors, torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.capture.fake.fake_cuda import RedirectCudaToCpu, patch_devices, redirect_to_cpu
 from weft.capture.fake.fake_groups import patch_data_loader, patch_groups
+from weft.short_tracebacks import short_context
 from weft.thread_patches import Patches
 
 
@@ -95,6 +96,7 @@ def current_fake_world() -> FakeWorld | None:
     return _mine.world
 
 
+@short_context
 @contextlib.contextmanager
 def fake_world(
     world_size: int,

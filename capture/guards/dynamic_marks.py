@@ -12,8 +12,10 @@ import torch
 from weft.argument_checks import ArgumentChecks
 from weft.capture.record.dynamic_sizes import MARKS
 from weft.errors import NoSuchDimension
+from weft.short_tracebacks import shortens_tracebacks
 
 
+@shortens_tracebacks
 def mark_dynamic(tensor: torch.Tensor, dim: int | list[int] | tuple[int, ...]) -> None:
     """Keep these dimensions of an argument symbolic. It is an error if the step fixes one of them to a number.
 
@@ -24,11 +26,13 @@ def mark_dynamic(tensor: torch.Tensor, dim: int | list[int] | tuple[int, ...]) -
     _mark("mark_dynamic", tensor, dim, "dynamic")
 
 
+@shortens_tracebacks
 def maybe_mark_dynamic(tensor: torch.Tensor, dim: int | list[int] | tuple[int, ...]) -> None:
     """Like :func:`mark_dynamic`, but a dimension that the step fixes to a number becomes static, with a log line."""
     _mark("maybe_mark_dynamic", tensor, dim, "maybe")
 
 
+@shortens_tracebacks
 def mark_static(tensor: torch.Tensor, dim: int | list[int] | tuple[int, ...] | None = None) -> None:
     """Capture these dimensions (default: all) as numbers, however often they change."""
     every = dim is None and isinstance(tensor, torch.Tensor)

@@ -23,8 +23,9 @@ from weft.capture.record.functional_ops import executable_form
 from weft.capture.record.group_names import canonical_groups
 from weft.capture.record.readable_names import readable_name
 from weft.capture.step_interface import Input, Output, Return, Role, Update
-from weft.capture.user_code import Frame, is_user_file
+from weft.capture.user_code import Frame
 from weft.errors import UncapturableMutation
+from weft.source_files import is_user_file
 from weft.torch_adapter import OpOverload
 
 Node = torch.fx.Node

@@ -18,8 +18,9 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.symbols import Symbols
-from weft.capture.user_code import Frame, format_frames, frames_of, is_user_file
+from weft.capture.user_code import Frame, format_frames, frames_of
 from weft.errors import CannotCapture, DrawDecidesPython, UncapturableSubclass, WeftError
+from weft.source_files import is_user_file
 
 # Functions of torch that read data only to check it or to choose sizes, and the argument that makes them do without.
 # By the file that the error passed through, from the folder of torch.

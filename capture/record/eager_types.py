@@ -32,7 +32,8 @@ from weft.capture.record.number_tables import NumberTable
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.unread_arguments import UnreadValue
-from weft.capture.user_code import KIND_OF_FILE, called_by_user
+from weft.capture.user_code import called_by_user
+from weft.source_files import KIND_OF_FILE
 
 
 class EagerTypes:

@@ -21,7 +21,8 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.host_draws import GLOBAL, is_numpy_generator, numpy_global
 from weft.capture.state.type_facts import is_what_its_type_says
-from weft.capture.user_code import Frame, format_frame, is_user_file
+from weft.capture.user_code import Frame, format_frame
+from weft.source_files import is_user_file
 
 
 class GeneratorStates:

@@ -16,7 +16,7 @@ from typing import Any
 
 from weft.capture.state.containers import MISSING, Container
 from weft.capture.state.type_facts import SIMPLE_KINDS
-from weft.capture.user_code import is_user_file
+from weft.source_files import is_user_file
 
 # A function that stands in for another carries that one under this name.
 ORIGINAL = "__weft_original__"

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from weft.capture.user_code import called_for_user, formatting_frame, in_raise_statement, is_user_file, user_line
+from weft.capture.user_code import called_for_user, formatting_frame, in_raise_statement, user_line
 from weft.errors import TextOfValue
+from weft.source_files import is_user_file
 
 
 def names(text: str) -> frozenset[str]:

@@ -20,7 +20,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shown_gradients import gradient_shown, with_gradient_shown
 from weft.capture.record.text_flow import goes_straight_out
 from weft.capture.state.containers import StatePlace
-from weft.capture.user_code import is_user_file
+from weft.source_files import is_user_file
 
 # Characters of Unicode's private use area, which no text of a step should have.
 _BEGIN, _END = "\U0010f5e0", "\U0010f5e1"

@@ -15,8 +15,9 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.recorder import recording
-from weft.capture.user_code import is_user_file, user_line
+from weft.capture.user_code import user_line
 from weft.errors import MemoryOfTensor
+from weft.source_files import is_user_file
 
 _COMPARE = "compare tensors with `is`, or their sizes"
 _OUTSIDE = "do it outside the step"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.capture.user_code import is_user_file
+from weft.source_files import is_user_file
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from weft.capture.record.state_snapshot import StateSnapshot
 from weft.capture.record.templates import Template
 from weft.capture.state.code_names import OPAQUE, mark_opaque
 from weft.capture.state.containers import SIMPLE
+from weft.short_tracebacks import shortens_tracebacks
 
 P = ParamSpec("P")
 
@@ -96,6 +97,7 @@ def _references(items: list[Any], at: int) -> int:
 _UNSHARED = _references([object()], 0)
 
 
+@shortens_tracebacks
 def opaque(function: Callable[P, object]) -> Callable[P, None]:
     """Mark a function as one that runs every step with real tensors and is not captured.
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from weft.capture.state.code_names import code_names, functions_in
 from weft.capture.state.containers import Container, items_of
-from weft.capture.user_code import is_user_file, user_line
+from weft.capture.user_code import user_line
 from weft.errors import PythonStateChanged
+from weft.source_files import is_user_file
 
 _READS = ("_ATTR", "_METHOD", "_GLOBAL", "_NAME", "_DEREF", "_FAST")
 _NAME = re.compile(r"[^\W\d]\w*$")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weft.capture.record.recorder import recording
-from weft.capture.user_code import is_user_file
+from weft.source_files import is_user_file
 from weft.thread_patches import replaced, stand_in
 
 PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}

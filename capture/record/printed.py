@@ -31,15 +31,9 @@ from weft.capture.record.opaque import opaque
 from weft.capture.record.plain_numbers import plain_number
 from weft.capture.record.recorder import recording
 from weft.capture.record.shown_gradients import Showing
-from weft.capture.user_code import (
-    called_for_user,
-    formatting_frame,
-    in_raise_statement,
-    is_remembered,
-    is_user_file,
-    user_line,
-)
+from weft.capture.user_code import called_for_user, formatting_frame, in_raise_statement, is_remembered, user_line
 from weft.errors import OutsideEffect, TextOfValue
+from weft.source_files import is_user_file
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 TEXTS = {torch.Tensor.__repr__, torch.Tensor.__format__}

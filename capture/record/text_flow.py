@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 from weft.capture.source_tree import SourceTree, value_in
 from weft.capture.state.code_names import OPAQUE
-from weft.capture.user_code import is_user_file
+from weft.source_files import is_user_file
 
 _COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>")
 _CONVERSIONS = ("str", "repr", "format")

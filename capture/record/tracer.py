@@ -84,7 +84,7 @@ from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.step_threads import capturing
-from weft.capture.user_code import is_own_file, mark_refused_call, user_line
+from weft.capture.user_code import user_line
 from weft.errors import (
     AnomalyModeAround,
     FunctionModeAround,
@@ -93,6 +93,8 @@ from weft.errors import (
     UsedDuringCapture,
     WeftError,
 )
+from weft.short_tracebacks import mark_refused_call
+from weft.source_files import is_own_file
 
 
 @generators_kept()

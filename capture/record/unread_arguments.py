@@ -23,7 +23,8 @@ from weft.capture.record.late_text import late_text
 from weft.capture.record.numpy_arguments import may_be_input
 from weft.capture.record.recorder import recording
 from weft.capture.state.containers import StatePlace
-from weft.capture.user_code import formatting_frame, is_user_file
+from weft.capture.user_code import formatting_frame
+from weft.source_files import is_user_file
 
 _KINDS = frozenset({str, bytes, bytearray, set, frozenset})
 _READING = (

@@ -35,7 +35,7 @@ from weft.capture.state.containers import SIMPLE
 from weft.capture.state.contents import dictionary_behind
 from weft.capture.state.origin import is_own
 from weft.capture.state.reachable_state import ReachableState
-from weft.capture.user_code import is_own_file
+from weft.source_files import is_own_file
 
 _IMMUTABLE = 1 << 8  # `Py_TPFLAGS_IMMUTABLETYPE`: nobody can assign to attributes of such a class
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import types
 
-from weft.capture.user_code import is_own_file
+from weft.source_files import is_own_file
 
 # Packages whose objects and functions are not walked: they are no state of the user's.
 _FOREIGN = {"torch", "numpy", "sympy", "mpmath", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}

@@ -22,11 +22,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from weft import torch_adapter
 from weft.errors import CannotCheckpoint, CheckpointMismatch
+from weft.short_tracebacks import shortens_tracebacks
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
+@shortens_tracebacks
 def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, max_file_gib: float = 5.0) -> None:
     """Write the whole weights of a model to ``folder``. Collective: all ranks call it, rank 0 writes.
 
@@ -71,6 +73,7 @@ def save_safetensors(model: nn.Module, folder: str | os.PathLike[str], *, max_fi
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+@shortens_tracebacks
 def load_safetensors(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Load whole weights into a model, each rank its shards. Files are mapped, so no rank holds all of them.
 

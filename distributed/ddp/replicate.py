@@ -34,6 +34,7 @@ from weft.distributed.ddp.reduction import GradientReduction
 from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
 from weft.distributed.mixed_precision import cast_floating, tensors_in
 from weft.distributed.settings_without_effect import SettingsWithoutEffect, say_once
+from weft.short_tracebacks import methods_shorten_tracebacks, shortens_tracebacks
 
 if TYPE_CHECKING:
     from weft.distributed.fsdp.mesh import DataParallelMeshDims
@@ -73,6 +74,7 @@ def replicate(
     """Replicate the modules of a list together; return the list."""
 
 
+@shortens_tracebacks
 def replicate(
     module: nn.Module | list[nn.Module],
     *,
@@ -118,6 +120,7 @@ def replicate(
     return module
 
 
+@shortens_tracebacks
 def broadcast_state(module: nn.Module) -> None:
     """Give every replicated module in `module` the parameters and buffers of its mesh's first rank.
 
@@ -131,6 +134,7 @@ def broadcast_state(module: nn.Module) -> None:
         state.broadcast()
 
 
+@methods_shorten_tracebacks
 class ReplicateModule(SettingsWithoutEffect):
     """What a replicated module is an instance of, besides its own class; with the methods of FSDPModule."""
 
@@ -320,6 +324,7 @@ class _State:
             self._cast.reset()
         self.reduction.reset(self._slots)
 
+    @shortens_tracebacks
     def _before_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._broadcast_done:
             raise errors.NotMaterialized(self._on_meta())
@@ -396,5 +401,6 @@ def _replicated_class(cls: type) -> type:
     return _replicated_classes[cls]
 
 
+@shortens_tracebacks
 def _no_deepcopy(self: nn.Module, _memo: Any) -> NoReturn:
     raise errors.CannotCopyWrapped(type(self).__name__)

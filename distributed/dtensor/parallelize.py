@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.argument_checks import ArgumentChecks
 from weft.distributed.dtensor.styles import replicate_parameters
+from weft.short_tracebacks import shortens_tracebacks
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -27,6 +28,7 @@ _PREPARE = (
 _SHOWN = 10
 
 
+@shortens_tracebacks
 def parallelize(
     module: Module,
     mesh: DeviceMesh,
@@ -72,6 +74,7 @@ def parallelize(
     return module
 
 
+@shortens_tracebacks
 def parallelize_module(
     module: Module,
     device_mesh: DeviceMesh,

@@ -33,6 +33,7 @@ from weft.errors import (
     ReshardSizeWithMeshDims,
     UnshardableParameter,
 )
+from weft.short_tracebacks import shortens_tracebacks
 
 _M = TypeVar("_M", bound=nn.Module)
 Placement = Callable[[nn.Parameter], object]  # what it returns is checked: see fully_shard
@@ -77,6 +78,7 @@ def fully_shard(
     """Shard the modules of a list together; return the list."""
 
 
+@shortens_tracebacks
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -156,6 +158,7 @@ def fully_shard(
     return module
 
 
+@shortens_tracebacks
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make a method of a sharded module gather parameters as `forward` does; nothing on other modules.
 

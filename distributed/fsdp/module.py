@@ -12,11 +12,13 @@ from weft.argument_checks import ArgumentChecks
 from weft.distributed.arguments import check_divide_factor
 from weft.distributed.fsdp.state import ShardedState, state_of, states_in
 from weft.distributed.settings_without_effect import SettingsWithoutEffect, say_once
-from weft.errors import CannotCopyWrapped, NotTheRoot
+from weft.errors import CannotCopyWrapped, NotTheRoot, WeftError
+from weft.short_tracebacks import methods_shorten_tracebacks, shorten_traceback, shortens_tracebacks
 
 _ARGUMENTS = ArgumentChecks("FSDPModule")
 
 
+@methods_shorten_tracebacks
 class UnshardHandle:
     """What `FSDPModule.unshard(async_op=True)` returns."""
 
@@ -30,6 +32,7 @@ class UnshardHandle:
             self._state = None
 
 
+@methods_shorten_tracebacks
 class FSDPModule(SettingsWithoutEffect):
     """A module wrapped by `weft.fully_shard`: an instance of `FSDP<Name>`, its own class and this one.
 
@@ -50,8 +53,10 @@ class FSDPModule(SettingsWithoutEffect):
         depth = len(state.saving)
         try:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        except BaseException:
+        except BaseException as error:
             state.unwind(depth)
+            if isinstance(error, WeftError):
+                shorten_traceback(error)
             raise
 
     # ---- gathering by hand
@@ -183,6 +188,7 @@ class FSDPModule(SettingsWithoutEffect):
         return states_in(module.modules() if recurse else iter([module]))
 
 
+@shortens_tracebacks
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Torch's way to let several roots share streams; there are none here to share."""
     _sharded(modules)
@@ -202,6 +208,7 @@ def wrap_class(modules: Iterable[nn.Module]) -> None:
         module.__class__ = _classes[cls]
 
 
+@shortens_tracebacks
 def _no_deepcopy(self: nn.Module, _memo: Any) -> Any:
     raise CannotCopyWrapped(type(self).__name__)
 

@@ -10,15 +10,8 @@ import pytest
 import torch
 
 import weft
-from weft.capture.user_code import (
-    Frame,
-    format_frame,
-    is_own_file,
-    is_user_file,
-    is_weft_file,
-    user_frames,
-    user_line,
-)
+from weft.capture.user_code import Frame, format_frame, user_frames, user_line
+from weft.source_files import is_own_file, is_user_file, is_weft_file
 
 
 def test_innermost_frame_is_the_calling_line() -> None:

@@ -109,6 +109,45 @@ def test_errors_of_weft_have_short_tracebacks() -> None:
     assert [Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)] == [Path(HERE).name]
 
 
+def shortens(function: object) -> bool:
+    """Whether a function is one of ``short_tracebacks``, which calls the one that it is named after."""
+    code = getattr(function, "__code__", None)
+    return code is not None and Path(code.co_filename).name == "short_tracebacks.py"
+
+
+OF_TORCH = {name for name in weft.__all__ if not getattr(getattr(weft, name), "__module__", "").startswith("weft.")}
+# What a wrapper calls, not the user; and what takes nothing from the user.
+INNER = {"ColwiseParallel", "RowwiseParallel", "SequenceParallel", "NoParallel", "StepGraph", "WeftError"}
+
+
+@pytest.mark.parametrize("name", sorted({*weft.__all__} - OF_TORCH - INNER))
+def test_every_public_function_and_method_shortens_tracebacks(name: str) -> None:
+    value = getattr(weft, name)
+    if not isinstance(value, type):
+        assert shortens(value)
+        return
+    methods = {name: method for name, method in vars(value).items() if inspect.isfunction(method)}
+    contexts = {"no_sync"}  # fails in no way of its own
+    public = {name for name in methods if not name.startswith("_") or name == "__init__"} - contexts
+    assert not {name for name in public if not shortens(methods[name])}
+
+
+def test_mistakes_in_arguments_show_the_users_line_alone(mesh: dist.DeviceMesh) -> None:
+    for call in (
+        lambda: weft.fully_shard(nn.Linear(2, 2), mesh=3),  # type: ignore[call-overload]
+        lambda: weft.fully_shard(),  # type: ignore[call-overload]
+        lambda: weft.TrainState(model=3),
+        lambda: weft.fake_world(0).__enter__(),
+        lambda: weft.fully_shard(nn.Linear(2, 2), mesh=mesh).set_requires_gradient_sync(3),  # type: ignore[operator]
+        lambda: weft.fully_shard(nn.Linear(2, 2, device="meta"), mesh=mesh)(torch.ones(2)),
+    ):
+        for whole in (False, True):
+            with knobs.override(full_traceback=whole), pytest.raises((weft.WeftError, TypeError)) as found:
+                call()
+            files = {Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)}
+            assert (files == {Path(HERE).name}) is not whole
+
+
 def test_arguments_that_a_step_does_not_take_are_the_callers_mistake() -> None:
     def step(x: Tensor, y: Tensor) -> Tensor:
         return x + y
