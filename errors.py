@@ -979,12 +979,12 @@ class NotOnGpu(WeftError):
 
 
 class NoGeneratedKernels(WeftError):
-    """The kernels of a step were asked for that runs ATen's alone: on a CPU, or with ``mode="bitwise"``."""
+    """The kernels of a step were to be timed that runs ATen's alone: on a CPU, or with ``mode="bitwise"``."""
 
     def __init__(self, step: str) -> None:
         super().__init__(
-            f'{step} runs ATen\'s kernels here, and no generated ones. Call print(explained.on("H200").kernels()) for '
-            "those that a GPU would run, where explained = weft.explain(...)"
+            f"{step} runs ATen's kernels here, and no generated ones that could be timed. Call "
+            'print(explained.on("H200").kernels()) for those that a GPU would run, where explained = weft.explain(...)'
         )
 
 

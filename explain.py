@@ -32,6 +32,7 @@ from weft.compile import CompiledStep
 from weft.errors import CannotWrite, NoGeneratedKernels, NotCapturedYet, NotScheduled
 from weft.explain_tables import (
     Section,
+    aten_section,
     bucket_rows,
     graph_section,
     kernels_section,
@@ -252,12 +253,10 @@ class Explanation:
     def kernels(self) -> Section:
         """Generated kernels, what libraries run beside them, and their times.
 
-        Raises:
-            NoGeneratedKernels: it has none. :meth:`on` says what would run on a GPU.
+        Where ATen runs the step, on a CPU or with ``mode="bitwise"``: its operations. :meth:`on` says what a GPU would
+        run.
         """
-        if self.kernel_report is None:
-            raise NoGeneratedKernels(self.name)
-        return kernels_section(self.kernel_report)
+        return aten_section(self.step_graph) if self.kernel_report is None else kernels_section(self.kernel_report)
 
     def collectives(self, why: bool = False) -> Section:
         """Collectives by kind and group; with a schedule its buckets, too.

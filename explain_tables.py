@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+from torch.fx import Node
 
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective
@@ -136,7 +137,7 @@ def short_graph(graph: StepGraph) -> list[_Part]:
         if node.op == "call_function":
             key = str(node.meta.get("stage") or ""), str(node.meta.get("module") or "")
             part = found.setdefault(key, _Part(*key, Counter()))
-            part.operations[".".join(operation(node.target).split(".")[:2][-1:])] += 1
+            part.operations[_operation_of(node)] += 1
     folded: dict[tuple[Any, ...], _Part] = {}
     for part in found.values():
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", part.module)
@@ -147,6 +148,11 @@ def short_graph(graph: StepGraph) -> list[_Part]:
         else:
             folded[key] = part
     return list(folded.values())
+
+
+def _operation_of(node: Node) -> str:
+    """``mul`` of ``aten.mul.Tensor``, ``pad_shard`` of ``weft.pad_shard``."""
+    return operation(node.target).split(".")[:2][-1]
 
 
 def graph_section(graph: StepGraph) -> Section:
@@ -219,6 +225,15 @@ def kernels_section(found: KernelReport) -> Section:
         ),
     ]
     return Section(parts)
+
+
+def aten_section(graph: StepGraph) -> Section:
+    """What ATen runs where no kernels are generated: operations by count, without collectives."""
+    called = (node for node in graph.graph.nodes if node.op == "call_function" and not is_collective(node))
+    counts = Counter(name for name in map(_operation_of, called) if name not in _COMPUTE_NOTHING)
+    operations = counted(sum(counts.values()), "operation")
+    title = f'ATen runs {operations} here; .on("H200").kernels() shows what a GPU would run'
+    return Section([Text(title, style="bold"), *table("\noperations", ["operation", "count"], counts.most_common())])
 
 
 def plain_operation(name: str) -> str:

@@ -257,9 +257,14 @@ def test_kernels_that_would_run_on_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(NotOnGpu):
         explained.on("H200").measured()
     with pytest.raises(
-        NoGeneratedKernels, match=r"ATen's kernels here, and no generated ones\. Call print\(explained\.on\("
+        NoGeneratedKernels,
+        match=r"ATen's kernels here, and no generated ones that could be timed\. Call print\(explained",
     ):
-        explained.kernels()
+        explained.measured()
+    assert str(explained.kernels()).splitlines() == [
+        *('ATen runs 4 operations here; .on("H200").kernels() shows what a GPU would run', "", "operations"),
+        *("operation  count", "silu           1", "mul            1", "cumsum         1", "add            1"),
+    ]
     with pytest.raises(UnknownOption, match="'H200'"):
         explained.on("RTX 2000")
 
