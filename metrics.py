@@ -206,7 +206,8 @@ class _JsonLines:
 
 # ---- metrics of a step
 
-_counted: WeakKeyDictionary[torch.fx.Graph, float] = WeakKeyDictionary()  # operations of captured graphs
+# Operations and tokens of captured graphs: a loop may ask in every step, and graphs have tens of thousands of nodes.
+_counted: WeakKeyDictionary[torch.fx.Graph, tuple[float, int]] = WeakKeyDictionary()
 
 
 @shortens_tracebacks
@@ -234,21 +235,22 @@ def metrics(step: Callable[..., object], tokens: int | None = None) -> dict[str,
     assert isinstance(step, CompiledStep)
     if not step.entries:
         raise NotCapturedYet(step.__name__)
-    captured = step.entries[0].captured
+    graph = step.entries[0].captured.graph
     found: dict[str, float] = {}
-    calls = list(step.began)
+    calls, on_gpu = list(step.began), torch.cuda.is_available()
     if len(calls) >= _FEWEST_CALLS:
         seconds = (calls[-1] - calls[0]) / (len(calls) - 1)
-        operations = model_operations(captured.graph)
+        if graph.graph not in _counted:
+            _counted[graph.graph] = model_operations(graph), _tokens(graph)
+        operations, given = _counted[graph.graph]
         found["time_metrics/end_to_end(s)"] = seconds
-        counted = tokens if tokens is not None else _tokens(captured.graph)
-        if counted:
-            found["throughput(tps)"] = counted / seconds
+        if given := given if tokens is None else tokens:
+            found["throughput(tps)"] = given / seconds
         found["tflops"] = operations / seconds / 1e12
-        gpu = shipped_gpu(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        gpu = shipped_gpu(torch.cuda.get_device_name()) if on_gpu else None
         if gpu is not None and gpu.stated_peak:
             found["mfu(%)"] = 100 * operations / seconds / gpu.stated_peak
-    if torch.cuda.is_available():
+    if on_gpu:
         found["memory/max_active(GiB)"] = torch.cuda.memory_stats()["active_bytes.all.peak"] / 2**30
         found["memory/max_reserved(GiB)"] = torch.cuda.max_memory_reserved() / 2**30
     schedule = schedule_of(step.entries[0].program)
@@ -260,18 +262,13 @@ def metrics(step: Callable[..., object], tokens: int | None = None) -> dict[str,
 def model_operations(graph: StepGraph) -> float:
     """Floating-point operations of the GEMMs, convolutions and attention of a step, as torch's FlopCounterMode counts
     them. Recomputation that the compiler adds is not in the captured graph, so it is left out, as MFU wants it.
-
-    A captured graph is counted once: a loop may ask in every step, and graphs have tens of thousands of nodes.
     """
-    if graph.graph in _counted:
-        return _counted[graph.graph]
     total = 0.0
     for node in graph.graph.nodes:
         count = flop_registry.get(getattr(node.target, "overloadpacket", None))
         if count is not None:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             total += float(count(*args, **kwargs, out_val=node.meta["val"]))
-    _counted[graph.graph] = total
     return total
 
 

@@ -173,14 +173,15 @@ def test_metrics_have_the_names_of_torchtitan_and_count_what_torch_counts() -> N
     assert weft.metrics(compiled, tokens=64)["throughput(tps)"] * seconds == pytest.approx(64)
 
 
-def test_metrics_in_every_step_count_the_operations_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_in_every_step_count_operations_and_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, step = training()
     compiled = weft.compile(step)
     for _ in range(3):
         compiled(torch.ones(4, 8))
     found = weft.metrics(compiled)
     assert found["tflops"] > 0
-    monkeypatch.setitem(model_operations.__globals__, "flop_registry", None)  # not asked again
+    for counts in ("flop_registry", "_tokens"):
+        monkeypatch.setitem(model_operations.__globals__, counts, None)  # not asked again
     assert weft.metrics(compiled) == found
 
 
