@@ -19,11 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from weft.distributed.stop_signal import SIGNALS
 from weft.errors import CannotLaunch
 from weft.inductor.transports.symmetric_memory import NO_MULTICAST
 from weft.launch.run_folder import NodeState, RunFolder
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 # Signals within so many seconds of the first one are copies of it: a cluster may send one to every process.
 _COPIES_S = 1.0
@@ -168,7 +167,7 @@ class _PassedSignals:
     def __enter__(self) -> _PassedSignals:
         # Versions of torchrun without the option read the variable.
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
-        for number in STOP_SIGNALS:
+        for number in SIGNALS:
             self._before[number] = signal.signal(number, self._handle)
         threading.Thread(target=self._pass_on, name="weft signals", daemon=True).start()
         return self

@@ -171,15 +171,71 @@ def test_weft_imports_from_anywhere(tmp_path: Path) -> None:
     assert Path(run.stdout.strip()).resolve() == ROOT / "__init__.py"
 
 
-def test_weft_trains_where_triton_and_the_modules_of_unix_are_missing() -> None:
+# What Windows lacks, and macOS in part: modules, functions, signals, and the files of /proc. Modules of torch that look
+# at them are imported before.
+WITHOUT_UNIX = """
+import sys
+for name in ("triton", "resource", "fcntl", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+import os, signal, torch, torch.distributed.run
+for name in ("register_at_fork", "fork", "geteuid", "getuid", "O_NOFOLLOW", "O_NONBLOCK", "sched_getaffinity",
+             "sysconf", "memfd_create", "pidfd_open", "nice", "killpg", "getpgid", "setsid", "uname"):
+    delattr(os, name)
+for name in ("pthread_sigmask", "pthread_kill", "SIGUSR1", "SIGUSR2", "SIGKILL", "SIGHUP", "SIGCHLD", "SIGSTOP",
+             "SIGCONT", "setitimer", "alarm"):
+    delattr(signal, name)
+
+def without_proc(event, arguments):
+    if event == "open" and str(arguments[0]).startswith("/proc"):
+        raise FileNotFoundError(arguments[0])
+
+sys.addaudithook(without_proc)
+"""
+
+
+def test_weft_plans_and_saves_where_triton_and_unix_are_missing(tmp_path: Path) -> None:
+    """All public names are there. The command line predicts a run, as functions do. Saving names what is missing."""
+    (tmp_path / "train.py").write_text(
+        "import torch, weft\n"
+        "from torch.distributed.device_mesh import init_device_mesh\n"
+        "model = weft.fully_shard(torch.nn.Linear(64, 64), mesh=init_device_mesh('cuda', (8,)))\n"
+        "optimizer = torch.optim.AdamW(model.parameters(), fused=True)\n"
+        "@weft.compile\n"
+        "def step(x):\n"
+        "    loss = model(x).mean()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    return loss\n"
+        "step(torch.randn(4, 64, device='cuda'))\n"
+    )
+    program = WITHOUT_UNIX + (
+        "import weft\n"
+        "from weft.launch.entry import main\n"
+        "assert all(getattr(weft, name) is not None for name in weft.__all__)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "step = weft.compile(lambda x: model(x).sum().backward())\n"
+        "step(torch.ones(3, 4))\n"
+        "assert weft.explain(step).scheduled('h200x8').schedule.simulation.seconds > 0\n"
+        "assert not weft.stopping()\n"
+        "try:\n"
+        "    weft.TrainState(model=model).save('checkpoints', 1)\n"
+        "except weft.errors.CannotCheckpoint as error:\n"
+        "    print(error)\n"
+        "assert weft.TrainState(model=model).load('checkpoints') is None\n"
+        "sys.argv = ['weft', 'plan', 'train.py', '--world-size', '8', '--cluster', 'h200x8']\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "needs a system whose processes inherit files" in run.stdout
+    assert "step" in run.stdout.partition("inherit files")[2]
+
+
+def test_weft_trains_where_triton_and_unix_are_missing() -> None:
     """As on macOS and Windows: kernels are refused by name, all else works on the CPU."""
-    program = (
-        "import sys\n"
-        "for name in ('triton', 'resource', 'fcntl', 'pwd', 'grp', 'termios'):\n"
-        "    sys.modules[name] = None\n"
-        "import os, torch\n"
-        "for name in ('register_at_fork', 'geteuid', 'getuid', 'O_NOFOLLOW', 'O_NONBLOCK', 'sched_getaffinity'):\n"
-        "    delattr(os, name)\n"
+    program = WITHOUT_UNIX + (
         "import weft\n"
         "model = torch.nn.Linear(2, 1)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"

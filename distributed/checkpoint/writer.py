@@ -23,7 +23,7 @@ from weft.distributed.checkpoint.exchange import Ranks
 from weft.distributed.checkpoint.staging import SharedMemory
 from weft.distributed.checkpoint.write import ROUNDS, SaveRequest
 from weft.distributed.checkpoint.writer_main import FAILED, outcome
-from weft.errors import CheckpointNotSaved, WeftError
+from weft.errors import CannotCheckpoint, CheckpointNotSaved, WeftError
 from weft.rank_watch import CannotEnd
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,11 @@ _log = logging.getLogger(__name__)
 # that the writer gets to end.
 _AFTER_ERROR_S = 5.0
 _END_S = 5.0
+
+_NO_POSIX = (
+    "it needs a system whose processes inherit files, as Linux and macOS have. Save the state_dict() of model and "
+    "optimizer with torch.save or torch.distributed.checkpoint here"
+)
 
 # The modules are found where this process finds them.
 _START = """
@@ -49,6 +54,8 @@ class Writer:
     """The writer process of this one."""
 
     def __init__(self) -> None:
+        if not hasattr(signal, "pthread_sigmask"):  # Windows: no process inherits pipes by their numbers
+            raise CannotCheckpoint("save", _NO_POSIX)
         self.memory = SharedMemory()
         self._connection, theirs = multiprocessing.Pipe()
         passed = (theirs.fileno(), self.memory.descriptor)
@@ -262,4 +269,5 @@ def _forget() -> None:
     _writer = _last = None
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget)

@@ -12,6 +12,7 @@ import os
 import pickle
 import platform
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -95,5 +96,5 @@ def outcome(action: Callable[[], Any], rank: int) -> bytes:
 def _lower_priority() -> None:
     """Other programs that want the CPU or the disk come first."""
     os.nice(19)
-    if (number := _IOPRIO_SET.get(platform.machine())) is not None:
+    if sys.platform == "linux" and (number := _IOPRIO_SET.get(platform.machine())) is not None:
         ctypes.CDLL(None).syscall(number, 1, 0, _IDLE_CLASS)

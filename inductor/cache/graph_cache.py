@@ -24,7 +24,7 @@ import torch
 
 from weft import cache_folder, knobs, torch_adapter, triton_adapter
 from weft.capture.graph import StepGraph
-from weft.errors import MemoryLimitUnreachable
+from weft.errors import MemoryLimitUnreachable, TritonMissing
 from weft.inductor.cache.kernel_text import check_kernel
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.graph import serialize
@@ -138,7 +138,11 @@ def _path(step: StepGraph, variant: str = "") -> Path:
 def environment(rooms: tuple[str, ...] = ()) -> list[Any]:
     """Versions and knobs that change the compiled graph. Of weft's own files those up to the compiler count, and those
     of ``rooms``."""
-    versions = [platform.python_version(), torch.__version__, triton_adapter.version(), _own_version(rooms)]
+    try:
+        triton = triton_adapter.version()
+    except TritonMissing:
+        triton = ""  # schedules are predicted without it
+    versions = [platform.python_version(), torch.__version__, triton, _own_version(rooms)]
     return [*versions, {name: getattr(knobs, name) for name in knobs.KNOBS if name not in _ELSEWHERE}]
 
 
