@@ -24,6 +24,7 @@ from weft.source_files import is_user_file, is_weft_file
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C")
+E = TypeVar("E", bound=BaseException)
 
 _PUBLIC = ("__init__", "__copy__", "__deepcopy__", "__reduce_ex__")  # of the names with underscores
 
@@ -37,7 +38,7 @@ def shorten_traceback(error: Exception) -> None:
     The errors that it came from are shortened likewise. Faults of weft's own keep all frames.
     """
     own = isinstance(error, InternalFault) or (not isinstance(error, WeftError) and _is_of_weft(error.__traceback__))
-    if knobs.full_traceback or (own and not getattr(error, _REFUSED, False)):
+    if knobs.full_traceback or (own and not getattr(error, _USERS, False)):
         return
     seen: BaseException | None = error
     while seen is not None:
@@ -100,17 +101,33 @@ def short_context(function: Callable[P, AbstractContextManager[R]]) -> Callable[
     return short
 
 
-_REFUSED = "_weft_refused_call"
+_USERS = "_weft_users_mistake"
+
+
+def users_mistake(error: E) -> E:
+    """``error``, which weft raises in Python's place: a tensor has no such attribute, an array is no index. Its
+    innermost frame is weft's, and the mistake is the user's."""
+    setattr(error, _USERS, True)
+    return error
 
 
 def mark_refused_call(error: BaseException) -> None:
-    """Call this where ``error`` was caught, in the frame that called the user's function.
+    """Call this where ``error`` was caught, in the frame that made a call for the user.
 
-    Where Python refused the call, since the arguments are not those of the function, no frame of the user's is in the
-    traceback. The innermost one is weft's, and the mistake is the caller's all the same.
+    Where the call itself was refused, for its arguments or by a function in C, no frame of what was called is in the
+    traceback. The innermost one is weft's, and the mistake is the user's all the same.
     """
-    if isinstance(error, TypeError) and error.__traceback__ is not None and error.__traceback__.tb_next is None:
-        setattr(error, _REFUSED, True)
+    if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+        users_mistake(error)
+
+
+def called_for_user(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What a function in C returns that the user called by a name that weft replaced: ``math.sqrt(-1)`` is refused."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        mark_refused_call(error)
+        raise
 
 
 def _users(traceback: TracebackType | None) -> TracebackType | None:

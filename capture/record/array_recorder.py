@@ -44,6 +44,7 @@ from weft.capture.record.open_sizes import Sizes, open_shape
 from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw, WeftError
+from weft.short_tracebacks import users_mistake
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FUNCTIONS = (types.FunctionType, types.MethodType)
@@ -193,7 +194,7 @@ class ArrayRecorder:
             raise self.refusal(name_of(call.function), why, "make a copy in the step: numpy.array(x)")
         memory = target.weft_memory
         if memory.read_only:
-            raise ValueError("assignment destination is read-only")
+            raise users_mistake(ValueError("assignment destination is read-only"))
         if not undecided:
             self._evaluated(call)
             return
@@ -382,7 +383,7 @@ class ArrayRecorder:
             return known.item()
         settle(array.weft_memory)
         if array.size != 1:
-            raise ValueError("can only convert an array of size 1 to a Python scalar")
+            raise users_mistake(ValueError("can only convert an array of size 1 to a Python scalar"))
         memory, call = array.weft_memory, array.weft_call
         element = isinstance(call, ArrayCall) and call.function is operator.getitem and call.args[0] is memory
         whole = call is memory or element

@@ -34,6 +34,7 @@ from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
 from weft.capture.state.bytecode import ByCode, NameUse, code_replaced, uses_of_names
 from weft.capture.state.containers import BuiltinLike
+from weft.short_tracebacks import called_for_user
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
 _OF_TORCH = ("torch.optim.lr_scheduler", "torch.nn.utils.clip_grad")
@@ -175,7 +176,7 @@ def _like(kind: type, convert: Callable[..., Any], most: int = 1) -> type:
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             symbolic = not kwargs and recording() is not None and any(map(_is_symbolic, args))
-            return convert(*args) if symbolic and len(args) <= most else kind(*args, **kwargs)
+            return convert(*args) if symbolic and len(args) <= most else called_for_user(kind, *args, **kwargs)
 
         def __getattribute__(cls, name: str) -> Any:
             return getattr(kind, name)
@@ -230,7 +231,7 @@ def _choosing(function: Callable[..., Any]) -> type:
             chosen = choice(function, items) if items else None
             if chosen is not None:
                 return chosen
-            return function(items, **kwargs) if len(args) == 1 else function(*args, **kwargs)
+            return called_for_user(function, *((items,) if len(args) == 1 else args), **kwargs)
 
     return Like(function.__name__, (), {})
 

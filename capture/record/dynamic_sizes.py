@@ -23,6 +23,7 @@ from weft import torch_adapter
 from weft.capture.record.number_lists import NumberList
 from weft.capture.user_code import user_line
 from weft.errors import MarkedDynamicSpecialised
+from weft.short_tracebacks import called_for_user
 from weft.thread_patches import present, replaced
 
 log = logging.getLogger(__name__)
@@ -189,7 +190,9 @@ def _symbolic_sqrt() -> Iterator[None]:
     original = present(math, "sqrt")
 
     def sqrt(number: Any, /) -> Any:
-        return torch.sym_sqrt(number) if isinstance(number, (torch.SymInt, torch.SymFloat)) else original(number)
+        if isinstance(number, (torch.SymInt, torch.SymFloat)):
+            return torch.sym_sqrt(number)
+        return called_for_user(original, number)
 
     with replaced(math, "sqrt", sqrt):
         yield

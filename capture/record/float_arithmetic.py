@@ -24,6 +24,7 @@ from weft import torch_adapter
 from weft.capture.record.host_draws import GeneratorDraw
 from weft.capture.record.numpy_functions import NumpyFunction, NumpyFunctions
 from weft.capture.record.symbols import Computed, Symbols
+from weft.short_tracebacks import called_for_user
 from weft.thread_patches import present, replaced
 
 # Methods of torch's SymNode whose result may be a float, and what computes it from Python numbers.
@@ -180,7 +181,9 @@ class FloatArithmetic:
         @functools.wraps(original)
         def function(*numbers: Any) -> Any:
             operands = [*map(_number, numbers)]
-            return self._result(original, operands, torch.float64) if self._knows(operands) else original(*numbers)
+            if self._knows(operands):
+                return self._result(original, operands, torch.float64)
+            return called_for_user(original, *numbers)
 
         return function
 

@@ -18,6 +18,7 @@ import torch
 
 from weft.capture.user_code import called_for_user, formatting_frame, in_raise_statement, user_line
 from weft.errors import TextOfValue
+from weft.short_tracebacks import users_mistake
 from weft.source_files import is_user_file
 
 
@@ -121,12 +122,12 @@ class HostArray:
 
     def __index__(self) -> int:
         if self.dtype.kind not in "iu" or self.ndim:
-            raise TypeError("only integer scalar arrays can be converted to a scalar index")
+            raise users_mistake(TypeError("only integer scalar arrays can be converted to a scalar index"))
         return self._number(int)
 
     def __hash__(self) -> int:
         if isinstance(self.weft_sample, sys.modules["numpy"].ndarray):
-            raise TypeError("unhashable type: 'numpy.ndarray'")
+            raise users_mistake(TypeError("unhashable type: 'numpy.ndarray'"))
         known = self.weft_owner.known(self)
         if known is None:
             why = "a number of a drawn array is a key of a dictionary or a set"
@@ -155,7 +156,7 @@ class HostArray:
 
     def __len__(self) -> int:
         if not self.ndim:
-            raise TypeError("len() of unsized object")
+            raise users_mistake(TypeError("len() of unsized object"))
         return int(self.shape[0])
 
     def __iter__(self) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.short_tracebacks import users_mistake
 from weft.source_files import is_user_file
 
 
@@ -28,7 +29,8 @@ def missing_attributes_noted(note: Callable[[torch.Tensor, str], None]) -> Itera
         if threading.get_ident() == thread and is_user_file(sys._getframe(1).f_code.co_filename):
             note(tensor, name)
         kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # as eager says it
-        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}", name=name, obj=tensor)
+        text = f"{kind.__name__!r} object has no attribute {name!r}"
+        raise users_mistake(AttributeError(text, name=name, obj=tensor))
 
     setattr(torch.Tensor, "__getattr__", missing)  # noqa: B010
     try:

@@ -21,6 +21,7 @@ from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.printed import text_of_value
 from weft.capture.record.recorder import recording
 from weft.capture.state.bytecode import ByCode, code_replaced
+from weft.short_tracebacks import mark_refused_call
 
 _SYMBOLIC = tuple(PYTHON_TYPES)
 _CONSTANT, _WIDE = dis.opmap["LOAD_CONST"], dis.opmap["EXTENDED_ARG"]
@@ -37,7 +38,11 @@ class _Format(str):
     def __mod__(self, values: Any) -> str:
         items = values if isinstance(values, tuple) else (values,)
         if recording() is None or not any(isinstance(each, (torch.Tensor, *_SYMBOLIC)) for each in items):
-            return str.__mod__(self, values)
+            try:
+                return str.__mod__(self, values)
+            except Exception as error:
+                mark_refused_call(error)
+                raise
         conversions = [each for each in _CONVERSION.finditer(self) if each[0] != "%%"]
         if len(conversions) != len(items) or _CONVERSION.sub("", self).count("%"):
             # Whatever is wrong, or a width among the values: Python says so of plain numbers.

@@ -25,6 +25,7 @@ from weft.capture.record.selected_parts import with_selections
 from weft.capture.record.tensor_copies import deep_copy
 from weft.capture.user_code import user_line
 from weft.errors import CannotCapture, NumpyOnTensor, UncapturableMutation
+from weft.short_tracebacks import mark_refused_call
 
 _TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 _EQUAL = (torch.equal, torch.Tensor.equal)
@@ -109,8 +110,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 }
         try:
             return func(*args, **kwargs)
-        except (RuntimeError, TypeError) as error:
-            if not any(text in str(error) for text in _WANTS_SIZES):
+        except Exception as error:
+            if not (isinstance(error, (RuntimeError, TypeError)) and any(text in str(error) for text in _WANTS_SIZES)):
+                mark_refused_call(error)
                 raise
         return func(
             *_with_plain_sizes(args), **dict(zip(kwargs, _with_plain_sizes(tuple(kwargs.values())), strict=True))

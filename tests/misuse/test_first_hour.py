@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import weft
 from harness import ScriptRun, run_script_on_ranks
 from weft import knobs
+from weft.capture.record.torch_functions import TorchFunctionInterceptor
 
 HERE = __file__
 PAGE = Path(__file__).parents[2] / "docs" / "first_hour.md"
@@ -170,6 +172,42 @@ def test_a_method_that_tensors_do_not_have_is_said_as_in_eager() -> None:
             call(torch.ones(2))
         messages.append(str(found.value))
     assert messages[0] == messages[1] == "'Tensor' object has no attribute 'drop_out'"
+    assert {Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)} == {Path(HERE).name}
+
+
+REFUSED_IN_C: list[Callable[[Tensor], object]] = [
+    lambda x: x[0, 0, 0],
+    lambda x: [1, 2][x],  # type: ignore[call-overload]
+    lambda x: x.item(),
+    lambda x: x.softmax(),  # type: ignore[call-overload]
+    lambda x: torch.zeros("two"),  # type: ignore[call-overload]
+    lambda x: x * int("two"),
+    lambda x: x * float("two"),
+    lambda x: x * max([]),
+    lambda x: x * math.sqrt(-1),
+    lambda x: x * math.log(-1),
+    lambda x: print("%d" % "two"),  # noqa: PLE1307, UP031
+    lambda x: print(f"{x:d}"),
+]
+
+
+@pytest.mark.parametrize("step", REFUSED_IN_C, ids=range(len(REFUSED_IN_C)))
+def test_what_torch_and_python_refuse_in_c_shows_the_users_lines_alone(step: Callable[[Tensor], object]) -> None:
+    """What the user called is weft's stand-in while a step is captured; the mistake is the user's."""
+    with pytest.raises(Exception) as eager:  # noqa: PT011 - whatever it is
+        step(torch.ones(1, 2))
+    with pytest.raises(type(eager.value)) as found:
+        weft.compile(step)(torch.ones(1, 2))
+    files = {Path(frame.filename).name for frame in traceback.extract_tb(found.value.__traceback__)}
+    assert files == {Path(HERE).name}
+
+
+def test_a_fault_in_a_capture_keeps_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    globals_of_capture = TorchFunctionInterceptor.__torch_function__.__globals__
+    monkeypatch.setitem(globals_of_capture, "_symbolic_numbers", float)  # refuses a list
+    with pytest.raises(TypeError) as found:
+        weft.compile(lambda x: torch.tensor(x[0].tolist()))(torch.ones(2, 2))
+    assert len(traceback.extract_tb(found.value.__traceback__)) > 10
 
 
 def test_what_a_step_raises_after_a_branch_is_printed_as_in_eager() -> None:
