@@ -15,6 +15,7 @@ are missing. The verdict that is published first counts, so all ranks raise the 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -172,10 +173,21 @@ class _TextComparison:
         if here.rank == majority.first:
             here.post("text", base64.b64encode(zlib.compress(self.text.encode())).decode())
         if here.rank == shown_group.first:
-            here.post(f"difference/{here.rank}", self._difference(majority.first))
-        shown = here.read(f"difference/{shown_group.first}", 2 * GRACE_S) or _UNKNOWN.format(shown_group.first)
+            shown = self._difference(majority.first)
+            here.post(f"difference/{here.rank}", shown)
+        else:
+            shown = here.read(f"difference/{shown_group.first}", 2 * GRACE_S) or _UNKNOWN.format(shown_group.first)
+        self._wait_for_readers()
         differing = sorted(rank for group in others for rank in group.ranks)
         raise errors.GraphMismatch(self.name, here.rank, differing, _summary(majority, others), shown)
+
+    def _wait_for_readers(self) -> None:
+        """The error of a rank that holds the store ends it: no rank raises before all have read the difference."""
+        with contextlib.suppress(errors.StoreLost):  # the holder knows that all have read it
+            if self.rendezvous.count("readers") == len(self.rendezvous.ranks):
+                self.rendezvous.post("all have read", "")
+            else:
+                self.rendezvous.read("all have read", GRACE_S)
 
     def _difference(self, reference: int) -> str:
         packed = self.rendezvous.read("text", GRACE_S)

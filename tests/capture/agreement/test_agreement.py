@@ -19,6 +19,7 @@ import torch.distributed as dist
 from harness import RanksFailed, run_ranks
 from weft import errors, knobs
 from weft.capture.agreement.agreement import _TextComparison, agree
+from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.fake.fake_world import fake_world
 from weft.rank_watch import listed
 
@@ -69,6 +70,27 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], dist.S
 def hash_store() -> Callable[[], dist.Store]:
     shared = dist.HashStore()
     return lambda: shared
+
+
+def test_no_rank_raises_before_all_have_read_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may hold the store, which ends with it: a slow rank would be told that the store is lost."""
+    read, raised = StoreRendezvous.read, {}
+
+    def slow(self: StoreRendezvous, key: str, timeout_s: float | None = None) -> str | None:
+        if self.rank == 2 and key.startswith("difference/"):
+            time.sleep(1.0)
+        return read(self, key, timeout_s)
+
+    def noting(self: errors.GraphMismatch, name: str, rank: int, *rest: Any) -> None:
+        raised[rank] = time.monotonic()
+        made(self, name, rank, *rest)
+
+    made = errors.GraphMismatch.__init__
+    monkeypatch.setattr(StoreRendezvous, "read", slow)
+    monkeypatch.setattr(errors.GraphMismatch, "__init__", noting)
+    got, _ = outcomes([GRAPH, OTHER, GRAPH], hash_store())
+    assert [type(error) for error in got] == [errors.GraphMismatch] * 3
+    assert max(raised.values()) - min(raised.values()) < 0.5
 
 
 def test_equal_texts_agree_again_and_again(store: Callable[[], dist.Store]) -> None:
