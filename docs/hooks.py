@@ -59,11 +59,13 @@ def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
 
 def errors() -> str:
     """For each class of error what it means, an example, and its message, which ends with the remedy."""
-    parts = []
+    parts, messages = [], dict[str, str]()
     for line in ast.parse(SOURCE.read_text()).body:
         if isinstance(line, ast.ClassDef):
             parts.append(f"## {line.name}\n\n{_prose(ast.get_docstring(line) or '')}\n")
-            if message := _message(line):
+            inherited = (messages.get(ast.unparse(base), "") for base in line.bases)
+            messages[line.name] = _message(line) or next(filter(None, inherited), "")
+            if message := messages[line.name]:
                 parts.append(f"```text\n{message}\n```\n")
             if found := examples().get(line.name):
                 parts.append(f"{found[0]}:\n\n```python\n{found[1]}\n```\n")
@@ -77,8 +79,8 @@ def _prose(docstring: str) -> str:
 def _message(error: ast.ClassDef) -> str:
     """The text that is passed to the base class, with the names of what is filled in."""
     for call in ast.walk(error):
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__" and call.args:
-            return re.sub(r"\s+", " ", _text(call.args[0])).strip()
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(".__init__") and call.args:
+            return re.sub(r"\s+", " ", _text(call.args[-1])).strip()
     return ""
 
 

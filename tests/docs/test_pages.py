@@ -171,6 +171,7 @@ def test_the_page_of_errors_is_that_of_the_classes(hooks: ModuleType) -> None:
     assert len(mine) > 100
     without = {"WeftError"}  # the base of all
     assert {name for name, part in parts.items() if "```python" not in part} <= without
+    assert {name for name, part in parts.items() if "```text" not in part} == {"WeftError", "InternalFault"}
     assert all(part.partition("\n")[2].strip() for part in parts.values())
     assert "Call weft.materialize(model, device=...) before the first forward" in parts["MetaParameters"]
     assert "<!--" not in text
