@@ -11,11 +11,11 @@ state that it trained are compared. Each case ends in one of these outcomes:
     equal       captured, the same bits
     different   captured, other bits: a fault
     refused     weft raised an error of its own
-    crashed     another exception, or no result within the time limit: a fault
+    crashed     another exception, or no result within the limits of time and memory: a fault
     not run     the eager step failed, or the library is not installed
 
 One JSON line a case is written as soon as it is known; cases that the file holds already are not run again. Cases run
-in worker processes, which are replaced when they die or exceed the time limit.
+in worker processes, which are replaced when they die or exceed the limit of time or memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ import json
 import multiprocessing
 import queue
 import random
+import resource
 import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -63,35 +65,49 @@ def cases(family: str) -> dict[str, Case]:
 # ---- one case
 
 
-def run_case(case: Case) -> Row:
-    """Train eagerly, then compiled, and compare; see the module's text for the outcomes."""
+def run_case(case: Case, begin: Callable[[str], None] = lambda phase: None) -> Row:
+    """Train eagerly, then compiled, and compare; see the module's text for the outcomes.
+
+    ``begin`` is told which of the two begins, so that a process that dies can be blamed on the right one.
+    """
+    begin("eager")
     start = time.perf_counter()
     try:
-        expected, _ = _train(case, compiled=False)
+        expected, _, _ = _train(case, compiled=False)
     except Exception as error:  # noqa: BLE001, whatever a library raises
         return {"outcome": "not run", "error": _shown(error)}
     eager = time.perf_counter() - start
+    begin("compiled")
     try:
-        found, captures = _train(case, compiled=True)
+        found, captures, first = _train(case, compiled=True)
     except WeftError as error:
         return {"outcome": "refused", "error": _shown(error)}
     except Exception as error:  # noqa: BLE001
         return {"outcome": "crashed", "error": _shown(error), "trace": traceback.format_exc()[-3000:]}
-    seconds = {"eager_s": round(eager, 2), "weft_s": round(time.perf_counter() - start - eager, 2)}
+    seconds = {
+        "eager_s": round(eager, 2),
+        "weft_s": round(time.perf_counter() - start - eager, 2),
+        "first_s": round(first, 2),
+    }
     difference = _difference(expected, found)
     if difference:
         return {"outcome": "different", "error": difference, "captures": captures, **seconds}
     return {"outcome": "equal", "captures": captures, **seconds}
 
 
-def _train(case: Case, compiled: bool) -> tuple[Any, int]:
+def _train(case: Case, compiled: bool) -> tuple[Any, int, float]:
+    """What the step returned and trained, the number of captures, and the seconds of the first call."""
     _seed(0)
     trained = case()
     step = weft.compile(trained.step) if compiled else trained.step
     _seed(1)
-    returned = [tree_map_only(torch.Tensor, _copied, step(batch)) for batch in trained.batches]
+    returned, ends = [], [time.perf_counter()]
+    for batch in trained.batches:
+        returned.append(tree_map_only(torch.Tensor, _copied, step(batch)))
+        ends.append(time.perf_counter())
     state = tree_map_only(torch.Tensor, _copied, trained.state())
-    return (returned, state), len(step.captures) if isinstance(step, weft.CompiledStep) else 0
+    captures = len(step.captures) if isinstance(step, weft.CompiledStep) else 0
+    return (returned, state), captures, ends[1] - ends[0]
 
 
 def _seed(seed: int) -> None:
@@ -143,7 +159,7 @@ def _worker(connection: Connection, family: str, threads: int) -> None:
     torch.set_num_threads(threads)
     known = cases(family)
     while (name := connection.recv()) is not None:
-        connection.send(run_case(known[name]))
+        connection.send(run_case(known[name], connection.send))
 
 
 class Worker:
@@ -156,17 +172,35 @@ class Worker:
         self._process.start()
         other.close()
 
-    def run(self, name: str, limit: float) -> Row | None:
-        """The row of a case; None where the process is gone or was too slow, and was ended."""
+    def run(self, name: str, limit: float, memory: float) -> tuple[Row, bool]:
+        """The row of a case, and whether the process lives.
+
+        A process that is gone, takes over ``limit`` seconds or holds over ``memory`` GiB is ended; the row says which,
+        and whether eager training or the compiled step was running.
+        """
+        phase, end = "start", time.monotonic() + limit
         try:
             self._connection.send(name)
-            if self._connection.poll(limit):
-                return self._connection.recv()
+            while time.monotonic() < end and self._resident() < memory:
+                if self._connection.poll(0.2):
+                    found = self._connection.recv()
+                    if not isinstance(found, str):
+                        return found, True
+                    phase = found
+            why = f"no result within {limit:.0f} s" if time.monotonic() >= end else f"more than {memory:g} GiB"
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            pass
+            why = "the process died"
         self._process.kill()
         self._process.join()
-        return None
+        return {"outcome": "crashed" if phase == "compiled" else "not run", "error": f"{why} ({phase})"}, False
+
+    def _resident(self) -> float:
+        """Memory of the process, in GiB; 0 where it is gone, which the pipe reports."""
+        try:
+            pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        except (OSError, IndexError):
+            return 0.0
+        return pages * resource.getpagesize() / 2**30
 
     def close(self) -> None:
         """End the process."""
@@ -185,13 +219,8 @@ def measure(family: str, names: list[str], out: Path, options: argparse.Namespac
         worker = None
         while (name := _next(waiting)) is not None:
             worker = worker or Worker(family, options.threads)
-            row = worker.run(name, options.limit)
-            if row is None:
-                worker = None
-                row = {
-                    "outcome": "crashed",
-                    "error": f"the process died or gave no result within {options.limit:.0f} s",
-                }
+            row, alive = worker.run(name, options.limit, options.memory)
+            worker = worker if alive else None
             with writing:
                 _write({"family": family, "name": name, **row}, out)
         if worker is not None:
@@ -239,6 +268,9 @@ def report(rows: list[Row]) -> None:
         slow = sorted(row["weft_s"] for row in here if "weft_s" in row)
         if slow:
             print(f"  three calls compiled: median {slow[len(slow) // 2]:.1f} s, slowest {slow[-1]:.1f} s")
+        first = sorted(row["first_s"] for row in here if "first_s" in row)
+        if first:
+            print(f"  first call compiled: median {first[len(first) // 2]:.1f} s, slowest {first[-1]:.1f} s")
 
 
 def main() -> None:
@@ -247,6 +279,7 @@ def main() -> None:
     parser.add_argument("--names", nargs="*", help="cases to run; a part of the name is enough")
     parser.add_argument("--out", type=Path, default=Path("out/coverage.jsonl"))
     parser.add_argument("--limit", type=float, default=180, help="seconds a case may take")
+    parser.add_argument("--memory", type=float, default=6, help="GiB that a worker process may hold")
     parser.add_argument("--threads", type=int, default=1, help="of each worker process")
     parser.add_argument("--workers", type=int, default=1, help="processes that run cases at the same time")
     parser.add_argument("--report", action="store_true", help="run nothing")
