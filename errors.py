@@ -246,12 +246,13 @@ class GradientLost(WeftError):
 
 
 class NumpyOnTensor(WeftError):
-    """The step turned a tensor into a numpy array while it was being captured."""
+    """The step gave a tensor to a function of numpy that makes an array of it in C."""
 
     def __init__(self, line: str) -> None:
         super().__init__(
-            f"a tensor was turned into a numpy array at {line}: its values do not exist while a step is captured. "
-            "Use torch operations, move it out of the step, or put it in a function marked @weft.opaque."
+            f"a function of numpy's is given a tensor at {line}, whose values do not exist while a step is captured. "
+            "Give it an array (x.detach().cpu().numpy(), which is captured), use torch operations, or move the code "
+            "into a function marked @weft.opaque"
         )
 
 

@@ -177,17 +177,31 @@ class NumpyCall:
 
 @dataclass(frozen=True)
 class ArraySlot:
-    """An array that leaves the step, of numbers ``indices`` of the outputs of the graph."""
+    """An array that leaves the step, of numbers ``indices`` of the outputs of the graph. ``shares``: in the memory of
+    the output, as ``Tensor.numpy()`` gives it."""
 
     call: Any
     indices: tuple[int, ...]
+    shares: bool = False
 
     def fill(self, outputs: Sequence[Any]) -> Any:
-        """The array of one call of the step, in memory of its own."""
+        """The array of one call of the step; in memory of its own, where it does not share that of an output."""
         numpy = sys.modules["numpy"]
+        if self.shares:
+            return evaluate(
+                self.call, lambda leaf: _shared(outputs[self.indices[leaf.index]]) if _is_operand(leaf) else leaf
+            )
         values = as_numbers_and_arrays([outputs[at] for at in self.indices])
         values = [each.copy() if isinstance(each, numpy.ndarray) else each for each in values]
         return evaluate(self.call, lambda leaf: _owned(values[leaf.index] if isinstance(leaf, ArrayOperand) else leaf))
+
+
+def _is_operand(leaf: Any) -> bool:
+    return isinstance(leaf, ArrayOperand)
+
+
+def _shared(output: Any) -> Any:
+    return output.detach().numpy() if isinstance(output, torch.Tensor) else output
 
 
 def empty_like(array: Any) -> Any:

@@ -63,6 +63,7 @@ class ArrayMemory:
         fake: the tensor that it is in the graph; None while nothing needed one.
         shared: whether a tensor of the step shares it.
         argument: whether it is that of an argument, which the caller has too.
+        of_tensor: whether it is that of a tensor of the step, which ``Tensor.numpy()`` gave out.
         read_only: whether numpy must refuse to write to it.
         open_sizes: its sizes that are symbols. Only what becomes of the whole array as a tensor works for any size.
         source: what made it, and on which line.
@@ -74,6 +75,7 @@ class ArrayMemory:
         self.fake = fake
         self.shared = False
         self.argument = False
+        self.of_tensor = False
         self.read_only = False
         self.open_sizes: list[torch.SymInt] = []
         self.source = source
@@ -171,6 +173,19 @@ class ArrayRecorder:
             return HostArray(self, ArrayCall(operator.getitem, (memory, ()), {}), memory, memory.sample[()])
         return HostArray(self, memory, memory, memory.sample)
 
+    def of_tensor(self, tensor: torch.Tensor) -> HostArray:
+        """``tensor.numpy()``: an array in the memory of a tensor on the CPU."""
+        fake = tensor.detach()
+        sizes, strides = ([torch_adapter.hint(each) for each in given] for given in (fake.shape, fake.stride()))
+        if None in (*sizes, *strides):
+            sizes, strides = [*map(int, fake.shape)], [*map(int, fake.stride())]
+        with torch_adapter.only_mode():
+            sample = torch.empty_strided(sizes, strides, dtype=fake.dtype, device="cpu").numpy()  # type: ignore[bad-argument-type]
+        memory = ArrayMemory(sample, f"Tensor.numpy at {user_line()}", fake=fake)
+        memory.of_tensor = True
+        memory.open_sizes = [each for each in (*fake.shape, *fake.stride()) if isinstance(each, torch.SymInt)]
+        return HostArray(self, memory, memory, memory.sample)
+
     def of_list(self, numbers: HostList) -> HostArray:
         """The numbers of a list among the arguments as an array, which nobody else has."""
         fake = numbers.weft_tensor
@@ -193,6 +208,9 @@ class ArrayRecorder:
             why = "it writes a drawn value to an array that the step did not make itself"
             raise self.refusal(name_of(call.function), why, "make a copy in the step: numpy.array(x)")
         memory = target.weft_memory
+        if memory.of_tensor:
+            why, remedy = "it is in the memory of a tensor, and is written to", "write to a copy: x.numpy().copy()"
+            raise self.refusal("an array of a tensor", why, remedy)
         if memory.read_only:
             raise users_mistake(ValueError("assignment destination is read-only"))
         if not undecided:
@@ -429,7 +447,8 @@ class ArrayRecorder:
         memory = array.weft_memory
         scalar = not isinstance(array.weft_sample, sys.modules["numpy"].ndarray)
         passed_on = memory.argument and recording() is self._recorder  # to a function that is called from the program
-        if not scalar and not passed_on and (memory.shared or id(memory) in left):
+        shares = memory.of_tensor and not scalar
+        if not scalar and not passed_on and not shares and (memory.shared or id(memory) in left):
             why = "two arrays of one memory leave the step, or an array and a tensor"
             raise self.refusal("an array", why, "return a copy: numpy.array(x)")
         if not scalar and memory.argument and not passed_on:
@@ -446,7 +465,7 @@ class ArrayRecorder:
                 return ArrayOperand(len(operands) - 1)
             return value
 
-        return ArraySlot(map_leaves(array.weft_call, leaf), tuple(operands))
+        return ArraySlot(map_leaves(array.weft_call, leaf), tuple(operands), shares)
 
     def refusal(self, what: str, why: str, remedy: str = f"{WITH_TORCH}, or {OUTSIDE}") -> UncapturableDraw:
         """The error for what has no place in a graph."""

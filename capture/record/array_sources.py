@@ -27,6 +27,7 @@ from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.state.contents import LARGEST_BYTES
 from weft.capture.user_code import called_for_user, nearest_package, user_line
 from weft.errors import UncapturableDraw
+from weft.short_tracebacks import users_mistake
 
 log = logging.getLogger(__name__)
 
@@ -242,6 +243,7 @@ class ArraySources:
         numpy, found = sys.modules["numpy"], []
         if original.__name__ in _OF_LISTS and args and type(args[0]) is HostList:
             return self.arrays.call(ArrayOfList(original), (self.arrays.of_list(args[0]), *args[1:]), kwargs)
+        args, kwargs = map_leaves((args, kwargs), lambda leaf: self.numpy(leaf) if _is_tensor(leaf) else leaf)
         map_leaves((args, kwargs), found.append)
         if any(type(each) is HostArray or isinstance(each, _NUMBERS) for each in found):
             return self.arrays.call(original, args, kwargs)
@@ -281,6 +283,24 @@ class ArraySources:
         finally:
             for module, name in holders:
                 module[name] = numpy
+
+    # ---- tensors that become arrays
+
+    def numpy(self, tensor: torch.Tensor, *, force: bool = False) -> HostArray:
+        """``tensor.numpy(force=force)``.
+
+        Raises:
+            ArrayDrawn: arrays are not followed.
+            RuntimeError, TypeError: torch gives no array of this tensor, as in eager.
+        """
+        if not self._followed:
+            self.wanted = True
+            raise ArrayDrawn
+        if force:
+            tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+        with torch_adapter.only_mode():
+            _check_numpy(tensor)
+        return self.arrays.of_tensor(tensor)
 
     # ---- arrays among the arguments of functions of torch
 
@@ -330,6 +350,22 @@ class ArraySources:
         return made.requires_grad_() if grad else made
 
 
+def _check_numpy(tensor: torch.Tensor) -> None:
+    """Raise what ``Tensor.numpy`` raises, by asking a small tensor of the kind."""
+    if tensor.device.type != "cpu":
+        text = f"can't convert {tensor.device} device type tensor to numpy. "
+        raise users_mistake(TypeError(f"{text}Use Tensor.cpu() to copy the tensor to host memory first."))
+    like = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+    if tensor.is_neg() and not tensor.requires_grad:
+        like = torch.empty(0, dtype=torch.complex64).conj().imag
+    elif tensor.is_conj():
+        like = like.conj()
+    try:
+        like.numpy()
+    except (RuntimeError, TypeError) as error:
+        raise users_mistake(error) from None
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -346,11 +382,15 @@ def _holds_array(tree: Any) -> bool:
     return type(tree) is HostArray
 
 
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
 def _holds_numbers(tree: Any) -> bool:
-    """Whether there are numbers in a list, or in lists in it, that differ from call to call."""
+    """Whether there are tensors, or numbers that differ from call to call, in a list, or in lists in it."""
     if type(tree) in (list, tuple):
         return any(map(_holds_numbers, tree))
-    return type(tree) is HostList or isinstance(tree, _NUMBERS)
+    return type(tree) is HostList or isinstance(tree, (torch.Tensor, *_NUMBERS))
 
 
 def _scratch(generator: Any) -> Any:

@@ -25,6 +25,8 @@ from weft.errors import UncapturableMutation, UnrecordedDraw, UsedDuringCapture
 
 log = logging.getLogger(__name__)
 
+NONE = frozenset[str]()
+
 
 def captured_in_attempts(
     attempt: Callable[..., CapturedStep], changing: ChangingState, collect: Callable[[], object]
@@ -106,13 +108,12 @@ def _with_what_changes(
         except UsedDuringCapture:
             raise
         except Exception as error:
-            if arguments.tables - changing.tables:
-                changing = replace(changing, tables=changing.tables | arguments.tables)
+            if new := (arguments.tables or arguments.arrays) - changing.tables - changing.plain_tables:
+                changing = replace(changing, tables=changing.tables | new)
                 made = []
                 continue
             if changing.tables:
-                plain = changing.plain_tables | changing.tables
-                changing = replace(changing, tables=frozenset[str](), plain_tables=plain)
+                changing = replace(changing, tables=NONE, plain_tables=changing.plain_tables | changing.tables)
                 made = []
                 continue
             if changing.growing:

@@ -1,8 +1,10 @@
-"""Arrays of numpy's in the Python state that are too large to be compared with what they held.
+"""Arrays of numpy's in the Python state that are inputs of the graph, and not compared with what they held.
 
-The content of a small array is a guard. A large one is an input of the graph, as arrays among the arguments that change
-are (:mod:`weft.capture.record.numpy_arguments`): the step gets a stand-in for it, and each call reads and writes the
-memory of the array itself. That the same array is in its place is a guard, as for any object.
+The content of a small array is a guard, as long as the step can be captured so. A large one takes too long to compare;
+one that the step indexes with symbolic numbers, or writes computed values to, has other elements at each call. Such an
+array is an input, as arrays among the arguments that change are (:mod:`weft.capture.record.numpy_arguments`): the step
+gets a stand-in for it, and each call reads and writes the memory of the array itself. That the same array is in its
+place is a guard, as for any object.
 """
 
 from __future__ import annotations
@@ -57,8 +59,11 @@ class LargeArrays:
                 replaced = id(value) in self._arrays and id(value) not in fixed
                 if replaced and key not in container.stand_ins and _can_replace(container):
                     container.stand_in(key, self._stand_in(value, container.label(key), recorder, arrays))
-        for array in [each for at, each in self._arrays.items() if at not in self._stand_ins]:
-            containers.append(compared_array(array))
+        # What is an input is not compared, and the rest is.
+        is_input = lambda each: isinstance(each, Content) and id(each.obj) in self._stand_ins
+        compared = {id(each.obj) for each in containers if isinstance(each, Content)}
+        others = [each for at, each in self._arrays.items() if at not in self._stand_ins and at not in compared]
+        containers[:] = [each for each in containers if not is_input(each)] + [*map(compared_array, others)]
 
     def _stand_in(self, array: Any, path: str, recorder: OpRecorder, arrays: ArrayRecorder) -> Any:
         if id(array) not in self._stand_ins:

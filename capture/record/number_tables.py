@@ -23,6 +23,7 @@ from weft.capture.record.float_arithmetic import computed
 from weft.capture.record.held_references import StandIn
 from weft.capture.record.numpy_arguments import may_be_input
 from weft.capture.record.recorder import recording
+from weft.capture.record.unread_arguments import ValuesOfArguments
 from weft.capture.source_tree import SourceTree, value_in
 from weft.capture.state.containers import Container, Content
 from weft.capture.user_code import is_user_file
@@ -115,15 +116,14 @@ class NumberTables:
     Args:
         paths: of those that have a stand-in.
         kept: of those that must have none.
-        indexed: gets the paths of those that a symbolic number indexed without one.
-        written: gets the paths of those to which the step writes.
+        found: gets the paths of those that a symbolic number indexed without a stand-in, of the lists to which the step
+            writes, and of all arrays, where the attempt fails.
     """
 
-    def __init__(self, paths: Collection[str], kept: Collection[str], indexed: set[str], written: set[str]) -> None:
+    def __init__(self, paths: Collection[str], kept: Collection[str], found: ValuesOfArguments) -> None:
         self._paths = paths
         self._kept = kept
-        self._indexed = indexed
-        self._written = written
+        self._found = found
         self._stand_ins: dict[int, Any] = {}
 
     def put_into(self, containers: Iterable[Container]) -> None:
@@ -137,22 +137,31 @@ class NumberTables:
 
     def _stand_in(self, table: Any, path: str) -> Any:
         kind = TableOfList if type(table) is list else TableOfTuple
-        return kind(table, lambda: self._written.add(path))
+        return kind(table, lambda: self._found.written.add(path))
 
     @contextlib.contextmanager
     def noted(self, containers: Iterable[Container]) -> Iterator[None]:
-        """Inside, a table that a symbolic number indexes is noted, if one of the containers holds it."""
+        """Inside, a table that a symbolic number indexes is noted, if one of the containers holds it. Where the step
+        cannot be captured, all arrays that could have been inputs are."""
         original = present(torch.SymInt, "__index__")
 
         def index(number: torch.SymInt) -> int:
             if recording() is not None and (table := _indexed_table(sys._getframe(1))) is not None:
                 held = {each.label(key) for each in containers for key, at in each.before.items() if at is table}
                 if held.isdisjoint(self._kept):
-                    self._indexed.update(held)
+                    self._found.tables.update(held)
             return original(number)
 
-        with replaced(torch.SymInt, "__index__", index):
-            yield
+        try:
+            with replaced(torch.SymInt, "__index__", index):
+                yield
+        except Exception:
+            numpy = sys.modules.get("numpy")
+            entries = ((each, key, value) for each in containers for key, value in each.before.items())
+            arrays = () if numpy is None else (each for each in entries if isinstance(each[2], numpy.ndarray))
+            paths = {container.label(key) for container, key, value in arrays if may_be_input(value)}
+            self._found.arrays |= paths.difference(self._kept, self._paths)
+            raise
 
 
 def entries_at(containers: Iterable[Container], paths: Collection[str]) -> Iterator[tuple[Container, Any, Any]]:

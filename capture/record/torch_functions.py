@@ -27,7 +27,6 @@ from weft.capture.user_code import user_line
 from weft.errors import CannotCapture, NumpyOnTensor, UncapturableMutation
 from weft.short_tracebacks import mark_refused_call
 
-_TO_NUMPY = (torch.Tensor.numpy, torch.Tensor.__array__)
 _EQUAL = (torch.equal, torch.Tensor.equal)
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
@@ -99,7 +98,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             refuse_memory_access(func)
             if (text := text_of_tensor(func, args)) is not None:
                 return text
-            if func in _TO_NUMPY:
+            if func is torch.Tensor.numpy:
+                return self._arrays.numpy(*args, **kwargs)
+            if func is torch.Tensor.__array__:
                 raise NumpyOnTensor(user_line())
             if func == _SET_DATA:
                 return self._set_data(*args)
@@ -264,7 +265,8 @@ _LOOKED_INTO = frozenset(
         *_MAKE_TENSORS,
         *_INDEXED,
         *_EQUAL,
-        *_TO_NUMPY,
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
         *_FUSED,
         *_RECURRENT,
         *MEMORY_ACCESS,

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft import torch_adapter
-from weft.capture.fake.fake_cuda import RedirectCudaToCpu
 from weft.capture.fake.fake_world import current_fake_world
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
@@ -70,6 +69,7 @@ from weft.capture.record.shared_objects import SharedObjects
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
 from weft.capture.record.templates import Template
+from weft.capture.record.tools_around import refuse_tools_around
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import script_functions_uncompiled
 from weft.capture.record.tracked_storages import is_tensor
@@ -86,8 +86,6 @@ from weft.capture.step_interface import Create, Input, Output, Return, Role, Upd
 from weft.capture.step_threads import capturing
 from weft.capture.user_code import user_line
 from weft.errors import (
-    AnomalyModeAround,
-    FunctionModeAround,
     PythonStateChanged,
     UncapturableMutation,
     UsedDuringCapture,
@@ -126,7 +124,7 @@ def capture_step(
         CannotCapture: the step does something that a graph cannot hold; names the user's line and the remedy.
     """
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
-    _refuse_tools_around(name)
+    refuse_tools_around(name)
 
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
         paths = outcomes, expected
@@ -142,16 +140,6 @@ def capture_step(
             torch_adapter.bound_fake_results()
         escapes.raise_for_escaped(name, captured.fakes())
     return captured
-
-
-def _refuse_tools_around(step: str) -> None:
-    """Raise where the caller is inside a mode that changes or checks what a program does not do."""
-    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        raise AnomalyModeAround(step, user_line())
-    # Users' modes see calls of functions, which a program does not make. Those of a fake world are weft's.
-    seen = [type(mode) for mode in torch_adapter.function_modes() if not isinstance(mode, torch.device)]
-    if foreign := [kind.__qualname__ for kind in seen if kind is not RedirectCudaToCpu]:
-        raise FunctionModeAround(step, foreign[-1], user_line())
 
 
 class _StepCapture:
@@ -202,7 +190,7 @@ class _StepCapture:
         self.numbers = PythonNumbers(self.recorder, changing, shared)
         self.lists = GrowingLists(changing, shared)
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, made)
-        self.tables = NumberTables(changing.tables, changing.plain_tables, found.tables, found.written)
+        self.tables = NumberTables(changing.tables, changing.plain_tables, found)
         self.large_arrays = LargeArrays(self.state, changing.tables)
         self.remembering = remembering
         remembering.note(self.state.objects)

@@ -70,6 +70,7 @@ class ValuesOfArguments:
         read: those of them that it did read.
         asked: what they were compared with: the outcomes are guards.
         tables: lists, tuples and arrays of the state that a symbolic number indexed, and had to be plain for.
+        arrays: arrays of the state that are compared with what they held, of an attempt that failed.
         written: lists among those with a stand-in to which the step writes.
         caught: whether the user's code met an exception that reading one of them may have raised.
     """
@@ -80,6 +81,7 @@ class ValuesOfArguments:
     read: set[str] = field(default_factory=set)
     asked: list[Asked] = field(default_factory=list)
     tables: set[str] = field(default_factory=set)
+    arrays: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     caught: bool = False
 

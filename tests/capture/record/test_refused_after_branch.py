@@ -6,6 +6,7 @@ import logging
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ class Training:
                 log(self.logged, loss.detach())
         self.last = loss.detach()
         if loss > 1e3:
-            return loss.detach().numpy().tolist()
+            return np.linalg.norm(loss.detach())
         return loss.detach()
 
     def state(self) -> dict[str, Any]:
