@@ -194,11 +194,14 @@ class CompiledStep(Generic[P, R]):
 
     def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
         """The captured form that serves this call, captured now where there is none; nothing runs."""
-        reasons: list[str] = []
         with self._lock:
-            with in_step():
-                entry = self._find(*self._lists.flatten((args, kwargs)), reasons)
-            return entry or self.capture(args, kwargs, reasons)
+            return self._iterators.with_items(args, kwargs, self._entry_for)
+
+    def _entry_for(self, args: Any, kwargs: Any) -> Form:
+        reasons: list[str] = []
+        with in_step():
+            entry = self._find(*self._lists.flatten((args, kwargs)), reasons)
+        return entry or self.capture(args, kwargs, reasons)
 
     def _find(self, leaves: list[Any], spec: Any, reasons: list[str]) -> Form | None:
         """The form that serves a call, see :meth:`CompiledForms.find`."""
@@ -243,9 +246,7 @@ class CompiledStep(Generic[P, R]):
         self._iterators.take_wanted()
         args, kwargs = self._iterators.arguments(args, kwargs)
         if self._iterators.ended:
-            log.warning(
-                "%s ran uncompiled: an iterator among its arguments ended before it was captured", self.__name__
-            )
+            log.warning("%s ran uncompiled: an iterator among its arguments has ended", self.__name__)
             return self.step(*args, **kwargs)
         leaves, spec = self._lists.flatten((args, kwargs))
         with in_step():
@@ -594,5 +595,4 @@ def capture(step: Callable[..., object], *args: object, **kwargs: object) -> Ste
         InvalidArgumentType: ``step`` cannot be called.
     """
     ArgumentChecks("weft.capture").function_or_callable("step", step, "Pass the function and then its arguments")
-    inner = step.step if isinstance(step, CompiledStep) else step
-    return capture_step(inner, args, kwargs).graph
+    return capture_step(step.step if isinstance(step, CompiledStep) else step, args, kwargs).graph

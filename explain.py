@@ -349,7 +349,7 @@ def explain(step: Callable[..., object], *args: object, **kwargs: object) -> Exp
     Args:
         step: a compiled step; or any function, which is then captured for the purpose and not run.
         *args: of a call to explain. A compiled step that was captured in that form is not captured again;
-            without arguments, the form that ran last is explained.
+            without arguments, the form that ran last is explained. An iterator among them gives the items of a call.
         **kwargs: of that call.
 
     Raises:

@@ -6,6 +6,7 @@ for real and that ``weft.explain(...).scheduled()`` calls. Nothing runs and no k
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -22,6 +23,7 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.node_kinds import group_of, is_collective
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.iterator_arguments import IteratorArguments, check_items_of_call
 from weft.capture.record.tracer import capture_step
 from weft.capture.segments import Outcome, is_branch
 from weft.capture.sizes_in_bytes import tensor_bytes
@@ -72,7 +74,7 @@ def plan(
 
     Args:
         step: the training step, compiled by :func:`weft.compile` or not.
-        *args: of a call of it, with fake tensors or real ones.
+        *args: of a call of it, with fake tensors or real ones. An iterator among them gives the items of a call.
         **kwargs: of that call.
         cluster: a name of docs/clusters.md, the path of a description, or a description.
         memory_limit: GiB that a rank may hold; default: nine tenths of the GPU's memory. A step that does not fit is
@@ -106,7 +108,7 @@ class StepPlanner:
         inner = step.step if isinstance(step, CompiledStep) else step
         self.name = getattr(step, "__name__", type(step).__name__)
         self.rebatched = lambda batch: StepPlanner(step, *with_batch(args, kwargs or {}, batch))
-        captured, branches = _captured(inner, args, kwargs or {})
+        captured, branches = IteratorArguments().with_items(args, kwargs or {}, functools.partial(_captured, inner))
         with garbage_collection_paused():
             self._of(_on_gpus(captured.graph), branches, {})
 
@@ -288,6 +290,7 @@ def _captured(
     assumed: list[tuple[str, Outcome]] = []
     while len(outcomes) <= _MOST_BRANCHES:
         captured = capture_step(step, args, kwargs, outcomes=outcomes)
+        check_items_of_call()
         if captured.complete:
             return captured, assumed
         ends = next(node for node in reversed(captured.graph.graph.nodes) if is_branch(node))

@@ -18,9 +18,9 @@ import contextlib
 import gc
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from weft.capture.segments import is_branch
 from weft.capture.state.origin import is_user_class
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw
+
+T = TypeVar("T")
 
 _FIRST = "take all items at the beginning of the step: batches = [next(iterator) for _ in range(n)]"
 _ONLY_NEXT = "use next() or a loop, or take the items before the step and pass them as arguments"
@@ -153,9 +155,14 @@ class ItemsOfCall:
         # The step may change lists and dictionaries in it.
         return torch_adapter.unflatten(*torch_adapter.flatten(items[-1]))
 
+    @property
+    def wants(self) -> bool:
+        """Whether a capture asked for items beyond its arguments."""
+        return bool(self._wanted)
+
     def check(self) -> None:
         """Raise :class:`ItemsWanted` where a capture asked for items beyond its arguments."""
-        if self._wanted:
+        if self.wants:
             raise ItemsWanted
 
     def is_used_up(self) -> bool:
@@ -210,6 +217,28 @@ class IteratorArguments:
         if self.call is not None:
             self.call.take_wanted()
 
+    def with_items(self, args: Any, kwargs: Any, capture: Callable[[Any, Any], T]) -> T:
+        """``capture(args, kwargs)`` of a call that does not run, with the items that it needs.
+
+        Raises:
+            UncapturableDraw: an iterator has too few items.
+        """
+        self.begin(args, kwargs)
+        try:
+            while not self.ended:
+                try:
+                    return capture(*self.arguments(args, kwargs))
+                except ItemsWanted:
+                    self.take_wanted()
+                except Exception:
+                    if self.call is None or not self.call.wants:
+                        raise
+                    self.take_wanted()
+            what, why = "next() of an iterator among the arguments", "it has too few items for a call"
+            raise UncapturableDraw(what, "the step", why, "pass one that has the items of a call")
+        finally:
+            self.end()
+
     def check(self) -> None:
         """After a capture that failed.
 
@@ -243,6 +272,12 @@ class _OfThread(threading.local):
 
 
 _mine = _OfThread()
+
+
+def check_items_of_call() -> None:
+    """Raise :class:`ItemsWanted` where a capture of the present call asked for items beyond its arguments."""
+    if _mine.call is not None:
+        _mine.call.check()
 
 
 def _is_iterator(value: Any) -> bool:

@@ -325,3 +325,19 @@ def accumulates(rank: int, world: int, compiled: bool) -> list[torch.Tensor]:
 def test_two_ranks_accumulate_over_iterators() -> None:
     eager, compiled = (run_ranks(accumulates, 2, compiled) for compiled in (False, True))
     assert_equal(compiled, eager)
+
+
+# ---- what takes the items of a call that does not run
+
+
+def test_explanations_and_plans_take_the_items_of_a_call() -> None:
+    step, calls = accumulating()
+    ((data,), *_) = calls()
+    assert "54 operations" in str(weft.explain(step, data).graph())
+    assert len(list(data)) == 9
+    with weft.fake_world(8):
+        model = weft.fully_shard(nn.Linear(8, 4).to("cuda"), mesh=init_device_mesh("cuda", (8,)))
+        plan = weft.plan(lambda data: model(next(data)).sum().backward(), iter([torch.ones(4, 8, device="cuda")]))
+        assert plan.step_seconds > 0
+        with pytest.raises(UncapturableDraw, match="too few items for a call"):
+            weft.plan(lambda data: model(next(data)).sum().backward(), iter([]))
