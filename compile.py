@@ -159,7 +159,7 @@ class CompiledStep(Generic[P, R]):
             return self.step(*args, **kwargs)
         try:
             # Most steps have none among their arguments, which their first capture finds.
-            if self._iterators.order and self._iterators.begin(args, kwargs):
+            if self._iterators.seen and self._iterators.begin(args, kwargs):
                 args, kwargs = self._iterators.arguments(args, kwargs)
                 return self.step(*args, **kwargs)  # raises what eager raises where an iterator has ended
             args, kwargs = self._iterators.arguments(args, kwargs)
@@ -216,7 +216,7 @@ class CompiledStep(Generic[P, R]):
         return None
 
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
-        if not self._iterators.order:
+        if not self._iterators.seen:
             self._iterators.begin(args, kwargs)
             args, kwargs = self._iterators.arguments(args, kwargs)
         try:

@@ -174,10 +174,12 @@ class IteratorArguments:
     """The iterators among the arguments of one step.
 
     Attributes:
+        seen: whether a call had one that was captured.
         order: the iterators that each call takes items from, by position or name, in the order of the step.
     """
 
     def __init__(self) -> None:
+        self.seen = False
         self.order: list[int | str] = []
         self.call: ItemsOfCall | None = None
         self._outer: ItemsOfCall | None = None  # of another step, inside of which this one is called
@@ -189,6 +191,7 @@ class IteratorArguments:
         once = {place: each for place, each in found.items() if sum(each is other for other in found.values()) == 1}
         if not once:
             return False
+        self.seen = True
         self.call = ItemsOfCall(once)
         self._outer, _mine.call = _mine.call, self.call
         offsets = _offsets()

@@ -286,6 +286,16 @@ def test_a_list_that_the_step_writes_to_while_it_goes_through_it() -> None:
         weft.compile(step)(iter(queue))
 
 
+def test_an_iterator_that_the_step_leaves_alone() -> None:
+    step = weft.compile(lambda x, data: (x * 2, data))
+    for at in range(6):
+        data = iter([at])
+        doubled, same = step(torch.ones(2) * at, data)
+        assert same is data
+        assert_equal((doubled, next(data)), (torch.ones(2) * at * 2, at))
+    assert len(step.captures) == 1
+
+
 def test_an_iterator_of_the_state_is_refused() -> None:
     data = iter(torch.arange(4.0))
     with pytest.raises(UncapturableDraw, match="pass the iterator as an argument"):
