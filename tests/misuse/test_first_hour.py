@@ -323,6 +323,7 @@ def test_what_people_do_from_habit_works(capsys: pytest.CaptureFixture[str]) -> 
         loss = model(x).square().mean()
         print(loss.item())
         print(f"{loss.item():.3f}")
+        print("loss %.3f" % loss.item())  # noqa: UP031
         print(f"{loss.detach()}")
         print(loss)
         print(f"{loss}")
@@ -341,7 +342,7 @@ def test_what_people_do_from_habit_works(capsys: pytest.CaptureFixture[str]) -> 
     shapes = [torch.tensor(loss, requires_grad=True) + 0 for loss in losses]
     as_shown = [str(loss).replace("AddBackward0", "MeanBackward0") for loss in shapes]
     in_eager = [
-        (str(loss), f"{loss:.3f}", f"{torch.tensor(loss)}", shown, str(loss))
+        (str(loss), f"{loss:.3f}", f"loss {loss:.3f}", f"{torch.tensor(loss)}", shown, str(loss))
         for loss, shown in zip(losses, as_shown, strict=True)
     ]
     assert lines == [text for texts in in_eager for text in texts]
