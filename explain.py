@@ -189,7 +189,7 @@ class Explanation:
         description = load_cluster(cluster)
         graph = self.step_graph.copy()
         graph = retarget(graph) if device_kind(graph.graph.nodes) == "cpu" else graph
-        return replace(self, schedule=predicted_schedule(graph, description, limit))
+        return replace(self, schedule=predicted_schedule(graph, description, limit), memory_limit=limit)
 
     def write_trace(self, path: str | Path, profile: torch.profiler.profile | None = None) -> None:
         """Write the predicted schedule as a Chrome trace, which Perfetto opens: computation, each communicator, memory.

@@ -453,6 +453,9 @@ def test_a_step_on_a_cpu_is_scheduled_without_a_fake_world(tmp_path: Path) -> No
     _, _, step = training()
     scheduled = weft.explain(step, torch.randn(4, 8)).scheduled("h200x8")
     assert "predicted" in str(scheduled)
+    limited = weft.explain(step, torch.randn(4, 8)).scheduled("h200x8", memory_limit=40)
+    for printed in (limited, limited.memory()):
+        assert re.search(r"predicted\b.*, limit 40\.0 GiB", str(printed))
     scheduled.write_trace(tmp_path / "step.json")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
         step(torch.randn(4, 8))
