@@ -397,11 +397,12 @@ class CompiledStep(Generic[P, R]):
         except Exception as error:
             if self.dynamic is not None or not dynamic or isinstance(error, MarkedDynamicSpecialised):
                 raise
-            # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, so does this.
-            captured = self._captured(args, kwargs, dynamic=frozenset(), changing=changing)
-            self._fixed.add(self._lists.flatten((args, kwargs))[1])
-            log.info("captured with sizes as numbers: %s", str(error).split("\n")[0])
-            return captured
+            why = str(error).split("\n")[0]
+        # An operation without a rule for symbolic sizes (an LSTM on CPUs). If the step itself raises, so does this.
+        captured = self._captured(args, kwargs, dynamic=frozenset(), changing=changing)
+        self._fixed.add(self._lists.flatten((args, kwargs))[1])
+        log.info("captured with sizes as numbers: %s", why)
+        return captured
 
     def _captured(self, args: Any, kwargs: Any, **how: Any) -> CapturedStep:
         """One capture; :class:`ItemsWanted` where the step asks for items of iterators that are no arguments."""

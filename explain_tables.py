@@ -78,7 +78,7 @@ def as_text(shown: RenderableType) -> str:
     terminal = sys.stdout.isatty()
     colours = terminal and "NO_COLOR" not in os.environ
     width = max(_NARROW, shutil.get_terminal_size((_NARROW, 24)).columns) if terminal else _NARROW
-    console = Console(file=io.StringIO(), force_terminal=colours, no_color=not colours, width=width)
+    console = _console(force_terminal=colours, no_color=not colours, width=width)
     with console.capture() as text:
         console.print(shown)
     return "\n".join(line.rstrip() for line in text.get().splitlines())
@@ -86,9 +86,14 @@ def as_text(shown: RenderableType) -> str:
 
 def as_html(shown: RenderableType) -> str:
     """As an HTML fragment of fixed-width text, for notebooks."""
-    console = Console(file=io.StringIO(), record=True, width=120, force_terminal=True)
+    console = _console(record=True, width=120, force_terminal=True)
     console.print(shown)
     return console.export_html(inline_styles=True, code_format='<pre style="line-height:normal">{code}</pre>')
+
+
+def _console(**options: Any) -> Console:
+    """A console that shows nothing: in a notebook, Rich's own would show what it prints, beside the notebook."""
+    return Console(file=io.StringIO(), force_jupyter=False, **options)
 
 
 def pairs(title: str, rows: Iterable[tuple[str, str]]) -> list[RenderableType]:

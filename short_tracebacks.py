@@ -44,9 +44,18 @@ def shorten_traceback(error: Exception) -> None:
     while seen is not None:
         seen.__traceback__ = _users(seen.__traceback__)
         seen.__suppress_context__ = seen.__suppress_context__ or isinstance(seen, WeftError)
+        seen.__context__ = _context(seen)
         if isinstance(seen, CannotCapture):
             seen.__cause__ = None  # what torch raised says how to debug its own tracer
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
+
+
+def _context(error: BaseException) -> BaseException | None:
+    """What was being handled when ``error`` was raised, without what weft and torch handled for themselves."""
+    context = error.__context__
+    while context is not None and _users(context.__traceback__) is None:
+        context = context.__context__
+    return context
 
 
 def shortens_tracebacks(function: Callable[P, R]) -> Callable[P, R]:

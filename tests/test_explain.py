@@ -442,6 +442,16 @@ def test_what_is_printed_adds_up_and_reads() -> None:
     assert re.search(r"\d+ all-gathers over \w+, [\d.]+ \wiB\s+together", str(scheduled))
 
 
+def test_a_notebook_gets_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rich shows what it prints in a notebook by itself."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("shown twice"))
+    explained = weft.explain(lambda x: x.exp(), torch.randn(4, 4))
+    for shown in (explained, explained.graph(), explained.guards()):
+        assert shown._repr_html_().startswith("<pre")
+        assert "\x1b" not in str(shown)
+
+
 def test_the_names_of_gpus_and_clusters_are_the_same() -> None:
     explained = weft.explain(lambda x: x.exp(), torch.randn(4, 4))
     assert str(explained.on("H200").kernels()) == str(explained.on("h200x8").kernels())

@@ -30,7 +30,8 @@ def missing_attributes_noted(note: Callable[[torch.Tensor, str], None]) -> Itera
             note(tensor, name)
         kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # as eager says it
         text = f"{kind.__name__!r} object has no attribute {name!r}"
-        raise users_mistake(AttributeError(text, name=name, obj=tensor))
+        # Python suggests names of ``obj``: its class has the same. The tensor would outlive the capture with the error.
+        raise users_mistake(AttributeError(text, name=name, obj=kind))
 
     setattr(torch.Tensor, "__getattr__", missing)  # noqa: B010
     try:

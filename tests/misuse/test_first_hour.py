@@ -6,6 +6,7 @@ What torch's users do from habit, and what works as it is, is tested too: prints
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
@@ -102,6 +103,28 @@ def test_a_wrong_shape_is_one_error_with_the_users_lines_only(caplog: pytest.Log
     with knobs.override(full_traceback=True), pytest.raises(RuntimeError) as whole:
         step(torch.randn(2, 7))
     assert len(traceback.extract_tb(whole.value.__traceback__)) > 10
+
+
+def test_a_wrong_shape_in_a_later_call_is_one_error() -> None:
+    """The step is captured with symbolic sizes first, then with numbers: the user sees the error that eager raises."""
+    model = nn.Linear(8, 8)
+    step = weft.compile(stepped(torch.optim.SGD(model.parameters()), model))
+    step(torch.randn(2, 8))
+    with pytest.raises(RuntimeError) as found:
+        step(torch.randn(2, 7))
+    printed = "".join(traceback.format_exception(found.value))
+    assert printed.count("Traceback") == 1
+    assert "[2, 7] X [8, 8]" in printed
+
+
+def test_an_attribute_that_is_missing_in_a_step_called_by_a_coroutine() -> None:
+    """As cells of a notebook call it. The error refers to no tensor that would seem to be stored."""
+
+    async def cell() -> None:
+        weft.compile(lambda x: x.drop_out(0.5))(torch.ones(2))
+
+    with pytest.raises(AttributeError, match="no attribute 'drop_out'"):
+        asyncio.run(cell())
 
 
 def test_errors_of_weft_have_short_tracebacks() -> None:
