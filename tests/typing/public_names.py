@@ -77,6 +77,9 @@ def check(x: torch.Tensor, trainer: Trainer, mesh: DeviceMesh, writer: SummaryWr
     assert_type(weft.explain(bare, x).on("H200").nodes, int)
     assert_type(weft.knobs.bucket_mib, int)
     assert_type(weft.__version__, str)
+    assert_type(weft.errors.MetaParameters, type[weft.errors.MetaParameters])
+    with weft.fake_world(8) as world:
+        assert_type(world.rank, int)
 
 
 def mistakes(x: torch.Tensor, trainer: Trainer) -> None:
