@@ -32,12 +32,13 @@ from weft.capture.record.float_arithmetic import added, choice, plain
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
-from weft.capture.state.bytecode import ByCode, NameUse, code_replaced, uses_of_names
+from weft.capture.state.bytecode import ByCode, NameUse, code_replaced, place_of, uses_of_names
 from weft.capture.state.containers import BuiltinLike
 from weft.short_tracebacks import called_for_user
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
 _OF_TORCH = ("torch.optim.lr_scheduler", "torch.nn.utils.clip_grad")
+_NOWHERE = ((-1, -1), (-1, -1))
 _TYPE_CHECKS = ("isinstance", "issubclass")
 _NAMES = frozenset({"int", "float", "max", "min", "range"})
 _LOADS = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
@@ -145,22 +146,16 @@ def _loads_of_values(code: types.CodeType) -> list[NameUse]:
     if found:  # seldom, and only then places in the source matter
         steps = list(dis.get_instructions(code))
         checks = _checks_of_types(steps)
-        places = {step.offset: _place(step) for step in steps}
-        found = [use for use in found if not any(begin <= places[2 * use.at] <= end for begin, end in checks)]
+        places = {step.offset: _NOWHERE if (place := place_of(step)) is None else place for step in steps}
+        found = [use for use in found if not any(begin <= places[2 * use.at][0] <= end for begin, end in checks)]
     return _loads.keep(code, found)
 
 
 def _checks_of_types(steps: list[dis.Instruction]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Where calls of ``isinstance`` begin and end in the source. The stand-ins answer those as the types do."""
-    begins = {_place(step) for step in steps if step.opname == "LOAD_GLOBAL" and step.argval in _TYPE_CHECKS}
-    calls = [step for step in steps if step.opname == "CALL" and _place(step) in begins]
-    return [(_place(each), (each.positions.end_lineno or 0, each.positions.end_col_offset or 0)) for each in calls]  # type: ignore[union-attr]
-
-
-def _place(step: dis.Instruction) -> tuple[int, int]:
-    """Line and column of the source where the expression of an instruction begins."""
-    positions = step.positions
-    return (-1, -1) if positions is None else (positions.lineno or 0, positions.col_offset or 0)
+    placed = [(step, place) for step in steps if (place := place_of(step)) is not None]
+    begins = {begin for step, (begin, _) in placed if step.opname == "LOAD_GLOBAL" and step.argval in _TYPE_CHECKS}
+    return [place for step, place in placed if step.opname == "CALL" and place[0] in begins]
 
 
 def _like(kind: type, convert: Callable[..., Any], most: int = 1) -> type:

@@ -20,7 +20,7 @@ import torch
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.printed import text_of_value
 from weft.capture.record.recorder import recording
-from weft.capture.state.bytecode import ByCode, code_replaced
+from weft.capture.state.bytecode import ByCode, code_replaced, place_of
 from weft.short_tracebacks import mark_refused_call
 
 _SYMBOLIC = tuple(PYTHON_TYPES)
@@ -90,7 +90,7 @@ def _with_formats(code: types.CodeType) -> types.CodeType:
     constants = [_with_formats(each) if isinstance(each, types.CodeType) else each for each in code.co_consts]
     text, known = bytearray(code.co_code), len(constants)
     if any(isinstance(each, str) and "%" in each for each in constants):
-        steps = [(each, place) for each in dis.get_instructions(code) if (place := _place(each)) is not None]
+        steps = [(each, place) for each in dis.get_instructions(code) if (place := place_of(each)) is not None]
         formats = [place for each, place in steps if each.opname == "BINARY_OP" and each.argrepr in ("%", "%=")]
         for begin, end in formats:
             # An operation is computed from the leftmost leaf on. One that the left side consists of is not harmed.
@@ -102,11 +102,3 @@ def _with_formats(code: types.CodeType) -> types.CodeType:
     if len(constants) == known and all(new is old for new, old in zip(constants, code.co_consts, strict=True)):
         return code
     return code.replace(co_code=bytes(text), co_consts=tuple(constants))
-
-
-def _place(step: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Where in the source the expression of an instruction begins and ends: lines and columns."""
-    at = step.positions
-    if at is None or None in (at.lineno, at.col_offset, at.end_lineno, at.end_col_offset):
-        return None
-    return (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)  # type: ignore[bad-return]

@@ -102,6 +102,14 @@ def uses_of_names(code: types.CodeType) -> Iterator[NameUse]:
         yield NameUse(op, names[argument >> shift], bool(shift and argument & 1), at)
 
 
+def place_of(step: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """Where in the source the expression of an instruction begins and ends: lines and columns."""
+    at = step.positions
+    if at is None or None in (at.lineno, at.col_offset, at.end_lineno, at.end_col_offset):
+        return None
+    return (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)  # type: ignore[bad-return]
+
+
 def level_of_import(code: types.CodeType, at: int) -> int:
     """The level of the import at a position: how many packages up a relative one starts, 0 for an absolute one.
 
