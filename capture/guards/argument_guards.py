@@ -7,6 +7,7 @@ among tensors. Sizes that are symbols are left to :mod:`weft.capture.guards.size
 from __future__ import annotations
 
 import itertools
+import types
 from typing import Any
 
 import torch
@@ -169,9 +170,9 @@ def _content(cell: Any) -> Any:
 def matches(value: Any, expected: Any) -> bool:
     """Whether a value in Python state can replace the one at capture.
 
-    It must be the same object, an equal simple value, a tensor of the same shape and dtype, a tuple of values that
-    match, or be as a :class:`Pattern`, :class:`Growing` or :class:`TensorLike` says. A leaf that requires grad must be
-    the same object, because its gradient, hooks and optimizer state belong to it.
+    It must be the same object, the same method of the same object, an equal simple value, a tensor of the same shape and
+    dtype, a tuple of values that match, or be as a :class:`Pattern`, :class:`Growing` or :class:`TensorLike` says. A leaf
+    that requires grad must be the same object, because its gradient, hooks and optimizer state belong to it.
     """
     if value is expected or expected is ANY:
         return True
@@ -200,6 +201,9 @@ def matches(value: Any, expected: Any) -> bool:
             and len(value) == len(expected)
             and all(matches(item, known) for item, known in zip(value, expected, strict=True))
         )
+    if type(expected) is types.MethodType:  # each time that it is taken from its object it is another one
+        is_method = type(value) is types.MethodType
+        return is_method and value.__self__ is expected.__self__ and value.__func__ is expected.__func__
     return same_simple(value, expected)
 
 

@@ -53,6 +53,12 @@ def is_own(obj: types.ModuleType | type | types.FunctionType) -> bool:
     return isinstance(filename, str) and is_own_file(filename)
 
 
+def is_pythons_own(function: types.FunctionType, name: str) -> bool:
+    """Whether a variable that a function reads is private to a module of the standard library: a cache of its own, as
+    that of ``re`` for compiled patterns."""
+    return name.startswith("_") and _root(function.__module__) in sys.stdlib_module_names - {"__main__"}
+
+
 def held_by(kind: type) -> tuple[str, ...] | None:
     """The attributes in which objects of a class of the standard library hold what the user put there; None where the
     class is made for another purpose, and () where the user's code names them."""

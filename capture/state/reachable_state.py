@@ -61,7 +61,7 @@ from weft.capture.state.contents import (
 from weft.capture.state.followed_names import FollowedByObject, FollowedNames
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.object_types import ObjectTypes
-from weft.capture.state.origin import is_foreign, is_own
+from weft.capture.state.origin import is_foreign, is_own, is_pythons_own
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
@@ -545,7 +545,7 @@ class ReachableState:
         variables = fn.__globals__
         read = variables_of(fn.__code__) if is_own(fn) else ()
         absent = frozenset(name for name in read if name not in variables and name not in vars(builtins))
-        named = (name for name in globals_of(fn.__code__) if name in variables)
+        named = (name for name in globals_of(fn.__code__) if name in variables and not is_pythons_own(fn, name))
         used = frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent
         if used:
             self._container(Container(variables, "", used, str, absent))

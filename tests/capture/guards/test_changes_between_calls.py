@@ -3,6 +3,7 @@ by torch's."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -272,3 +273,51 @@ def test_steps_that_nothing_changed_between_are_captured_once(guard_checks: str)
         trainer.optimizer.param_groups[0]["lr"] *= 0.5
         step(torch.ones(3, 4))
     assert len(step.captures) == 1
+
+
+def test_a_method_that_is_set_anew_and_a_cache_of_pythons_own_are_no_changes() -> None:
+    """As Lightning sets its hooks before each batch, and fills the cache of ``re``."""
+
+    class Loop:
+        def __init__(self) -> None:
+            self.factor = 2.0
+            self.hook: Any = self.scaled
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor if re.match(r"[a-z]+", "name") else x
+
+        def shifted(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.factor
+
+    loop, other = Loop(), Loop()
+    step = weft.compile(lambda x: loop.hook(x))
+    for at in range(4):
+        loop.hook = loop.scaled
+        re.compile(f"pattern {at}")
+        assert step(torch.ones(())) == 2
+    assert len(step.captures) == 1
+    loop.hook = loop.shifted
+    assert step(torch.ones(())) == 3
+    other.factor = 5.0
+    loop.hook = other.scaled
+    assert step(torch.ones(())) == 5
+    assert len(step.captures) == 3
+
+
+def test_dictionaries_that_are_set_anew_are_compared_by_what_they_hold() -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.output: dict[str, float] = {}
+            self.weights = [1.0]
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x * len(self.output) + self.output.get("shift", 0.0) + x * self.weights[0]
+
+    loop = Loop()
+    step = weft.compile(loop)
+    for at in range(12):
+        loop.output = {} if at < 8 else {"shift": 2.0}
+        loop.weights = [1.0 if at < 4 else 3.0]
+        expected = Loop.__call__(loop, torch.ones(()))
+        assert step(torch.ones(())) == expected
+    assert len(step.captures) <= 4, step.captures
