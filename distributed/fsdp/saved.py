@@ -127,7 +127,11 @@ def saved_as_recipes(
         found = recipe(tensor)
         if found is not None:
             return found
-        return tensor if outer is None else PassedOn(outer[1], outer[0](tensor))
+        if outer is not None:
+            return PassedOn(outer[1], outer[0](tensor))
+        # An operation that saves its own result would hold it, and the result holds the operation: a cycle that nothing
+        # but a backward breaks. Torch gives what is unpacked its place in the graph back.
+        return tensor if tensor.grad_fn is None else tensor.detach()
 
     def unpack(packed: Any) -> torch.Tensor:
         if isinstance(packed, Recipe):

@@ -169,3 +169,20 @@ def test_a_part_that_outlives_the_model_keeps_its_own_parameters_only(kept: str,
     assert run_ranks(alive_after_the_model, 2, "weft", kept, train) == [own, own]
     by_torch = run_ranks(alive_after_the_model, 2, "torch", kept, train)
     assert all(own <= names for names in by_torch)
+
+
+def alive_without_a_backward(rank: int, world: int) -> dict[str, bool]:
+    """Whether the result of a wrapped module that ends in an operation is alive when the user has let it go."""
+    found = {}
+    for name, last in {"softmax": nn.Softmax(-1), "sigmoid": nn.Sigmoid(), "scaled": nn.LeakyReLU()}.items():
+        module = nn.Sequential(nn.Linear(4, 4), last)
+        weft_fsdp.fully_shard(module, mesh=init_device_mesh("cpu", (world,)), reshard_after_forward=True)
+        result = weakref.ref(module(torch.randn(2, 4)))
+        gc.collect()
+        found[name] = result() is not None
+    return found
+
+
+def test_what_a_module_returned_is_freed_without_a_backward() -> None:
+    """Operations that save their own result: no cycle keeps the graph of a forward that nothing follows."""
+    assert run_ranks(alive_without_a_backward, 1) == [{"softmax": False, "sigmoid": False, "scaled": False}]

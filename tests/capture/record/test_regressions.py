@@ -5,6 +5,7 @@ Numbers are those of issues of PyTorch.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -230,3 +231,51 @@ def test_both_orders_of_wrapping_agree(kind: str) -> None:
     for left in run_ranks(run_orders, 2, kind):
         for other in left[1:]:
             assert_equal(other, left[0])
+
+
+# ---- a branch inside the forward of a sharded module, after a layer that saves its own result for backward
+
+
+class Dropped(nn.Module):
+    """Layers that are left out at random; the outcomes are drawn on all ranks alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)) for _ in range(3))
+        self.drops = random.Random(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.drops.random() > 0.4:
+                x = layer(x)
+        return x.square().mean()
+
+
+def run_layer_drop(rank: int, world: int) -> tuple[Any, Any]:
+    def train(compiled: bool) -> Any:
+        model = Dropped()
+        for layer in model.layers:
+            wrap("fully_shard", layer, world)
+        wrap("fully_shard", model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run: Any = weft.compile(step) if compiled else step
+        losses = [run(rows(rank, at=at)).detach() for at in range(6)]
+        return [losses, detached(whole(dict(model.state_dict())))]
+
+    return train(False), train(True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_left_out_of_a_sharded_module(world: int) -> None:
+    """The graph of a capture that ended at a branch is gone when the next path is captured."""
+    for eager, ours in run_ranks(run_layer_drop, world):
+        assert_equal(ours, eager)
