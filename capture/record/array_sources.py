@@ -37,6 +37,8 @@ _MAKING = names(
     "full_like geomspace identity indices linspace logspace ones ones_like tri zeros zeros_like"
 )
 _OF_LISTS = names("array asanyarray asarray")
+# Functions that make an array of a list first: ``np.mean(losses)``.
+_REDUCING = names("amax amin average max mean median min percentile prod quantile std sum var")
 _SIZES = frozenset({"empty", "eye", "full", "identity", "indices", "ones", "tri", "zeros", "arange", "linspace"})
 # Methods of generators that draw arrays, and the place of the argument that is a size. Others are in `host_draws`.
 _DRAWING: dict[str, int] = {
@@ -210,9 +212,11 @@ class ArraySources:
         if self._followed and numpy is not None:
             for name in _MAKING:
                 yield numpy, name, self._making(getattr(numpy, name), name)
+            for name in _REDUCING:
+                yield numpy, name, self._reducing(getattr(numpy, name), numpy.array)
             yield torch, "from_numpy", self._from_numpy(torch.from_numpy)
         elif numpy is not None:
-            for name in _OF_LISTS:
+            for name in _OF_LISTS | _REDUCING:
                 yield numpy, name, self._of_numbers(getattr(numpy, name))
 
     def _of_numbers(self, original: Callable[..., Any]) -> Any:
@@ -238,6 +242,17 @@ class ArraySources:
             return self._made(original, args, kwargs)
 
         return make
+
+    def _reducing(self, original: Callable[..., Any], array: Callable[..., Any]) -> Any:
+        """Stands in for a function that reduces a list: of numbers of the step, an array is made first."""
+
+        @functools.wraps(original)
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            if args and _holds_numbers(args[0]) and self._intercepts() and _called_by_step():
+                args = (self._made(array, args[:1], {}), *args[1:])
+            return original(*args, **kwargs)
+
+        return reduce
 
     def _made(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         numpy, found = sys.modules["numpy"], []

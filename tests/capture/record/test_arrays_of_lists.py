@@ -139,3 +139,16 @@ def test_an_array_and_a_tensor_in_its_memory_that_both_leave_the_step_are_refuse
 
     with pytest.raises(UncapturableDraw, match="one memory"):
         weft.compile(step)(torch.ones(3))
+
+
+def _reduced(x: torch.Tensor) -> Any:
+    losses: list[float] = []
+    for scale in (1, 2, 3):
+        losses += [(x * scale).exp().mean().item()]
+    rows = [(loss, 2.0) for loss in losses]
+    return np.mean(losses), float(np.std(losses)), np.median(losses), np.max(losses), np.mean(rows, axis=0)
+
+
+def test_functions_that_reduce_a_list_of_numbers_of_the_step() -> None:
+    """``np.mean(losses)``: what makes an array of a list first."""
+    twenty_calls(lambda: _reduced, lambda at: (torch.full((3,), at / 10),), 1)
