@@ -170,9 +170,9 @@ def _content(cell: Any) -> Any:
 def matches(value: Any, expected: Any) -> bool:
     """Whether a value in Python state can replace the one at capture.
 
-    It must be the same object, the same method of the same object, an equal simple value, a tensor of the same shape and
-    dtype, a tuple of values that match, or be as a :class:`Pattern`, :class:`Growing` or :class:`TensorLike` says. A leaf
-    that requires grad must be the same object, because its gradient, hooks and optimizer state belong to it.
+    It must be the same object, the same method of the same object, an equal simple value, a tensor of the same shape
+    and dtype, a tuple of values that match, or be as a :class:`Pattern`, :class:`Growing` or :class:`TensorLike` says.
+    A leaf that requires grad must be the same object, because its gradient, hooks and optimizer state belong to it.
     """
     if value is expected or expected is ANY:
         return True
