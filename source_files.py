@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sysconfig
@@ -61,7 +62,31 @@ def is_weft_file(filename: str) -> bool:
 def _classify(filename: str) -> int:
     if not _is_users(filename):
         return _MACHINERY
-    return LIBRARY if any(folder in _INSTALLED for folder in filename.split(os.sep)) else _OWN
+    return LIBRARY if _is_installed(filename) else _OWN
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether an installer has put a file where it is: into a folder of packages, or with ``pip install --target`` into
+    any folder, in which it leaves its records."""
+    if any(folder in _INSTALLED for folder in filename.split(os.sep)):
+        return True
+    folder, name = os.path.split(os.path.abspath(filename))
+    while name:
+        if name in _names_installed_in(folder):
+            return True
+        folder, name = os.path.split(folder)
+    return False
+
+
+@functools.cache
+def _names_installed_in(folder: str) -> frozenset[str]:
+    """The packages and modules in a folder that the records of installers there name."""
+    found = set[str]()
+    with contextlib.suppress(OSError):
+        for record in (each for each in os.listdir(folder) if each.endswith(".dist-info")):
+            with contextlib.suppress(OSError), open(os.path.join(folder, record, "RECORD"), encoding="utf-8") as lines:
+                found.update(line.partition(",")[0].partition("/")[0] for line in lines)
+    return frozenset(found)
 
 
 def _is_users(filename: str) -> bool:

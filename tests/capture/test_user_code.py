@@ -96,3 +96,16 @@ def test_packages_in_a_virtual_environment_inside_the_checkout_are_not_weft() ->
     assert is_user_file(str(package))
     assert not is_own_file(str(package))
     assert not is_weft_file(str(root / "tests/harness.py"))
+
+
+def test_a_folder_that_pip_installed_into_holds_libraries_beside_the_users_files(tmp_path: Path) -> None:
+    """As ``pip install --target`` does it, in a folder of the user's."""
+    files = ["library/__init__.py", "library/deep/layers.py", "single.py", "train.py", "mine/model.py"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    records = tmp_path / "library-1.0.dist-info" / "RECORD"
+    records.parent.mkdir()
+    records.write_text("library/__init__.py,sha256=1,6\nlibrary/deep/layers.py,,\nsingle.py,,\n../../bin/tool,,\n")
+    assert [is_own_file(str(tmp_path / name)) for name in files] == [False, False, False, True, True]
+    assert all(is_user_file(str(tmp_path / name)) for name in files)
