@@ -15,7 +15,7 @@ _known: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def warn_of_idle(optimizer: torch.optim.Optimizer) -> None:
-    """Say once of an optimizer that is about to step that none of its parameters has a gradient."""
+    """Say once of an optimizer that has made a step that none of its parameters has a gradient."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if optimizer not in _known and parameters and all(parameter.grad is None for parameter in parameters):
         _known.add(optimizer)

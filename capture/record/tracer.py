@@ -348,13 +348,13 @@ class _StepCapture:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizing = True
-        warn_of_idle(optimizer)
         if all(known is not optimizer for known, _ in self.state.optimizers):
             self.state.add(optimizer, "optimizer")
             self.numbers.put_into(self.state.containers)
         self.optimizer_states.prepare(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        warn_of_idle(optimizer)  # now, because a closure may have computed the gradients
         self.recorder.optimizing = False
 
     # ---- from the record to the captured step

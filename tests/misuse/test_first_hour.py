@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,29 @@ def test_an_optimizer_made_before_sharding_is_warned_about(
             step(torch.randn(2, 8))
         assert step.captures == ["first call"]
         weft.compile(stepped(torch.optim.SGD(model.parameters(), lr=0.1), model))(torch.randn(2, 8))
+    assert warnings_of(caplog) == []
+
+
+def test_a_closure_computes_the_gradients_that_an_optimizer_has_not_at_its_beginning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @weft.compile
+    def train_step(x: Tensor) -> Any:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    with caplog.at_level(logging.WARNING, "weft"):
+        losses = [float(train_step(torch.ones(2, 8))) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 3
     assert warnings_of(caplog) == []
 
 
