@@ -56,12 +56,8 @@ class IteratorItems:
         items: those of this iterator.
     """
 
-    __slots__ = (
-        "__dict__",
-        "_at",
-        "_taken",
-        "number",
-    )  # what the step changes in `items` is an effect, and no position
+    # What the step changes in `items` is an effect that each call repeats; the position is none.
+    __slots__ = ("__dict__", "_at", "_taken", "number")
 
     def __init__(self, taken: ItemsOfCall | None, number: int, items: list[Any]) -> None:
         self.number = number
@@ -99,12 +95,14 @@ class ItemsOfCall:
 
     Attributes:
         order: which iterators the step asked for items, by their numbers.
+        after_draws: whether it asked for one after it drew random numbers on a GPU.
         ended: whether one of them had no more.
     """
 
     def __init__(self, iterators: dict[int | str, Iterator[Any]]) -> None:
         self.places = list(iterators)
         self.order: list[int] = []
+        self.after_draws = False
         self.ended = False
         self.iterators = list(iterators.values())
         self._items: list[list[Any]] = [[] for _ in iterators]
@@ -141,6 +139,7 @@ class ItemsOfCall:
             self._recorder = recorder
             self.order.clear()
         _check_nothing_before(recorder, self.iterators[number])
+        self.after_draws |= any(map(is_random, recorder.graph.nodes))
         self.order.append(number)
 
     def more(self, number: int, items: list[Any]) -> Any:
@@ -176,10 +175,12 @@ class IteratorArguments:
     Attributes:
         seen: whether a call had one that was captured.
         order: the iterators that each call takes items from, by position or name, in the order of the step.
+        after_draws: whether the step asks for an item after it has drawn random numbers on a GPU.
     """
 
     def __init__(self) -> None:
         self.seen = False
+        self.after_draws = False
         self.order: list[int | str] = []
         self.call: ItemsOfCall | None = None
         self._outer: ItemsOfCall | None = None  # of another step, inside of which this one is called
@@ -194,9 +195,9 @@ class IteratorArguments:
         self.seen = True
         self.call = ItemsOfCall(once)
         self._outer, _mine.call = _mine.call, self.call
-        offsets = _offsets()
+        offsets = _offsets() if self.after_draws else []
         self.call.take(self.call.places.index(place) for place in self.order if place in once)
-        if _offsets() != offsets and len(self.order) > 1:
+        if self.after_draws and _offsets() != offsets:
             what, why = "next() of an iterator that draws random numbers on a GPU", "the step draws others before"
             raise UncapturableDraw(what, "its argument", why, _FIRST)
         return self.call.ended
@@ -268,6 +269,7 @@ class IteratorArguments:
                 what, why = "next() of iterators among the arguments", "it takes other items than at other calls"
                 raise UncapturableDraw(what, "the step", why, _SAME_ITEMS)
             self.order = self.order or order
+            self.after_draws |= self.call.after_draws
 
 
 class _OfThread(threading.local):
