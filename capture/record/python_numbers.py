@@ -222,19 +222,12 @@ def may_be_symbolic(value: Any) -> bool:
 
 
 def differing_numbers(containers: Iterable[Container]) -> Iterator[str]:
-    """The paths of the numbers in containers, also in tuples, that are others now than they were found, and of lists
-    and dictionaries in whose places others are."""
+    """The paths of the numbers in containers, also in tuples, that are others now than they were found."""
     for container in containers:
         if not isinstance(container, Content):
             for key, known in container.before.items():
                 if type(known) in (int, float, tuple) or is_rate_of_numpy(known, container):
                     yield from differing(container.label(key), container.get(key), known)
-                elif type(known) in REPLACED_KINDS and _is_replaced(known, container.get(key)):
-                    yield container.label(key)
-
-
-def _is_replaced(known: Any, now: Any) -> bool:
-    return now is not known and type(now) is type(known)
 
 
 def differing(path: str, value: Any, expected: Any) -> Iterator[str]:

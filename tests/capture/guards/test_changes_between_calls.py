@@ -302,22 +302,3 @@ def test_a_method_that_is_set_anew_and_a_cache_of_pythons_own_are_no_changes() -
     loop.hook = other.scaled
     assert step(torch.ones(())) == 5
     assert len(step.captures) == 3
-
-
-def test_dictionaries_that_are_set_anew_are_compared_by_what_they_hold() -> None:
-    class Loop:
-        def __init__(self) -> None:
-            self.output: dict[str, float] = {}
-            self.weights = [1.0]
-
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return x * len(self.output) + self.output.get("shift", 0.0) + x * self.weights[0]
-
-    loop = Loop()
-    step = weft.compile(loop)
-    for at in range(12):
-        loop.output = {} if at < 8 else {"shift": 2.0}
-        loop.weights = [1.0 if at < 4 else 3.0]
-        expected = Loop.__call__(loop, torch.ones(()))
-        assert step(torch.ones(())) == expected
-    assert len(step.captures) <= 4, step.captures

@@ -18,7 +18,7 @@ from torch.nn.utils import rnn
 
 import weft
 from both_ways import assert_equal, detached
-from weft.errors import CannotCapture, UncapturableDraw
+from weft.errors import CannotCapture
 
 CALLS = 20
 Train = Callable[..., torch.Tensor]
@@ -255,8 +255,6 @@ def test_a_batch_is_captured_a_few_times_whatever_varies(name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "step", "error"),
     [
-        (lambda: iter([torch.ones(2)]), lambda batches: next(batches) + 1, UncapturableDraw),
-        (lambda: (torch.ones(n) for n in (1, 2)), lambda batches: [b + 1 for b in batches], UncapturableDraw),
         (lambda: rnn.pack_sequence([torch.ones(3, 6)]), lambda packed: nn.LSTM(6, 6)(packed)[0].data, CannotCapture),
         (lambda: rnn.pack_sequence([torch.ones(3, 6)]), lambda packed: nn.GRU(6, 6)(packed)[0].data, CannotCapture),
     ],

@@ -18,9 +18,9 @@ import weft
 from harness import run_ranks
 from step_builder import StepBuilder
 from weft import host_processes, knobs
+from weft.agreed_options import _machines
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT
-from weft.compile import _machines
 from weft.inductor.cache.graph_cache import _path
 from weft.inductor.compiler import kernel_graph
 from weft.inductor.cost.cluster import load_cluster
