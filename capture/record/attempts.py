@@ -25,8 +25,6 @@ from weft.errors import UncapturableMutation, UnrecordedDraw, UsedDuringCapture
 
 log = logging.getLogger(__name__)
 
-NONE = frozenset[str]()
-
 
 def captured_in_attempts(
     attempt: Callable[..., CapturedStep], changing: ChangingState, collect: Callable[[], object]
@@ -67,11 +65,12 @@ def _with_what_changes(
     changing: ChangingState,
     collect: Callable[[], object],
 ) -> CapturedStep:
-    """Capture with symbols for the Python numbers that change, and with stand-ins for lists that grow.
+    """Capture with symbols for the Python numbers that change, and with stand-ins for lists that grow, for tables that
+    symbolic numbers index, and for arrays that cannot be constants.
 
-    The first attempt finds those that the step changes; the next one starts with symbols and stand-ins for them. Where
-    that fails, because the step needs a plain number at a place that torch does not say, all of them are constants with
-    guards on their values.
+    The first attempt finds those that the step changes or indexes; the next one starts with symbols and stand-ins for
+    them. Where that fails, because the step needs a plain number at a place that torch does not say, all of them are
+    constants with guards on their values.
     """
     earlier: Mapping[str, torch.Tensor] = {}
     made: list[Entry] = []
@@ -113,7 +112,7 @@ def _with_what_changes(
                 made = []
                 continue
             if changing.tables:
-                changing = replace(changing, tables=NONE, plain_tables=changing.plain_tables | changing.tables)
+                changing = replace(changing, tables=frozenset(), plain_tables=changing.plain_tables | changing.tables)
                 made = []
                 continue
             if changing.growing:
