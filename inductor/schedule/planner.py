@@ -28,7 +28,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ from weft.capture.node_kinds import is_collective
 from weft.capture.user_code import format_frame
 from weft.errors import MalformedSchedule, MemoryLimitUnreachable
 from weft.inductor.cost.build_task_graph import build
-from weft.inductor.cost.cluster import Cluster, Gpu
+from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import Collective, collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts
 from weft.inductor.cost.simulate import Simulation, peak_memory, simulate
@@ -57,6 +56,7 @@ from weft.inductor.schedule.bucketing import (
     cut_into_buckets,
     merge_buckets,
 )
+from weft.inductor.schedule.candidate_costs import CachedCosts, TransportedCosts
 from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, before_order, regather, structure
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
 from weft.inductor.schedule.precedence import precedence
@@ -67,7 +67,7 @@ from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports,
 from weft.inductor.schedule.simulated_step import assume_reachable, simulated, simulated_in_order
 from weft.inductor.schedule.split_optimizer import split_updates
 from weft.inductor.schedule.verify import verifier
-from weft.inductor.transports.apply_transports import replace_collectives, use_transports
+from weft.inductor.transports.apply_transports import use_transports
 from weft.inductor.transports.peer_calls import results_in_arena
 from weft.torch_adapter import OpOverload
 
@@ -95,6 +95,9 @@ _CALL_OVERHEAD = 8e-5
 _TARGET_STEP = 1 / 128
 # Times that a candidate is ordered with a lower limit because its symmetric arena is larger than assumed.
 _MAX_REORDERS = 3
+# Regathers are bisected only where that may gain more than this fraction of the step. Each candidate takes one to two
+# seconds for an 8B step, so a smaller gain takes thousands of steps to pay for its search. A choice.
+_WORTH_A_BISECTION = 5e-3
 
 
 @dataclass(frozen=True)
@@ -300,11 +303,12 @@ class _Planner:
         self.requested_limit = limit
         self.limit = usable_memory(cluster) if limit is None else limit
         self.reported_limit = self.limit
-        self.costs = _CachedCosts(cluster.gpu)
+        self.costs = CachedCosts(cluster.gpu)
         self.evaluated = 0
         self.warnings: list[str] = []
         self.excess = 0  # bytes by which the last candidate exceeded the limit
         self.estimated = False  # whether that is an estimate: its orders were not searched
+        self.too_large_seconds = 0.0  # time of the last order that exceeded the limit
         self.unpredicted = 0  # bytes of the last order's peak that its search did not count: the arena
         self.least: _OrderedCandidate | None = None  # the candidate with the lowest peak
         self.by_peers: list[str] = []  # transports over peers of the last candidate
@@ -426,8 +430,9 @@ class _Planner:
 
     def fewer(self, found: _OrderedCandidate, refused: int, fits: int, far_bytes: float) -> _OrderedCandidate:
         """The candidate that fits with the fewest regathers between ``refused``, which do not, and ``fits``, which are
-        those of ``found``. A bisection: more regathers need less memory."""
-        while fits - refused > 1:
+        those of ``found``. A bisection: more regathers need less memory. It ends where fewer cannot gain enough."""
+        # The orders that exceeded the limit have fewer regathers, so they show how fast the step can get.
+        while fits - refused > 1 and found.simulation.seconds > self.too_large_seconds * (1 + _WORTH_A_BISECTION):
             middle = (refused + fits) // 2
             other = self.evaluate(self.candidate(middle), far_bytes=far_bytes)
             refused, fits, found = (middle, fits, found) if other is None else (refused, middle, other)
@@ -475,7 +480,7 @@ class _Planner:
         choose_transports(step, self.cluster, without=self.refused, **self.transport_rules)
         names = dict.fromkeys(node.meta["transport"] for node in step.collectives())
         self.by_peers = [name for name in names if name != LIBRARY]
-        task_graph, nodes = build(step, self.cluster, _TransportedCosts(self.costs, step))
+        task_graph, nodes = build(step, self.cluster, TransportedCosts(self.costs, step))
         order = min_memory_order(task_graph, precedence(task_graph))
         peak = peak_memory(task_graph, order)
         return _AppliedCandidate(candidate, step, positions, order, peak, task_graph, nodes)
@@ -509,6 +514,7 @@ class _Planner:
             self.excess = found.simulation.peak - self.limit
             if self.excess <= 0:
                 return found
+            self.too_large_seconds = found.simulation.seconds
             if searched <= counted:  # no lower peak than that of the low-memory order will be found
                 break
             # The arena may grow with the new order, so one correction is not always enough.
@@ -548,40 +554,6 @@ class _Planner:
             most = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
             balanced = balanced_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
             yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), balanced
-
-
-class _CachedCosts(ComputeCosts):
-    """Caches the costs of nodes over copies of a graph: a copy has the name and the fake value of its node."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        super().__init__(gpu)
-        self._known: dict[tuple[str, int], tuple[Any, float]] = {}
-
-    def seconds(self, node: Node) -> float:
-        val = node.meta.get("val")
-        key = node.name, id(val)
-        if key not in self._known:
-            self._known[key] = val, super().seconds(node)  # its id is its own as long as it is held
-        return self._known[key][1]
-
-
-class _TransportedCosts(ComputeCosts):
-    """Costs of computation once transports are applied, for a graph in which they are not applied yet.
-
-    A transport may do a cast on the way. Counting that cast as computation would hide communication behind work that
-    does not exist in the final step.
-    """
-
-    def __init__(self, costs: ComputeCosts, step: StepGraph) -> None:
-        super().__init__(costs.gpu)
-        self._costs = costs
-        handed = step.copy()
-        replace_collectives(handed, LIBRARY, assume_reachable)
-        self._left = {node.name: node for node in handed.graph.nodes}
-
-    def seconds(self, node: Node) -> float:
-        left = self._left.get(node.name)
-        return 0.0 if left is None else self._costs.seconds(left)
 
 
 def _seconds(cluster: Cluster, names: Sequence[str], like: Collective, size: int, members: int) -> float:

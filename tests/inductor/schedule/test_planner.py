@@ -171,10 +171,12 @@ def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(
 
 
 @pytest.mark.parametrize("enough", [0, 1, 5, 11, 12])
+@pytest.mark.parametrize("seconds", [1.0, 1.02])
 def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
-    llama: StepGraph, unbounded: Schedule, enough: int
+    llama: StepGraph, unbounded: Schedule, enough: int, seconds: float
 ) -> None:
-    """``enough`` more regathers than the first estimate would do; the target falls by those of twelve and more."""
+    """``enough`` more regathers than the first estimate would do; the target falls by those of twelve and more. What
+    was skipped is tried only where fewer regathers can gain time: orders that exceed the limit take one second."""
     limit = int(0.88 * unbounded.simulation.peak)
     with torch_adapter.only_mode():
         within = planner_within(llama, limit)
@@ -183,13 +185,15 @@ def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
         twelve = within.gaps._peaks[first] - within.gaps._peaks[first + 12]
         counts = {within.candidate(at).regathers: at for at in range(first, len(within.gaps) + 1)}
 
-        def evaluate(candidate: ScheduleCandidate, **how: Any) -> int | None:
-            within.excess = twelve
+        def evaluate(candidate: ScheduleCandidate, **how: Any) -> mock.Mock | None:
+            within.excess, within.too_large_seconds = twelve, 1.0
             at = counts[candidate.regathers]
-            return at if at >= first + enough else None
+            return mock.Mock(at=at, simulation=mock.Mock(seconds=seconds)) if at >= first + enough else None
 
         with mock.patch.object(within, "evaluate", evaluate):
-            assert within.few_regathers() == first + enough
+            found: Any = within.few_regathers()
+    skipped = seconds == 1.0 and enough > 0
+    assert found.at == first + enough if not skipped else found.at >= first + 12
 
 
 def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(
