@@ -51,8 +51,9 @@ from weft.inductor.graph.repro import save
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.pipeline import ATEN_PASSES, kernel_passes, without_rewrites
 from weft.inductor.passes.schedule_waits import schedule_waits
+from weft.inductor.runtime import compile_pool
 from weft.inductor.runtime.aten import compile_aten
-from weft.inductor.runtime.kernels import compile_kernels
+from weft.inductor.runtime.kernels import arch_of, compile_kernels
 from weft.inductor.runtime.multi_tensor import multi_tensor_kernels, use_kernels
 from weft.inductor.runtime.piecewise_cudagraph import Program, compile_recorded
 from weft.inductor.runtime.program_file import program_file
@@ -177,6 +178,14 @@ class LoadKernels:
                 self._faults.note(error, {Part("operation", name): line for name, line in lines.items()})
 
 
+def _begin_kernels(step: StepGraph) -> None:
+    """Begin to compile what :class:`LoadKernels` is going to load, as far as it is known before the schedule."""
+    for device in dict.fromkeys(call.device for call in _kernel_calls(step) if call.device.type == "cuda"):
+        sources = [call.generated.source for call in _kernel_calls(step) if call.device == device]
+        others = multi_tensor_kernels(step, device) if is_enabled(use_kernels) else []
+        compile_pool.begin([*others, *sources], arch_of(device))
+
+
 def _failure(run: Callable[[], object]) -> Exception | None:
     """The fault that ``run`` ends with, if any."""
     try:
@@ -275,7 +284,7 @@ class _Attempts:
         for attempt in itertools.count(1):
             runner = PassRunner(None if self.files is None else Path(f"{self.files}_passes"), left_out)
             try:
-                with without(left_out):
+                with without(left_out), compile_pool.kept_workers():
                     program = self._compiled(runner)
                 self.checkpoints.arrive()
                 if self.agreed is not None:
@@ -373,6 +382,7 @@ def scheduled_graph(
     def attempt(budget: int | None) -> tuple[StepGraph, Schedule | None]:
         graph = _with_agreed_collectives(step, generates, budget, runner, agreed, arrive, ordered=False)
         arrive()
+        _begin_kernels(graph)  # workers compile them while this process schedules
         return runner.timed("schedule", lambda: decide(graph))
 
     return _within_budgets(memory_limit if generates else None, attempt)
@@ -500,7 +510,11 @@ def _unscheduled(
     passes = passes if rewrites else without_rewrites(passes)
     if not generates:
         return runner.run("graph", step.copy(), passes)
-    make = lambda graph: kernel_graph(runner.run("graph", graph.copy(), passes), runner)
+
+    def make(graph: StepGraph) -> StepGraph:
+        compile_pool.start_workers()
+        return kernel_graph(runner.run("graph", graph.copy(), passes), runner)
+
     if not caches:
         return make(step)
     how = "" if rewrites else ", collectives as captured"

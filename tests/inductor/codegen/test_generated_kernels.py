@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -411,6 +412,57 @@ def test_a_worker_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(compile_pool, "__name__", "weft.errors")
     with pytest.raises(errors.KernelCompilationFailed, match="ended with status 1"):
         compile_pool.build(variants(2), 90, workers=2)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[str]]:
+    """The workers that were started, where the machine has cores for three."""
+    processes: list[subprocess.Popen[str]] = []
+    start = compile_pool._start_worker
+    monkeypatch.setattr(compile_pool, "_usable_workers", lambda: 3)
+    monkeypatch.setattr(compile_pool, "_start_worker", lambda: processes.append(start()) or processes[-1])
+    return processes
+
+
+def test_workers_compile_ahead_what_is_built_later(
+    started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = variants(6)
+    expected = compile_pool.build(sources, 90, workers=0)
+    monkeypatch.setattr(compile_pool, "_compile_here", mock.Mock(side_effect=AssertionError("not compiled ahead")))
+    with knobs.override(cache_dir=""):
+        compile_pool.begin(sources, 90)
+        assert not started, "nothing would wait for them"
+        with compile_pool.kept_workers():
+            compile_pool.start_workers()
+            assert len(started) == 3
+            compile_pool.begin(sources, 90)
+            assert compile_pool.build([*sources, *sources], 90) == expected * 2
+            assert all(process.poll() is None for process in started)
+            assert compile_pool.build(variants(6), 90) == expected  # by the same processes
+    assert len(started) == 3
+    assert all(process.poll() is not None for process in started)
+
+
+def test_what_fails_ahead_is_raised_where_it_is_built(started: list[subprocess.Popen[str]]) -> None:
+    broken = dataclasses.replace(ADD, text=ADD.text.replace("tl.load(", "tl.lode("))
+    with compile_pool.kept_workers():
+        compile_pool.begin([broken, *variants(4)], 90)
+        with pytest.raises(errors.KernelCompilationFailed, match="lode"):
+            compile_pool.build([broken], 90)
+        assert len(compile_pool.build(variants(4), 90)) == 4
+    assert started
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_are_killed_leave_no_one_waiting(started: list[subprocess.Popen[str]]) -> None:
+    with compile_pool.kept_workers():
+        compile_pool.start_workers()
+        for process in started:
+            process.kill()
+        compile_pool.begin(variants(8), 90)
+        with pytest.raises(errors.KernelCompilationFailed, match="ended"):
+            compile_pool.build(variants(8), 90)
 
 
 def test_four_processes_fill_one_cache() -> None:
