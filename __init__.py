@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from weft.distributed.dtensor import RowwiseParallel as RowwiseParallel
     from weft.distributed.dtensor import SequenceParallel as SequenceParallel
     from weft.distributed.dtensor import loss_parallel as loss_parallel
+    from weft.distributed.dtensor.auto_plan import tensor_parallel_plan as tensor_parallel_plan
     from weft.distributed.dtensor.parallelize import parallelize as parallelize
     from weft.distributed.dtensor.parallelize import parallelize_module as parallelize_module
     from weft.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
@@ -107,6 +108,7 @@ __all__ = [  # noqa: RUF022 - names of one module together
     "save_safetensors",
     "share_comm_ctx",
     "stopping",
+    "tensor_parallel_plan",
 ]
 
 _HOMES = {
@@ -153,6 +155,7 @@ _HOMES = {
     "save_safetensors": "weft.distributed.checkpoint.safetensors_files",
     "share_comm_ctx": "weft.distributed.fsdp",
     "stopping": "weft.distributed.stop_signal",
+    "tensor_parallel_plan": "weft.distributed.dtensor",
 }
 
 

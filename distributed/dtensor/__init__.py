@@ -7,10 +7,12 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
+from weft.distributed.dtensor.auto_plan import AutoPlan, tensor_parallel_plan
 from weft.distributed.dtensor.parallelize import parallelize, parallelize_module
 from weft.distributed.dtensor.styles import ColwiseParallel, NoParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
+    "AutoPlan",
     "ColwiseParallel",
     "NoParallel",
     "PrepareModuleInput",
@@ -21,4 +23,5 @@ __all__ = [
     "loss_parallel",
     "parallelize",
     "parallelize_module",
+    "tensor_parallel_plan",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from fnmatch import fnmatch
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,7 @@ from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.argument_checks import ArgumentChecks
+from weft.distributed.dtensor.auto_plan import tensor_parallel_plan
 from weft.distributed.dtensor.styles import replicate_parameters
 from weft.short_tracebacks import shortens_tracebacks
 
@@ -32,9 +33,10 @@ _SHOWN = 10
 def parallelize(
     module: Module,
     mesh: DeviceMesh,
-    plan: ParallelStyle | dict[str, ParallelStyle],
+    plan: ParallelStyle | dict[str, ParallelStyle] | Literal["auto"],
     *,
     src_data_rank: int | None = 0,
+    example: tuple[Any, ...] | dict[str, Any] | None = None,
 ) -> Module:
     """Shard ``module`` in place for tensor or sequence parallelism, and return it.
 
@@ -51,16 +53,27 @@ def parallelize(
     Args:
         mesh: of one dimension, such as ``mesh["tp"]``.
         plan: a style for ``module`` itself, or styles by the path of a module inside; ``*`` stands for any one name.
+            "auto": the plan of :func:`weft.tensor_parallel_plan`, which the first rank of ``mesh`` prints.
         src_data_rank: the rank of ``mesh`` whose values of the parameters all ranks take. None: each rank's own.
+        example: for "auto", see :func:`weft.tensor_parallel_plan`.
 
     Raises:
-        InvalidArgumentType, InvalidArgument: ``mesh`` has other than one dimension, an entry of ``plan`` names no
-            module or no style, a module has two styles, a style does not fit its module, shared parameters would be
-            sharded differently, or a parameter that a plan of sequence parallelism must name is not named.
+        InvalidArgumentType, InvalidArgument: no plan is found for "auto", ``mesh`` has other than one dimension, an
+            entry of ``plan`` names no module or no style, a module has two styles, a style does not fit its module,
+            shared parameters would be sharded differently, or a parameter that a plan of sequence parallelism must name
+            is not named.
     """
+    derived = isinstance(plan, str) and plan == "auto"
+    if derived:
+        _check_targets(_CHECKS, module, mesh)
+        found = tensor_parallel_plan(module, mesh.size(), example)
+        if mesh.get_local_rank() == 0:
+            print(f"tensor parallel plan of {type(module).__name__} on {mesh.size()} ranks:\n{found}")  # noqa: T201 - to be read and checked
+        plan = found.styles
     styles = _matched(_CHECKS, module, mesh, plan)
     unnamed = _unnamed(module, styles)
-    if unnamed and any(_along_sequence(style) for _, style in styles):
+    # A derived plan shards no activation outside of its groups, so what it does not name sees whole ones.
+    if not derived and unnamed and any(_along_sequence(style) for _, style in styles):
         names = [f"{path}.{name}" if path else name for path, owner in unnamed for name in owner._parameters]
         shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         allowed = f"a plan that names every parameter, since it shards activations along the sequence; {shown} missing"
@@ -95,7 +108,7 @@ def parallelize_module(
     return module
 
 
-def _check(checks: ArgumentChecks, module: Any, mesh: Any, plan: Any) -> None:
+def _check_targets(checks: ArgumentChecks, module: Any, mesh: Any) -> None:
     checks.kind("module", module, nn.Module, "a torch.nn.Module", "Pass the model")
     remedy = 'Make one with torch.distributed.init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp"))'
     checks.kind("mesh", mesh, DeviceMesh, "a torch.distributed.DeviceMesh", remedy)
@@ -103,7 +116,12 @@ def _check(checks: ArgumentChecks, module: Any, mesh: Any, plan: Any) -> None:
         names = mesh.mesh_dim_names or ()
         pick = f'Pass one dimension of it, such as mesh["{names[-1]}"]' if names else "Name its dimensions and pass one"
         raise checks.invalid("mesh", mesh, "a mesh of one dimension", pick)
-    checks.kind("plan", plan, (ParallelStyle, dict), "a style, or styles by module path", 'Write {"path": style}')
+
+
+def _check(checks: ArgumentChecks, module: Any, mesh: Any, plan: Any) -> None:
+    _check_targets(checks, module, mesh)
+    remedy = 'Write {"path": style}, or "auto"'
+    checks.kind("plan", plan, (ParallelStyle, dict), "a style, or styles by module path", remedy)
     for path, style in _as_dict(plan).items():
         checks.kind(f"plan[{path!r}]", style, ParallelStyle, "a style such as ColwiseParallel()", "Pass an instance")
 

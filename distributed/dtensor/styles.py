@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from weft.argument_checks import ArgumentChecks
 from weft.distributed.dtensor.collectives import all_gather, all_reduce, reduce_scatter, sum_gradient
 from weft.distributed.dtensor.local_parameters import LocalForward, compute_locally
+from weft.distributed.dtensor.projections import features_of, is_transposed
 from weft.distributed.ops import shard_length, shard_rows
 
-_LINEAR_OR_EMBEDDING = "a torch.nn.Linear or torch.nn.Embedding"
+_LINEAR_OR_EMBEDDING = "a torch.nn.Linear or torch.nn.Embedding, or transformers' Conv1D"
 
 
 def _replace(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:
@@ -65,9 +66,9 @@ def _output(
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
-    """Shards the output features of a Linear, or the columns of an Embedding.
+    """Shards the output features of a Linear or of transformers' Conv1D, or the columns of an Embedding.
 
-    Weight and bias of a Linear are ``Shard(0)`` DTensors, the weight of an Embedding is ``Shard(1)``. Mirrors
+    Weight and bias of a Linear are ``Shard(0)`` DTensors, the weight of an Embedding or Conv1D is ``Shard(1)``. Mirrors
     ``torch.distributed.tensor.parallel.ColwiseParallel``.
 
     Attributes:
@@ -77,16 +78,18 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        if not isinstance(module, (nn.Linear, nn.Embedding)) and not is_transposed(module):
             raise _wrong_module("ColwiseParallel", module)
-        sharded = Shard(0) if isinstance(module, nn.Linear) else Shard(1)
-        features = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
-        for name in list(module._parameters):
-            _replace(module, name, device_mesh, sharded, self.src_data_rank)
+        transposed, features = is_transposed(module), features_of(module)[1]
+        for name, parameter in list(module._parameters.items()):
+            along = 0 if isinstance(module, nn.Linear) or (parameter is not None and parameter.dim() == 1) else 1
+            _replace(module, name, device_mesh, Shard(along), self.src_data_rank)
         (given,), (wanted,) = self.input_layouts, self.output_layouts
         mesh, use_local = device_mesh, self.use_local_output
 
         def prepare(call: LocalForward, x: Any) -> Any:
+            if transposed:
+                call.set("nf", call.module.__dict__["weight"].shape[1])  # forward gives its output this size
             return _replicated_input(x, mesh, given)
 
         def finish(call: LocalForward, y: Tensor) -> Tensor:
@@ -97,10 +100,10 @@ class ColwiseParallel(torch_parallel.ColwiseParallel):
 
 
 class RowwiseParallel(torch_parallel.RowwiseParallel):
-    """Shards the input features of a Linear, or the rows of an Embedding.
+    """Shards the input features of a Linear or of transformers' Conv1D, or the rows of an Embedding.
 
-    The weight of a Linear is ``Shard(1)`` and its bias ``Replicate()``, the weight of an Embedding is ``Shard(0)``. The
-    bias is added after the sum over the ranks. Mirrors ``torch.distributed.tensor.parallel.RowwiseParallel``.
+    The weight of a Linear is ``Shard(1)``, that of a Conv1D or an Embedding ``Shard(0)``. A bias is ``Replicate()``. It
+    is added after the sum over the ranks. Mirrors ``torch.distributed.tensor.parallel.RowwiseParallel``.
 
     Attributes:
         input_layouts: of a plain tensor that enters; ``Shard(-1)`` by default. Indices of an Embedding are
@@ -110,7 +113,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) or is_transposed(module):
             self._apply_to_linear(module, device_mesh)
         elif isinstance(module, nn.Embedding):
             self._apply_to_embedding(module, device_mesh)
@@ -118,15 +121,17 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
             raise _wrong_module("RowwiseParallel", module)
         return module
 
-    def _apply_to_linear(self, module: nn.Linear, mesh: DeviceMesh) -> None:
-        _replace(module, "weight", mesh, Shard(1), self.src_data_rank)
+    def _apply_to_linear(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        transposed = is_transposed(module)
+        _replace(module, "weight", mesh, Shard(0 if transposed else 1), self.src_data_rank)
         _replace(module, "bias", mesh, Replicate(), self.src_data_rank)
         (given,), (wanted,), use_local = self.input_layouts, self.output_layouts, self.use_local_output
-        features = module.in_features
+        features = features_of(module)[0]
 
         def prepare(call: LocalForward, x: Any) -> Any:
             call.kept["bias"] = call.module.bias
-            call.set("bias", None)  # forward computes the product alone
+            # Forward computes the product alone. A Conv1D cannot do without a bias.
+            call.set("bias", torch.zeros_like(call.module.__dict__["bias"]) if transposed else None)
             return _last_sharded_input(x, mesh, given, features)
 
         def finish(call: LocalForward, y: Tensor) -> Tensor:
