@@ -4,7 +4,9 @@
     torchrun --nproc-per-node 8 bench/train_llama.py --size 1b --batch 2 --impl ddp+compile compute weft-replicate
     torchrun --nproc-per-node 2 bench/train_llama.py --layers 8 --length 8192 --impl tp tp+compile weft-tp
 
-Those with ``tp`` in their name shard weights, sequence and loss over all ranks, which see one batch, in bfloat16.
+Those with ``tp`` in their name shard weights, sequence and loss over all ranks, which see one batch, in bfloat16. Those
+with ``hf-tp`` train the Llama of transformers in this shape, without sequence parallelism: by a plan for torch's
+styles, and by the one that weft derives.
 Sharded implementations start from the same weights and all see the same batches, so that losses can be compared.
 ``compute`` is forward and backward of an unsharded model, with no communication and no optimizer: what communication
 has to hide behind. Knobs of weft may stand behind a name: ``weft:transports=all:even_batches=1``, and a limit of memory
@@ -268,7 +270,9 @@ def train_step(
     model: torch.nn.Module, clip: bool = True, optimize: bool = True, autocast: torch.device | None = None
 ) -> Step:
     """An ordinary step of ``model``; without ``optimize`` it is forward and backward only."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    kinds = (isinstance(parameter, DTensor) for parameter in model.parameters())
+    by_kind = [[each for each in model.parameters() if isinstance(each, DTensor) is kind] for kind in {*kinds}]
+    optimizer = torch.optim.AdamW([{"params": each} for each in by_kind], lr=1e-5, fused=True)  # it takes no mixture
 
     def step(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if not optimize:
@@ -433,6 +437,63 @@ def weft_tensor_parallel_by_torch(bench: Bench) -> Step:
     return weft.compile(tensor_parallel(bench), memory_limit=bench.memory_limit)
 
 
+class LibraryLlama(torch.nn.Module):
+    """The Llama of transformers, with the loss of :class:`llama.Llama`."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[missing-import]
+
+        config = LlamaConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.width,
+            intermediate_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.key_heads,
+        )
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.inner(ids, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def filled(self, device: torch.device) -> LibraryLlama:
+        """With random weights, and with the frequencies of its rotary embeddings, which are no parameters."""
+        fill(self, device)
+        rotary = self.inner.model.rotary_emb
+        self.inner.model.rotary_emb = type(rotary)(self.inner.config).to(device)
+        return self
+
+
+def library_model(bench: Bench) -> LibraryLlama:
+    with torch.device("meta"):
+        return LibraryLlama(bench.shape).bfloat16()
+
+
+def library_tensor_parallel_compile(bench: Bench) -> Step:
+    """torch's styles for every Linear, compiled block by block."""
+    model, whole = library_model(bench), Replicate()
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan = {
+        "inner.model.embed_tokens": torch_tp.RowwiseParallel(input_layouts=whole),
+        **{f"inner.model.layers.*.{name}": torch_tp.ColwiseParallel() for name in columns},
+        **{f"inner.model.layers.*.{name}": torch_tp.RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")},
+        "inner.lm_head": torch_tp.ColwiseParallel(output_layouts=whole),
+    }
+    torch_tp.parallelize_module(model, bench.mesh, plan, src_data_rank=None)
+    for block in model.inner.model.layers:
+        block.compile(fullgraph=True)
+    return train_step(model.filled(bench.device), clip=False)  # torch leaves norms plain, and clips no mixture
+
+
+def weft_library_tensor_parallel(bench: Bench) -> Step:
+    """By the plan that weft derives."""
+    model = weft.parallelize(library_model(bench), bench.mesh, "auto", src_data_rank=None)
+    step = train_step(model.filled(bench.device), clip=False)
+    return weft.compile(step, memory_limit=bench.memory_limit)
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Bench], Step]] = {
     "fsdp2": fsdp2,
     "fsdp2+compile": fsdp2_compile,
@@ -446,6 +507,8 @@ IMPLEMENTATIONS: dict[str, Callable[[Bench], Step]] = {
     "weft": weft_sharded,
     "weft-tp": weft_tensor_parallel,
     "weft-torch-tp": weft_tensor_parallel_by_torch,
+    "hf-tp+compile": library_tensor_parallel_compile,
+    "weft-hf-tp": weft_library_tensor_parallel,
     "weft-replicate": weft_replicate,
     "weft-compute": weft_compute,
     "weft-eager": weft_eager,

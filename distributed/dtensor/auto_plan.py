@@ -85,7 +85,7 @@ def tensor_parallel_plan(
     example = example_for(module) if example is None else example
     if example is None:
         raise _not_found(module, "what its forward takes is not known")
-    return _Search(module, ranks, example).plan()
+    return _PlanSearch(module, ranks, example).plan()
 
 
 def _not_found(model: nn.Module, why: str) -> Exception:
@@ -94,7 +94,7 @@ def _not_found(model: nn.Module, why: str) -> Exception:
     return _CHECKS.invalid("plan", "auto", allowed, remedy)
 
 
-class _Search:
+class _PlanSearch:
     """Looks for the groups of one model."""
 
     def __init__(self, model: nn.Module, ranks: int, example: tuple[Any, ...] | dict[str, Any]) -> None:

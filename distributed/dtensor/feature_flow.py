@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
+from weft import torch_adapter
 from weft.distributed.dtensor.projections import features_of, is_projection
 
 LENGTH = 8
@@ -62,7 +62,7 @@ class FeatureFlow:
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | dict[str, Any]) -> None:
         self._model = model
         args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-        self._args, self._kwargs = pytree.tree_map_only(Tensor, _on_cpu, (tuple(args), dict(kwargs)))
+        self._args, self._kwargs = torch_adapter.tree_map(_on_cpu, (tuple(args), dict(kwargs)))
         # Cached keys and values would be results of the model, and marks on them would say that the model returns them.
         if "use_cache" in inspect.signature(model.forward).parameters:
             self._kwargs.setdefault("use_cache", False)
@@ -90,7 +90,9 @@ class FeatureFlow:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fused kernel of CPUs loses NaN in queries and keys
             result = torch.func.functional_call(self._model, values, self._args, self._kwargs, tie_weights=False)
-        marks.result = any(_marks_of(leaf).any() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        leaves: list[Any] = []
+        torch_adapter.tree_map(leaves.append, result)
+        marks.result = any(bool(_marks_of(leaf).any()) for leaf in leaves if isinstance(leaf, Tensor))
         return marks
 
     def _stand_ins(self) -> tuple[dict[int, str], dict[str, Tensor]]:
@@ -109,8 +111,10 @@ class FeatureFlow:
         return names, values
 
 
-def _on_cpu(x: Tensor) -> Tensor:
-    """A stand-in for an argument; indices are kept where they have values."""
+def _on_cpu(x: Any) -> Any:
+    """A stand-in for a tensor of the arguments; indices are kept where they have values."""
+    if not isinstance(x, Tensor):
+        return x
     if x.is_floating_point():
         return torch.ones(x.shape)
     return torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x.detach().cpu()
@@ -215,7 +219,7 @@ def example_for(model: nn.Module) -> tuple[Any, ...] | dict[str, Any] | None:
         if model.main_input_name == "pixel_values":
             size = getattr(config, "image_size", None)
             height, width = size if isinstance(size, (tuple, list)) else (size, size)
-            return {"pixel_values": torch.ones(1, config.num_channels, height, width)} if height else None
+            return {"pixel_values": torch.ones(1, config.num_channels, height, width)} if height and width else None
         asks_decoder = getattr(config, "is_encoder_decoder", False)
         return {"input_ids": tokens} | ({"decoder_input_ids": tokens} if asks_decoder else {})
     needed = [
