@@ -146,6 +146,7 @@ PUBLIC = [
     "save_safetensors",
     "share_comm_ctx",
     "stopping",
+    "tensor_parallel_plan",
 ]
 
 

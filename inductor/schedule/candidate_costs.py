@@ -24,6 +24,7 @@ class CachedCosts(ComputeCosts):
         self._known: dict[tuple[str, int], tuple[Any, float]] = {}
 
     def seconds(self, node: Node) -> float:
+        """See :meth:`ComputeCosts.seconds`."""
         val = node.meta.get("val")
         key = node.name, id(val)
         if key not in self._known:
@@ -46,5 +47,6 @@ class TransportedCosts(ComputeCosts):
         self._left = {node.name: node for node in handed.graph.nodes}
 
     def seconds(self, node: Node) -> float:
+        """As above; 0 for what a transport does on the way."""
         left = self._left.get(node.name)
         return 0.0 if left is None else self._costs.seconds(left)

@@ -283,7 +283,8 @@ def sharded_differences(rank: int, world: int, make: Callable[[str], nn.Module],
         draws = torch.Generator().manual_seed(1)
         batches: list[Any] = [torch.randint(0, VOCABULARY, (2, LENGTH), generator=draws) for _ in range(3)]
         if name == "vit":
-            batches = [{"pixel_values": torch.randn(2, 3, 32, 32, generator=draws, dtype=torch.float64)} for _ in range(3)]
+            images = [torch.randn(2, 3, 32, 32, generator=draws, dtype=torch.float64) for _ in range(3)]
+            batches = [{"pixel_values": image} for image in images]
         expected = train(copy.deepcopy(whole), batches, compiled=False)
         results = []
         for compiled in (False, True):
