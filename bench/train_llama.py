@@ -489,7 +489,8 @@ def library_tensor_parallel_compile(bench: Bench) -> Step:
 
 def weft_library_tensor_parallel(bench: Bench) -> Step:
     """By the plan that weft derives."""
-    model = weft.parallelize(library_model(bench), bench.mesh, "auto", src_data_rank=None)
+    model = library_model(bench)
+    weft.parallelize(model.inner, bench.mesh, "auto", src_data_rank=None)
     step = train_step(model.filled(bench.device), clip=False)
     return weft.compile(step, memory_limit=bench.memory_limit)
 
