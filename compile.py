@@ -60,6 +60,7 @@ from weft.errors import (
 )
 from weft.inductor.compiler import MODES, Mode
 from weft.inductor.lowering.lower import device_kind
+from weft.inductor.runtime.compile_pool import kept_workers
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
 from weft.replay import refused
@@ -215,6 +216,7 @@ class CompiledStep(Generic[P, R]):
             reasons.append("an argument is not strided")
         return None
 
+    @kept_workers()  # the first run may need variants of kernels
     def _first_call(self, args: Any, kwargs: Any, reasons: list[str]) -> Any:
         if not self._iterators.seen:
             self._iterators.begin(args, kwargs)
@@ -250,8 +252,7 @@ class CompiledStep(Generic[P, R]):
             return self.step(*args, **kwargs)
         leaves, spec = self._lists.flatten((args, kwargs))
         with in_step():
-            entry = self._find(leaves, spec, reasons)
-            if entry is not None:
+            if (entry := self._find(leaves, spec, reasons)) is not None:
                 return self._run(entry, leaves, args, kwargs)
         self.captures.pop()
         return self._first_call(args, kwargs, reasons)
@@ -262,8 +263,7 @@ class CompiledStep(Generic[P, R]):
         if self.replay_every is not None and isinstance(entry, ProgramForm):
             entry.replays_next = self._calls % self.replay_every == 0
         event = entry.event
-        ranks = lockstep() if event is not None else None
-        if ranks is None or event is None:
+        if event is None or (ranks := lockstep()) is None:
             return self._run_form(entry, leaves, args, kwargs)
         with ranks.call(event):
             return self._run_form(entry, leaves, args, kwargs)

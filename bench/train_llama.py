@@ -478,7 +478,9 @@ def library_tensor_parallel_compile(bench: Bench) -> Step:
     plan = {
         "inner.model.embed_tokens": torch_tp.RowwiseParallel(input_layouts=whole),
         **{f"inner.model.layers.*.{name}": torch_tp.ColwiseParallel() for name in columns},
-        **{f"inner.model.layers.*.{name}": torch_tp.RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")},
+        **{
+            f"inner.model.layers.*.{name}": torch_tp.RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")
+        },
         "inner.lm_head": torch_tp.ColwiseParallel(output_layouts=whole),
     }
     torch_tp.parallelize_module(model, bench.mesh, plan, src_data_rank=None)

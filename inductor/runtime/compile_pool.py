@@ -59,7 +59,7 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
         sources: the kernels; equal ones are compiled once.
         arch: GPU architecture as triton numbers them, 90 for sm_90.
         workers: number of processes that compile. Default: one less than the CPU cores, at most 16, and 0 (compile in
-            this process) below five kernels.
+            this process) below five kernels where none are started.
 
     Raises:
         KernelCompilationFailed: triton or ptxas rejects a kernel, or a worker died.
@@ -75,8 +75,9 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
         missing = [source for source in paths if source not in binaries]
         if workers is None:
             workers = _usable_workers()
-            workers = workers if workers > 1 and len(missing) >= FEWEST_FOR_WORKERS else 0
-        if workers:
+            # Workers that are there have imported triton, which takes longer than compiling a kernel.
+            workers = workers if workers > 1 and (len(missing) >= FEWEST_FOR_WORKERS or pool.started) else 0
+        if workers and missing:
             pool.submit(missing, arch, workers)
             under_way |= {source: pool.take(source, arch) for source in missing}
         else:
@@ -192,6 +193,11 @@ class _Workers:
         self._futures: dict[tuple[KernelSource, int], Future[Binary]] = {}
         self._change = threading.Condition()
         self._closed = False
+
+    @property
+    def started(self) -> bool:
+        """Whether processes are there."""
+        return self._alive > 0
 
     def submit(self, sources: Sequence[KernelSource], arch: int, workers: int) -> None:
         """Ask for kernels that were not asked for yet, with up to ``workers`` processes."""

@@ -440,6 +440,7 @@ def test_workers_compile_ahead_what_is_built_later(
             assert compile_pool.build([*sources, *sources], 90) == expected * 2
             assert all(process.poll() is None for process in started)
             assert compile_pool.build(variants(6), 90) == expected  # by the same processes
+            assert compile_pool.build([SOFTMAX], 90)  # a single one too
     assert len(started) == 3
     assert all(process.poll() is not None for process in started)
 
