@@ -108,6 +108,9 @@ real_tensors = _disable_current_modes  # inside, operations run for real althoug
 running_autograd_node = torch._C._current_autograd_node  # whose backward is running in this thread, or None
 
 
+ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__  # the Python code that runs autograd's engine
+
+
 def last_sequence_number() -> int:
     """Sequence number of the autograd node made last in this thread."""
     return torch.autograd._get_sequence_nr() - 1
@@ -299,6 +302,8 @@ def function_modes() -> list[Any]:
     return [mode.device if isinstance(mode, DeviceContext) else mode for mode in modes]
 
 
+pack_padded_sequence: Callable[..., Any] = torch._pack_padded_sequence  # what torch.nn.utils.rnn calls, on lengths that
+pad_packed_sequence: Callable[..., Any] = torch._pad_packed_sequence  # are sorted
 # The (pack, unpack) pair that autograd would use now: it applies the innermost pair only.
 innermost_saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 # As torch's public functions of like names, which are in Python.

@@ -37,7 +37,7 @@ from weft.capture.state.containers import BuiltinLike
 from weft.short_tracebacks import called_for_user
 
 # Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
-_OF_TORCH = ("torch.optim.lr_scheduler", "torch.nn.utils.clip_grad")
+_OF_TORCH = ("torch.optim.lr_scheduler", "torch.nn.utils.clip_grad", "torch.nn.modules.rnn")
 _NOWHERE = ((-1, -1), (-1, -1))
 _TYPE_CHECKS = ("isinstance", "issubclass")
 _NAMES = frozenset({"int", "float", "max", "min", "range"})

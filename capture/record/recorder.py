@@ -38,7 +38,7 @@ from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.resized_outputs import written_by
 from weft.capture.record.symbols import Number, Symbols
-from weft.capture.record.tracked_storages import MEMO_NODE, DataSet, TrackedStorages, TrackedTensor, is_tracked
+from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
@@ -103,6 +103,7 @@ class OpRecorder(TorchDispatchMode):
         float_tags: floats that stand for symbolic numbers (see ``TorchFunctionInterceptor``).
         late_texts: what marks in texts stand for (:mod:`weft.capture.record.late_text`).
         snapshots: makes the snapshots of Python state that opaque calls need.
+        packed: knows of the packed sequences of the step; None where it has none.
         runs_operation: whether a fake result is being computed: what is asked meanwhile, the step did not ask.
         computed: calls what computes a fake result, and answers what torch asks about numbers of the data meanwhile.
     """
@@ -124,6 +125,7 @@ class OpRecorder(TorchDispatchMode):
         self.float_tags: dict[float, torch.SymFloat] = {}
         self.late_texts: list[Any] = []
         self.snapshots: Any = None
+        self.packed: Any = None
         self.runs_operation = False
         self.computed: Callable[[Callable[[], Any]], Any] = lambda fake_result: fake_result()
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
@@ -174,6 +176,8 @@ class OpRecorder(TorchDispatchMode):
                 "a function of torch.distributed that works on tensors of all ranks"
             )
             raise UncapturableCollective(facts.name, user_line(), remedy)
+        if self.packed is not None and (total := self.packed.sum_of(op, args)) is not None:
+            return total
         self.runs_operation = True
         try:
             return self._record(facts, args, kwargs, tensors)
@@ -201,6 +205,7 @@ class OpRecorder(TorchDispatchMode):
         """Let go of all values, and of the user's tensors: only the graph holds values from here on."""
         self.storages.forget_all()
         self.symbols.end()
+        self.packed = None
         known: tuple[Any, ...] = self._inputs, self._input_storages, self.data_set, self.float_tags, self.late_texts
         for each in (*known, self.placeholders):
             each.clear()
@@ -247,7 +252,7 @@ class OpRecorder(TorchDispatchMode):
     def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
         """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
         operand = self.value(args[0])
-        constant = constant_scalar(operand)
+        constant = vars(args[0]).get(NUMBER, constant_scalar(operand))
         if constant is not None:
             return constant
         out = op(*fakes)

@@ -7,8 +7,9 @@ torch function mode sees these calls first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,24 +20,21 @@ from weft.capture.record.array_sources import ArraySources
 from weft.capture.record.held_references import StandIn
 from weft.capture.record.host_lists import HostList, tensor_of_list
 from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
+from weft.capture.record.packed_sequences import PACKED_FUNCTIONS, batch_size, packed_function
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.selected_parts import with_selections
 from weft.capture.record.tensor_copies import deep_copy
 from weft.capture.user_code import user_line
-from weft.errors import CannotCapture, NumpyOnTensor, UncapturableMutation
+from weft.errors import NumpyOnTensor, UncapturableMutation
 from weft.short_tracebacks import mark_refused_call
+from weft.thread_patches import present, replaced
 
 _EQUAL = (torch.equal, torch.Tensor.equal)
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 # The dtypes that they give to numbers; None is the default dtype.
 _DTYPES = {torch.SymFloat: None, torch.SymInt: torch.int64, torch.SymBool: torch.bool}
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-_PACKED = (
-    "a recurrent network over packed sequences asks for the value of their lengths",
-    "Give it the padded sequences, and mask what it returns for the padding",
-)
 _FUSED = tuple(
     getattr(torch, name)
     for name in ("_fused_adamw_", "_fused_adam_", "_fused_sgd_", "_fused_adagrad_")
@@ -62,6 +60,20 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         self._arrays = arrays
         self._tags = 0
 
+    @contextlib.contextmanager
+    def active_in_backward(self) -> Iterator[None]:
+        """Inside, the mode sees calls in hooks and checkpoints. ``Tensor.backward`` is a call that it handles, and a
+        mode is off while it handles a call."""
+        name = torch_adapter.autograd_engine_entry()[1]
+        run_engine = present(torch.autograd, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.nullcontext() if self in torch_adapter.function_modes() else self:
+                return run_engine(*args, **kwargs)
+
+        with replaced(torch.autograd, name, run):
+            yield
+
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, args, kwargs = self._arrays.torch_function(func, args, kwargs or {})
         if kwargs and isinstance(generator := kwargs.get("generator"), StandIn):
@@ -73,6 +85,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return tensor_of_list(args[0], kwargs)
             if func in _MAKE_TENSORS and len(args) == 1 and (numbers := _symbolic_numbers(args[0])):
                 return _tensor_of(args[0], numbers, kwargs)
+            if func is torch.Tensor.__getitem__ and (size := batch_size(*args)) is not None:
+                return size
             if func in _INDEXED and (index := _with_tensors(args[1], args[0].device)) is not args[1]:
                 args = (args[0], index, *args[2:])
             if func in _INDEXED and (selected := with_selections(*args[:2])) is not None:
@@ -84,9 +98,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return bool(self._equal(*args))
             if func is torch_adapter.pad_sequence and any(isinstance(each.shape[0], torch.SymInt) for each in args[0]):
                 return _padded(*args, **kwargs)
-            if func in _RECURRENT and len(args) > 3 and isinstance(args[3], (list, tuple)):
-                # Their loops read the second argument in C++, torch 2.15's without a look whether it has data.
-                raise CannotCapture(user_line(), *_PACKED)
+            if func in PACKED_FUNCTIONS and (packed := packed_function(func, args)) is not None:
+                return packed()
             if func in _CTC and len(args) >= 4 and args[0].device.type == "cpu":
                 # It makes a tensor of lengths in a tuple in C++, and writes to memory that a fake one does not have.
                 args = (*args[:2], *map(_as_tensor, args[2:4]), *args[4:])
@@ -268,7 +281,7 @@ _LOOKED_INTO = frozenset(
         torch.Tensor.numpy,
         torch.Tensor.__array__,
         *_FUSED,
-        *_RECURRENT,
+        *PACKED_FUNCTIONS,
         *MEMORY_ACCESS,
         *TEXTS,
     }

@@ -219,7 +219,8 @@ class _StepCapture:
                 try:
                     caught = caught_exceptions_noted(self.found)
                     compared = self.remembering.compared(self._changes_so_far)
-                    with reported, compared, self.fake_mode, self.recorder, functions, self.branches.answered(), caught:
+                    answered, inside = self.branches.answered(), functions.active_in_backward()
+                    with reported, compared, self.fake_mode, self.recorder, functions, inside, answered, caught:
                         result = self.step(*args, **kwargs)
                 except (Exception, SystemExit) as error:
                     mark_refused_call(error)

@@ -45,6 +45,8 @@ aten = torch.ops.aten
 _TRACKED = "_weft_tracked"
 # On a fake tensor: the node whose value the symbols describe that torch remembers for its data.
 MEMO_NODE = "_weft_memo_node"
+# On a fake tensor of one element that nothing writes to: the number that it was made of.
+NUMBER = "_weft_number"
 # On a fake tensor that was tracked in a capture that is over: the user's lines that it was made at.
 _CAPTURED = "_weft_captured"
 

@@ -24,6 +24,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.record.opaque import OpaqueCall
+from weft.capture.record.taped_ops import TAPED_OPERATIONS
 from weft.capture.segments import branch
 from weft.capture.user_code import printable
 from weft.inductor.codegen.canonical import symbol
@@ -167,7 +168,9 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
     kernels = {name: value for name, value in names.items() if isinstance(value, KernelCall)}
     groups, run = _groups(step)
     bound = list(_bound(names, groups))
-    needed = ["what works on lists of tensors"] * bool(_lists(names)) + ["its own operations"] * _own_operations(bound)
+    needed = ["what works on lists of tensors"] * bool(_lists(names)) + ["its own operations"] * bool(
+        _modules_of_own_operations(bound)
+    )
     needed += ["its own functions"] * any(_importable(value) for value in names.values())
     also = " and triton" * bool(kernels) + (f", and weft for {' and '.join(needed)}" if needed else "")
     where = "on a GPU" if _on_gpu(step) else "on a CPU"
@@ -183,8 +186,8 @@ def program_file(step: StepGraph, planned: bool = False) -> str:
         )
     ]
     parts += [_TRITON] * bool(kernels)
-    if _own_operations(bound):
-        parts.append("\nimport weft.distributed.ops  # torch.ops.weft\n")
+    if modules := _modules_of_own_operations(bound):
+        parts.append("\n" + "".join(f"import {module}  # torch.ops.weft\n" for module in modules))
     if groups:
         parts.append(_CONNECT)
     helpers = (_IN_PLACE, _INTO, _LEFT_OUT, _ELSEWHERE, _UNPAD_SHARD)
@@ -373,8 +376,11 @@ def _is_regular(ranks: tuple[int, ...], world: int) -> bool:
     return evenly and world % (stride * len(ranks)) == 0
 
 
-def _own_operations(bound: Iterable[str]) -> bool:
-    return any("torch.ops.weft." in line for line in bound)
+def _modules_of_own_operations(bound: Iterable[str]) -> list[str]:
+    """The modules that register the operations of weft's own among these names."""
+    names = [line.partition("torch.ops.weft.")[2].partition(".")[0] for line in bound if "torch.ops.weft." in line]
+    taped = [name in TAPED_OPERATIONS for name in names]
+    return ["weft.distributed.ops"] * (not all(taped)) + ["weft.capture.record.taped_ops"] * any(taped)
 
 
 def _script(step: StepGraph, groups: dict[str, tuple[int, ...]]) -> str:

@@ -18,7 +18,6 @@ from torch.nn.utils import rnn
 
 import weft
 from both_ways import assert_equal, detached
-from weft.errors import CannotCapture
 
 CALLS = 20
 Train = Callable[..., torch.Tensor]
@@ -250,15 +249,3 @@ def test_a_batch_is_captured_a_few_times_whatever_varies(name: str) -> None:
         results[-1].append(detached(list(model.parameters())))
     assert_equal(results[1], results[0])
     assert len(step.captures) <= limit, step.captures
-
-
-@pytest.mark.parametrize(
-    ("make", "step", "error"),
-    [
-        (lambda: rnn.pack_sequence([torch.ones(3, 6)]), lambda packed: nn.LSTM(6, 6)(packed)[0].data, CannotCapture),
-        (lambda: rnn.pack_sequence([torch.ones(3, 6)]), lambda packed: nn.GRU(6, 6)(packed)[0].data, CannotCapture),
-    ],
-)
-def test_what_a_step_may_not_take_is_named(make: Any, step: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"test_batches\.py|Remedy"):
-        weft.compile(step)(make())

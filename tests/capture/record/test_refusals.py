@@ -164,11 +164,6 @@ def test_kernels_that_read_numbers_while_they_take_apart() -> None:
         weft.compile(step)(torch.arange(6), torch.tensor([2, 3]))
 
 
-def packed(x: torch.Tensor) -> Any:
-    rows = nn.utils.rnn.pack_padded_sequence(x[None], x.count_nonzero(0)[:1], batch_first=True)
-    return nn.RNN(8, 8)(rows)  # HERE
-
-
 def chosen(x: torch.Tensor) -> Any:
     return flex_attention(*(x[None, None],) * 3)  # HERE
 
@@ -183,7 +178,6 @@ def multiplied(x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("step", "error", "why"),
     [
-        (packed, CannotCapture, "value of"),
         (chosen, CannotCapture, "in Python"),
         (multiplied, UncapturableLayout, "dense"),
     ],
