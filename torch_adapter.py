@@ -302,6 +302,11 @@ def function_modes() -> list[Any]:
     return [mode.device if isinstance(mode, DeviceContext) else mode for mode in modes]
 
 
+# Of a sparse matrix in coordinates. `indices()` and `values()` are refused where it is not coalesced.
+SPARSE_PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "_indices()": torch.Tensor._indices,
+    "_values()": torch.Tensor._values,
+}
 pack_padded_sequence: Callable[..., Any] = torch._pack_padded_sequence  # what torch.nn.utils.rnn calls, on lengths that
 pad_packed_sequence: Callable[..., Any] = torch._pad_packed_sequence  # are sorted
 # The (pack, unpack) pair that autograd would use now: it applies the innermost pair only.

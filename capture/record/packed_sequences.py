@@ -176,21 +176,25 @@ class _Taped(torch.autograd.Function):
     """An operation of :mod:`weft.capture.record.taped_ops`.
 
     ``run(tensors, differentiable)`` gives its results, the tape last. How many of them have gradients: ``floating``.
+    ``before`` is called before the backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Any], floating: int, *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, run: Callable[..., Any], floating: int, before: Callable[[], None], *tensors: torch.Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.differentiable = [at for at, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        ctx.differentiable = [at for at, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
         *results, tape = run(tensors, ctx.differentiable)
         ctx.mark_non_differentiable(*results[floating:])
-        ctx.floating = floating
+        ctx.floating, ctx.before = floating, before
         ctx.save_for_backward(tape, *tensors)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         _refuse_double_backward()
+        ctx.before()
         tape, *tensors = ctx.saved_tensors
         operands = [tensors[at] for at in ctx.differentiable]
         given = list(gradients[: ctx.floating])
@@ -199,7 +203,7 @@ class _Taped(torch.autograd.Function):
             taken = ops.tape_backward(tape, given, [None] * len(operands), operands)
             for at, gradient in zip(ctx.differentiable, taken, strict=True):
                 found[at] = gradient
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _recurrent(kind: str, data: Any, batch_sizes: Any, hidden: Any, params: Any, *options: Any) -> Any:
@@ -213,7 +217,7 @@ def _recurrent(kind: str, data: Any, batch_sizes: Any, hidden: Any, params: Any,
     places = [at[id(each)] for each in tensors]
     options = batch_sizes, *options, torch.is_grad_enabled()
     run = lambda tensors, differentiable: op(kind, list(tensors), places, *options, differentiable)
-    return _results(run, 1 + STATES[kind], different)
+    return taped_results(run, 1 + STATES[kind], different)
 
 
 def _padded(data: Any, batch_sizes: Any, batch_first: bool, padding_value: float, total_length: Any) -> Any:
@@ -222,14 +226,22 @@ def _padded(data: Any, batch_sizes: Any, batch_first: bool, padding_value: float
     batch = batch_sizes[0] if recorder is None else _known(recorder).batch(batch_sizes)
     options = batch_first, padding_value, total_length, batch, torch.is_grad_enabled()
     run = lambda tensors, differentiable: ops.pad_packed(tensors[0], batch_sizes, *options, differentiable)
-    return _results(run, 1, [data])
+    return taped_results(run, 1, [data])
 
 
-def _results(run: Callable[..., Any], floating: int, tensors: list[torch.Tensor]) -> Any:
-    """What ``run`` gives, without the tape, with an autograd graph where grad mode is on."""
+def taped_results(
+    run: Callable[..., Any], floating: int, tensors: list[torch.Tensor], before: Callable[[], None] = lambda: None
+) -> Any:
+    """What ``run`` gives, without the tape, with an autograd graph where grad mode is on.
+
+    Args:
+        run, floating: see :class:`_Taped`.
+        tensors: those that may get gradients.
+        before: called before the backward.
+    """
     if (recorder := recording()) is not None:
         _known(recorder)  # from here on it is asked about sums
-    return _Taped.apply(run, floating, *tensors) if torch.is_grad_enabled() else tuple(run(tensors, [])[:-1])
+    return _Taped.apply(run, floating, before, *tensors) if torch.is_grad_enabled() else tuple(run(tensors, [])[:-1])
 
 
 def _check(tensors: list[torch.Tensor]) -> None:

@@ -1,4 +1,5 @@
-"""Operations that run a composite kernel of torch with autograd, and their backward: packed recurrent networks.
+"""Operations that run a composite kernel of torch with autograd, and their backward: packed recurrent networks
+and products with sparse matrices.
 
 The kernels of ``nn.LSTM`` and its like over a ``PackedSequence``, and of ``pad_packed_sequence``, loop in C++ over
 batch sizes that only the data says. A graph cannot hold the loop, so it holds the call. The forward runs under
@@ -11,6 +12,7 @@ than once.
     weft::packed_recurrent_dropout: the same; it draws from the default generator.
     weft::pad_packed(data, batch_sizes, batch_first, padding_value, total_length, batch, differentiable)
         -> [padded, lengths, tape]
+    weft::sparse_product(dense, function, indices, values, sizes, coalesced, ..., differentiable) -> [product, tape]
     weft::packed_backward(gradient, sizes, batch_sizes, batch_first): the gradient of what was packed, of these sizes
     weft::tape_backward(tape, gradients, sums, operands) -> the gradients of the differentiable operands
 
@@ -31,7 +33,14 @@ import torch
 
 from weft import torch_adapter
 
-TAPED_OPERATIONS = ("packed_recurrent", "packed_recurrent_dropout", "pad_packed", "packed_backward", "tape_backward")
+TAPED_OPERATIONS = (
+    "packed_recurrent",
+    "packed_recurrent_dropout",
+    "pad_packed",
+    "packed_backward",
+    "sparse_product",
+    "tape_backward",
+)
 """Their names in the namespace ``weft``."""
 
 _TAPE = "weft_tape"
@@ -47,6 +56,10 @@ _library.define(
     "pad_packed(Tensor data, Tensor batch_sizes, bool batch_first, float padding_value, SymInt total_length, "
     "SymInt batch, bool grad_mode, int[] differentiable) -> Tensor[]"
 )
+_library.define(
+    "sparse_product(Tensor dense, str function, Tensor indices, Tensor values, SymInt[] sizes, bool coalesced, "
+    "bool grad_mode, int[] differentiable) -> Tensor[]"
+)
 _library.define("packed_backward(Tensor gradient, SymInt[] sizes, Tensor batch_sizes, bool batch_first) -> Tensor")
 _library.define("tape_backward(Tensor tape, Tensor?[] gradients, Tensor?[] sums, Tensor[] operands) -> Tensor[]")
 
@@ -60,6 +73,14 @@ RECURRENT: dict[str, Callable[..., Any]] = {
 
 STATES = {kind: 2 if kind == "lstm" else 1 for kind in RECURRENT}
 """How many hidden states each has."""
+
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "sparse.mm": torch.sparse.mm,
+    "mm": torch.mm,
+    "matmul": torch.matmul,
+    "mv": torch.mv,
+}
+"""The functions of torch that multiply a sparse matrix by a dense tensor, by the names that graphs have for them."""
 
 
 class Tape:
@@ -80,9 +101,10 @@ def _taped(
     tensors: Sequence[torch.Tensor],
     grad_mode: bool,
     differentiable: Sequence[int],
+    copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
 ) -> list[torch.Tensor]:
     """The results of ``function(tensors)``, and the tensor that holds the tape."""
-    standing = [each.clone().requires_grad_(at in differentiable) for at, each in enumerate(tensors) if differentiable]
+    standing = [copy(each).requires_grad_(at in differentiable) for at, each in enumerate(tensors) if differentiable]
     with torch.set_grad_enabled(grad_mode):  # some kernels round otherwise without it
         results = list(function(standing if differentiable else list(tensors)))
     token = torch.zeros(1)
@@ -176,6 +198,40 @@ def _pad_packed_like(
     padded = data.new_empty((total_length, batch, *data.shape[1:]))
     padded = padded.as_strided(*_transposed(padded)) if batch_first else padded
     return [padded, torch.empty((batch,), dtype=torch.int64, device=batch_sizes.device), _token(data)]
+
+
+@torch.library.impl(_library, "sparse_product", "CompositeExplicitAutograd")
+def _sparse_product(
+    dense: torch.Tensor,
+    function: str,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    sizes: list[int],
+    coalesced: bool,
+    grad_mode: bool,
+    differentiable: list[int],
+) -> list[torch.Tensor]:
+    # Autograd keeps the matrix, to whose memory a later node may write.
+    parts = [each.clone() if differentiable else each for each in (indices, values)]
+    matrix = torch.sparse_coo_tensor(*parts, sizes, is_coalesced=coalesced, check_invariants=False)
+    run = lambda tensors: [PRODUCTS[function](matrix, tensors[0])]
+    return _taped(run, [dense], grad_mode, differentiable, torch.detach)  # the gradient depends on the matrix alone
+
+
+@torch.library.register_fake("weft::sparse_product", lib=_library)
+def _sparse_product_like(
+    dense: torch.Tensor,
+    function: str,
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    sizes: list[int],
+    coalesced: bool,
+    grad_mode: bool,
+    differentiable: list[int],
+) -> list[torch.Tensor]:
+    torch._check(dense.shape[0] == sizes[1], lambda: f"sizes {sizes} and {list(dense.shape)} do not fit for a product")
+    torch._check(dense.dtype == values.dtype, lambda: f"a product of {values.dtype} and {dense.dtype}")
+    return [dense.new_empty((sizes[0], *dense.shape[1:])), _token(dense)]
 
 
 @torch.library.impl(_library, "packed_backward", "CompositeExplicitAutograd")

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.step_interface import Role
 
@@ -497,7 +498,8 @@ class StatePlace:
         container, key: the entry.
         path: how the user would write it.
         role: of the value in training.
-        inner: attributes that lead from a tensor subclass (DTensor) at the place to the plain tensor inside.
+        inner: attributes that lead from a tensor subclass (DTensor) at the place to the plain tensor inside, or the
+            part of a sparse matrix.
         items: positions and keys that lead from the entry to the value: ``(1, 0)`` for ``entry[1][0]``.
     """
 
@@ -523,8 +525,16 @@ class StatePlace:
         """The plain tensor or number at this place now, MISSING where there is none."""
         value = self.outer()
         for name in self.inner:
-            value = getattr(value, name, MISSING)
+            value = part_of(value, name)
         return value
+
+
+def part_of(value: Any, name: str) -> Any:
+    """The tensor inside another one, by the name of an attribute or of a part of a sparse matrix; MISSING where there
+    is none."""
+    if (read := torch_adapter.SPARSE_PARTS.get(name)) is None:
+        return getattr(value, name, MISSING)
+    return read(value) if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo else MISSING
 
 
 def item_of(value: Any, at: Any) -> Any:

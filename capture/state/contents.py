@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.state.containers import MISSING, SIMPLE, Content
+from weft.capture.state.containers import MISSING, SIMPLE, Content, StatePlace
 
 # Larger arrays are data and no settings: to compare them before every call would take longer than many a step.
 LARGEST_BYTES = 16 << 20
@@ -33,6 +33,19 @@ Access = tuple[Read, Write]
 def content_of(obj: Any, access: Access, path: str) -> Content | None:
     """The content of an object; None for an array that is an input of the graph for its size."""
     return None if access is _ARRAY and is_input_for_its_size(obj) else Content(obj, path, *access)
+
+
+def sparse_layout(place: StatePlace) -> Content:
+    """Of the sparse tensor at a place: its sizes, and whether it is coalesced and requires grad. What is in it are inputs
+    of the graph, or the step does not read it."""
+    return Content(place, f"the layout of {place.path}", _sparse_layout, lambda place, layout: None)
+
+
+def _sparse_layout(place: StatePlace) -> tuple[Any, ...]:
+    tensor = place.outer()
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        return ()
+    return tuple(tensor.shape), tensor.is_coalesced(), tensor.requires_grad, tensor.sparse_dim()
 
 
 def compared_array(array: Any) -> Content:

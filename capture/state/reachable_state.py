@@ -54,6 +54,7 @@ from weft.capture.state.contents import (
     attributes_with_tensors,
     content_of,
     referents_of,
+    sparse_layout,
     unproxied,
     unsaved_buffers,
     value_of,
@@ -62,7 +63,7 @@ from weft.capture.state.followed_names import FollowedByObject, FollowedNames
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.origin import is_foreign, is_own, is_pythons_own
-from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, wrappers
+from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, sparse_parts, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
     BOOKKEEPING,
@@ -378,8 +379,11 @@ class ReachableState:
         if id(tensor) in self._seen:
             return
         self._seen[id(tensor)] = tensor
-        if place is not None and tensor.layout is torch.strided:
-            self.places_by_id[id(tensor)] = dataclasses.replace(place, path=path, inner=inner_tensor(tensor)[1])
+        if place is not None and tensor.layout is torch.sparse_coo:
+            self.containers.append(sparse_layout(place))
+        if place is not None and (tensor.layout is torch.strided or sparse_parts(tensor) is not None):
+            if tensor.layout is torch.strided:
+                self.places_by_id[id(tensor)] = dataclasses.replace(place, path=path, inner=inner_tensor(tensor)[1])
             for where, names, part in parts_at(tensor, path):
                 self.places.setdefault(key := memory_key(part), dataclasses.replace(place, path=where, inner=names))
                 self.in_memory.setdefault(key[0], []).append(part)

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 
 from weft import state_checks
-from weft.capture.state.containers import MISSING, Attributes, Container, Content, StatePlace, without_overrides
+from weft.capture.state.containers import (
+    MISSING,
+    Attributes,
+    Container,
+    Content,
+    StatePlace,
+    part_of,
+    without_overrides,
+)
 
 
 class PlaceReader:
@@ -56,7 +64,7 @@ class PlaceReader:
         for at, place in self._elsewhere:
             values[at] = place.outer()
         for at, name in self._inner:
-            values[at] = getattr(values[at], name, MISSING)
+            values[at] = part_of(values[at], name)
         return values
 
 
