@@ -313,8 +313,8 @@ class UncapturableLayout(WeftError):
     def __init__(self, operation: str, layout: object, line: str) -> None:
         super().__init__(
             f"cannot capture {operation} at {line}: it has to do with a {layout} tensor, and graphs hold strided ones "
-            "only. Use a "
-            "dense gradient (sparse=False), call .to_dense() before the step, or run the step uncompiled with "
+            "only. Use a dense gradient (sparse=False), use a sparse matrix for nothing but products adj @ x on a CPU, "
+            "call .to_dense() before the step, or run the step uncompiled with "
             'weft.compile(..., fallback="eager")'
         )
 

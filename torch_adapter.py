@@ -105,10 +105,8 @@ def forget_fake_results() -> None:
 
 
 real_tensors = _disable_current_modes  # inside, operations run for real although a fake mode is active
-running_autograd_node = torch._C._current_autograd_node  # whose backward is running in this thread, or None
-
-
 ENGINE_CODE = torch.autograd.graph._engine_run_backward.__code__  # the Python code that runs autograd's engine
+running_autograd_node = torch._C._current_autograd_node  # whose backward is running in this thread, or None
 
 
 def last_sequence_number() -> int:
@@ -302,13 +300,7 @@ def function_modes() -> list[Any]:
     return [mode.device if isinstance(mode, DeviceContext) else mode for mode in modes]
 
 
-# Of a sparse matrix in coordinates. `indices()` and `values()` are refused where it is not coalesced.
-SPARSE_PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "_indices()": torch.Tensor._indices,
-    "_values()": torch.Tensor._values,
-}
-pack_padded_sequence: Callable[..., Any] = torch._pack_padded_sequence  # what torch.nn.utils.rnn calls, on lengths that
-pad_packed_sequence: Callable[..., Any] = torch._pad_packed_sequence  # are sorted
+pack_padded_sequence, pad_packed_sequence = torch._pack_padded_sequence, torch._pad_packed_sequence
 # The (pack, unpack) pair that autograd would use now: it applies the innermost pair only.
 innermost_saved_tensor_hooks = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 # As torch's public functions of like names, which are in Python.
@@ -884,14 +876,17 @@ def register_dataclasses(tree: Any) -> None:
         register_dataclasses(leaf)
 
 
-def register_sequence(kind: type, flat: Callable[[Any], tuple[list[Any], Any]], made: Callable[..., Any]) -> None:
-    """Teach pytrees a class that holds others in an order.
+def register_sequence(
+    kind: type, flat: Callable[[Any], tuple[list[Any], Any]], made: Callable[..., Any], names: tuple[str, ...] = ()
+) -> None:
+    """Teach pytrees a class that holds others in an order, under these names or under their positions.
 
     Args:
         flat: gives what an object holds, and what else makes it.
         made: makes it again of both.
     """
-    named: Any = lambda obj: ([(_pytree.SequenceKey(at), each) for at, each in enumerate(flat(obj)[0])], flat(obj)[1])
+    key = lambda at: _pytree.GetAttrKey(names[at]) if names else _pytree.SequenceKey(at)
+    named: Any = lambda obj: ([(key(at), each) for at, each in enumerate(flat(obj)[0])], flat(obj)[1])
     _pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
 
 

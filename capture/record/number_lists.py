@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from weft import torch_adapter
+from weft.capture.record.sparse_arguments import with_parts
+
 Steps = tuple[Any, ...]
 
 
@@ -51,7 +54,8 @@ def may_be_folded(value: Any) -> bool:
 
 
 def folded(call: tuple[Any, Any], lists: Mapping[str, Steps], values: Collection[str]) -> tuple[Any, Any]:
-    """The positional and keyword arguments of a call with a leaf in the place of each of these lists.
+    """The positional and keyword arguments of a call with a leaf in the place of each of these lists, and the parts of
+    sparse matrices in the place of these.
 
     Args:
         lists: by path, the positions and keys that lead to the list.
@@ -60,7 +64,9 @@ def folded(call: tuple[Any, Any], lists: Mapping[str, Steps], values: Collection
     for path, steps in lists.items():
         if path not in values:
             call = _replaced(call, steps)
-    return call
+    leaves, spec = torch_adapter.flatten(call)
+    apart, new = with_parts(leaves, spec)
+    return call if new is spec else torch_adapter.unflatten(apart, new)
 
 
 def _replaced(tree: Any, steps: Steps) -> Any:

@@ -212,8 +212,8 @@ def _sparse_product(
     differentiable: list[int],
 ) -> list[torch.Tensor]:
     # Autograd keeps the matrix, to whose memory a later node may write.
-    parts = [each.clone() if differentiable else each for each in (indices, values)]
-    matrix = torch.sparse_coo_tensor(*parts, sizes, is_coalesced=coalesced, check_invariants=False)
+    indices, values = (each.clone() if differentiable else each for each in (indices, values))
+    matrix = torch.sparse_coo_tensor(indices, values, sizes, is_coalesced=coalesced, check_invariants=False)
     run = lambda tensors: [PRODUCTS[function](matrix, tensors[0])]
     return _taped(run, [dense], grad_mode, differentiable, torch.detach)  # the gradient depends on the matrix alone
 

@@ -24,7 +24,7 @@ from weft.capture.record.packed_sequences import PACKED_FUNCTIONS, batch_size, p
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.selected_parts import with_selections
-from weft.capture.record.sparse_products import PRODUCT_FUNCTIONS, sparse_product
+from weft.capture.record.sparse_products import SPARSE_FUNCTIONS, sparse_function
 from weft.capture.record.tensor_copies import deep_copy
 from weft.capture.user_code import user_line
 from weft.errors import NumpyOnTensor, UncapturableMutation
@@ -101,8 +101,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return _padded(*args, **kwargs)
             if func in PACKED_FUNCTIONS and (packed := packed_function(func, args)) is not None:
                 return packed()
-            if func in PRODUCT_FUNCTIONS and (product := sparse_product(func, args)) is not None:
-                return product()
+            if func in SPARSE_FUNCTIONS and (sparse := sparse_function(func, args)) is not None:
+                return sparse()
             if func in _CTC and len(args) >= 4 and args[0].device.type == "cpu":
                 # It makes a tensor of lengths in a tuple in C++, and writes to memory that a fake one does not have.
                 args = (*args[:2], *map(_as_tensor, args[2:4]), *args[4:])
@@ -285,7 +285,7 @@ _LOOKED_INTO = frozenset(
         torch.Tensor.__array__,
         *_FUSED,
         *PACKED_FUNCTIONS,
-        *PRODUCT_FUNCTIONS,
+        *SPARSE_FUNCTIONS,
         *MEMORY_ACCESS,
         *TEXTS,
     }

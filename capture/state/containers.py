@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
 from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.step_interface import Role
 
@@ -43,6 +42,9 @@ MISSING = object()
 # Stands for any number in a pattern of a value.
 ANY = object()
 
+
+# The methods that give the parts of a sparse matrix in coordinates, be it coalesced or not.
+SPARSE_PARTS = ("_indices", "_values")
 
 # Types of lists and dictionaries that a step may replace by others.
 REPLACED_KINDS = (dict, list, defaultdict, OrderedDict)
@@ -530,11 +532,12 @@ class StatePlace:
 
 
 def part_of(value: Any, name: str) -> Any:
-    """The tensor inside another one, by the name of an attribute or of a part of a sparse matrix; MISSING where there
-    is none."""
-    if (read := torch_adapter.SPARSE_PARTS.get(name)) is None:
+    """The tensor inside another one, by the name of an attribute or one of ``SPARSE_PARTS``; MISSING where there is
+    none."""
+    if name not in SPARSE_PARTS:
         return getattr(value, name, MISSING)
-    return read(value) if isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo else MISSING
+    is_sparse = isinstance(value, torch.Tensor) and value.layout is torch.sparse_coo
+    return getattr(value, name)() if is_sparse else MISSING
 
 
 def item_of(value: Any, at: Any) -> Any:

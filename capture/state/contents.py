@@ -35,10 +35,12 @@ def content_of(obj: Any, access: Access, path: str) -> Content | None:
     return None if access is _ARRAY and is_input_for_its_size(obj) else Content(obj, path, *access)
 
 
-def sparse_layout(place: StatePlace) -> Content:
-    """Of the sparse tensor at a place: its sizes, and whether it is coalesced and requires grad. What is in it are inputs
-    of the graph, or the step does not read it."""
-    return Content(place, f"the layout of {place.path}", _sparse_layout, lambda place, layout: None)
+def sparse_layouts(tensor: torch.Tensor, place: StatePlace) -> list[Content]:
+    """Of a sparse tensor at a place: its sizes, and whether it is coalesced and requires grad. None of other tensors.
+    What is in it is an input of the graph, or the step does not read it."""
+    if tensor.layout is not torch.sparse_coo:
+        return []
+    return [Content(place, f"the layout of {place.path}", _sparse_layout, lambda place, layout: None)]
 
 
 def _sparse_layout(place: StatePlace) -> tuple[Any, ...]:

@@ -54,7 +54,7 @@ from weft.capture.state.contents import (
     attributes_with_tensors,
     content_of,
     referents_of,
-    sparse_layout,
+    sparse_layouts,
     unproxied,
     unsaved_buffers,
     value_of,
@@ -63,7 +63,7 @@ from weft.capture.state.followed_names import FollowedByObject, FollowedNames
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.origin import is_foreign, is_own, is_pythons_own
-from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, sparse_parts, wrappers
+from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
     BOOKKEEPING,
@@ -376,14 +376,11 @@ class ReachableState:
             self._visit(value, path, StatePlace(container, key, path, role or role_of(value)))
 
     def _tensor(self, tensor: torch.Tensor, path: str, place: StatePlace | None) -> None:
-        if id(tensor) in self._seen:
-            return
         self._seen[id(tensor)] = tensor
-        if place is not None and tensor.layout is torch.sparse_coo:
-            self.containers.append(sparse_layout(place))
-        if place is not None and (tensor.layout is torch.strided or sparse_parts(tensor) is not None):
+        if place is not None:
             if tensor.layout is torch.strided:
                 self.places_by_id[id(tensor)] = dataclasses.replace(place, path=path, inner=inner_tensor(tensor)[1])
+            self.containers += sparse_layouts(tensor, place)
             for where, names, part in parts_at(tensor, path):
                 self.places.setdefault(key := memory_key(part), dataclasses.replace(place, path=where, inner=names))
                 self.in_memory.setdefault(key[0], []).append(part)
@@ -414,8 +411,7 @@ class ReachableState:
         if isinstance(module, torch.jit.ScriptModule):
             return  # its state is in C++; a call of it is refused
         self._class(type(module))
-        prefix = f"{path}." if path else ""
-        own = vars(module)
+        prefix, own = f"{path}." if path else "", vars(module)
         self._seen |= {id(each): each for each in (own["_parameters"], own["_buffers"], own["_modules"])}
         for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER), ("_modules", None)):
             self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft import torch_adapter
+from weft.capture.state.containers import SPARSE_PARTS, part_of
 from weft.tensor_subclasses import plain_parts
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -53,18 +53,19 @@ def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def parts_at(tensor: torch.Tensor, path: str) -> list[tuple[str, tuple[str, ...], torch.Tensor]]:
     """For each plain tensor inside the one at ``path``: its path, the attributes that lead to it, and it."""
-    if tensor.layout is not torch.strided and (found := sparse_parts(tensor)) is not None:
-        return [(f"{path}.{name[1:]}", (name,), part) for name, part in found.items()]
+    if tensor.layout is not torch.strided:
+        found = sparse_parts(tensor) or {}
+        return [(f"{path}.{name[1:]}()", (name,), part) for name, part in found.items()]
     parts = plain_parts(tensor)
     return [(path if len(parts) == 1 else ".".join((path, *at)), at, part) for at, part in parts.items()]
 
 
 def sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """The indices and the values of a sparse matrix in coordinates, by the names that
-    :func:`~weft.capture.state.containers.part_of` knows; None of other tensors, also of matrices of more than numbers."""
+    ``SPARSE_PARTS`` has; None of other tensors, also of matrices with dense parts."""
     if tensor.layout is not torch.sparse_coo or tensor.sparse_dim() != 2 or tensor.dense_dim() != 0:
         return None
-    return {name: read(tensor) for name, read in torch_adapter.SPARSE_PARTS.items()}
+    return {name: part_of(tensor, name) for name in SPARSE_PARTS}
 
 
 def wrappers(tensor: Any) -> list[torch.Tensor]:

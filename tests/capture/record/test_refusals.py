@@ -151,9 +151,8 @@ def test_the_error_names_the_remedy(refused: Callable[..., Any]) -> None:
 
 
 def test_sparse_arguments_are_refused() -> None:
-    for argument in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
-        with pytest.raises(UnstridedArgument, match=r"args\[0\].*to_dense"):
-            weft.compile(lambda x: x * 2)(argument)
+    with pytest.raises(UnstridedArgument, match=r"args\[0\].*to_dense"):
+        weft.compile(lambda x: x * 2)(torch.eye(3).to_sparse_csr())
 
 
 def test_kernels_that_read_numbers_while_they_take_apart() -> None:
@@ -172,7 +171,7 @@ SPARSE = torch.eye(4).to_sparse()
 
 
 def multiplied(x: torch.Tensor) -> Any:
-    return torch.sparse.mm(SPARSE, x)  # HERE
+    return torch.sparse.mm(SPARSE * 2, x)  # HERE
 
 
 @pytest.mark.parametrize(

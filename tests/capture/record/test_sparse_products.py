@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from both_ways import assert_equal, detached
-from weft.errors import CannotCapture, UncapturableLayout, UnstridedArgument
+from weft.errors import CannotCapture, EscapedTensor, UncapturableLayout, UnstridedArgument
 
 NODES, WIDTH = 7, 4
 
@@ -206,9 +206,87 @@ def test_other_uses_are_refused_with_their_line(use: Callable[..., torch.Tensor]
         weft.compile(lambda x: use(adj, x))(torch.ones(NODES, 2))
 
 
-def test_matrices_that_learn_and_matrices_among_the_arguments_are_refused() -> None:
+def test_a_matrix_that_learns_is_refused() -> None:
     adj = matrix().requires_grad_()
     with pytest.raises(UncapturableLayout, match=r"test_sparse_products\.py"):
         weft.compile(lambda x: adj @ x)(torch.ones(NODES, 2))
     with pytest.raises(UnstridedArgument, match=r"args\[0\]"):
-        weft.compile(lambda adj, x: adj @ x)(matrix(), torch.ones(NODES, 2))
+        weft.compile(lambda adj, x: adj @ x)(adj, torch.ones(NODES, 2))
+
+
+# ---- among the arguments
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, 6), nn.Linear(6, 3)
+
+    def forward(self, adj: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return adj @ self.two(torch.sparse.mm(adj, self.one(x)).relu()) / adj.shape[0]
+
+
+def batch(at: int, sizes: bool, coalesced: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(at)
+    count = 3 + at % 4 if sizes else NODES
+    dense = torch.rand(count, count, generator=generator)
+    adj = (dense * (torch.rand(count, count, generator=generator) > 0.5)).to_sparse()
+    if not coalesced:
+        adj = torch.sparse_coo_tensor(adj.indices().repeat(1, 2), adj.values().repeat(2), adj.shape)
+    return {"adj": adj, "x": torch.randn(count, WIDTH, generator=generator)}
+
+
+@pytest.mark.parametrize("sizes", [False, True])
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_batch_with_a_matrix_of_its_own(sizes: bool, coalesced: bool) -> None:
+    found = []
+    for wrap in (lambda step: step, weft.compile):
+        torch.manual_seed(0)
+        net = Layers()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+
+        def step(b: dict[str, torch.Tensor], net: Any = net, optimizer: Any = optimizer) -> torch.Tensor:
+            loss = net(b["adj"], b["x"]).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = wrap(step)
+        results = [detached(step(batch(at, sizes, coalesced))) for at in range(20)]
+        found.append([results, detached(list(net.parameters()))])
+    assert_equal(found[1], found[0])
+    assert len(step.captures) <= 3, step.captures
+
+
+def test_whether_an_argument_is_coalesced_is_a_guard() -> None:
+    step = weft.compile(lambda adj, x: ((adj.coalesce() if adj.is_coalesced() else adj) @ x, adj.is_coalesced()))
+    for at in range(4):
+        made = batch(at, False, at % 2 == 0)
+        ours, theirs = step(made["adj"], made["x"]), made["adj"] @ made["x"]
+        assert torch.equal(ours[0], theirs)
+        assert ours[1] is (at % 2 == 0)
+
+
+def test_one_matrix_as_two_arguments_and_in_the_state() -> None:
+    adj, x = matrix(), torch.rand(NODES, 2)
+    step = weft.compile(lambda a, b, x: a @ x + b @ x.sin() + adj @ x.cos())
+    for a, b in ((adj, adj), (adj, matrix(3)), (matrix(4), adj)):
+        assert torch.equal(step(a, b, x), a @ x + b @ x.sin() + adj @ x.cos())
+
+
+@pytest.mark.parametrize("use", [changed, dense_first, lambda adj, x: adj.to_dense(), lambda adj, x: adj * 2])
+def test_other_uses_of_an_argument_are_refused_with_their_line(use: Callable[..., torch.Tensor]) -> None:
+    adj, x = matrix(), torch.ones(NODES, 2)
+    before = adj.to_dense()
+    with pytest.raises(UncapturableLayout, match=r"test_sparse_products\.py"):
+        weft.compile(use)(adj, x)
+    assert torch.equal(adj.to_dense(), before)
+    assert torch.equal(
+        torch.as_tensor(weft.compile(use, fallback="eager")(adj, x)).to_dense(), use(matrix(), x).to_dense()
+    )
+
+
+def test_a_step_that_returns_such_an_argument_is_refused() -> None:
+    with pytest.raises(EscapedTensor, match="return value"):
+        weft.compile(lambda adj, x: (adj @ x, adj))(matrix(), torch.ones(NODES, 2))
