@@ -324,8 +324,9 @@ class ScriptedModule(WeftError, NotImplementedError):
 
     def __init__(self, module: str, line: str) -> None:
         super().__init__(
-            f"cannot capture the scripted module {module} at {line}: its parameters and its code are held by "
-            "TorchScript's executor, where no Python sees them. Train the module that it was made from "
+            f"cannot capture the scripted module {module} at {line}: TorchScript's executor runs it, which takes "
+            "gradients by formulas of its own from the second call on. Its numbers depend on how often it was called, "
+            "and a graph of its operations would have others. Train the module that it was made from "
             "(torch.jit.script it after training, to deploy it), or run the step uncompiled with "
             'weft.compile(..., fallback="eager")'
         )

@@ -2,8 +2,13 @@
 
 TorchScript's executor profiles the tensors that a function is called with and then fuses it by a compiler of its own.
 On fake tensors both go wrong: a kernel that was fused for a GPU reads memory that does not exist. A capture runs the
-Python function from which the script was compiled, so that it sees the operations. A scripted module keeps its
-parameters in C++ and has no Python function to run, so it is refused.
+Python function from which the script was compiled, so that it sees the operations.
+
+A scripted module is refused. Its operations could be seen: the executor dispatches them, and without its optimizations
+it takes fake tensors. But the graph would not have eager's bits. From the second call on the executor takes gradients
+by formulas of its own (of ``tanh``, ``pow``, ``softplus``). Their results differ in the last bits from those of the
+first call, which are autograd's. So the numbers depend on how often the module was called, and with which shapes: that
+is state of the executor that no graph repeats.
 """
 
 from __future__ import annotations
