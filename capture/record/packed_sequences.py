@@ -8,6 +8,7 @@ known while the step is captured: one graph serves all lengths.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from weft.capture.record import recorder as recorder_module
 from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.record.taped_ops import RECURRENT, STATES
 from weft.capture.record.tracked_storages import NUMBER, is_tracked
+from weft.capture.state.hook_registrations import user_hook
 from weft.capture.user_code import user_line
 from weft.errors import CannotCapture
 
@@ -108,7 +110,7 @@ class PackedSequences:
             op, args: an operation that is about to be recorded.
         """
         recorder, running = self._recorder, torch_adapter.running_autograd_node()
-        if op not in _ADDS or len(args) != 2 or running is None or running.name() != f"{_Taped.__name__}Backward":
+        if op not in _ADDS or len(args) != 2 or running is None or running.name() not in _GIVING:
             return None
         total, gradient = args
         if not all(isinstance(each, torch.Tensor) and is_tracked(each) for each in args) or not _called_by_engine():
@@ -129,6 +131,9 @@ class PackedSequences:
             return out
         recorder.storages.write(recorder.storages.of(total), part)
         return total
+
+
+_GIVING = ("_TapedBackward", "_WeightBackward")
 
 
 def _known(recorder: OpRecorder) -> PackedSequences:
@@ -206,16 +211,56 @@ class _Taped(torch.autograd.Function):
         return None, None, None, *found
 
 
+class _Weight(torch.autograd.Function):
+    """A weight as it is. The gradients of weights come in the order in which these were applied, the last one first."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0]
+
+
+def _has_hooks(weight: torch.Tensor) -> bool:
+    """Whether the user has registered hooks on a leaf. Those of weft's own wrappers run in any order."""
+    if not weight.is_leaf or not weight.requires_grad:
+        return False
+    hooks = [user_hook(hook) for found in torch_adapter.registered_hooks(weight) for hook in found.values()]
+    modules = [getattr(inspect.unwrap(hook), "__module__", None) or "" for hook in hooks]  # the capture counts calls
+    return any(not name.startswith("weft.") for name in modules)
+
+
+def _in_order_of_use(numbers: list[int], count: int, has_biases: bool) -> list[int]:
+    """These numbers of weights, each once, in the order in which eager's first operations use them. Hooks run in the
+    opposite order, and may draw random numbers.
+
+    Args:
+        numbers: in the order of the module: for each layer and direction those of the input and of the state, the two
+            biases, and that of the projection.
+        count: of weights of one layer and direction.
+    """
+    order = (0, 2, 1, 3, 4) if has_biases else (0, 1, 2)
+    found = [numbers[start + at] for start in range(0, len(numbers), count) for at in order[:count]]
+    return list(dict.fromkeys(found))
+
+
 def _recurrent(kind: str, data: Any, batch_sizes: Any, hidden: Any, params: Any, *options: Any) -> Any:
     tensors = [data, *(hidden if kind == "lstm" else [hidden]), *params]
     _check(tensors)
-    _, num_layers, dropout, train, _ = options
+    has_biases, num_layers, dropout, train, bidirectional = options
     op = ops.packed_recurrent_dropout if train and dropout > 0 and num_layers > 1 else ops.packed_recurrent
     # Autograd sums what several uses of one tensor contribute, in the order of the uses.
     different = list({id(each): each for each in tensors}.values())
     at = {id(each): at for at, each in enumerate(different)}
     places = [at[id(each)] for each in tensors]
-    options = batch_sizes, *options, torch.is_grad_enabled()
+    ordered = len([each for each in different if _has_hooks(each)]) > 1
+    if torch.is_grad_enabled():
+        count = len(params) // (num_layers * (2 if bidirectional else 1))
+        for each in _in_order_of_use([at[id(weight)] for weight in params], count, has_biases):
+            different[each] = _Weight.apply(different[each])
+    options = batch_sizes, *options, ordered, torch.is_grad_enabled()
     run = lambda tensors, differentiable: op(kind, list(tensors), places, *options, differentiable)
     return taped_results(run, 1 + STATES[kind], different)
 

@@ -17,11 +17,11 @@ than once.
     weft::tape_backward(tape, gradients, sums, operands) -> the gradients of the differentiable operands
 
 ``places`` are the numbers in ``tensors`` of the data, the hidden states and the weights, of which several may be one
-tensor. ``grad_mode`` is that of the step. ``differentiable`` are the numbers of the tensors that get gradients, and
-``operands`` are these tensors, whose sizes the gradients have. The program may write to their memory before the
-backward, or free it and gather a weight again, as the tape has copies. ``sums`` are what the engine has summed up for
-an operand before: it adds one contribution for each step of a sequence, and floats are summed in that order. All
-results are new memory.
+tensor. ``ordered`` says that the order matters in which weights get their gradients. ``grad_mode`` is that of the
+step. ``differentiable`` are the numbers of the tensors that get gradients, and ``operands`` are these tensors, whose
+sizes the gradients have. The program may write to their memory before the backward, or free it and gather a weight
+again, as the tape has copies. ``sums`` are what the engine has summed up for an operand before: it adds one
+contribution for each step of a sequence, and floats are summed in that order. All results are new memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SEEDED = (torch.Tag.nondeterministic_seeded,)
 _library = torch.library.Library("weft", "FRAGMENT")
 _RECURRENT = (
     "(str kind, Tensor[] tensors, int[] places, Tensor batch_sizes, bool has_biases, int num_layers, float dropout, "
-    "bool train, bool bidirectional, bool grad_mode, int[] differentiable) -> Tensor[]"
+    "bool train, bool bidirectional, bool ordered, bool grad_mode, int[] differentiable) -> Tensor[]"
 )
 _library.define(f"packed_recurrent{_RECURRENT}")
 _library.define(f"packed_recurrent_dropout{_RECURRENT}", tags=_SEEDED)
@@ -131,9 +131,16 @@ def _packed_recurrent(
     dropout: float,
     train: bool,
     bidirectional: bool,
+    ordered: bool,
     grad_mode: bool,
     differentiable: list[int],
 ) -> list[torch.Tensor]:
+    if ordered and kind == "lstm" and bool((batch_sizes == batch_sizes[0]).all()):
+        raise RuntimeError(
+            "all sequences have one length, and several weights of an LSTM have hooks. Eager then runs the hooks in "
+            "another order than for other lengths. Register them on one weight, or run this step uncompiled"
+        )
+
     def run(standing: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         data, *others = (standing[at] for at in places)
         state: Any = others[:2] if kind == "lstm" else others[0]
@@ -154,6 +161,7 @@ def _packed_recurrent_like(
     dropout: float,
     train: bool,
     bidirectional: bool,
+    ordered: bool,
     grad_mode: bool,
     differentiable: list[int],
 ) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from both_ways import assert_equal, detached
-from weft.errors import CannotCapture
+from weft.errors import CannotCapture, StepFailed
 
 WIDTH, HIDDEN, CLASSES, BATCH, LONGEST, CALLS = 5, 6, 3, 4, 7, 20
 Options = dict[str, Any]
@@ -278,6 +278,34 @@ def test_hooks_see_gradients_of_eager() -> None:
         return step, [model, [seen]]
 
     both(make, lambda at: (words(at), lengths_of(at)), calls=6)
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("options", [{"bidirectional": True}, {"bias": False}, {"proj_size": 3}])
+def test_hooks_of_weights_run_in_the_order_of_eager(kind: str, options: Options) -> None:
+    if "proj_size" in options and kind != "LSTM":
+        pytest.skip("only an LSTM has projections")
+
+    def make() -> Any:
+        model = Tagger(kind, num_layers=2, **options)
+        for weight in model.parameters():
+            weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+
+        def step(x: torch.Tensor, lengths: torch.Tensor) -> Any:
+            loss = model(x, lengths)[0].square().sum()
+            loss.backward()
+            return loss.detach()
+
+        return step, [model]
+
+    both(make, lambda at: (words(at), torch.tensor([2 + at, 1, 1, 2])), calls=4)
+    step = weft.compile(make()[0])
+    step(words(0), torch.tensor([3, 1, 1, 2]))
+    if (
+        kind == "LSTM" and "proj_size" not in options
+    ):  # of sequences of one length eager runs the hooks in another order
+        with pytest.raises(StepFailed, match="several weights of an LSTM have hooks"):
+            step(words(0), torch.tensor([2, 2, 2, 2]))
 
 
 def test_branches_between_forward_and_backward() -> None:
