@@ -1,15 +1,16 @@
 """Tensor and sequence parallelism: modules whose weights are sharded over the ranks of one mesh dimension."""
 
-from torch.distributed.tensor.parallel import (
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    loss_parallel,
-)
+from torch.distributed.tensor.parallel import PrepareModuleInputOutput, PrepareModuleOutput, loss_parallel
 
 from weft.distributed.dtensor.auto_plan import AutoPlan, tensor_parallel_plan
 from weft.distributed.dtensor.parallelize import parallelize, parallelize_module
-from weft.distributed.dtensor.styles import ColwiseParallel, NoParallel, RowwiseParallel, SequenceParallel
+from weft.distributed.dtensor.styles import (
+    ColwiseParallel,
+    NoParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 __all__ = [
     "AutoPlan",

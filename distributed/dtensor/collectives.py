@@ -9,7 +9,7 @@ al. 2022).
 |---|---|---|
 | ``sum_gradient`` | nothing | all-reduce: partial to replicated |
 | ``all_reduce`` | all-reduce: partial to replicated | nothing |
-| ``all_gather`` | all-gather: sharded to replicated | reduce-scatter: partial to sharded |
+| ``all_gather``, ``all_gather_to_dtensor`` | all-gather: sharded to replicated | reduce-scatter: partial to sharded |
 | ``reduce_scatter`` | reduce-scatter: partial to sharded | all-gather: sharded to replicated |
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 _c10d = torch.ops._c10d_functional
 
@@ -37,6 +38,12 @@ def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def all_gather(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """The parts of all ranks side by side along ``dim``, in rank order: ``x.shape[dim]`` grows by the mesh's size."""
     return _AllGather.apply(x, dim % x.dim(), mesh)  # type: ignore[no-any-return]
+
+
+def all_gather_to_dtensor(x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
+    """As :func:`all_gather`, as a ``Replicate()`` DTensor of ``mesh``. Its gradient may be partial, the sum of several
+    readers' parts, which then takes one reduce-scatter; of a replicated one this rank keeps its part."""
+    return _AllGatherToDTensor.apply(x, dim % x.dim(), mesh)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
@@ -92,6 +99,19 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return _scattered(gradient, ctx.dim, ctx.mesh), None, None
+
+
+class _AllGatherToDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
+        ctx.dim, ctx.mesh = dim, mesh
+        return DTensor.from_local(_gathered(x, dim, mesh), mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        if gradient.placements == (Partial(),):
+            return _scattered(gradient.to_local(), ctx.dim, ctx.mesh), None, None
+        return gradient.redistribute(placements=[Shard(ctx.dim)]).to_local(), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

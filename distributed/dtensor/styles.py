@@ -18,7 +18,13 @@ from torch.distributed.tensor import parallel as torch_parallel
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from weft.argument_checks import ArgumentChecks
-from weft.distributed.dtensor.collectives import all_gather, all_reduce, reduce_scatter, sum_gradient
+from weft.distributed.dtensor.collectives import (
+    all_gather,
+    all_gather_to_dtensor,
+    all_reduce,
+    reduce_scatter,
+    sum_gradient,
+)
 from weft.distributed.dtensor.local_parameters import LocalForward, compute_locally
 from weft.distributed.dtensor.projections import features_of, is_transposed
 from weft.distributed.ops import shard_length, shard_rows
@@ -209,6 +215,25 @@ class SequenceParallel(torch_parallel.SequenceParallel):
 
         compute_locally(module, mesh, prepare, finish, tuple(names))
         return module
+
+
+class PrepareModuleInput(torch_parallel.PrepareModuleInput):
+    """Converts what enters a module, as ``torch.distributed.tensor.parallel.PrepareModuleInput`` does.
+
+    Inputs that are gathered along a dimension of equal parts take one all-gather of local tensors, and one
+    reduce-scatter in backward. All other conversions are torch's.
+    """
+
+    def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, input_layout: Any, desired_layout: Any) -> Any:
+        gathers = isinstance(input_layout, Shard) and desired_layout == Replicate() and not self.use_local_output
+        if not gathers or not isinstance(input, Tensor):
+            return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+        dim = input_layout.dim % input.dim()
+        if isinstance(input, DTensor):
+            if input.placements != (Shard(dim),) or input.shape[dim] % mesh.size():
+                return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
+            input = input.to_local()
+        return all_gather_to_dtensor(input, dim, mesh)
 
 
 class NoParallel(ParallelStyle):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as torch_parallel
-from torch.distributed.tensor.parallel import PrepareModuleInput, loss_parallel
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional as F
 
 import weft
@@ -94,7 +94,7 @@ def parallelize(model: Decoder, mesh: Any, styles: Any, sequence: bool, sharded_
             of_layer |= {
                 "before_attention": styles.SequenceParallel(),
                 "before_mlp": styles.SequenceParallel(),
-                "attention": PrepareModuleInput(input_layouts=along, desired_input_layouts=Replicate()),
+                "attention": styles.PrepareModuleInput(input_layouts=along, desired_input_layouts=Replicate()),
             }
         plan |= {f"layers.{at}.{name}": style for name, style in of_layer.items()}
     return styles.parallelize_module(model, mesh, plan)
