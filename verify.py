@@ -109,7 +109,7 @@ def verify_first_call(
     if generated:
         _refuse_randomness(captured)
     leaves = [leaf for leaf in captured.arguments.leaves if isinstance(leaf, torch.Tensor)]
-    inputs = [(leaf, leaf.detach().clone()) for leaf in leaves]
+    inputs = [(leaf, leaf.detach().clone()) for leaf in leaves if not _is_expanded(leaf)]
     gradients = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves if leaf.is_leaf]
     draws = any(map(_uses_generators, captured.graph.graph.nodes))
     before = _Snapshot.now(step, draws, captured.state.objects)
@@ -184,6 +184,11 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 
 # ---- results of a run
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one in memory: torch lets no operation write to such a tensor."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _results_of(

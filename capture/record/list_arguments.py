@@ -16,7 +16,7 @@ from weft.capture.record.dynamic_sizes import sizes_of
 from weft.capture.record.number_lists import NumberList, Steps, folded, may_be_folded
 from weft.capture.record.python_numbers import ChangingState
 from weft.capture.record.readable_names import argument_path
-from weft.capture.record.sparse_arguments import with_parts
+from weft.capture.record.sparse_arguments import apart
 from weft.capture.state.containers import MISSING, item_of, same_simple
 
 _ENTRY = "[*]"
@@ -44,7 +44,9 @@ class ListHistory:
         """The leaves of the positional and keyword arguments of a call, and their structure."""
         if self.folded:
             call = folded(call, self.folded, self.values)
-        return with_parts(*torch_adapter.flatten(call))
+        leaves, spec = torch_adapter.flatten(call)
+        found = apart(leaves, spec)
+        return (leaves, spec) if found is None else torch_adapter.flatten(found)
 
     def changing(self, numbers: Collection[str]) -> ChangingState:
         """What a capture takes for changing, with these numbers and what is known of lists."""

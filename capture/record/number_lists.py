@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.record.sparse_arguments import with_parts
+from weft.capture.record.sparse_arguments import apart
 
 Steps = tuple[Any, ...]
 
@@ -64,9 +64,8 @@ def folded(call: tuple[Any, Any], lists: Mapping[str, Steps], values: Collection
     for path, steps in lists.items():
         if path not in values:
             call = _replaced(call, steps)
-    leaves, spec = torch_adapter.flatten(call)
-    apart, new = with_parts(leaves, spec)
-    return call if new is spec else torch_adapter.unflatten(apart, new)
+    found = apart(*torch_adapter.flatten(call))
+    return call if found is None else found
 
 
 def _replaced(tree: Any, steps: Steps) -> Any:

@@ -32,11 +32,11 @@ class SparseArgument:
         self.coalesced = coalesced
 
 
-def with_parts(leaves: list[Any], spec: Any) -> tuple[list[Any], Any]:
-    """These leaves and their spec with the parts of sparse matrices in the place of these."""
+def apart(leaves: list[Any], spec: Any) -> Any:
+    """The tree of these leaves with a node in the place of each sparse matrix; None where there is none."""
     if not any(isinstance(leaf, torch.Tensor) and leaf.layout is torch.sparse_coo for leaf in leaves):
-        return leaves, spec
-    return torch_adapter.flatten(torch_adapter.unflatten([_apart(leaf) for leaf in leaves], spec))
+        return None
+    return torch_adapter.unflatten([_apart(leaf) for leaf in leaves], spec)
 
 
 def _apart(leaf: Any) -> Any:
@@ -48,13 +48,13 @@ def _apart(leaf: Any) -> Any:
 
 
 def _together(parts: list[Any], coalesced: bool) -> Any:
-    """What the step gets of the fakes of the parts; the node again of all else."""
+    """A sparse matrix of its parts; of fakes, what the step gets in a capture."""
     indices, values, sizes = parts
-    if not isinstance(indices, FakeTensor):
-        return SparseArgument(parts, coalesced)
+    # Torch's function in Python takes plain numbers as sizes.
+    make = torch.ops.aten._sparse_coo_tensor_unsafe.default
+    if not all(isinstance(part, FakeTensor) for part in parts):
+        return make(indices, values, list(sizes.shape), is_coalesced=coalesced)
     with torch_adapter.only_mode(indices.fake_mode):
-        # Torch's function for this takes plain numbers as sizes.
-        make = torch.ops.aten._sparse_coo_tensor_unsafe.default
         matrix = make(indices, values, list(sizes.shape), is_coalesced=coalesced)
     setattr(matrix, PARTS, (indices, values))
     return matrix

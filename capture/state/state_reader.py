@@ -19,6 +19,7 @@ import torch
 from weft import state_checks
 from weft.capture.state.containers import (
     MISSING,
+    SPARSE_PARTS,
     Attributes,
     Container,
     Content,
@@ -49,7 +50,9 @@ class PlaceReader:
         # Gradients, whose container is a tensor and no dictionary; those of arguments are another tensor's each time.
         # Items of tuples take more than one look-up.
         self._elsewhere = [(at, place) for at, place in enumerate(places) if not in_dicts[at] and not in_lists[at]]
-        self._inner = [(at, name) for at, place in enumerate(places) for name in place.inner]
+        inner = [(at, name) for at, place in enumerate(places) for name in place.inner]
+        self._inner = [each for each in inner if each[1] not in SPARSE_PARTS]  # of DTensors: as many as parameters
+        self._parts = [each for each in inner if each[1] in SPARSE_PARTS]
 
     def read(self) -> list[Any]:
         """The values, aligned with the places; MISSING where there is none."""
@@ -64,6 +67,8 @@ class PlaceReader:
         for at, place in self._elsewhere:
             values[at] = place.outer()
         for at, name in self._inner:
+            values[at] = getattr(values[at], name, MISSING)
+        for at, name in self._parts:
             values[at] = part_of(values[at], name)
         return values
 

@@ -259,6 +259,13 @@ def test_a_batch_with_a_matrix_of_its_own(sizes: bool, coalesced: bool) -> None:
     assert len(step.captures) <= 3, step.captures
 
 
+def test_a_step_with_such_arguments_is_verified() -> None:
+    net = Layers()
+    step = weft.compile(lambda b, scale: (net(b["adj"], b["x"]) * scale).sum().backward(), verify=True)
+    step(batch(0, False, True), torch.ones(1).expand(3))
+    assert net.one.weight.grad is not None
+
+
 def test_whether_an_argument_is_coalesced_is_a_guard() -> None:
     step = weft.compile(lambda adj, x: ((adj.coalesce() if adj.is_coalesced() else adj) @ x, adj.is_coalesced()))
     for at in range(4):
