@@ -1,8 +1,8 @@
 """How far predictions are from measurements: steps of library models and Llama shapes, on one GPU and on several.
 
-    python bench/models.py --impl weft --out out/models.jsonl                      # measured, on a GPU
+    python bench/models.py --impl weft --no-dropout --out out/models.jsonl         # measured, on a GPU
     torchrun --nproc-per-node 2 bench/train_llama.py ... --out out/llama.jsonl     # measured, with its prediction
-    python bench/plan_accuracy.py predict --cluster h100x8 --out out/predicted.jsonl   # no GPU is needed
+    python bench/plan_accuracy.py predict --no-dropout --cluster h100x8 --out out/predicted.jsonl   # without a GPU
     python bench/plan_accuracy.py report --measured out/models.jsonl out/llama.jsonl --predicted out/predicted.jsonl
 
 The report gives each step's ratio of measured to predicted time, and the errors that remain when all predictions are
@@ -37,6 +37,7 @@ def main() -> None:
     predicting.add_argument("--cluster", default="h100x8")
     predicting.add_argument("--processes", type=int, default=2)
     predicting.add_argument("--tiny", action="store_true")
+    predicting.add_argument("--no-dropout", action="store_true", help="as bench/models.py --no-dropout")
     predicting.add_argument("--out", type=Path, required=True)
     predicting.set_defaults(run=predict)
     reporting = commands.add_parser("report")
@@ -50,9 +51,10 @@ def main() -> None:
 def predict(options: argparse.Namespace) -> None:
     """Write a line for each model."""
     chosen = [workload for workload in WORKLOADS if workload.name in options.models]
+    dropout = not options.no_dropout
     with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
         jobs = [
-            (workload.name, pool.apply_async(prediction, (workload.name, options.cluster, options.tiny)))
+            (workload.name, pool.apply_async(prediction, (workload.name, options.cluster, options.tiny, dropout)))
             for workload in chosen
         ]
         with options.out.open("a") as out:
@@ -65,11 +67,11 @@ def predict(options: argparse.Namespace) -> None:
                 out.write(json.dumps({"model": name, **row}) + "\n")
 
 
-def prediction(name: str, cluster: str, tiny: bool) -> Row:
+def prediction(name: str, cluster: str, tiny: bool, dropout: bool) -> Row:
     """What weft predicts of a model's training step on one GPU of a cluster."""
     workload: Workload = next(each for each in WORKLOADS if each.name == name)
     with weft.fake_world(1):
-        model = workload.build(tiny=tiny).cuda()
+        model = workload.build(tiny=tiny, dropout=dropout).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         (batch,) = workload.batches(1, torch.device("cpu"), tiny=tiny)
         batch = {key: value.cuda() for key, value in batch.items()}

@@ -44,6 +44,12 @@ class KernelSource:
     num_stages: int
     registers: int | None = None
 
+    @property
+    def shape(self) -> str:
+        """The first word of its name: "pointwise", "copy", "row", "column" or "mixed"; see
+        :class:`~weft.inductor.codegen.kernel_plan.KernelPlan`."""
+        return self.name.partition("_")[0]
+
     # By content: sources are keys of caches on disk and between processes, where objects differ.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KernelSource) and self.content == other.content
