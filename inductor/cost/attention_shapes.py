@@ -46,17 +46,25 @@ BACKWARD = AttentionPass(gemms=5, ends=128, narrowest=84, extra_bytes=22, extra_
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Attention of ``heads`` heads of a batch, each of ``queries`` queries and ``keys`` keys of ``width`` elements."""
+    """Attention of ``heads`` heads of a batch, each of ``queries`` queries and ``keys`` keys of ``width`` elements.
+
+    ``shared`` says that several heads of queries have one head of keys and values (grouped-query attention).
+    """
 
     heads: int
     queries: int
     keys: int
     width: float
     causal: bool
+    shared: bool = False
 
 
 # The attention that rates of GPUs refer to.
 LARGE = AttentionShape(32, 8192, 8192, 128, causal=True)
+
+# Backward of shared keys and values writes their gradients for every head of queries, and a further kernel sums them:
+# bytes per element of the queries.
+_SHARED_BYTES = 2 * (2 + 2)
 
 
 def operations(attention: AttentionShape, gemms: int) -> float:
@@ -86,7 +94,8 @@ def seconds(
 
 
 def _extra_seconds(attention: AttentionShape, kind: AttentionPass, bandwidth: float) -> float:
-    return kind.extra_bytes * attention.heads * attention.queries * attention.width / bandwidth
+    each = kind.extra_bytes + (_SHARED_BYTES if kind is BACKWARD and attention.shared else 0)
+    return each * attention.heads * attention.queries * attention.width / bandwidth
 
 
 def _work(attention: AttentionShape, kind: AttentionPass, multiprocessors: int) -> float:
