@@ -5,9 +5,10 @@ with the time in which its tiles are written (NVIDIA, "Matrix Multiplication Bac
 quantization). If there are few tiles, several programs share the contracted dimension of each (split-K), and a second
 kernel sums what they found.
 
-Nothing is fitted but the rate of unaligned rows. 374 GEMMs of bfloat16 on an H200, of 64 to 131,072 rows and columns, each
-repeated with operands that no cache holds, take 7% longer on average, with a standard deviation of 11%. In the steps of 15
-transformers, where caches hold activations, the sum of GEMMs is 0.94 to 1.03 of the model's (26 November 2026, torch 2.11).
+Nothing is fitted but the rate of unaligned rows. 374 GEMMs of bfloat16 on an H200, of 64 to 131,072 rows and columns,
+each repeated with operands that no cache holds, take 7% longer on average, with a standard deviation of 11%. In the
+steps of 15 transformers, where caches hold activations, the sum of GEMMs is 0.94 to 1.03 of the model's (26 November
+2026, torch 2.11).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _TILES = ((128, 256), (256, 128), (192, 192), (128, 192), (192, 128), (128, 160)
 _TILES += ((96, 128), (128, 96), (64, 128), (128, 64))
 # Numbers of programs that can share the contracted dimension of a tile (split-K).
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
-# A GEMM of 16 bits that keeps all tensor cores busy is bound by the power of the GPU, which lowers the clock. One that loses time in
-# waves and ends runs at a higher clock: on an H200, 8192^3 reaches 7.9e14 operations per second on a GPU that was idle, and
-# 7.2e14 in steps of Llama 8B.
+# A GEMM of 16 bits that keeps all tensor cores busy is bound by the power of the GPU, which lowers the clock. One that
+# loses time in waves and ends runs at a higher clock. 8192^3 reaches 7.9e14 operations per second on an H200 that was
+# idle, and GEMMs 7.2e14 in a Llama 8B step of 8,192 tokens.
 _CLOCK = 1.1
 # Elements of 2 bytes that a vector load of tensor cores' operands reads. Matrices whose rows start at other multiples
 # are read by smaller loads, in older kernels. By the elements that a load reads, the part of the usual rate that they
