@@ -156,7 +156,8 @@ def planner_within(llama: StepGraph, limit: int) -> planner._Planner:
 def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(
     llama: StepGraph, unbounded: Schedule
 ) -> None:
-    limit = int(0.88 * unbounded.simulation.peak)
+    # Applied, with buckets, the fewest regathers need a little more than alone: the limit leaves a hundredth for it.
+    limit = int(0.945 * unbounded.simulation.peak)
     with torch_adapter.only_mode():
         within = planner_within(llama, limit)
         within.reserve = limit  # no regathers leave that much
@@ -177,7 +178,8 @@ def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
 ) -> None:
     """``enough`` more regathers than the first estimate would do; the target falls by those of twelve and more. What
     was skipped is tried only where fewer regathers can gain time: orders that exceed the limit take one second."""
-    limit = int(0.88 * unbounded.simulation.peak)
+    # Twelve regathers after the first must lower the peak, and leave more that lower it further.
+    limit = int(0.94 * unbounded.simulation.peak)
     with torch_adapter.only_mode():
         within = planner_within(llama, limit)
         first = within.gaps.fewest(limit - within.reserve)
@@ -199,7 +201,8 @@ def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
 def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(
     llama: StepGraph, unbounded: Schedule
 ) -> None:
-    limit = int(0.88 * unbounded.simulation.peak)
+    # Applied, with buckets, the fewest regathers need a little more than alone: the limit leaves a hundredth for it.
+    limit = int(0.945 * unbounded.simulation.peak)
     searches = mock.Mock(side_effect=planner.search_order)
     with torch_adapter.only_mode(), mock.patch.object(planner, "search_order", searches):
         within = planner_within(llama, limit)
