@@ -475,7 +475,7 @@ def library_tensor_parallel_compile(bench: Bench) -> Step:
     """torch's styles for every Linear, compiled block by block."""
     model, whole = library_model(bench), Replicate()
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    plan = {
+    plan: dict[str, torch_tp.ParallelStyle] = {
         "inner.model.embed_tokens": torch_tp.RowwiseParallel(input_layouts=whole),
         **{f"inner.model.layers.*.{name}": torch_tp.ColwiseParallel() for name in columns},
         **{
