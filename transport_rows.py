@@ -19,7 +19,8 @@ class TransportRow:
         kinds: the kinds of collectives that it carries; empty for a library, which carries all.
         reductions: the reductions that it can make.
         sums_in_float32: it reduces in float32 whatever narrower dtype it sends. Others reduce in the dtype they send.
-        reads_all: every rank reads the whole tensors of all others, instead of a ring.
+        reads_all: every rank reads the whole tensors of all others, instead of a ring. Of collectives that have none
+            (:class:`weft.inductor.graph.collectives.Traffic`) it says nothing.
     """
 
     name: str
@@ -52,7 +53,7 @@ LIBRARY = LIBRARIES[0]
 
 
 def parse_transport(name: str) -> tuple[str, int]:
-    """A transport's name and its number of programs ("pull_16"), 0 where none is given."""
+    """A transport's name and its number of thread blocks ("pull_16"), 0 where none is given."""
     found = re.fullmatch(r"(.+)_(\d+)", name)
     return (name, 0) if name in TRANSPORTS or found is None else (found[1], int(found[2]))
 

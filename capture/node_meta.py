@@ -62,7 +62,7 @@ META_KEYS: tuple[MetaKey, ...] = (
     MetaKey("module", (str,), Inherit.COPIED, 'dotted path of the module whose forward made it, "" outside any'),
     MetaKey("stage", (str,), Inherit.COPIED, '"forward", "backward" or "optimizer"'),
     MetaKey("stream", (int,), Inherit.COPIED, "side stream that the user issued it on; absent on the default stream"),
-    MetaKey("inplace", (), Inherit.DROPPED, "the in-place operation that the executor runs instead of the target"),
+    MetaKey("inplace", (), Inherit.DROPPED, "the in-place operation that the executor runs instead, maybe on a clone"),
     MetaKey("effect", (bool,), Inherit.DROPPED, "the call must run even if nothing uses its result"),
     MetaKey("digest", (str,), Inherit.DROPPED, "of a branch: hash of the nodes recorded before it"),
     MetaKey("fence", (bool,), Inherit.DROPPED, "no node may be moved before this one"),

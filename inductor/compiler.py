@@ -11,12 +11,6 @@ Stages, each a list of passes that one :class:`weft.inductor.graph.pass_runner.P
    are not recorded, :func:`weft.inductor.runtime.piecewise_cudagraph.stage_host_copies`.
 
 A part of this that fails is left out with a warning, see :mod:`weft.inductor.graph.faults`.
-
-Where to look: the sizes of buckets are decided in ``schedule/bucketing.py`` (``cut_into_buckets``), for the largest
-sizes that ``schedule/planner.py`` tries; the order of issue in ``schedule/search_order.py``, without a cluster
-description in ``passes/schedule_waits.py``. What a collective is, and all that a new one or a new transport touches, is
-in ``graph/collectives.py``. How ``p.grad.add_()`` becomes a value of the graph is decided before, in
-``capture/record/recorder.py`` and ``capture/record/functional_ops.py``.
 """
 
 from __future__ import annotations
@@ -364,8 +358,8 @@ def scheduled_graph(
     """The graph that a program runs, before binding, and its schedule, which is None without a ``cluster``. ``step``
     stays as it is; ``agreed`` as for :func:`compile_graph`.
 
-    Where no schedule fits ``memory_limit``, backward recomputes values of forward: first as many as the limit alone
-    seems to need, then more.
+    Where a ``memory_limit`` is given and no schedule fits it, backward recomputes values of forward: first as many as
+    the limit alone seems to need, then more.
 
     Args:
         arrive: called before what ranks do together.

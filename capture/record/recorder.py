@@ -327,7 +327,7 @@ class OpRecorder(TorchDispatchMode):
         single = len(vals) == 1
         node = self.emit(writes.functional, *operands[0], val=vals[0] if single else tuple(vals), **operands[1])
         if wide is None:
-            node.meta["inplace"] = op  # the executor may run it in place where nothing else needs the old value
+            node.meta["inplace"] = op  # the executor runs it, on a clone where something else needs the old value
         parts = [node] if single else [self.getitem(node, i, v) for i, v in enumerate(vals)]
         for value, part in zip(fresh, parts, strict=False):
             if isinstance(value, torch.Tensor):
@@ -472,7 +472,8 @@ class OpRecorder(TorchDispatchMode):
         return tracked
 
     def new_operand(self, val: torch.Tensor, name: str) -> TrackedTensor:
-        """A placeholder for a fake tensor in memory of its own."""
+        """A placeholder for a fake tensor that is no tensor of the user's, in memory of its own, which the step may not
+        reuse."""
         tracked = self.storages.bind_fresh(val, self._placeholder(name, val))
         tracked.storage.is_input = True
         return tracked

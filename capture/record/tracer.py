@@ -521,7 +521,8 @@ class _StepCapture:
     ) -> set[tuple[Any, ...]]:
         """Add an effect for each tensor that gets other memory by ``tensor.data = ...``; their memory keys.
 
-        Where nothing else has the memory that it had, nor that of its new value, an update in place shows the same.
+        Where nothing else has the memory that it had, nor that of its new value, nobody can tell this from an update of
+        its old memory, which the tracer takes instead.
 
         Raises:
             UncapturableMutation: the tensor is an argument.
@@ -548,6 +549,8 @@ class _StepCapture:
         return replaced
 
     def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[tuple[Any, ...]]) -> None:
+        """Add an update to ``outputs``, and its value to ``nodes``, for each input whose value is no longer its
+        placeholder; not for tensors with other memory, whose keys are ``replaced``."""
         for node, tensor in self.recorder.placeholders:
             value = self.recorder.current_value(tensor)
             if value is not node and memory_key(tensor) not in replaced:

@@ -7,20 +7,22 @@ tensor, which is the whole of a storage or a view into it. Aliasing is decided b
 
 Take ``p.grad.add_(g)`` of a gradient that was there before the step.
 
-1. The recorder asks for the current values of both operands (:meth:`TrackedStorages.read`): of ``p.grad`` that is a
-   placeholder, made when the step first uses it. It emits the functional form ``new = aten.add(grad, g)``
-   (:mod:`weft.capture.record.functional_ops` knows it).
+1. The recorder asks for the current values of both operands (:meth:`TrackedStorages.read`). That of ``p.grad`` is a
+   placeholder, which is made when the step first uses the gradient. It emits the functional form ``new = aten.add(grad,
+   g)`` (:mod:`weft.capture.record.functional_ops` knows it).
 2. :meth:`TrackedStorages.write` makes ``new`` the value of ``p.grad``, and the version of the storage goes up by one.
-   If it is a view, such as ``flat[0:4]`` of a flat gradient buffer, the base gets a new value too:
-   ``flat_1 = aten.slice_scatter(flat, new, 0, 0, 4)``.
+   If the step has made it as a view, such as ``flat[0:4]`` of a flat gradient buffer, the base gets a new value too:
+   ``flat_1 = aten.slice_scatter(flat, new, 0, 0, 4, 1)``. A view that was there before the step is one by strides
+   (:meth:`TrackedStorages.part`), and each of its view operations has its scatter.
 3. Any other view of ``flat`` now has an older version than its storage. When it is next read, its view operation is
    emitted again on ``flat_1``; a view that is never read again costs no node.
-4. At the end of the capture the tracer reads every input once more (``_StepCapture._updates``). An input whose node is
-   no longer its placeholder was written by the step, and the node becomes an
-   :class:`~weft.capture.step_interface.Update` output. A gradient that the step made is found by comparing the state
-   with what it was (``ReachableState.changes``), and becomes a :class:`~weft.capture.step_interface.Create` output.
-5. The compiler makes the update an in-place operation on the user's tensor again where nothing reads the old value
-   later (:mod:`weft.inductor.runtime.placement`), else a copy into it. What is created is assigned to ``p.grad`` by
+4. At the end of the capture, views that leave the step are made anew from their bases (:meth:`TrackedStorages.end`),
+   and the tracer reads every input once more (``_StepCapture._updates``). An input whose node is no longer its
+   placeholder was written by the step, and the node becomes an :class:`~weft.capture.step_interface.Update` output. A
+   gradient that the step made is found by comparing the state with what it was (``ReachableState.changes``), and
+   becomes a :class:`~weft.capture.step_interface.Create` output.
+5. The compiler runs the in-place operation again, on the user's tensor where nothing reads the old value later, else on
+   a clone that is copied into it (:mod:`weft.inductor.runtime.placement`). What is created is assigned to ``p.grad`` by
    :mod:`weft.program_form`.
 """
 
@@ -43,7 +45,8 @@ from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
 _TRACKED = "_weft_tracked"
-# On a fake tensor: the node whose value the symbols describe that torch remembers for its data.
+# On a fake tensor: a node. Torch remembers symbols for the data of a fake tensor (its length as a list, its number);
+# they describe the value that this node computes.
 MEMO_NODE = "_weft_memo_node"
 # On a fake tensor of one element that nothing writes to: the number that it was made of.
 NUMBER = "_weft_number"
@@ -58,8 +61,9 @@ class TrackedStorage:
         node: computes its current contents, as the tensor ``whole``.
         storage: of the fake tensors; held so that its address is not given to another one.
         version: how many writes to it were recorded.
-        whole: the tensor from which views of this storage are taken; of an input, the user's tensor.
-        is_input: whether it is the memory of an input, which is the user's.
+        whole: the tensor from which views of this storage are taken; of an input, that of the user's tensor.
+        is_input: whether it is the memory of an input, which the capture must not treat as its own.
+        overlapped: storages of inputs that share memory with this one without being views of one tensor.
     """
 
     __slots__ = ("is_input", "node", "overlapped", "storage", "version", "whole")
@@ -166,7 +170,8 @@ class TrackedStorages:
         return found if found is not None else self._add_input(tensor)
 
     def val(self, argument: Any) -> Any:
-        """The fake in whose memory a tensor is (another one where its ``.data`` was set); all else as it is."""
+        """The fake tensor that has a tensor's memory now: of the source where its ``.data`` was set. All else as it
+        is."""
         return self.of(argument).val if isinstance(argument, torch.Tensor) else argument
 
     # ---- reading and writing

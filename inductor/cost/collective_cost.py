@@ -327,7 +327,7 @@ def _tree(topology: _GroupTopology, kind: CollectiveKind, size: int, model: Tran
 
 
 def _exchange(topology: _GroupTopology, size: int, model: TransportModel) -> tuple[float, str]:
-    """All-to-all: every rank sends a part to every other rank, through its own network card. Each message costs the
+    """Every rank sends a part to every other rank, through its own network card. Each message costs the
     latency of a hop to set up."""
     # Messages to the other ranks of the fullest node, and to those outside of the emptiest: the slowest rank of each
     # kind.

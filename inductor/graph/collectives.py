@@ -2,31 +2,36 @@
 
 Two tables. :data:`KINDS`: what moves between the ranks, from which the cost model takes the traffic.
 :data:`COLLECTIVES`: one row an operation, with its operands and its other forms. A third, of transports, is
-:mod:`weft.transport_rows`. Cost model, schedule and transports ask these tables what an operation does and name none.
-So do passes, but for those that write one operation for another: these take both from the rows below
-(``REDUCE_SCATTER.op``), because they put the operands of one into the places of the other.
+:mod:`weft.transport_rows`. Cost model, schedule and transports ask these tables what an operation does and name no
+operation; benchmarks and the results of peer transports go by the name of its kind. So do passes, but for those that
+write one operation for another: these take both from the rows below (``REDUCE_SCATTER.op``), because they put the
+operands of one into the places of the other.
 
 A new collective of a kind that exists is its operation and its row here (:func:`register`). The operation is defined
 with ``torch.library`` in the namespace ``weft_c10d``, with an implementation and a fake one, as ``widening_ops.py``
-does. A call of it in a step, followed by ``_c10d_functional.wait_tensor``, is captured as any operation is. It must
-give what the plain operation of its kind gives, since transports may carry it instead. Beside them, a new
+does. The implementation calls operations of ``_c10d_functional``, whose results ``wait_tensor`` can wait for. A call of
+it in a step, followed by ``_c10d_functional.wait_tensor``, is captured as any operation is. It must give what the plain
+operation of its kind gives, since transports may carry it instead. Beside them, a new
 
 - operation that users call through ``torch.distributed`` has its function replaced in
-  ``capture/record/intercept_collectives.py``;
+  ``capture/record/intercept_collectives.py`` (``replacements``, ``_OPERATIONS``), and is no longer in its ``_REFUSED``;
 - operation whose wait on a CPU can be interrupted is issued in ``inductor/runtime/gloo_collectives.py``, since each
   method of torch's process groups has other arguments. Without an entry it runs as it is;
-- kind is in :data:`KINDS`, in the cluster descriptions that have measured it (``inductor/cost/clusters``) and in
-  ``nccl_benchmarks``, which measures it: bandwidths are data. Traffic that is none of :class:`Traffic` needs its
-  formula in ``collective_cost`` (``_fastest``).
+- kind is in :data:`KINDS`, among the ``kinds`` of a library in the cluster descriptions (``inductor/cost/clusters``),
+  without which it has no price, and in ``nccl_benchmarks``, which measures it: bandwidths are data. Traffic that is
+  none of :class:`Traffic` needs its formula in ``collective_cost`` (``_fastest``).
 
-A new transport is its row in :data:`weft.transport_rows.TRANSPORTS` and one file in ``inductor/transports``: a
-serializable subclass of ``peer_calls.PeerCall``, the graph's node, whose ``transports`` has the row's name, and one
-of ``peer_launch.BoundPeerCall`` (``class _Mine(BoundPeerCall, transport="mine")``), which runs it, with its kernel.
-Beside them:
+A new transport is its row in :data:`weft.transport_rows.TRANSPORTS`, a serializable subclass of
+``peer_calls.PeerCall``, the graph's node, whose ``transports`` has the row's name, and one of
+``peer_launch.BoundPeerCall`` (``class _Mine(BoundPeerCall, transport="mine")``), which runs it; kernels are in
+``inductor/transports/kernels``. Peer transports carry operations whose only operands are tensors, group and reduction
+(``peer_calls.unsupported_reason``). Beside them:
 
-- ``apply_transports`` imports the file, since nothing else names its classes;
-- ``symm_mem_benchmarks`` measures it and cluster descriptions have its numbers: without them it is never chosen;
-- if peers read its inputs at other times than ``PeerCall.reads_arena`` and its barriers say, ``arena_layout`` and
+- a file of its own is imported by ``apply_transports``, since nothing else names its classes;
+- of a kind that no peer transport carries yet, ``PeerCall.fake_result`` gives the size of the result;
+- ``symm_mem_benchmarks`` measures it (tensors by kind, too) and cluster descriptions have its numbers: without them it
+  is never chosen;
+- if peers read its inputs at other times than between its barriers (``arena.py`` says which), ``arena_layout`` and
   ``verify_arena`` must know when: both rely on these times to let memory be used again.
 """
 
@@ -79,9 +84,10 @@ class CollectiveKind:
     Attributes:
         name: as in the files that describe clusters.
         stream: name of the queue that it runs in: "gather", "reduce" or "exchange". A group has one communicator per
-            name, which runs one collective at a time, in the order of issue.
+            name, which runs one collective at a time, in the order of issue. "gather" also says that it brings
+            parameters.
         traffic: who sends to whom.
-        laps: how often the tensor goes around the ring.
+        laps: how often the tensor goes around the ring, for traffic in a ring.
         sends_all: on the ring, every rank passes on the whole tensor, not (n - 1)/n of it.
         tree: whether NCCL has a tree for it.
         sends_result_dtype: what is sent has the dtype of the result: transports cast before they send, and a cast
@@ -137,8 +143,8 @@ class CollectiveOp:
             of ``op``.
         in_place: writes the result over the payload.
         coalesced_in_place: ``coalesced``, in place.
-        others: further forms of torch, which are recognised if a graph has them, and which no pass introduces. An
-            in-place form is here if no rewrite to it was ever worth its code.
+        others: further forms of torch, which are recognised if a graph has them, and which no pass introduces:
+            in-place forms too, to which no pass rewrites.
         payload: position of the tensor, or the list of tensors, that is communicated. 0 where there is ``coalesced``.
         reduction: position of the name of the reduction ("sum", "avg", ...); None where nothing is reduced.
         sum_dtype: position of the dtype to sum in, where it is an operand. NCCL and gloo have no kernel for such an
@@ -146,7 +152,8 @@ class CollectiveOp:
         library: the operation without that argument, otherwise with the same ones, which sums in the dtype of its
             payload; None for ``op`` itself. Its own row has the coalesced form.
         waited_early: its result is smaller than its payload, or its payload is used nowhere else: waiting for it frees
-            memory, so its wait must not come too late. It matters for steps without a schedule (on CPUs).
+            memory, so its wait must not come too late. It matters for steps without a schedule: on CPUs, and on GPUs
+            without a description of the cluster.
     """
 
     op: OpOverload

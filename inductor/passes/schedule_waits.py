@@ -5,8 +5,9 @@ Random operations and calls with effects keep their order. Every decision follow
 issue their collectives in the same order.
 
 On CPUs, and on GPUs without a description of the cluster, this is the order in which a step runs, if all ranks come to
-the same collectives; else these run as captured. With a description it is the
-order from which :mod:`weft.inductor.schedule.planner` starts: it says when operands are ready and results are needed.
+the same collectives. If they do not, the collectives run in the order in which they were captured. With a description
+this is the order from which :mod:`weft.inductor.schedule.planner` starts: it says when operands are ready and results
+are needed.
 
 Keeps the bits of every result.
 """
@@ -32,8 +33,9 @@ from weft.inductor.passes.gather_inputs import from_placeholders, is_gather
 
 Node = torch.fx.Node
 
-# Prefetched bytes on GPUs: the default of the knob `prefetch_mib`, which is for CPUs. The planner decides how much is
-# prefetched there, and must not come to another schedule because of that knob. A choice.
+# Prefetched bytes on GPUs: the default of the knob `prefetch_mib`, which is for CPUs. Where there is a description of
+# the cluster the planner decides how much is prefetched, and must not come to another schedule because of that knob.
+# A choice.
 _GPU_PREFETCH_BYTES = 1 << 30
 
 
@@ -50,7 +52,7 @@ def issue_order(step: StepGraph, prefetch_bytes: int | None = None) -> list[Node
     - A wait, and the views of what it returns, come just before their first real use.
     - An all-gather whose input comes from placeholders by casts, padding and views only is started ahead of
       its place while no more than ``prefetch_bytes`` of gathered results are started and not yet waited for.
-    - Reduce-scatters and all-to-alls are waited for, oldest first, when their inputs exceed
+    - Collectives of rows with ``waited_early`` are waited for, oldest first, when their inputs exceed
       ``prefetch_bytes``: communication holds its inputs until then.
     - Before a call that orders the step with streams outside it, everything issued so far is waited for.
     - Elements are picked from a list right after it is made, so that the list can go.

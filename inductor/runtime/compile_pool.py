@@ -43,6 +43,8 @@ MOST_WORKERS = 16  # each imports triton, which takes memory. A choice.
 # Workers that are started before the number of kernels is known: a model has tens of different ones. A choice.
 _EARLY_WORKERS = 8
 
+_NAMED = 3  # kernels that the log names. A choice.
+
 # Compiling a kernel takes about 0.07 s, starting a worker 0.2 s: fewer kernels are compiled in this process.
 FEWEST_FOR_WORKERS = 5
 
@@ -84,8 +86,10 @@ def build(sources: Sequence[KernelSource], arch: int, workers: int | None = None
             binaries |= {source: _compile_here(source, paths[source], arch) for source in missing}
         binaries |= {source: future.result() for source, future in under_way.items() if future is not None}
     level = logging.INFO if missing or under_way else logging.DEBUG
-    compiled = len(missing) + len(under_way.keys() - set(missing))
-    log.log(level, "%d kernels, %d compiled, in %.2f s", len(different), compiled, time.perf_counter() - start)
+    compiled = under_way.keys() | set(missing)
+    names = f" ({', '.join(source.name for source in compiled)})" if 0 < len(compiled) <= _NAMED else ""
+    seconds = time.perf_counter() - start
+    log.log(level, "%d kernels, %d compiled%s, in %.2f s", len(different), len(compiled), names, seconds)
     return [binaries[source] for source in sources]
 
 

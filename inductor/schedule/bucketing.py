@@ -42,7 +42,8 @@ Node = torch.fx.Node
 # Seconds of a call, from its bytes and its number of tensors.
 Price = Callable[[int, int], float]
 
-# Tensors in one bucket, and partial cuts that dynamic programming keeps per position: bounds of its time. Choices.
+# Tensors in one bucket, and half of the partial cuts that dynamic programming keeps per position: bounds of its time.
+# Choices.
 _MAX_BUCKET_TENSORS = 32
 _MAX_CUTS = 4
 
@@ -71,7 +72,8 @@ class BucketEntry:
 
 
 def bucketable_sequences(step: StepGraph, *, keep_bits: bool = False) -> list[list[BucketEntry]]:
-    """The collectives of ``step`` that calls can share: one list per operation, group and dtype.
+    """The collectives of ``step`` that calls can share: one list per operation, group, dtype, further arguments (such
+    as the reduction) and in-place form; gathers that depend on the model only apart from the others.
 
     Collectives that depend on the model only can start anywhere, and are in the order of their first use. All others
     are in the order in which their operands are ready.
@@ -118,7 +120,7 @@ def cut_into_buckets(
         clock: by position in the graph, when the compute stream comes there if it never stalls (s).
         sizes: bytes of the members.
         price: of a call.
-        max_bytes: largest bucket in bytes. A single collective can exceed it.
+        max_bytes: largest bucket in bytes. A single collective can exceed it; with 0 none share a bucket.
     """
     # On the reversed time axis a gather is ready at its first use. All are due at time 0, the start of the step, so the
     # lateness is the exposed time there.
@@ -159,7 +161,8 @@ def balanced_bucket_bytes(sizes: Sequence[int], price: Price) -> float:
     """The bucket size in bytes that balances two costs: the time of one call, which is exposed at the beginning or end
     of a step, and the latencies of all calls.
 
-    With B bytes in all, latency a and bandwidth b, the sum s/b + a B/s is smallest at s = sqrt(a b B).
+    With B bytes in all, a seconds of a call without bytes (the planner's price of it, which is more than the latency of
+    the link) and bandwidth b, the sum s/b + a B/s is smallest at s = sqrt(a b B).
 
     Args:
         sizes, price: as for :func:`cut_into_buckets`.

@@ -125,7 +125,7 @@ def _applied(step: StepGraph, passes: Sequence[Pass]) -> StepGraph:
 
 
 def schedule_passes(decisions: Decisions) -> list[Pass]:
-    """The passes that turn a step into its schedule. They are analysis-free: rank 0 has decided."""
+    """The passes that turn a step into its schedule. They decide nothing: rank 0 has."""
     # The order of `_Planner.applied`: each list of positions refers to the graph that the passes before it leave.
     return [
         Reshard(decisions.regathers),

@@ -2,9 +2,9 @@
 
 Computation follows the reference order. It departs from it where the next task would wait for a collective, or where
 another task would begin after it is due. A *due* time says how late a task can begin without making the step longer.
-Collectives start in the order of their due times, just before their stream runs empty: those that the reference has
-reached at once, others when they are due. The wait for a collective is issued before the first task that needs it, or
-some time after the collective has ended, to free its operands.
+Collectives start in the order of their due times, just before their stream runs empty: then at once where the reference
+has reached them, and otherwise only when they are due. The wait for a collective is issued before the first task that
+needs it, or some time after the collective has ended, to free its operands.
 
 Sources: list scheduling by due times (R. L. Graham, Bell System Technical Journal 45, 1966; E. G. Coffman and R. L.
 Graham, Acta Informatica 1, 1972); of two tasks, first the one that leaves the smaller lateness (J. Carlier, European
@@ -106,7 +106,7 @@ class _ListScheduler:
     def __init__(self, reference: Reference, due: Sequence[float], lead_time: LeadTime) -> None:
         tasks = reference.task_graph.tasks
         self.reference, self.lead_time = reference, lead_time
-        self.step = PartialSchedule(reference, _early_enough(tasks, due))
+        self.partial = PartialSchedule(reference, _early_enough(tasks, due))
         self.waited = 0  # how many of the ended collectives have their WAITs issued
         # Estimated seconds of computation, as if it ran beside the collective with the largest interference. A stream
         # is then refilled too early rather than too late. Full interference (1.0) is left out: it would give infinity.
@@ -116,89 +116,89 @@ class _ListScheduler:
     def run(self) -> ListSchedule:
         """Walk the reference once. COMPUTE tasks are issued in its order, with other tasks before them. STARTs and
         WAITs are postponed: passed, and issued when due or when a task needs them."""
-        step = self.step
-        # `step.at` is the loop's own variable: the partial schedule has to know the place while a task is decided.
-        for step.at, task in enumerate(self.reference.order):
-            if step.issued[task]:
+        partial = self.partial
+        # `partial.at` is the loop's own variable: the partial schedule has to know the place while a task is decided.
+        for partial.at, task in enumerate(self.reference.order):
+            if partial.issued[task]:
                 continue
-            if step.kinds[task] is Kind.COMPUTE:
-                while not step.issued[task]:
+            if partial.kinds[task] is Kind.COMPUTE:
+                while not partial.issued[task]:
                     self.issue_something(task)
-            elif step.kinds[task] is Kind.NO_TIME and step.lacks_nothing(task):
-                step.make_room(task)
-                step.issue_with(task)
+            elif partial.kinds[task] is Kind.NO_TIME and partial.lacks_nothing(task):
+                partial.make_room(task)
+                partial.issue_with(task)
             else:
-                step.postpone(task)
+                partial.postpone(task)
         # Only communication is left: nothing is gained by delaying it.
-        while step.postponed:
+        while partial.postponed:
             if not self.start_one(math.inf, math.inf, None):
-                step.issue_with(min(islice(step.postponed, _MAX_CANDIDATES), key=step.issuable_at))
+                partial.issue_with(min(islice(partial.postponed, _MAX_CANDIDATES), key=partial.issuable_at))
         for start in self.reference.waits:  # the step is over when all collectives are
-            step.machine.wait(start)
-        ends = step.computed
-        for span in step.ended:
+            partial.machine.wait(start)
+        ends = partial.computed
+        for span in partial.ended:
             ends[span.task] = span.end
-        return ListSchedule(step.order, step.machine.now, step.live_memory.peak, ends)
+        return ListSchedule(partial.order, partial.machine.now, partial.live_memory.peak, ends)
 
     def issue_something(self, following: int) -> None:
         """Issue ``following``, the next computation of the reference, or one of its needs, or a better task before it.
 
         Issues at least one task per call, so the caller's loop ends.
         """
-        step = self.step
+        partial = self.partial
         self.wait_for_ended()
-        task, lacking = following, step.lacking(following)
+        task, lacking = following, partial.lacking(following)
         # A computation behind an unissued START cannot be issued yet: decide about that START instead.
         for lacked in lacking:
-            if step.kinds[lacked] is Kind.START:
-                task, lacking = lacked, step.lacking(lacked)
+            if partial.kinds[lacked] is Kind.START:
+                task, lacking = lacked, partial.lacking(lacked)
                 break
-        now, ready = step.machine.now, step.ready(lacking)
+        now, ready = partial.machine.now, partial.ready(lacking)
         # The time up to which a stream must have work: until the next decision, which comes when the stall ends or
         # `task` does.
         until = ready if ready > now else now + self.work[task]
         # If the step is ahead of its due times, all due times count as that much earlier: only differences matter.
-        due = until + max(step.keys[task][0] - now, 0.0)
+        due = until + max(partial.keys[task][0] - now, 0.0)
         if self.start_one(until, due, following):
             return
         task = self.fill_exposed_wait(task, ready) if ready > now else self.first(task, due)
-        step.make_room(task)
-        if step.issued[task]:
+        partial.make_room(task)
+        if partial.issued[task]:
             return
-        lacking = step.lacking(task)
+        lacking = partial.lacking(task)
         # If the WAIT stalls, issue only up to it: after the stall other tasks can be better than this one.
-        step.issue_all(lacking[:-1] if step.ready(lacking) > now else lacking)
+        partial.issue_all(lacking[:-1] if partial.ready(lacking) > now else lacking)
 
     # ---- collectives
 
     def wait_for_ended(self) -> None:
         """Issue WAITs of collectives that ended some time ago. This frees their operands."""
-        step = self.step
-        while self.waited < len(step.ended):
-            start = step.ended[self.waited].task
+        partial = self.partial
+        while self.waited < len(partial.ended):
+            start = partial.ended[self.waited].task
             # `ended` is in order of the ends. Behind a long collective, a short one that has surely ended waits a
             # little longer: that costs memory for a moment, no time.
             if not self.has_ended(start):
                 break
             self.waited += 1
-            step.wait_for(start)
+            partial.wait_for(start)
 
     def has_ended(self, start: int) -> bool:
         """Whether a collective has ended even if it takes ``1 + _WAIT_AFTER_END`` times the predicted time and ranks
         arrive ``_RANK_SKEW`` seconds apart."""
         patience = _WAIT_AFTER_END * self.reference.task_graph.tasks[start].seconds + _RANK_SKEW
-        return self.step.ends.get(start, math.inf) + patience <= self.step.machine.now
+        return self.partial.ends.get(start, math.inf) + patience <= self.partial.machine.now
 
     def start_one(self, until: float, due: float, following: int | None) -> bool:
         """Start a collective due before ``due`` (s) on a stream that is empty before ``until`` (s). Returns whether
         there was one."""
-        step = self.step
+        partial = self.partial
         # A stream with work until then gains nothing from another START, and its operands would be live for longer.
-        for stream in step.streams:
+        for stream in partial.streams:
             if (stream.postponed or stream.ahead) and stream.dry <= until:
                 start = self.next_of(stream, due, following)
                 if start is not None:
-                    step.issue_with(start)
+                    partial.issue_with(start)
                     return True
         return False
 
@@ -220,24 +220,24 @@ class _ListScheduler:
         is due. Otherwise, if the prediction is too short, its WAIT stalls the compute stream for a result that no
         computation needs yet.
         """
-        step = self.step
-        lacking = step.lacking(start)
-        if step.ready(lacking) > step.machine.now or not step.can_issue(lacking):
+        partial = self.partial
+        lacking = partial.lacking(start)
+        if partial.ready(lacking) > partial.machine.now or not partial.can_issue(lacking):
             return False
         if following is None:
             return True
-        awaited = (self.reference.start_of[task] for task in lacking if step.kinds[task] is Kind.WAIT)
-        hurries = step.keys[start][0] <= step.machine.now
-        return (hurries or all(map(self.has_ended, awaited))) and step.fits_beside(start, following)
+        awaited = (self.reference.start_of[task] for task in lacking if partial.kinds[task] is Kind.WAIT)
+        hurries = partial.keys[start][0] <= partial.machine.now
+        return (hurries or all(map(self.has_ended, awaited))) and partial.fits_beside(start, following)
 
     # ---- computation, and collectives behind a WAIT
 
     def others(self, task: int) -> list[Key]:
         """The candidates to issue instead of ``task``, by due time."""
-        step = self.step
-        candidates = step.computable[:_MAX_CANDIDATES]
+        partial = self.partial
+        candidates = partial.computable[:_MAX_CANDIDATES]
         computations = len(candidates)
-        for stream in step.streams:
+        for stream in partial.streams:
             candidates += stream.postponed[:_MAX_CANDIDATES]
             candidates += stream.ahead[:_MAX_CANDIDATES]
         if len(candidates) > computations:
@@ -246,25 +246,27 @@ class _ListScheduler:
 
     def first(self, task: int, due: float) -> int:
         """The task to issue first: ``task``, which can run at once, or one that is due before ``due`` (s)."""
-        step = self.step
-        now, key_of_task, work = step.machine.now, step.keys[task], self.work[task]
-        if step.kinds[task] is Kind.START:
+        partial = self.partial
+        now, key_of_task, work = partial.machine.now, partial.keys[task], self.work[task]
+        if partial.kinds[task] is Kind.START:
             return task
         for key in self.others(task):
             if key_of_task < key or key[0] - self.lead_time.computation > due:
                 break
             other, when = key[2], key[0]
-            lacking = step.lacking(other)
-            begins = step.ready(lacking)
+            lacking = partial.lacking(other)
+            begins = partial.ready(lacking)
             if begins <= now:
-                better = step.kinds[other] is Kind.COMPUTE  # the stream of a START is busy, or there is no room for it
+                better = (
+                    partial.kinds[other] is Kind.COMPUTE
+                )  # the stream of a START is busy, or there is no room for it
             else:
                 # `task` first: it starts now, the other after it. The other first: it starts when its collective has
                 # ended, `task` after it. Lateness is how long after its due time a task starts.
                 # Carlier's rule: the order of the two tasks with the smaller maximum lateness.
                 lateness = max(begins - when, begins + self.work[other] - key_of_task[0])
                 better = begins < now + work and lateness < max(now - key_of_task[0], now + work - when)
-            if better and step.can_issue(lacking):
+            if better and partial.can_issue(lacking):
                 return other
         return task
 
@@ -275,26 +277,26 @@ class _ListScheduler:
         Another task is better if it ends by then, or exceeds ``ready`` by less than the stall that it fills, or if the
         order of the two has the smaller maximum lateness.
         """
-        step = self.step
-        now, due, work = step.machine.now, step.keys[task][0], self.work[task]
+        partial = self.partial
+        now, due, work = partial.machine.now, partial.keys[task][0], self.work[task]
         best: tuple[float, Key] | None = None
         for key in self.others(task):
             # Candidates are sorted by key, and none begins before now.
             if best is not None and best[0] <= now:
                 break
             other, when = key[2], key[0]
-            lacking = step.lacking(other)
-            begins = step.ready(lacking)
+            lacking = partial.lacking(other)
+            begins = partial.ready(lacking)
             # Of several, the one that can begin first: the rest of the stall is filled by the next decision.
             if begins >= ready or (best is not None and best < (begins, key)):
                 continue
-            if begins <= now and step.kinds[other] is Kind.START:
+            if begins <= now and partial.kinds[other] is Kind.START:
                 continue  # its stream is busy, or there is no room for it
             ends = begins + self.work[other]
             # As in :meth:`first`, but `task` cannot start before `ready` in either order: until then the other task is
             # free.
             lateness = max(begins - when, max(ready, ends) - due)
             better = ends - ready < ready - begins or lateness < max(ready - due, ready + work - when)
-            if better and step.can_issue(lacking):
+            if better and partial.can_issue(lacking):
                 best = begins, key
         return task if best is None else best[1][2]

@@ -21,9 +21,9 @@ from weft.inductor.cost.simulate import LiveMemory, Machine, TaskSpan
 from weft.inductor.cost.task_graph import Kind, Task, TaskGraph
 from weft.inductor.schedule.precedence import Precedence
 
-# Budget of one search, in tasks that are simulated. The second simulation of an order counts only if the order is fast
-# enough for its memory to be checked. Bounds the time of large steps. A graph of ten tasks is searched until no move
-# helps. A choice.
+# Budget of one search, in tasks that are simulated. Each order is simulated once with the predicted times, and only
+# if it is fast enough a second time, with slow collectives and its memory. Bounds the time of large steps. A graph of
+# ten tasks is searched until no move helps. A choice.
 _MAX_ISSUES = 32_000
 # Per stall: competing collectives, and computations behind it, whose moves are tried first. Choices.
 _MAX_COMPETITORS, _MAX_FILLERS = 4, 4

@@ -32,7 +32,8 @@ class ReadyStarts:
     Attributes:
         postponed: those that the reference has reached.
         ahead: the others.
-        started, ended: seconds of the collectives that were started and that have ended, each alone on its link.
+        started, ended: sums of the seconds of the collectives that were started and that have ended, each alone on its
+            link.
         begun: when the running collective began, in seconds.
     """
 

@@ -4,16 +4,18 @@ The planner compares a few candidates. A candidate says which gathered parameter
 (:mod:`weft.inductor.schedule.reshard`) and how large buckets can get (:mod:`weft.inductor.schedule.bucketing`). For
 each candidate the graph is rewritten, priced (:mod:`weft.inductor.cost.build_task_graph`), ordered within the memory
 limit (:mod:`weft.inductor.schedule.search_order`) and simulated with the transports that it will run with. The schedule
-has few regathers, found greedily, and of the bucket sizes that are tried for these, the fastest.
+has few regathers, found greedily, and of the bucket sizes that are tried for these, the first that is within 0.2% of
+the fastest.
 
-Gathering again costs communication, so as few parameters as possible are resharded. Those with the longest idle time
-per second of communication go first: the first layers' parameters, which backward needs last. How many must go is
-estimated from the memory over time in an order that needs little memory. If no order of the candidate fits, more
-parameters go. *Regathers* are the all-gathers of a value after its first.
+Gathering again costs communication, so as few parameters as possible are resharded. Of the gathered values that are
+held at the peak without being used, those go first that hold most byte-seconds per second of communication: the first
+layers' parameters, which backward needs last. How many must go is estimated from the memory over time in an order that
+needs little memory. If no order of the candidate fits, more parameters go. *Regathers* are the all-gathers of a value
+after its first.
 
 Orders are searched with the times of the chosen transports, and as if no result lay in the symmetric arena, since the
 size of the arena follows from the order. The arena is then laid out for the order that was found. If the sum exceeds
-the limit, the search runs again with a limit that is lower by the excess. A candidate that would exceed the limit by
+the limit, the search runs again, and leaves as much room as that arena took. A candidate that would exceed the limit by
 far with the arena of the last order is rejected without a search. If no order with transports over peer access fits,
 NCCL carries the collectives. (The symmetric arena is memory of every rank that its peers can read and write; it is
 allocated for the whole step.)
@@ -106,7 +108,8 @@ class ScheduleCandidate:
 
     Attributes:
         regathers: as in :class:`weft.inductor.schedule.decisions.Decisions`.
-        scale: the largest bucket, as a multiple of :func:`weft.inductor.schedule.bucketing.balanced_bucket_bytes`.
+        scale: the largest bucket, as a multiple of :func:`weft.inductor.schedule.bucketing.balanced_bucket_bytes`; 0
+            for no buckets.
     """
 
     regathers: tuple[tuple[int, tuple[int, ...]], ...]
@@ -306,9 +309,9 @@ class _Planner:
         self.costs = CachedCosts(cluster.gpu)
         self.evaluated = 0
         self.warnings: list[str] = []
-        self.excess = 0  # bytes by which the last candidate exceeded the limit
+        self.excess = 0  # bytes by which the last candidate exceeded the limit; negative where it fits
         self.estimated = False  # whether that is an estimate: its orders were not searched
-        self.too_large_seconds = 0.0  # time of the last order that exceeded the limit
+        self.too_large_seconds = 0.0  # of the last order within a limit whose arena exceeded it; 0 where there was none
         self.unpredicted = 0  # bytes of the last order's peak that its search did not count: the arena
         self.least: _OrderedCandidate | None = None  # the candidate with the lowest peak
         self.by_peers: list[str] = []  # transports over peers of the last candidate
@@ -365,8 +368,8 @@ class _Planner:
         )
 
     def within_limit_or_least(self) -> _OrderedCandidate:
-        """The candidate within the limit with the fewest regathers. If none is within the default limit, the one of the
-        lowest peak.
+        """A candidate within the limit with few regathers. If none is within the default limit, the one of the lowest
+        peak.
 
         Raises:
             MemoryLimitUnreachable: none fits.
@@ -551,8 +554,8 @@ class _Planner:
             names = carriers(step, self.cluster, sequence[0].start, without=self.refused, **self.transport_rules)
             # The largest size is derived for one transport, with one latency and one bandwidth: the formula has no
             # minimum over several. The price of a given bucket is that of its own cheapest transport.
-            most = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
-            balanced = balanced_bucket_bytes(sizes, partial(_seconds, self.cluster, [most], sent[0]))
+            for_all = cheapest(self.cluster, replace(sent[0], bytes=sum(sizes)), names)
+            balanced = balanced_bucket_bytes(sizes, partial(_seconds, self.cluster, [for_all], sent[0]))
             yield sequence, sizes, cache(partial(_seconds, self.cluster, names, sent[0])), balanced
 
 

@@ -225,7 +225,7 @@ class GapSequence:
         return len(self._chosen)
 
     def fewest(self, target: int) -> int | None:
-        """How many gaps bring the peak to ``target`` bytes; None where all of them do not."""
+        """How many gaps bring the peak to ``target`` bytes; None where not even all of them together do."""
         if self._kept_peak <= target:  # the usual case, which needs no gaps
             return 0
         return next((count for count, peak in enumerate(self._peaks) if peak <= target), None)

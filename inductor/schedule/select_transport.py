@@ -1,4 +1,5 @@
-"""Transport selection: each collective gets the allowed transport with the lowest cost that supports it.
+"""Transport selection: each collective gets the allowed transport with the lowest cost that supports it, or one within
+a tenth of that cost that needs no symmetric arena.
 
 The cost is the time of the collective, which a schedule can hide, plus the time that overlapped computation loses to
 interference, which it cannot hide.
