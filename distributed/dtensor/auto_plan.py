@@ -99,7 +99,10 @@ class _PlanSearch:
 
     def __init__(self, model: nn.Module, ranks: int, example: tuple[Any, ...] | dict[str, Any]) -> None:
         self.model, self.ranks = model, ranks
-        self.flow = FeatureFlow(model, example)
+        try:
+            self.flow = FeatureFlow(model, example)
+        except Exception as error:
+            raise _not_found(model, f"it cannot be copied ({type(error).__name__}: {error})") from error
         self.members: dict[str, list[str]] = {}
         for path in self.flow.projections:
             self.members.setdefault(_pattern(path), []).append(path)

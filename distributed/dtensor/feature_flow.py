@@ -14,6 +14,7 @@ run examines all of them. No weight is read: parameters are expanded scalars, an
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -55,18 +56,20 @@ class FeatureFlow:
     """Runs a model to find where output features of its projections arrive.
 
     Args:
-        model: stays as it is. Its parameters and buffers are not read.
+        model: stays as it is: a copy that shares its parameters and buffers runs, which are not read. Its hooks run.
         example: positional arguments, or keyword arguments, of its forward. Values do not matter but for indices.
     """
 
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | dict[str, Any]) -> None:
-        self._model = model
+        # What forward keeps in attributes, such as a table that it computes once, would be kept from stand-ins.
+        tensors = [*model.parameters(), *model.buffers()]
+        self._model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
         self._args, self._kwargs = torch_adapter.tree_map(_on_cpu, (tuple(args), dict(kwargs)))
         # Cached keys and values would be results of the model, and marks on them would say that the model returns them.
         if "use_cache" in inspect.signature(model.forward).parameters:
             self._kwargs.setdefault("use_cache", False)
-        self.projections = {path: each for path, each in model.named_modules() if is_projection(each)}
+        self.projections = {path: each for path, each in self._model.named_modules() if is_projection(each)}
 
     def run(self, marked: Mapping[str, slice], parts: Mapping[str, int] | None = None) -> Marks:
         """The marks of a run in which each projection in ``marked`` marks those of its output features.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,45 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all("forward" not in vars(module) and not module._forward_hooks for module in model.modules())
+
+
+class Caching(nn.Module):
+    """Keeps what it computes in its first call, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), 0
+        self.register_buffer("base", torch.arange(4.0))
+        self.table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.table is None:
+            self.table = self.base.exp()
+        return self.down(F.gelu(self.up(x))) + self.table.sum()
+
+
+def test_what_forward_keeps_is_not_kept_from_the_examination() -> None:
+    model = Decoder(Caching)
+    weft.tensor_parallel_plan(model, 2)
+    parts = [module for module in model.modules() if isinstance(module, Caching)]
+    assert [(part.calls, part.table) for part in parts] == [(0, None)] * 2
+
+
+class Locked(nn.Module):
+    """A model that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.lock = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def test_a_model_that_cannot_be_copied_is_named() -> None:
+    with pytest.raises(weft.errors.InvalidArgument, match="cannot be copied"):
+        weft.tensor_parallel_plan(Locked(), 2, (torch.ones(2, WIDTH),))
 
 
 # ---- what is left alone
