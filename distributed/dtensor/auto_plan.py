@@ -6,7 +6,7 @@ all-reduce. A plan takes such a group where runs of the model (:mod:`weft.distri
 
 - the outputs of the first Linears go to the last one and nowhere else,
 - each block of its input depends on the same block of their outputs alone, so that heads stay whole,
-- the code between runs on a rank's part, so no number of heads or features is written into it,
+- the code between computes a rank's part from a rank's part, so no number of heads or features is written into it,
 - no parameter is used between them but those of norms that see one head at a time, whose gradients are then summed.
 
 The Embedding of tokens is sharded by rows, and the Linear that makes logits by its output features, which are gathered.
@@ -106,6 +106,7 @@ class _PlanSearch:
         self.members: dict[str, list[str]] = {}
         for path in self.flow.projections:
             self.members.setdefault(_pattern(path), []).append(path)
+        self.called: frozenset[str] = frozenset()
         self.found = AutoPlan()
 
     def plan(self) -> AutoPlan:
@@ -115,6 +116,7 @@ class _PlanSearch:
         except Exception as error:
             why = f"it does not run on a small input on the CPU ({type(error).__name__}: {error})"
             raise _not_found(self.model, why) from error
+        self.called = frozenset(unmarked.inputs)
         reached = {pattern: self._reached(pattern) for pattern in self.members}
         for pattern, paths in self.members.items():
             if not isinstance(self._first(pattern), nn.Embedding) and not any(
@@ -158,6 +160,8 @@ class _PlanSearch:
 
     def _obstacle(self, group: _Group, others: set[str]) -> str | None:
         """Why a group cannot be sharded by its structure."""
+        if missing := [path for path in self._paths((*group.sources, group.sink)) if path not in self.called]:
+            return f"the model did not call {missing[0]} on the example"
         if others:
             return f"{group.sink} reads {', '.join(sorted(others))} too, which others read"
         for pattern in (*group.sources, group.sink):
@@ -194,18 +198,26 @@ class _PlanSearch:
         return self._on_a_part(group) or tuple((path, found.pop()) for path, found in dimensions.items())
 
     def _on_a_part(self, group: _Group) -> str | None:
-        """Why the code between does not run on one rank's part of the features; None where it does."""
-        parts = dict.fromkeys(self._paths(group.sources), self.ranks)
-        try:
-            marks: Marks = self.flow.run(self._all_of(*group.sources), parts)
-        except Exception as error:  # noqa: BLE001 - whatever the model raises, the group cannot be sharded
-            return f"the code between does not run on a part of the features ({type(error).__name__}: {error})"
-        for path in self.members[group.sink]:
-            size = features_of(self.flow.projections[path])[0]
-            if path in marks.inputs and marks.inputs[path].shape[0] * self.ranks != size:
-                return "the code between gives other sizes on a part of the features"
-            if names := marks.parameters.get(path):
-                return f"the parameter {names[0]} is used between them, whose gradient on a rank would be partial"
+        """Why the code between does not compute one rank's part from one rank's part of the features; None where it
+        does."""
+        sinks, sources = self.members[group.sink], self._paths(group.sources)
+        whole = self.flow.run({}, kept=sinks).arrived
+        for rank in range(self.ranks):
+            parts = {path: _block(features_of(self.flow.projections[path])[1], self.ranks, rank) for path in sources}
+            try:
+                part: Marks = self.flow.run({}, parts, sinks)
+                marked: Marks = self.flow.run(self._all_of(*group.sources), parts)  # to know what is between
+            except Exception as error:  # noqa: BLE001 - whatever the model raises, the group cannot be sharded
+                return f"the code between does not run on a part of the features ({type(error).__name__}: {error})"
+            for path in sinks:
+                if names := marked.parameters.get(path):
+                    return f"the parameter {names[0]} is used between them, whose gradient on a rank would be partial"
+                for one, all_features in zip(part.arrived[path], whole[path], strict=True):
+                    expected = all_features[..., _block(all_features.shape[-1], self.ranks, rank)]
+                    if one.shape != expected.shape:
+                        return "the code between gives other sizes on a part of the features"
+                    if not torch.allclose(one, expected, rtol=1e-4, atol=1e-5):
+                        return "the code between gives other numbers on a part of the features"
         return None
 
     def _add(self, group: _Group) -> None:

@@ -6,9 +6,13 @@ rotary embeddings, attention, activations, norms of single heads) is ordinary Py
 model runs on a tiny input whose features carry a mark, and the marks are read where they arrive. The mark is NaN, which
 every floating-point operation passes on.
 
-*Projections* (Linear, Embedding, and transformers' Conv1D) do not compute: they return a constant, with no mark unless
-they are the source of one. So marks go from one projection to the next, layers are independent of each other, and one
-run examines all of them. No weight is read: parameters are expanded scalars, and the model may be on the meta device.
+*Projections* (Linear, Embedding, and transformers' Conv1D) do not compute: they return numbers of their own, the same
+in each run, with no mark unless they are the source of one. So marks go from one projection to the next, layers are
+independent of each other, and one run examines all of them. No weight is read: parameters are expanded scalars, and the
+model may be on the meta device.
+
+Some operations lose marks (comparisons, ``nan_to_num``). So what a rank would compute is computed as well: projections
+return one part of their numbers, and what arrives must be that part of what arrives in a whole run.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +47,7 @@ class Marks:
         others: by the path of another module that has parameters and no children, which elements of its input had one;
             only where some had.
         result: whether the model's own result had a mark.
+        arrived: by the path of a Linear, its inputs, one a call, where they were asked for.
         parameters: by the path of a Linear, the parameters that its input was computed from, but for those of
             projections and of the modules in ``others``.
     """
@@ -49,6 +55,7 @@ class Marks:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     others: dict[str, Tensor] = field(default_factory=dict)
     result: bool = False
+    arrived: dict[str, list[Tensor]] = field(default_factory=dict)
     parameters: dict[str, list[str]] = field(default_factory=dict)
 
 
@@ -71,11 +78,17 @@ class FeatureFlow:
             self._kwargs.setdefault("use_cache", False)
         self.projections = {path: each for path, each in self._model.named_modules() if is_projection(each)}
 
-    def run(self, marked: Mapping[str, slice], parts: Mapping[str, int] | None = None) -> Marks:
+    def run(
+        self,
+        marked: Mapping[str, slice],
+        parts: Mapping[str, slice] | None = None,
+        kept: Collection[str] = (),
+    ) -> Marks:
         """The marks of a run in which each projection in ``marked`` marks those of its output features.
 
         Args:
-            parts: projections that return only one of so many equal parts of their output features, as on one rank.
+            parts: projections that return only these of their output features, as on one rank.
+            kept: Linears whose inputs are in ``arrived``.
 
         Raises:
             Exception: what the model raises on this input.
@@ -84,7 +97,7 @@ class FeatureFlow:
         with contextlib.ExitStack() as stack:
             for path, module in self._model.named_modules():
                 if path in self.projections:
-                    forward = _projection(path, module, marked, parts or {}, marks, names)
+                    forward = _projection(path, module, marked, parts or {}, marks, names, path in kept)
                     stack.enter_context(_with_forward(module, forward))
                 elif not any(True for _ in module.children()) and any(True for _ in module.parameters(recurse=False)):
                     stack.callback(module.register_forward_hook(_observer(path, marks)).remove)
@@ -127,12 +140,13 @@ def _projection(
     path: str,
     module: nn.Module,
     marked: Mapping[str, slice],
-    parts: Mapping[str, int],
+    parts: Mapping[str, slice],
     marks: Marks,
     names: dict[int, str],
+    is_kept: bool,
 ) -> Callable[..., Tensor]:
     """The forward of a projection that only notes marks and makes its own."""
-    features = features_of(module)[1] // parts.get(path, 1)
+    numbers = torch.Generator().manual_seed(zlib.crc32(path.encode()))
 
     def forward(x: Tensor, *_: Any, **__: Any) -> Tensor:
         looks_up = isinstance(module, nn.Embedding)
@@ -141,10 +155,12 @@ def _projection(
             known = marks.inputs.get(path)
             marks.inputs[path] = seen if known is None else known | seen
             marks.parameters.setdefault(path, []).extend(_leaves_of(x, names))
-        y = torch.full((*(x.shape if looks_up else x.shape[:-1]), features), 0.5)
+            if is_kept:
+                marks.arrived.setdefault(path, []).append(x.detach())
+        y = torch.randn(*(x.shape if looks_up else x.shape[:-1]), features_of(module)[1], generator=numbers)
         if path in marked:
             y[..., marked[path]] = torch.nan
-        return y
+        return y[..., parts[path]].contiguous() if path in parts else y
 
     return forward
 

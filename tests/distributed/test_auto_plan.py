@@ -210,6 +210,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "interleaved heads": (lambda: Feed(lambda y: y.unflatten(-1, (8, -1)).mT.flatten(-2)), "is not cut as"),
     "a number of heads in the code": (lambda: Feed(lambda y: y.view(1, -1, 8, 8).flatten(2)), "part of the features"),
     "a constant for each feature": (lambda: Feed(lambda y: y * torch.ones(64)), "does not run on a part"),
+    "a sum that loses marks": (
+        lambda: Feed(lambda y: y + torch.nan_to_num(y, 0.0).sum(-1, keepdim=True)),
+        "other numbers on a part",
+    ),
+    "a threshold over features": (
+        lambda: Feed(lambda y: y * (y.detach() > torch.nan_to_num(y).mean(-1, keepdim=True))),
+        "other numbers on a part",
+    ),
     "a norm over all features": (NormBetween, "needs all features"),
     "a parameter between": (Scaled, "scale is used between"),
     "read by two": (ReadTwice, "its outputs go to"),
@@ -225,6 +233,24 @@ def test_what_a_rank_cannot_compute_alone_is_left_alone(name: str) -> None:
     assert reason in plan.left_alone[up]
     assert isinstance(plan.styles["layers.*.parts.*.out"], RowwiseParallel)
     assert f"{up}" in str(plan)
+
+
+class Sometimes(nn.Module):
+    """Only the first of two layers is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Feed(F.gelu) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool = False) -> Tensor:
+        return self.layers[1](self.layers[0](x)) if both else self.layers[0](x)
+
+
+def test_a_layer_that_the_example_does_not_call_is_left_alone() -> None:
+    with pytest.raises(weft.errors.InvalidArgument, match=r"did not call layers\.1\.up"):
+        weft.tensor_parallel_plan(Sometimes(), 2, (torch.ones(2, WIDTH),))
+    plan = weft.tensor_parallel_plan(Sometimes(), 2, {"x": torch.ones(2, WIDTH), "both": True})
+    assert kinds(plan) == {"layers.*.up": "ColwiseParallel", "layers.*.down": "RowwiseParallel"}
 
 
 def test_fewer_key_heads_than_ranks_leave_attention_alone() -> None:
