@@ -16,15 +16,15 @@ All other parameters are replicated.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.distributed.dtensor.feature_flow import FeatureFlow, Marks, example_for
 from weft.distributed.dtensor.projections import features_of
@@ -66,7 +66,7 @@ class AutoPlan:
 
 
 def tensor_parallel_plan(
-    module: nn.Module, ranks: int, example: tuple[Any, ...] | dict[str, Any] | None = None
+    module: nn.Module, ranks: int, example: tuple[object, ...] | Mapping[str, object] | None = None
 ) -> AutoPlan:
     """The plan that ``weft.parallelize(module, mesh, "auto")`` uses on a mesh of ``ranks`` ranks.
 
@@ -82,10 +82,11 @@ def tensor_parallel_plan(
     Raises:
         InvalidArgument: no example is known, the model does not run on it, or no group of Linears can be sharded.
     """
-    example = example_for(module) if example is None else example
-    if example is None:
-        raise _not_found(module, "what its forward takes is not known")
-    return _PlanSearch(module, ranks, example).plan()
+    with torch_adapter.only_mode():  # in a fake world too, the example has values
+        example = example_for(module) if example is None else example
+        if example is None:
+            raise _not_found(module, "what its forward takes is not known")
+        return _PlanSearch(module, ranks, example).plan()
 
 
 def _not_found(model: nn.Module, why: str) -> Exception:
@@ -97,7 +98,7 @@ def _not_found(model: nn.Module, why: str) -> Exception:
 class _PlanSearch:
     """Looks for the groups of one model."""
 
-    def __init__(self, model: nn.Module, ranks: int, example: tuple[Any, ...] | dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, ranks: int, example: tuple[object, ...] | Mapping[str, object]) -> None:
         self.model, self.ranks = model, ranks
         try:
             self.flow = FeatureFlow(model, example)

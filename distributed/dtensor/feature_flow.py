@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weft import torch_adapter
@@ -67,11 +68,11 @@ class FeatureFlow:
         example: positional arguments, or keyword arguments, of its forward. Values do not matter but for indices.
     """
 
-    def __init__(self, model: nn.Module, example: tuple[Any, ...] | dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, example: tuple[object, ...] | Mapping[str, object]) -> None:
         # What forward keeps in attributes, such as a table that it computes once, would be kept from stand-ins.
         tensors = [*model.parameters(), *model.buffers()]
         self._model = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
+        args, kwargs = (example, {}) if isinstance(example, tuple) else ((), example)
         self._args, self._kwargs = torch_adapter.tree_map(_on_cpu, (tuple(args), dict(kwargs)))
         # Cached keys and values would be results of the model, and marks on them would say that the model returns them.
         if "use_cache" in inspect.signature(model.forward).parameters:
@@ -133,7 +134,8 @@ def _on_cpu(x: Any) -> Any:
         return x
     if x.is_floating_point():
         return torch.ones(x.shape)
-    return torch.ones(x.shape, dtype=x.dtype) if x.is_meta else x.detach().cpu()
+    has_values = not x.is_meta and not isinstance(x, FakeTensor)
+    return x.detach().cpu() if has_values else torch.ones(x.shape, dtype=x.dtype)
 
 
 def _projection(

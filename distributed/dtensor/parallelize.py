@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any, Literal, TypeVar
 
@@ -36,7 +37,7 @@ def parallelize(
     plan: ParallelStyle | dict[str, ParallelStyle] | Literal["auto"],
     *,
     src_data_rank: int | None = 0,
-    example: tuple[Any, ...] | dict[str, Any] | None = None,
+    example: tuple[object, ...] | Mapping[str, object] | None = None,
 ) -> Module:
     """Shard ``module`` in place for tensor or sequence parallelism, and return it.
 

@@ -114,6 +114,16 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all("forward" not in vars(module) and not module._forward_hooks for module in model.modules())
 
 
+def test_the_plan_is_the_same_in_a_fake_world() -> None:
+    with weft.fake_world(8):
+        assert kinds(weft.tensor_parallel_plan(Decoder(Attention, Gated), 2)) == kinds(
+            weft.tensor_parallel_plan(Decoder(Attention, Gated), 4)
+        )
+        assert len(weft.tensor_parallel_plan(Decoder(Attention, Gated), 2).styles) == 10
+        ids = torch.ones(1, 4, dtype=torch.long)
+        assert len(weft.tensor_parallel_plan(Decoder(Attention, Gated), 2, (ids,)).styles) == 10
+
+
 class Caching(nn.Module):
     """Keeps what it computes in its first call, and counts its calls."""
 
