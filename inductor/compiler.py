@@ -137,10 +137,7 @@ class LoadKernels:
 
     def __call__(self, step: StepGraph) -> StepGraph:
         """Compile and attach. Changes ``step``."""
-        by_device: dict[torch.device, list[KernelCall]] = {}
-        for call in _kernel_calls(step):
-            by_device.setdefault(call.device, []).append(call)
-        for device, calls in by_device.items():
+        for device, calls in _kernel_calls_by_device(step).items():
             sources = list(dict.fromkeys(call.generated.source for call in calls))
             self._with_others(step, sources, device)
             try:
@@ -174,10 +171,10 @@ class LoadKernels:
 
 def _begin_kernels(step: StepGraph) -> None:
     """Begin to compile what :class:`LoadKernels` is going to load, as far as it is known before the schedule."""
-    for device in dict.fromkeys(call.device for call in _kernel_calls(step) if call.device.type == "cuda"):
-        sources = [call.generated.source for call in _kernel_calls(step) if call.device == device]
-        others = multi_tensor_kernels(step, device) if is_enabled(use_kernels) else []
-        compile_pool.begin([*others, *sources], arch_of(device))
+    for device, calls in _kernel_calls_by_device(step).items():
+        if device.type == "cuda":
+            others = multi_tensor_kernels(step, device) if is_enabled(use_kernels) else []
+            compile_pool.begin([*others, *(call.generated.source for call in calls)], arch_of(device))
 
 
 def _failure(run: Callable[[], object]) -> Exception | None:
@@ -548,6 +545,13 @@ def make_kernels(step: StepGraph) -> StepGraph:
 
 def _kernel_calls(step: StepGraph) -> list[KernelCall]:
     return [node.target for node in step.graph.nodes if isinstance(node.target, KernelCall)]
+
+
+def _kernel_calls_by_device(step: StepGraph) -> dict[torch.device, list[KernelCall]]:
+    found: dict[torch.device, list[KernelCall]] = {}
+    for call in _kernel_calls(step):
+        found.setdefault(call.device, []).append(call)
+    return found
 
 
 def _log_kernels(step: StepGraph, runner: PassRunner) -> None:

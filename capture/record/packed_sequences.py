@@ -110,7 +110,7 @@ class PackedSequences:
             op, args: an operation that is about to be recorded.
         """
         recorder, running = self._recorder, torch_adapter.running_autograd_node()
-        if op not in _ADDS or len(args) != 2 or running is None or running.name() not in _GIVING:
+        if op not in _ADDS or len(args) != 2 or running is None or running.name() not in _GRADIENT_NODES:
             return None
         total, gradient = args
         if not all(isinstance(each, torch.Tensor) and is_tracked(each) for each in args) or not _called_by_engine():
@@ -133,7 +133,8 @@ class PackedSequences:
         return total
 
 
-_GIVING = ("_TapedBackward", "_WeightBackward")
+# The autograd nodes whose gradients the engine may add to a sum.
+_GRADIENT_NODES = ("_TapedBackward", "_WeightBackward")
 
 
 def _known(recorder: OpRecorder) -> PackedSequences:
@@ -212,7 +213,8 @@ class _Taped(torch.autograd.Function):
 
 
 class _Weight(torch.autograd.Function):
-    """A weight as it is. The gradients of weights come in the order in which these were applied, the last one first."""
+    """The identity on a weight. Autograd computes the gradients of several weights in the reverse of the order in which
+    this was applied to them."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:

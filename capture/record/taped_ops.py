@@ -88,7 +88,7 @@ class Tape:
 
     Attributes:
         results: the differentiable results, with their autograd graph; no tensor of the program's.
-        leaves: what stands for the differentiable operands in it, in their order.
+        leaves: the copies of the differentiable operands, in the operands' order.
     """
 
     def __init__(self, results: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
@@ -104,12 +104,12 @@ def _taped(
     copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
 ) -> list[torch.Tensor]:
     """The results of ``function(tensors)``, and the tensor that holds the tape."""
-    standing = [copy(each).requires_grad_(at in differentiable) for at, each in enumerate(tensors) if differentiable]
+    copies = [copy(each).requires_grad_(at in differentiable) for at, each in enumerate(tensors) if differentiable]
     with torch.set_grad_enabled(grad_mode):  # some kernels round otherwise without it
-        results = list(function(standing if differentiable else list(tensors)))
+        results = list(function(copies if differentiable else list(tensors)))
     token = torch.zeros(1)
     if differentiable:
-        leaves = [standing[at] for at in differentiable]
+        leaves = [copies[at] for at in differentiable]
         setattr(token, _TAPE, Tape([each for each in results if each.requires_grad], leaves))
     return [*(_new_memory(each, tensors) for each in results), token]
 
@@ -141,8 +141,8 @@ def _packed_recurrent(
             "another order than for other lengths. Register them on one weight, or run this step uncompiled"
         )
 
-    def run(standing: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        data, *others = (standing[at] for at in places)
+    def run(copies: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        data, *others = (copies[at] for at in places)
         state: Any = others[:2] if kind == "lstm" else others[0]
         options = has_biases, num_layers, dropout, train, bidirectional
         result: Sequence[torch.Tensor] = RECURRENT[kind](data, batch_sizes, state, others[STATES[kind] :], *options)

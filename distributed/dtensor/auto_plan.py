@@ -203,16 +203,16 @@ class _PlanSearch:
         does."""
         sinks, sources = self.members[group.sink], self._paths(group.sources)
         whole = self.flow.run({}, kept=sinks).arrived
+        marked: Marks = self.flow.run(self._all_of(*group.sources))
+        if names := next((marked.parameters[path] for path in sinks if marked.parameters[path]), None):
+            return f"the parameter {names[0]} is used between them, whose gradient on a rank would be partial"
         for rank in range(self.ranks):
             parts = {path: _block(features_of(self.flow.projections[path])[1], self.ranks, rank) for path in sources}
             try:
                 part: Marks = self.flow.run({}, parts, sinks)
-                marked: Marks = self.flow.run(self._all_of(*group.sources), parts)  # to know what is between
             except Exception as error:  # noqa: BLE001 - whatever the model raises, the group cannot be sharded
                 return f"the code between does not run on a part of the features ({type(error).__name__}: {error})"
             for path in sinks:
-                if names := marked.parameters.get(path):
-                    return f"the parameter {names[0]} is used between them, whose gradient on a rank would be partial"
                 for one, all_features in zip(part.arrived[path], whole[path], strict=True):
                     expected = all_features[..., _block(all_features.shape[-1], self.ranks, rank)]
                     if one.shape != expected.shape:
