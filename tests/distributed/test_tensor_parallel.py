@@ -336,3 +336,34 @@ def test_the_number_of_collectives_and_copies_does_not_depend_on_the_world() -> 
             counts.append({name: n for name, n in names.items() if name.startswith("_c10d") or name in moved})
     assert counts[0] == counts[1] == counts[2]
     assert counts[0].get("aten.split.Tensor", 0) == 0
+
+
+class Scaled(nn.Module):
+    """Reads its input as a DTensor. The gradient of that is replicated; GEMMs of parts give a partial one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Tensor:
+        return (x * 2).to_local().sum()
+
+
+def prepared_gradients(rank: int, world: int) -> list[Tensor]:
+    """The gradient of a gathered input by torch's style and by weft's."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    found = []
+    for styles in (torch_parallel, weft):
+        style: Any = styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        module = torch_parallel.parallelize_module(Scaled(), mesh, style)
+        x = torch.arange(12.0).reshape(1, 3, 4).add(rank).requires_grad_()
+        module(x).backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    return found
+
+
+def test_a_replicated_gradient_of_a_gathered_input_is_not_summed_over_the_ranks() -> None:
+    for by_torch, by_weft in run_ranks(prepared_gradients, 2):
+        assert torch.equal(by_torch, by_weft)
+        assert torch.equal(by_weft, torch.full((1, 3, 4), 2.0))
