@@ -29,6 +29,7 @@ from weft.argument_checks import ArgumentChecks
 from weft.distributed.dtensor.feature_flow import FeatureFlow, Marks, example_for
 from weft.distributed.dtensor.projections import features_of
 from weft.distributed.dtensor.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from weft.short_tracebacks import shortens_tracebacks
 
 # An Embedding of fewer rows, or a Linear of fewer outputs, is no vocabulary: to shard it saves little. A choice.
 _FEWEST_IN_A_VOCABULARY = 4096
@@ -65,6 +66,7 @@ class AutoPlan:
         return "\n".join(lines)
 
 
+@shortens_tracebacks
 def tensor_parallel_plan(
     module: nn.Module, ranks: int, example: tuple[object, ...] | Mapping[str, object] | None = None
 ) -> AutoPlan:
@@ -80,8 +82,13 @@ def tensor_parallel_plan(
             image, by the model's configuration.
 
     Raises:
-        InvalidArgument: no example is known, the model does not run on it, or no group of Linears can be sharded.
+        InvalidArgument: no example is known, the model does not run on it, no group of Linears can be sharded, or
+            `ranks` is less than 1.
+        InvalidArgumentType: `module` is no module, or `ranks` no int.
     """
+    checks = ArgumentChecks("weft.tensor_parallel_plan")
+    checks.kind("module", module, nn.Module, "a torch.nn.Module", "Pass the model, not sharded yet")
+    checks.number("ranks", ranks, least=1, whole=True, remedy="Pass the size of the mesh dimension to shard over")
     with torch_adapter.only_mode():  # in a fake world too, the example has values
         example = example_for(module) if example is None else example
         if example is None:

@@ -379,6 +379,12 @@ REPLICATE = [
     Misuse("replicated().set_gradient_divide_factor('2')", "factor", "'2'", T),
 ]
 
+TENSOR_PARALLEL = [
+    Misuse("weft.tensor_parallel_plan(nn.Linear, 2)", "module", "the class Linear", T),
+    Misuse("weft.tensor_parallel_plan(linear(), '2')", "ranks", "'2'", T),
+    Misuse("weft.tensor_parallel_plan(linear(), 0)", "ranks", "0", V),
+]
+
 MATERIALIZE = [
     Misuse("weft.materialize(None)", "model", "None", T),
     Misuse("weft.materialize(nn.Linear)", "model", "the class Linear", T),
@@ -409,7 +415,7 @@ def _world() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("misuse", [*FULLY_SHARD, *METHODS, *REPLICATE, *MATERIALIZE], ids=str)
+@pytest.mark.parametrize("misuse", [*FULLY_SHARD, *METHODS, *REPLICATE, *TENSOR_PARALLEL, *MATERIALIZE], ids=str)
 def test_the_error_is_clear(misuse: Misuse) -> None:
     if "dp_mesh_dims" in misuse.source and torch.__version__.startswith("2.11"):
         pytest.skip("torch 2.11 has no dp_mesh_dims to compare with")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from growth import assert_near_linear
+from growth import assert_growth
 
 from weft.inductor.transports import arena
 from weft.inductor.transports.arena import ALIGNMENT, ArenaPlan, CollectiveInterval, Region, can_write, plan
@@ -213,14 +213,14 @@ def gathers_and_reductions(layers: int) -> tuple[list[CollectiveInterval], list[
     return intervals, regions
 
 
-def test_a_large_step_is_planned_in_near_linear_time() -> None:
+def test_the_time_to_plan_a_large_step_grows_quadratically_at_most() -> None:
     def of(layers: int) -> Callable[[], object]:
         intervals, regions = gathers_and_reductions(layers)
         return lambda: plan(intervals, regions)
 
     layout = plan(*gathers_and_reductions(32))
     assert layout.size < 3 * sum(1000 * (1 + at) for at in range(9)) + 9 * 3 * ALIGNMENT
-    assert_near_linear(of, 16)
+    assert_growth(of, 32, 2)  # all lifetimes differ
 
 
 def test_the_first_collective_of_each_stream_has_an_opening_barrier() -> None:
