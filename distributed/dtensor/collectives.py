@@ -7,8 +7,8 @@ al. 2022).
 
 | function | forward | backward |
 |---|---|---|
-| ``sum_gradient`` | nothing | all-reduce: partial to replicated |
-| ``all_reduce`` | all-reduce: partial to replicated | nothing |
+| ``sum_gradient`` | nothing | ``all_reduce``: partial to replicated |
+| ``all_reduce`` | all-reduce: partial to replicated | ``sum_gradient``: nothing |
 | ``all_gather``, ``all_gather_to_dtensor`` | all-gather: sharded to replicated | reduce-scatter: partial to sharded |
 | ``reduce_scatter`` | reduce-scatter: partial to sharded | all-gather: sharded to replicated |
 """
@@ -22,22 +22,26 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from weft import torch_adapter
+from weft.distributed.dtensor.conversions import to_local
+
 _c10d = torch.ops._c10d_functional
 
 
 def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """``x`` itself, a view of it. Its gradient, partial, is summed over the ranks of the 1-D ``mesh``."""
-    return _SumGradient.apply(x, mesh)  # type: ignore[no-any-return]
+    return _SumGradient.apply(x, mesh) if _is_recorded(x) else x
 
 
 def all_reduce(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of ``x`` over the ranks, in the dtype of ``x``."""
-    return _AllReduce.apply(x, mesh)  # type: ignore[no-any-return]
+    return _AllReduce.apply(x, mesh) if _is_recorded(x) else _summed(x, mesh)
 
 
 def all_gather(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """The parts of all ranks side by side along ``dim``, in rank order: ``x.shape[dim]`` grows by the mesh's size."""
-    return _AllGather.apply(x, dim % x.dim(), mesh)  # type: ignore[no-any-return]
+    dim %= x.dim()
+    return _AllGather.apply(x, dim, mesh) if _is_recorded(x) else _gathered(x, dim, mesh)
 
 
 def all_gather_to_dtensor(x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
@@ -48,7 +52,15 @@ def all_gather_to_dtensor(x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
 
 def reduce_scatter(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
     """This rank's part along ``dim`` of the sum over the ranks. The size of ``dim`` is a multiple of the mesh's."""
-    return _ReduceScatter.apply(x, dim % x.dim(), mesh)  # type: ignore[no-any-return]
+    dim %= x.dim()
+    return _ReduceScatter.apply(x, dim, mesh) if _is_recorded(x) else _scattered(x, dim, mesh)
+
+
+def _is_recorded(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+# ---- without gradients: past autograd, whose part of torch's collectives is Python code
 
 
 def _name(mesh: DeviceMesh) -> str:
@@ -56,17 +68,23 @@ def _name(mesh: DeviceMesh) -> str:
 
 
 def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", _name(mesh)))
+    with torch_adapter.below_autograd():
+        return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", _name(mesh)))
 
 
 def _gathered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), mesh.size(), _name(mesh)))
-    return torch.cat(rows.chunk(mesh.size()), dim) if dim else rows
+    with torch_adapter.below_autograd():
+        rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), mesh.size(), _name(mesh)))
+        return torch.cat(rows.chunk(mesh.size()), dim) if dim else rows
 
 
 def _scattered(x: Tensor, dim: int, mesh: DeviceMesh) -> Tensor:
-    rows = torch.cat(x.chunk(mesh.size(), dim)) if dim else x.contiguous()
-    return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", mesh.size(), _name(mesh)))
+    with torch_adapter.below_autograd():
+        rows = torch.cat(x.chunk(mesh.size(), dim)) if dim else x.contiguous()
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(rows, "sum", mesh.size(), _name(mesh)))
+
+
+# ---- with gradients. Each backward calls a function of the table above, so that gradients of gradients are right
 
 
 class _SumGradient(torch.autograd.Function):
@@ -77,17 +95,18 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _summed(gradient, ctx.mesh), None
+        return all_reduce(gradient, ctx.mesh), None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
         return _summed(x, mesh)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
+        return sum_gradient(gradient, ctx.mesh), None
 
 
 class _AllGather(torch.autograd.Function):
@@ -98,20 +117,21 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _scattered(gradient, ctx.dim, ctx.mesh), None, None
+        return reduce_scatter(gradient, ctx.dim, ctx.mesh), None, None
 
 
 class _AllGatherToDTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, mesh: DeviceMesh) -> DTensor:
         ctx.dim, ctx.mesh = dim, mesh
-        return DTensor.from_local(_gathered(x, dim, mesh), mesh, [Replicate()], run_check=False)
+        whole = _gathered(x, dim, mesh)
+        return torch_adapter.dtensor_with(whole, torch_adapter.dtensor_spec_of(whole, mesh, (Replicate(),)))
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         if gradient.placements == (Partial(),):
-            return _scattered(gradient.to_local(), ctx.dim, ctx.mesh), None, None
-        return gradient.redistribute(placements=[Shard(ctx.dim)]).to_local(), None, None
+            return reduce_scatter(to_local(gradient), ctx.dim, ctx.mesh), None, None
+        return to_local(gradient.redistribute(placements=[Shard(ctx.dim)])), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -122,4 +142,4 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gathered(gradient, ctx.dim, ctx.mesh), None, None
+        return all_gather(gradient, ctx.dim, ctx.mesh), None, None

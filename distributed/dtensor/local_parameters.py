@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.distributed.dtensor.collectives import sum_gradient
+from weft.distributed.dtensor.conversions import to_local
 
 _MISSING = object()
 _NAME = "_weft_forward"
@@ -92,5 +92,5 @@ def compute_locally(
 
 def local(parameter: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
     """This rank's part of a parameter, whose gradient becomes a DTensor like it; summed over ``mesh`` if given."""
-    part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return sum_gradient(part, mesh) if mesh is not None and torch.is_grad_enabled() and part.requires_grad else part
+    part = to_local(parameter) if isinstance(parameter, DTensor) else parameter
+    return part if mesh is None else sum_gradient(part, mesh)

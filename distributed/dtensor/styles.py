@@ -25,6 +25,7 @@ from weft.distributed.dtensor.collectives import (
     reduce_scatter,
     sum_gradient,
 )
+from weft.distributed.dtensor.conversions import to_dtensor, to_local
 from weft.distributed.dtensor.local_parameters import LocalForward, compute_locally
 from weft.distributed.dtensor.projections import features_of, is_transposed
 from weft.distributed.ops import shard_length, shard_rows
@@ -44,7 +45,7 @@ def _replace(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placemen
 def _as_dtensor(x: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None) -> DTensor:
     """A DTensor of local tensors. ``size`` is the global size of the dimension sharded, where parts are uneven."""
     if size is None or size % mesh.size() == 0 or not isinstance(placement, Shard):
-        return DTensor.from_local(x, mesh, [placement], run_check=False)
+        return to_dtensor(x, mesh, placement)
     shape = list(x.shape)
     shape[placement.dim] = size
     stride = torch.empty(shape, device="meta").stride()
@@ -68,7 +69,7 @@ def _output(
     if use_local and have == Partial() and isinstance(want, Shard) and x.shape[want.dim] % mesh.size() == 0:
         return reduce_scatter(x, want.dim, mesh)
     found = _laid_out(_as_dtensor(x, mesh, have, size), want)
-    return found.to_local() if use_local else found
+    return to_local(found) if use_local else found
 
 
 class ColwiseParallel(torch_parallel.ColwiseParallel):
@@ -168,9 +169,9 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
             raise _CHECKS.invalid("plan", module, allowed, "Leave max_norm out, or use ColwiseParallel")
 
         def prepare(call: LocalForward, ids: Any) -> Any:
-            ids = _laid_out(ids, Replicate()).to_local() if isinstance(ids, DTensor) else ids
+            ids = to_local(_laid_out(ids, Replicate())) if isinstance(ids, DTensor) else ids
             if given != Replicate():
-                ids = _laid_out(_as_dtensor(ids, mesh, given), Replicate()).to_local()
+                ids = to_local(_laid_out(_as_dtensor(ids, mesh, given), Replicate()))
             call.set("padding_idx", padding)
             if not count:  # a rank without rows looks up zeros, and takes part in backward
                 zeros = torch.zeros(1, columns, dtype=module.weight.dtype, device=ids.device)
@@ -208,7 +209,7 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         mesh, use_local = device_mesh, self.use_local_output
 
         def prepare(call: LocalForward, x: Any) -> Any:
-            return _laid_out(x, sharded).to_local() if isinstance(x, DTensor) else x
+            return to_local(_laid_out(x, sharded)) if isinstance(x, DTensor) else x
 
         def finish(call: LocalForward, y: Tensor) -> Tensor:
             return y if use_local else _as_dtensor(y, mesh, sharded)
@@ -232,7 +233,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         if isinstance(input, DTensor):
             if input.placements != (Shard(dim),) or input.shape[dim] % mesh.size():
                 return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
-            input = input.to_local()
+            input = to_local(input)
         return all_gather_to_dtensor(input, dim, mesh)
 
 
@@ -269,10 +270,10 @@ class NoParallel(ParallelStyle):
 
         def prepare(call: LocalForward, x: Any) -> Any:
             if isinstance(x, DTensor):
-                return _laid_out(x, Replicate()).to_local()
+                return to_local(_laid_out(x, Replicate()))
             if not isinstance(x, Tensor) or given == Replicate():
                 return x
-            return _laid_out(_as_dtensor(x, mesh, given), Replicate()).to_local()
+            return to_local(_laid_out(_as_dtensor(x, mesh, given), Replicate()))
 
         def finish(call: LocalForward, y: Any) -> Any:
             if not isinstance(y, Tensor) or (use_local and wanted == Replicate()):
@@ -306,18 +307,21 @@ def _positive(placement: Placement, dims: int) -> Placement:
 def _replicated_input(x: Any, mesh: DeviceMesh, given: Placement) -> Any:
     """The whole input of a module that computes a part of the output: its gradient on a rank is partial."""
     if isinstance(x, DTensor):
-        return _laid_out(x, Replicate()).to_local(grad_placements=[Partial()])
+        (layout,) = x.placements
+        if isinstance(layout, Shard) and x.shape[layout.dim] % mesh.size() == 0:
+            return all_gather(to_local(x), layout.dim, mesh)
+        return to_local(_laid_out(x, Replicate()), Partial())
     if given == Replicate():
-        return sum_gradient(x, mesh) if x.requires_grad and torch.is_grad_enabled() else x
+        return sum_gradient(x, mesh)
     if isinstance(given, Shard):
         return all_gather(x, given.dim, mesh)
-    return _laid_out(_as_dtensor(x, mesh, given), Replicate()).to_local(grad_placements=[Partial()])
+    return to_local(_laid_out(_as_dtensor(x, mesh, given), Replicate()), Partial())
 
 
 def _last_sharded_input(x: Any, mesh: DeviceMesh, given: Placement, features: int) -> Any:
     """This rank's columns of the input of a Linear whose input features are sharded."""
     last = Shard(x.dim() - 1)
     if isinstance(x, DTensor):
-        return _laid_out(x, last).to_local()
+        return to_local(_laid_out(x, last))
     layout = _positive(given, x.dim())
-    return x if layout == last else _laid_out(_as_dtensor(x, mesh, layout), last).to_local()
+    return x if layout == last else to_local(_laid_out(_as_dtensor(x, mesh, layout), last))

@@ -71,7 +71,7 @@ class ShardLayout:
             shape=self.global_shape,
             stride=self.global_stride,
         )
-        return torch_adapter.dtensor_like(shard, without_data)
+        return torch_adapter.dtensor_with(shard, torch_adapter.dtensor_spec(without_data))
 
     def wrap_whole(self, whole: torch.Tensor) -> torch.Tensor:
         """What forward sees of a gathered tensor: itself, or the DTensor that it was before sharding."""

@@ -334,7 +334,7 @@ class ShardedParameter:
             shard = self._from_front(unpad_shard(part, size, axis.group_name, self.sharded.dtype))
         else:
             shard = part.to(self.sharded.dtype)
-        return torch_adapter.dtensor_like(self.residence.keep_gradient(shard), self.sharded)
+        return torch_adapter.dtensor_with(self.residence.keep_gradient(shard), torch_adapter.dtensor_spec(self.sharded))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -367,3 +367,36 @@ def test_a_replicated_gradient_of_a_gathered_input_is_not_summed_over_the_ranks(
     for by_torch, by_weft in run_ranks(prepared_gradients, 2):
         assert torch.equal(by_torch, by_weft)
         assert torch.equal(by_weft, torch.full((1, 3, 4), 2.0))
+
+
+@torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)  # it has a second derivative
+def penalized(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The gradients of a loss to which the square of its gradients is added."""
+    loss = model(ids).square().mean()
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    penalty = sum(
+        (each.square().sum().full_tensor() if isinstance(each, DTensor) else each.square().sum()) for each in gradients
+    )
+    (loss + penalty).backward()  # type: ignore[no-untyped-call]
+    return [whole(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def penalty_differences(rank: int, world: int) -> list[float]:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    ids = torch.arange(LENGTH)[None] % VOCABULARY
+    torch.manual_seed(0)
+    model = Decoder().double()
+    expected = penalized(copy.deepcopy(model), ids)
+    found = []
+    for sequence in (False, True):
+        mine = penalized(parallelize(copy.deepcopy(model), mesh, weft, sequence, False), ids)
+        assert len(mine) == len(expected)
+        found.append(max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, expected, strict=True)))
+    return found
+
+
+@pytest.mark.gloo
+def test_gradients_of_gradients_are_those_of_the_whole_model() -> None:
+    for found in run_ranks(penalty_differences, 2, timeout=170):
+        assert max(found) < 1e-9
