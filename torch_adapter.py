@@ -333,7 +333,8 @@ dtensor_spec = operator.attrgetter("_spec")  # mesh, placements and global shape
 
 def dtensor_with(local: torch.Tensor, spec: Any) -> Any:
     """A DTensor of `local` with the `dtensor_spec` of another; no operation and no gradient."""
-    return torch.distributed.tensor.DTensor(local, spec, requires_grad=False)
+    kind = torch.distributed.tensor.DTensor
+    return kind.__new__(kind, local, spec, requires_grad=False)  # its `__init__` does nothing, in 8 microseconds
 
 
 def dtensor_spec_of(local: torch.Tensor, mesh: Any, placements: tuple[Any, ...]) -> Any:
