@@ -245,6 +245,18 @@ class GradientLost(WeftError):
         )
 
 
+class GradientWithGraph(WeftError):
+    """A gradient that is to be averaged over replicas was made with ``create_graph=True``."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"the gradient of parameter {path} is to be differentiated (create_graph=True), and its average over the "
+            "replicas cannot be: what is computed from it would have another gradient. Take such gradients with "
+            "torch.autograd.grad(..., create_graph=True), which averages nothing, or run that backward in "
+            "model.no_sync()"
+        )
+
+
 class NumpyOnTensor(WeftError):
     """The step gave a tensor to a function of numpy that makes an array of it in C."""
 

@@ -109,6 +109,8 @@ class GradientReduction:
         local = param.grad
         if local is None:
             raise errors.GradientLost(path)
+        if local.requires_grad:
+            raise errors.GradientWithGraph(path)
         if local.layout is not torch.strided:
             raise errors.UnsupportedParameter(path, f"has a gradient of layout {local.layout}")
         share = local.to(self._dtype or local.dtype) * (1 / self.divide_factor)

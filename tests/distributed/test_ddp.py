@@ -462,6 +462,32 @@ def mistakes_body(rank: int, world: int) -> list[str]:
     return said
 
 
+def gradients_of_gradients_body(rank: int, world: int) -> list[torch.Tensor]:
+    """The gradient of a penalty on gradients, by a replicated module and by the same one alone."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    module = replicate(copy.deepcopy(alone))
+    x = torch.linspace(-1, 1, 6).view(2, 3) + rank
+    with pytest.raises(errors.GradientWithGraph, match=r"parameter .*weight|parameter .*bias"):
+        module(x).sum().backward(create_graph=True)
+    module.zero_grad()
+    found: list[torch.Tensor] = []
+    for each in (module, alone):
+        with module.no_sync():
+            each(x).sum().backward(create_graph=True)
+            gradients = [parameter.grad for parameter in each.parameters() if parameter.grad is not None]
+            penalty = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+            found += torch.autograd.grad(penalty, list(each.parameters())[:2])
+        each.zero_grad()
+    return found
+
+
+def test_an_average_that_would_be_differentiated_is_refused() -> None:
+    for first, second, *expected in run_ranks(gradients_of_gradients_body, 2):
+        assert torch.equal(first, expected[0])
+        assert torch.equal(second, expected[1])
+
+
 def test_mistakes_have_names() -> None:
     for said in run_ranks(mistakes_body, 2):
         assert "bias" in said[-1]
