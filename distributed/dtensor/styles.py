@@ -38,6 +38,7 @@ def _replace(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placemen
     parameter = module._parameters[name]
     if parameter is None:
         return
+    _check_embedding(module)
     distributed = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
     module.register_parameter(name, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
@@ -164,20 +165,20 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
         padding = module.padding_idx
         if padding is not None:
             padding = padding - first if first <= padding < first + count else None
-        if module.max_norm is not None:
-            allowed = "an Embedding without max_norm, which would change the rows of other ranks"
-            raise _CHECKS.invalid("plan", module, allowed, "Leave max_norm out, or use ColwiseParallel")
+        # Indices of other ranks' rows read a row of zeros: where the rank has none, and where they would count as uses
+        # of a row that it has.
+        reads_zeros = not count or module.scale_grad_by_freq
 
         def prepare(call: LocalForward, ids: Any) -> Any:
             ids = to_local(_laid_out(ids, Replicate())) if isinstance(ids, DTensor) else ids
             if given != Replicate():
                 ids = to_local(_laid_out(_as_dtensor(ids, mesh, given), Replicate()))
             call.set("padding_idx", padding)
-            if not count:  # a rank without rows looks up zeros, and takes part in backward
+            if reads_zeros:
                 zeros = torch.zeros(1, columns, dtype=module.weight.dtype, device=ids.device)
                 call.set("weight", torch.cat([call.module.__dict__["weight"], zeros]))
             call.kept["elsewhere"] = (ids < first) | (ids >= first + count)
-            return (ids - first).masked_fill(call.kept["elsewhere"], 0)
+            return (ids - first).masked_fill(call.kept["elsewhere"], count if reads_zeros else 0)
 
         def finish(call: LocalForward, y: Tensor) -> Tensor:
             y = y.masked_fill(call.kept["elsewhere"].unsqueeze(-1), 0.0)
@@ -293,6 +294,18 @@ def replicate_parameters(module: nn.Module, mesh: DeviceMesh, src_data_rank: int
 
 
 _CHECKS = ArgumentChecks("parallelize")
+
+
+def _check_embedding(module: nn.Module) -> None:
+    """Raises InvalidArgument for an Embedding whose weight cannot be a DTensor, sharded or not."""
+    if not isinstance(module, nn.Embedding):
+        return
+    if module.max_norm is not None:
+        allowed = "a model whose Embeddings have no max_norm, which writes to the weight in forward"
+        raise _CHECKS.invalid("plan", module, allowed, "Leave max_norm out")
+    if module.sparse:
+        allowed = "a model whose Embeddings have dense gradients: those of a DTensor cannot be sparse"
+        raise _CHECKS.invalid("plan", module, allowed, "Set sparse=False")
 
 
 def _wrong_module(style: str, module: nn.Module) -> Exception:

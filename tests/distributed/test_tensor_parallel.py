@@ -201,6 +201,11 @@ SINGLE: dict[str, tuple[Build, Callable[[], Any], Tensor]] = {
         lambda: weft.RowwiseParallel(input_layouts=Replicate()),
         IDS,
     ),
+    "rows of a table, gradients by how often each is used": (
+        lambda: nn.Embedding(11, 6, scale_grad_by_freq=True),
+        lambda: weft.RowwiseParallel(input_layouts=Replicate()),
+        IDS.repeat(1, 3),
+    ),
     "more ranks than rows": (
         lambda: nn.Embedding(3, 6),
         lambda: weft.RowwiseParallel(input_layouts=Replicate()),
@@ -293,6 +298,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"layers.*.mlp.up": weft.ColwiseParallel(), "layers.0.mlp.up": weft.RowwiseParallel()},
         r"both name 'layers.0.mlp.up'",
     ),
+    "a table whose rows are kept short": (
+        lambda: {"embedding": weft.ColwiseParallel()},
+        "Leave max_norm out",
+    ),
+    "a table with sparse gradients": (lambda: {"head": weft.ColwiseParallel()}, "Set sparse=False"),
     "norms of a sharded sequence are not named": (
         lambda: {"embedding": weft.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))},
         r"layers.0.before_attention.weight.* SequenceParallel\(\)",
@@ -303,8 +313,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_plan_that_does_not_fit_is_refused(name: str) -> None:
     plan, message = REFUSED[name]
+    model = Decoder()
+    model.embedding.max_norm = 1.0 if "short" in name else None
+    model.embedding.sparse = "sparse" in name
     with weft.fake_world(2), pytest.raises(weft.errors.InvalidArgument, match=message):
-        weft.parallelize(Decoder(), dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan())
+        weft.parallelize(model, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan())
 
 
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
