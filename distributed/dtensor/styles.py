@@ -67,8 +67,12 @@ def _output(
         return x
     if use_local and have == Partial() and want == Replicate():
         return all_reduce(x, mesh)
-    if use_local and have == Partial() and isinstance(want, Shard) and x.shape[want.dim] % mesh.size() == 0:
-        return reduce_scatter(x, want.dim, mesh)
+    if use_local and isinstance(want, Shard):
+        if x.shape[want.dim] % mesh.size() == 0:
+            if have == Partial():
+                return reduce_scatter(x, want.dim, mesh)
+        elif want.dim != x.dim() - 1:
+            raise _uneven(x, want.dim, mesh)
     found = _laid_out(_as_dtensor(x, mesh, have, size), want)
     return to_local(found) if use_local else found
 
@@ -306,6 +310,14 @@ def _check_embedding(module: nn.Module) -> None:
     if module.sparse:
         allowed = "a model whose Embeddings have dense gradients: those of a DTensor cannot be sparse"
         raise _CHECKS.invalid("plan", module, allowed, "Set sparse=False")
+
+
+def _uneven(x: Tensor, dim: int, mesh: DeviceMesh) -> Exception:
+    """Parts of unequal sizes that are plain tensors: whoever gathers them takes them to be equal, and ranks would
+    exchange other numbers of elements than their peers expect."""
+    allowed = f"a tensor whose size along dimension {dim}, the sharded one, is a multiple of the {mesh.size()} ranks"
+    remedy = f"Pad dimension {dim} of the batch, or leave the activations whole with output_layouts=Replicate()"
+    return _CHECKS.invalid(f"the output that a style shards along dimension {dim}", list(x.shape), allowed, remedy)
 
 
 def _wrong_module(style: str, module: nn.Module) -> Exception:

@@ -320,6 +320,16 @@ def test_a_plan_that_does_not_fit_is_refused(name: str) -> None:
         weft.parallelize(model, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan())
 
 
+def test_a_sequence_of_unequal_parts_is_refused() -> None:
+    """Plain tensors do not tell their readers that other ranks' parts have other sizes."""
+    with weft.fake_world(2):
+        mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = parallelize(Decoder(), mesh, weft, True, False)
+        model(torch.zeros(1, LENGTH, dtype=torch.long))
+        with pytest.raises(weft.errors.InvalidArgument, match=r"Pad dimension 1 of the batch, or .*Replicate\(\)"):
+            model(torch.zeros(1, LENGTH - 1, dtype=torch.long))
+
+
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
     with weft.fake_world(4):
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
