@@ -259,7 +259,7 @@ def version_getter() -> Any:
 
 
 untraced: Any = torch._disable_dynamo  # makes a function run as it is under torch.compile, with all that it calls
-pad_sequence = torch._C._nn.pad_sequence  # what torch.nn.utils.rnn's calls
+nn_functions = torch._C._nn  # the functions in C++ that those of torch.nn call
 
 
 def after_backward(callback: Callable[[], None]) -> None:

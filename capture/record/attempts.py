@@ -12,6 +12,7 @@ import torch
 
 from weft.capture.record.array_sources import ArrayDrawn
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.float_tags import UnknownFloat
 from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
@@ -104,6 +105,9 @@ def _with_what_changes(
         except TableWritten:
             plain = changing.plain_tables | arguments.written
             changing = replace(changing, tables=changing.tables - plain, plain_tables=plain)
+        except UnknownFloat as error:
+            log.info("captured with the values of floats: %s", error)
+            changing = replace(changing, plain_floats=True)
         except UsedDuringCapture:
             raise
         except Exception as error:
@@ -133,7 +137,8 @@ def _with_what_changes(
             if not changing.numbers:
                 raise
             log.info("captured with numbers as constants: %s", str(error).split("\n")[0])
-            changing = replace(CONSTANTS, values=changing.values | changing.lists.keys())
+            plain = changing.plain_floats
+            changing = replace(CONSTANTS, values=changing.values | changing.lists.keys(), plain_floats=plain)
         made = []  # the attempt has removed it
 
 

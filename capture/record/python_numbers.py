@@ -73,6 +73,7 @@ class ChangingState:
             that lead to them.
         tables: paths of tables of the state that the step indexes with symbolic numbers.
         plain_tables: paths of lists that must be plain all the same, because the step writes to them.
+        plain_floats: whether functions in C++ get the values of symbolic floats, since one of them computes with these.
         closed: whether what the step is found to change, and is not among these, is taken for constant.
     """
 
@@ -83,6 +84,7 @@ class ChangingState:
     lists: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tables: frozenset[str] = frozenset()
     plain_tables: frozenset[str] = frozenset()
+    plain_floats: bool = False
     closed: bool = False
 
 

@@ -31,6 +31,7 @@ from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import check_operands
 from weft.capture.record.constant_scalars import constant_scalar
+from weft.capture.record.float_tags import FloatTags
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
 from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
@@ -100,7 +101,7 @@ class OpRecorder(TorchDispatchMode):
         input_name: asked for the name of a new placeholder.
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
         data_set: the user's tensors whose ``.data`` was assigned, by id.
-        float_tags: floats that stand for symbolic numbers (see ``TorchFunctionInterceptor``).
+        float_tags: floats that stand for symbolic numbers.
         late_texts: what marks in texts stand for (:mod:`weft.capture.record.late_text`).
         snapshots: makes the snapshots of Python state that opaque calls need.
         packed: knows of the packed sequences of the step; None where it has none.
@@ -122,7 +123,7 @@ class OpRecorder(TorchDispatchMode):
         self.input_name: Callable[[torch.Tensor], str] = lambda tensor: "input"
         self.shares_memory: Callable[[int], Iterable[torch.Tensor]] = lambda storage: ()
         self.data_set: dict[int, DataSet] = {}
-        self.float_tags: dict[float, torch.SymFloat] = {}
+        self.float_tags = FloatTags()
         self.late_texts: list[Any] = []
         self.snapshots: Any = None
         self.packed: Any = None
@@ -402,8 +403,8 @@ class OpRecorder(TorchDispatchMode):
             return self.storages.read(self.storages.of(argument))
         if isinstance(argument, _NUMBERS):
             return self.symbols.node(argument)
-        if type(argument) is float and argument in self.float_tags:
-            return self.symbols.node(self.float_tags[argument])
+        if type(argument) is float and (number := self.float_tags.symbol(argument)) is not None:
+            return self.symbols.node(number)
         if type(argument) is torch.device and argument == self._own_device:
             return torch.device(argument.type)
         return argument

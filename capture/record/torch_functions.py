@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft import torch_adapter
 from weft.capture.record.array_sources import ArraySources
+from weft.capture.record.float_arguments import FLOAT_FUNCTIONS, FloatArguments, Inside, has_symbolic_float
 from weft.capture.record.held_references import StandIn
 from weft.capture.record.host_lists import HostList, tensor_of_list
 from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
@@ -59,7 +60,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
         self._arrays = arrays
-        self._tags = 0
+        self._floats = FloatArguments(recorder.float_tags)
+        self._inside = Inside()
 
     @contextlib.contextmanager
     def active_in_backward(self) -> Iterator[None]:
@@ -97,7 +99,9 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return func(part, rest or ..., *args[2:])
             if func in _EQUAL and not kwargs:
                 return bool(self._equal(*args))
-            if func is torch_adapter.pad_sequence and any(isinstance(each.shape[0], torch.SymInt) for each in args[0]):
+            if func is torch_adapter.nn_functions.pad_sequence and any(
+                isinstance(each.shape[0], torch.SymInt) for each in args[0]
+            ):
                 return _padded(*args, **kwargs)
             if func in PACKED_FUNCTIONS and (packed := packed_function(func, args)) is not None:
                 return packed()
@@ -122,9 +126,13 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return self._set_data(*args)
             if func in _FUSED:
                 kwargs = {
-                    name: self._tag(value) if isinstance(value, torch.SymFloat) else value
+                    name: self._recorder.float_tags.tag(value) if isinstance(value, torch.SymFloat) else value
                     for name, value in kwargs.items()
                 }
+        if has_symbolic_float(args, kwargs):
+            if func in FLOAT_FUNCTIONS:
+                return self._floats.call(func, args, kwargs)
+            func = self._inside(func, self)
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -169,18 +177,6 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 f"`tensor.data = ...` with another shape or dtype at {user_line()}; assign a new tensor instead"
             )
         self._recorder.set_data(target, value)
-
-    def _tag(self, number: torch.SymFloat) -> float:
-        """A float that stands for a symbolic number where an argument must be a C double.
-
-        The fused optimizers take lr and their other settings as doubles, and the conversion would fix the symbol to its
-        present value. The smallest denormal numbers serve as tags, because no program uses them as settings. The
-        recorder puts the symbol back in their place (``OpRecorder.float_tags``).
-        """
-        self._tags += 1
-        tag = self._tags * 5e-324
-        self._recorder.float_tags[tag] = number
-        return tag
 
 
 def _symbolic_numbers(data: Any) -> list[Any]:
@@ -276,7 +272,7 @@ _LOOKED_INTO = frozenset(
     {
         torch.Tensor.tolist,
         *_CTC,
-        torch_adapter.pad_sequence,
+        torch_adapter.nn_functions.pad_sequence,
         _SET_DATA,
         *_MAKE_TENSORS,
         *_INDEXED,

@@ -185,6 +185,7 @@ class _StepCapture:
             self.state.add(obj, path)
         self.dynamic = dynamic | self.arguments.marked_dynamic()
         self.recorder.input_name = self._input_name
+        self.recorder.float_tags.used = not changing.plain_floats
         self.streams = Streams(self.recorder)
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.numbers = PythonNumbers(self.recorder, changing, shared)

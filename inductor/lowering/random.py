@@ -15,7 +15,7 @@ from weft.inductor.loop_ir.ir import Call
 from weft.inductor.lowering.elementwise import load_operand, store_result
 from weft.inductor.lowering.expressions import Expression, where
 from weft.inductor.lowering.reductions import linear
-from weft.inductor.lowering.registry import Lowering, Node, register_lowering
+from weft.inductor.lowering.registry import Lowering, Node, number, register_lowering
 
 aten = torch.ops.aten
 
@@ -42,8 +42,9 @@ def _functional(op: Any) -> Any:
 def _dropout(out: Lowering, node: Node) -> bool:
     args = arguments(node)
     p = args["p"]
-    # p = 1 is left to ATen: 1 / (1 - p) is infinite, and infinity times 0 NaN.
-    if not isinstance(p, (int, float)) or args["train"] is False or p >= 1:
+    # p = 1 is left to ATen: 1 / (1 - p) is infinite, and infinity times 0 NaN. A p that changes is never 1: for p = 1,
+    # torch issues other operations, which are another capture.
+    if args["train"] is False or (not isinstance(p, Node) and p >= 1):
         return False
     # The backward reads the mask, so it is stored in any case, and what uses it here reads it too.
     store_result(out, random_values(out, "rand", 1) >= p, result=1)
@@ -51,14 +52,15 @@ def _dropout(out: Lowering, node: Node) -> bool:
     # A load of what was just stored: fused, it becomes the value in a register; else it reads a byte instead of
     # repeating Philox.
     kept = Expression(mask.load(mask.index()))
-    store_result(out, where(kept, load_operand(out, args["input"], out.fake().dtype) * (1 / (1 - p)), 0))
+    x = load_operand(out, args["input"], out.fake().dtype)
+    store_result(out, where(kept, x * _of_float64(1 / (1 - _float64(p)), x), 0))
     return True
 
 
 @register_lowering(aten.bernoulli.p, _functional(aten.bernoulli_.float))
 def _bernoulli(out: Lowering, node: Node) -> bool:
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    if not isinstance(p, (int, float)) or _own_generator(node):
+    if _own_generator(node):
         return False
     # `rand` is below 1, so p = 1 gives ones only, and never below 0, so p = 0 gives zeros only.
     store_result(out, random_values(out, "rand") < p)
@@ -82,9 +84,8 @@ def _uniform(out: Lowering, node: Node) -> bool:
     low, high = args["from"], args["to"]
     if out.fake().dtype != torch.float32 or _own_generator(node):
         return False
-    if not isinstance(low, (int, float)) or not isinstance(high, (int, float)):
-        return False
-    store_result(out, random_values(out, "rand") * (high - low) + low)
+    drawn = random_values(out, "rand")
+    store_result(out, drawn * _of_float64(_float64(high) - _float64(low), drawn) + low)
     return True
 
 
@@ -95,10 +96,18 @@ def _normal(out: Lowering, node: Node) -> bool:
     # A half may be rounded from float32 here: a normal distribution has no bound that rounding could reach.
     if out.fake().dtype == torch.float64 or _own_generator(node):
         return False
-    if not isinstance(mean, (int, float)) or not isinstance(std, (int, float)):
-        return False
     store_result(out, random_values(out, "randn") * std + mean)
     return True
+
+
+def _float64(value: Any) -> Any:
+    """A number, or a number node as the float64 that it is at a call: for arithmetic as eager's host does it."""
+    return Expression(number(value)) if isinstance(value, Node) else value
+
+
+def _of_float64(value: Any, like: Expression) -> Any:
+    """The result of such arithmetic in the type of another value."""
+    return value.to(like.dtype) if isinstance(value, Expression) else value
 
 
 def _own_generator(node: Node) -> bool:
