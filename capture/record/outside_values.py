@@ -31,6 +31,7 @@ from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
 from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.record.repeated_warnings import warning_replacements
+from weft.capture.record.tensor_classes import tensor_class_replacements, tensors_of_symbols
 from weft.capture.record.torch_generators import TorchGenerators
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.type_facts import is_what_its_type_says
@@ -120,6 +121,7 @@ class OutsideValues:
                 stack.callback(self.calls.end)
                 stack.enter_context(_originals_in_new_modules(stand_ins))
                 stack.enter_context(self._types.as_class())
+                stack.enter_context(tensors_of_symbols())
                 stack.enter_context(self.environment.followed())
                 stack.enter_context(self.arrays.extensions_kept())
                 replacements = [
@@ -134,6 +136,7 @@ class OutsideValues:
                     *self._objects.replacements(),
                     *self._generators.replacements(),
                     *self._types.replacements(),
+                    *tensor_class_replacements(self._state.objects),
                 ]
                 for owner, name, new in replacements:
                     original = getattr(owner, name)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from weft import torch_adapter
 from weft.capture.record.array_sources import ArraySources
 from weft.capture.record.float_arguments import FLOAT_FUNCTIONS, FloatArguments, Inside, has_symbolic_float
-from weft.capture.record.held_references import StandIn
+from weft.capture.record.held_references import StandIn, original_of
 from weft.capture.record.host_lists import HostList, tensor_of_list
 from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
 from weft.capture.record.packed_sequences import PACKED_FUNCTIONS, batch_size, packed_function
@@ -97,6 +97,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 if func is torch.Tensor.__getitem__:
                     return func(part, rest) if rest else part
                 return func(part, rest or ..., *args[2:])
+            if func is torch.Tensor.type:
+                args = tuple(map(original_of, args))
             if func in _EQUAL and not kwargs:
                 return bool(self._equal(*args))
             if func is torch_adapter.nn_functions.pad_sequence and any(
@@ -277,6 +279,7 @@ _LOOKED_INTO = frozenset(
         *_MAKE_TENSORS,
         *_INDEXED,
         *_EQUAL,
+        torch.Tensor.type,
         torch.Tensor.numpy,
         torch.Tensor.__array__,
         *_FUSED,
