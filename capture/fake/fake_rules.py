@@ -129,6 +129,25 @@ def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, st
     return aten.slice.Tensor(x, dim, start, end, step)
 
 
+def _spaced(start: Any, end: Any, steps: Any, *base: Any, **options: Any) -> torch.Tensor:
+    """As many elements as steps; torch's rule wants their number plain."""
+    return torch.empty((steps,), dtype=options.get("dtype"), device=options.get("device"))
+
+
+def _upsample_backward(op: OpOverload) -> Callable[..., torch.Tensor]:
+    """The gradient of the input, in the memory format of that of the output. Torch's rule wants plain sizes."""
+
+    def rule(grad: torch.Tensor, output_size: Any, input_size: Any, *args: Any) -> torch.Tensor:
+        if not _is_symbolic((grad, output_size, input_size)):
+            return op(grad, output_size, input_size, *args)
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(grad.dim(), torch.contiguous_format)
+        keeps = not grad.is_contiguous() and grad.is_contiguous(memory_format=last)
+        memory_format = last if keeps else torch.contiguous_format
+        return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
+
+    return rule
+
+
 _BROADCASTING = (
     *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Scalar, aten.lerp.Tensor),
     *(aten.addcmul_.default, aten.addcdiv_.default, aten.lerp_.Scalar, aten.lerp_.Tensor),
@@ -145,7 +164,16 @@ _ALWAYS_CONTIGUOUS = (
     *(aten.pow.Scalar, aten.poisson.default, aten._standard_gamma.default, aten.isin.Tensor_Tensor),
     *(aten.isin.Tensor_Scalar, aten.normal.float_Tensor, aten.normal.Tensor_Tensor, aten.normal.Tensor_float),
 )
+_UPSAMPLE_BACKWARDS = [
+    getattr(aten, f"{name}_backward").default
+    for name in (
+        *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+        *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+        *(f"{name}{rank}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for rank in (1, 2, 3)),
+    )
+]
 _RULES: dict[Any, Callable[..., Any]] = {
+    **{op: _upsample_backward(op) for op in _UPSAMPLE_BACKWARDS},
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.elu_backward.default: _strides_of(aten.elu_backward.default, 0, 5),
     aten.binary_cross_entropy_backward.default: _strides_of(aten.binary_cross_entropy_backward.default, 1),
@@ -154,6 +182,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.bmm.default: _bmm,
     aten.slice.Tensor: _slice,
+    aten.linspace.default: _spaced,
+    aten.logspace.default: _spaced,
     **{getattr(aten._ctc_loss, name): _ctc_loss for name in ("default", "Tensor")},
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,

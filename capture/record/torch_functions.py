@@ -25,6 +25,7 @@ from weft.capture.record.packed_sequences import PACKED_FUNCTIONS, batch_size, p
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.selected_parts import with_selections
+from weft.capture.record.size_arguments import SIZE_FUNCTIONS, is_resized
 from weft.capture.record.sparse_products import SPARSE_FUNCTIONS, sparse_function
 from weft.capture.record.tensor_copies import deep_copy
 from weft.capture.user_code import user_line
@@ -97,6 +98,10 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 if func is torch.Tensor.__getitem__:
                     return func(part, rest) if rest else part
                 return func(part, rest or ..., *args[2:])
+            if func in SIZE_FUNCTIONS and (sized := SIZE_FUNCTIONS[func](self._recorder, *args, **kwargs)) is not None:
+                return sized
+            if func in _POWERS and type(args[-1]) is torch.SymInt and args[0].is_floating_point():
+                args = (args[0], torch.sym_float(args[1]))
             if func is torch.Tensor.type:
                 args = tuple(map(original_of, args))
             if func in _EQUAL and not kwargs:
@@ -134,6 +139,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         if has_symbolic_float(args, kwargs):
             if func in FLOAT_FUNCTIONS:
                 return self._floats.call(func, args, kwargs)
+            func = self._inside(func, self)
+        elif is_resized(func, args, kwargs):
             func = self._inside(func, self)
         try:
             return func(*args, **kwargs)
@@ -269,6 +276,7 @@ def _with_plain_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_POWERS = (torch.pow, torch.Tensor.pow, torch.Tensor.__pow__)
 _CTC = (torch.ctc_loss, torch.nn.functional.ctc_loss)
 _LOOKED_INTO = frozenset(
     {
@@ -280,6 +288,8 @@ _LOOKED_INTO = frozenset(
         *_INDEXED,
         *_EQUAL,
         torch.Tensor.type,
+        *SIZE_FUNCTIONS,
+        *_POWERS,
         torch.Tensor.numpy,
         torch.Tensor.__array__,
         *_FUSED,

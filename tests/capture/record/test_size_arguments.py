@@ -1,0 +1,91 @@
+"""Integers that change and that functions of torch's want as sizes: classes, steps, sizes of images, exponents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import weft
+from both_ways import both_ways, training
+from weft.errors import WeftError
+
+LABELS = torch.tensor([0, 3, 1, 5, 2, 2])
+GROWING = [*range(2, 18), 1, 3, 0]
+SMALL = [2 + at % 5 for at in range(20)]
+SIGNED = [at % 9 - 5 for at in range(20)]
+image = lambda y: y.reshape(1, 2, 3, 8)
+
+FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor, int], torch.Tensor], list[int]]] = {
+    "one_hot": (lambda y, n: y.sum(1, keepdim=True) * F.one_hot(LABELS, n), [*range(6, 26)]),
+    "one_hot by name": (lambda y, n: y.sum() * F.one_hot(LABELS, num_classes=n), [*range(6, 26)]),
+    "linspace": (lambda y, n: y.sum() * torch.linspace(0, 1, n), GROWING),
+    "linspace between numbers that change": (lambda y, n: y.sum() * torch.linspace(-n, n / 3, n + 2), GROWING),
+    "linspace in float64": (lambda y, n: y.sum() * torch.linspace(0, 1, steps=n, dtype=torch.float64), GROWING),
+    "logspace": (lambda y, n: y.sum() * torch.logspace(0, 1, n), GROWING),
+    "arange": (lambda y, n: y.sum() * torch.arange(1, n + 3, 2), GROWING),
+    "eye and full": (lambda y, n: y.sum() * torch.eye(n + 2) * torch.full((n + 2,), n), GROWING),
+    "interpolate": (lambda y, n: F.interpolate(image(y)[0], n), GROWING[:16]),
+    "interpolate by lines": (lambda y, n: F.interpolate(image(y)[0], size=n, mode="linear"), GROWING[:16]),
+    "interpolate exactly": (lambda y, n: F.interpolate(image(y), (n, 2 * n), mode="nearest-exact"), GROWING[:16]),
+    "interpolate an image": (lambda y, n: F.interpolate(image(y), size=(n, 4), mode="bilinear"), GROWING[:16]),
+    "interpolate corners": (
+        lambda y, n: F.interpolate(image(y), size=n, mode="bicubic", align_corners=True),
+        GROWING[:16],
+    ),
+    "interpolate smoothly": (
+        lambda y, n: F.interpolate(image(y), size=n, mode="bilinear", antialias=True),
+        GROWING[:16],
+    ),
+    "interpolate channels last": (
+        lambda y, n: F.interpolate(image(y).contiguous(memory_format=torch.channels_last), size=n, mode="bilinear"),
+        GROWING[:16],
+    ),
+    "interpolate a volume": (lambda y, n: F.interpolate(image(y)[None], size=n, mode="trilinear"), SMALL),
+    "power": (lambda y, n: y**n + torch.pow(y, n) + y.pow(exponent=2), [2, 3, 4, -1, -2, 5, 1, 0]),
+    "repeat": (lambda y, n: y.repeat(n, 1), SMALL),
+    "tril": (lambda y, n: torch.tril(y, diagonal=n) + torch.triu(y, n), SIGNED),
+    "pad": (lambda y, n: F.pad(y, (n, 1, 2, n), value=1.5), SMALL),
+    "roll": (lambda y, n: torch.roll(y, n, 0) + torch.roll(y, n), SIGNED),
+    "topk": (lambda y, n: y.topk(n, -1).values + y.kthvalue(n).values[:, None], SMALL),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_integer_that_changes_is_one_capture(name: str) -> None:
+    """A size of 0 or 1, and a power of 0, are graphs of their own."""
+    function, values = FUNCTIONS[name]
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    make = training(lambda net, x, n: function(net(x), n).pow(2).sum(), lambda: nn.Linear(8, 8))
+    step = both_ways(make, [(x, value) for value in values], captures=None)
+    assert len(step.captures) <= 3 + len({0, 1}.intersection(values)), step.captures
+
+
+WRONG: dict[str, tuple[Callable[[int], Any], int]] = {
+    "a class too many": (lambda n: F.one_hot(LABELS, n), 4),
+    "no classes": (lambda n: F.one_hot(LABELS, n), 0),
+    "a negative class": (lambda n: F.one_hot(LABELS - 1, n), 9),
+    "less than no classes": (lambda n: F.one_hot(LABELS, n), -2),
+    "fewer than no steps": (lambda n: torch.linspace(0, 1, n), -3),
+    "no size": (lambda n: F.interpolate(torch.ones(1, 2, 3), n), 0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_integers_raise_as_in_eager(name: str) -> None:
+    """For a class that there is not, torch's rule for fake tensors gives zeros, and eager an error."""
+    function, wrong = WRONG[name]
+    step = weft.compile(function)
+    for n in (7, 8, 9):
+        if name != "a negative class":
+            assert torch.equal(step(n), function(n))
+    with pytest.raises((RuntimeError, ValueError)):
+        function(wrong)
+    with pytest.raises((RuntimeError, ValueError, WeftError)):
+        step(wrong)
+    with pytest.raises((RuntimeError, ValueError, WeftError)):
+        weft.compile(function)(wrong)
