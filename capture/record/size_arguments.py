@@ -26,6 +26,8 @@ _UPSAMPLING = (
 
 def one_hot(recorder: OpRecorder, tensor: torch.Tensor, num_classes: Any = -1) -> torch.Tensor | None:
     """As eager does it. For fake tensors, torch compares with all classes instead, and has no error for a wrong one."""
+    if type(num_classes) is int and num_classes == -1 and type(count := tensor.numel()) is int and count:
+        num_classes = int(tensor.max().item()) + 1  # a branch
     plain = type(num_classes) is int and num_classes >= 0
     if not (plain or type(num_classes) is torch.SymInt) or tensor.dtype != torch.int64:
         return None

@@ -155,6 +155,30 @@ def test_an_optimizer_that_cannot_be_captured_trains_uncompiled(name: str) -> No
     assert_equal(run(lambda step: weft.compile(step, fallback="eager")), run(lambda step: step))
 
 
+@pytest.mark.parametrize("options", [{"max_iter": 4}, {"max_iter": 4, "line_search_fn": "strong_wolfe"}])
+def test_lbfgs_trains_with_a_compiled_closure(options: dict[str, Any]) -> None:
+    """What the refusal of its step inside of a compiled one says to do."""
+
+    def run(wrap: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        optimizer = optim.LBFGS(model.parameters(), lr=0.1, **options)
+
+        def closure(x: torch.Tensor) -> torch.Tensor:
+            model.zero_grad()
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            return loss
+
+        closure = wrap(closure)
+        losses = [optimizer.step(lambda x=x: closure(x)).detach() for (x,) in batches(6)]
+        return closure, [losses, snapshot(model)]
+
+    step, found = run(weft.compile)
+    assert_equal(found, run(lambda step: step)[1])
+    assert len(step.captures) <= 2, step.captures
+
+
 def test_every_optimizer_of_torch_is_in_one_of_the_tests() -> None:
     kinds = {name for name, kind in vars(optim).items() if isinstance(kind, type) and issubclass(kind, optim.Optimizer)}
     tested = {name.split()[0] for name in [*OTHERS, *BRANCHING, *REFUSED]}
