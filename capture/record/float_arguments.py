@@ -33,7 +33,7 @@ _ALPHA = 1.7580993408473766  # of alpha dropout, as in ATen/native/Dropout.cpp
 
 
 @dataclass(frozen=True)
-class _Use:
+class _FloatUse:
     """What a function in C++ does with its floats, besides handing them on.
 
     Attributes:
@@ -61,52 +61,54 @@ def _rounded(number: Any) -> Any:
     return _float32(number) if made is None else made
 
 
-_PASSED_ON = _Use()
-_PROBABILITY = _Use((0.0, 1.0))
-_DROPOUT = _Use((0.0, 1.0), (lambda p: 1 - p, lambda p: 1.0 / (1 - p)))
-_ALPHA_DROPOUT = _Use(
+_PASSED_ON = _FloatUse()
+_PROBABILITY = _FloatUse((0.0, 1.0))
+_DROPOUT = _FloatUse((0.0, 1.0), (lambda p: 1 - p, lambda p: 1.0 / (1 - p)))
+_ALPHA_DROPOUT = _FloatUse(
     (0.0, 1.0),
     (lambda p: 1 - p, _alpha_scale, lambda p: _ALPHA * _alpha_scale(p), lambda p: _ALPHA * _alpha_scale(p) * p),
 )
-_USES: dict[str, _Use] = {
+_USES: dict[str, _FloatUse] = {
     **dict.fromkeys(("layer_norm", "group_norm", "instance_norm", "nan_to_num", "logit"), _PASSED_ON),
     **dict.fromkeys(("huber_loss", "smooth_l1_loss", "multi_margin_loss", "rrelu", "rrelu_"), _PASSED_ON),
     **dict.fromkeys(("margin_ranking_loss", "hinge_embedding_loss"), _PASSED_ON),
-    "poisson_nll_loss": _Use(constants=(2 * math.pi,)),
+    "poisson_nll_loss": _FloatUse(constants=(2 * math.pi,)),
     **dict.fromkeys(("normal", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_"), _PASSED_ON),
     **dict.fromkeys(("cosine_similarity", "pairwise_distance"), _PASSED_ON),
     **dict.fromkeys(("bernoulli", "bernoulli_", "geometric_"), _PROBABILITY),
-    "batch_norm": _Use((1e-5,)),  # cuDNN's least eps
-    "triplet_margin_loss": _Use((0.0,)),
-    "cosine_embedding_loss": _Use(constants=(1e-12, _float32(1e-12))),
-    "isclose": _Use((0.0,), constants=(1e-5, 1e-8)),
+    "batch_norm": _FloatUse((1e-5,)),  # cuDNN's least eps
+    "triplet_margin_loss": _FloatUse((0.0,)),
+    "cosine_embedding_loss": _FloatUse(constants=(1e-12, _float32(1e-12))),
+    "isclose": _FloatUse((0.0,), constants=(1e-5, 1e-8)),
     **dict.fromkeys(("dropout", "dropout_", "feature_dropout", "feature_dropout_", "native_dropout"), _DROPOUT),
     **{name: _ALPHA_DROPOUT for each in ("alpha_dropout", "feature_alpha_dropout") for name in (each, f"{each}_")},
-    "rms_norm": _Use(formulas=(_rounded,)),
-    **dict.fromkeys(("celu", "celu_"), _Use((0.0,), (lambda alpha: 1.0 / alpha, lambda alpha: 1.0 / _rounded(alpha)))),
-    "lerp": _Use(formulas=(lambda weight: 1 - weight,)),
-    "lerp_": _Use(formulas=(lambda weight: 1 - weight,)),
-    "pow": _Use((0.0,), (lambda exponent: exponent - 1,)),
-    "pow_": _Use((0.0,), (lambda exponent: exponent - 1,)),
+    "rms_norm": _FloatUse(formulas=(_rounded,)),
+    **dict.fromkeys(
+        ("celu", "celu_"), _FloatUse((0.0,), (lambda alpha: 1.0 / alpha, lambda alpha: 1.0 / _rounded(alpha)))
+    ),
+    "lerp": _FloatUse(formulas=(lambda weight: 1 - weight,)),
+    "lerp_": _FloatUse(formulas=(lambda weight: 1 - weight,)),
+    "pow": _FloatUse((0.0,), (lambda exponent: exponent - 1,)),
+    "pow_": _FloatUse((0.0,), (lambda exponent: exponent - 1,)),
 }
 
 
-def _cross_entropy(scores: torch.Tensor) -> _Use | None:
+def _cross_entropy(scores: torch.Tensor) -> _FloatUse | None:
     """It weighs the loss by ``1 - smoothing``, and adds ``smoothing / classes`` of the losses of all classes."""
     classes = scores.shape[1 if scores.dim() > 1 else 0]
     if not isinstance(classes, int):
         return None
-    return _Use((0.0, 1.0), (lambda smoothing: 1 - smoothing, lambda smoothing: smoothing / classes))
+    return _FloatUse((0.0, 1.0), (lambda smoothing: 1 - smoothing, lambda smoothing: smoothing / classes))
 
 
-def _attention(query: torch.Tensor) -> _Use | None:
+def _attention(query: torch.Tensor) -> _FloatUse | None:
     """Where there is no fused kernel, query and key are scaled by the root of the scale."""
     width = query.shape[-1]
     if not isinstance(width, int):
         return None
     default = 1.0 / math.sqrt(width)
     formulas = (lambda p: 1 - p, lambda p: 1.0 / (1 - p), lambda scale: math.sqrt(abs(scale)))
-    return _Use((0.0, 1.0), formulas, (default, math.sqrt(default)))
+    return _FloatUse((0.0, 1.0), formulas, (default, math.sqrt(default)))
 
 
 # By the first argument; None where what they compute is not known.
@@ -147,7 +149,7 @@ class FloatArguments:
         with self._tags.only(known):
             return function(*args, **kwargs)
 
-    def _argument(self, argument: Any, use: _Use) -> Any:
+    def _argument(self, argument: Any, use: _FloatUse) -> Any:
         if type(argument) is not torch.SymFloat:
             return argument
         for special in use.compared:

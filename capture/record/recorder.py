@@ -95,14 +95,13 @@ class OpRecorder(TorchDispatchMode):
         storages: the current value of each tensor.
         placeholders: each placeholder with the user's tensor that it stands for.
         recorded: number of operations recorded; passed: of those that ran while recording was paused.
-        module_path: asked for the module that a new node belongs to.
+        module_path: asked for the module of a new node.
         optimizing: whether ``optimizer.step()`` is running.
         stream: asked for the number of the current CUDA stream; None where all work is on one stream.
         input_name: asked for the name of a new placeholder.
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
         data_set: the user's tensors whose ``.data`` was assigned, by id.
-        float_tags: floats that stand for symbolic numbers.
-        late_texts: what marks in texts stand for (:mod:`weft.capture.record.late_text`).
+        float_tags: floats that stand for symbolic numbers; late_texts: what marks in texts stand for.
         snapshots: makes the snapshots of Python state that opaque calls need.
         packed: knows of the packed sequences of the step; None where it has none.
         runs_operation: whether a fake result is being computed: what is asked meanwhile, the step did not ask.

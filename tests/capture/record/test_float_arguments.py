@@ -211,7 +211,7 @@ def test_a_number_that_a_function_computes_with_in_an_unknown_way_is_captured_fo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A learning rate is symbolic in any case, and must not be an error where a function computes with it."""
-    monkeypatch.setitem(float_arguments._USES, "lerp", float_arguments._Use())
+    monkeypatch.setitem(float_arguments._USES, "lerp", float_arguments._FloatUse())
 
     def make() -> tuple[Any, list[Any]]:
         net = linear()
