@@ -2,14 +2,19 @@
 
 A step that goes through a list does other operations for another length: each length has a form of its own. What is
 known to vary in such a list holds for every length, though. So all entries that a list had in any capture are compared:
-sizes and values that differ are symbols from the first capture of a new length on.
+sizes and values that differ are symbols from the first capture of a new length on. The parts of a packed sequence vary
+together.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection
 from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from weft import torch_adapter
 from weft.capture.record.dynamic_sizes import sizes_of
@@ -39,6 +44,8 @@ class ListHistory:
         self._values: dict[str, Any] = {}
         self._varying_sizes: set[tuple[str, int, int]] = set()
         self._varying_values: set[str] = set()
+        self._packed: dict[str, Any] = {}  # by path: the first sizes of a packed sequence's parts
+        self._open_packed: set[str] = set()  # packed sequences that had others
 
     def flatten(self, call: tuple[Any, Any]) -> tuple[list[Any], Any]:
         """The leaves of the positional and keyword arguments of a call, and their structure."""
@@ -78,8 +85,22 @@ class ListHistory:
         of_open = [(at, name, leaf) for at, name, leaf in named if name in self._open]
         sizes = {(at, dim) for at, name, leaf in of_open for dim in self._varying_dims(name, leaf)}
         sizes |= {(at, 0) for at, (_, leaf) in enumerate(keyed) if type(leaf) is NumberList}
+        sizes |= self._varying_packed(call, keyed)
         values = {argument_path(keyed[at][0]) for at, name, _ in of_open if name in self._varying_values}
         return sizes, values
+
+    def _varying_packed(self, call: tuple[Any, Any], keyed: list[Any]) -> set[tuple[int, int]]:
+        """(leaf, dimension) of the parts of packed sequences that had other sizes once: rows, steps and sequences vary
+        together, and each of them alone would be a capture."""
+        parts: dict[str, list[tuple[int, Any]]] = {}
+        for at, (path, leaf) in enumerate(keyed):
+            if type(functools.reduce(_inside, path[:-1], call)) is PackedSequence and isinstance(leaf, torch.Tensor):
+                parts.setdefault(argument_path(path[:-1]), []).append((at, leaf))
+        for name, leaves in parts.items():
+            sizes = [leaf.shape[0] for _, leaf in leaves]
+            if self._packed.setdefault(name, sizes) != sizes:
+                self._open_packed.add(name)
+        return {(at, 0) for name, leaves in parts.items() if name in self._open_packed for at, _ in leaves}
 
     def _note(self, name: str, leaf: Any) -> None:
         sizes = sizes_of(leaf)

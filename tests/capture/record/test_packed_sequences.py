@@ -489,3 +489,25 @@ def test_what_cannot_be_captured_is_named(around: str) -> None:
 
     with pytest.raises(CannotCapture, match=rf"test_packed_sequences\.py(.|\n)*{around}"):
         weft.compile(step)(words(0), lengths_of(0))
+
+
+def test_a_packed_sequence_as_argument_is_captured_three_times() -> None:
+    """Rows, steps and sequences vary together: one capture for all, and one where the longest sequence is 1."""
+
+    def make() -> tuple[Callable[..., Any], list[Any]]:
+        model = nn.LSTM(WIDTH, HIDDEN)
+
+        def step(packed: rnn.PackedSequence) -> torch.Tensor:
+            out, _ = model(packed)
+            loss = out.data.square().mean() + rnn.pad_packed_sequence(out)[0].sum()
+            loss.backward()
+            return loss.detach()
+
+        return step, [model]
+
+    def packed(at: int) -> tuple[rnn.PackedSequence]:
+        lengths = lengths_of(at, 2 + at % 3)
+        entries = [torch.randn(int(n), WIDTH, generator=torch.Generator().manual_seed(at)) for n in lengths]
+        return (rnn.pack_sequence(entries, enforce_sorted=False),)
+
+    both(make, packed, captures=3)
