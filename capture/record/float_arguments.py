@@ -141,7 +141,8 @@ class FloatArguments:
         """The function's result; ``function`` is one of ``FLOAT_FUNCTIONS``, and an argument is symbolic."""
         name = FLOAT_FUNCTIONS[function]
         use = _USES.get(name) or _USES_BY_SIZE[name](args[0] if args else kwargs[_FIRST[name]])
-        if use is None or not self._tags.used:
+        numbers = [each for each in (*args, *kwargs.values()) if type(each) is torch.SymFloat]
+        if use is None or not self._tags.used or not all(map(_has_tag, numbers)):
             return function(*args, **kwargs)
         args = tuple(self._argument(each, use) for each in args)
         kwargs = {key: self._argument(each, use) for key, each in kwargs.items()}
@@ -152,7 +153,7 @@ class FloatArguments:
     def _argument(self, argument: Any, use: _FloatUse) -> Any:
         if type(argument) is not torch.SymFloat:
             return argument
-        for special in use.compared:
+        for special in sorted({0.0, *use.compared}):
             if argument == special:
                 return special
             bool(argument < special)  # the outcome is a guard
@@ -175,7 +176,7 @@ class Inside:
         """
         if type(function) is not FunctionType or function in self._running:
             return function
-        if not function.__module__.startswith("torch."):
+        if not (function.__module__ or "").startswith("torch."):
             return function
         unasked = {name: _nobody for name in function.__globals__ if name.startswith("has_torch_function")}
         copy = FunctionType(
@@ -196,6 +197,15 @@ class Inside:
                 self._running.pop()
 
         return call
+
+
+def _has_tag(number: torch.SymFloat) -> bool:
+    """Whether a float next to the present value is seen for what it is, also where C++ rounds it to float32. A tag of 0
+    is never asked for; a value that only the data decides is not known."""
+    if not number.node.has_hint():
+        return False
+    value = abs(number.node.hint)
+    return value == 0 or 1e-30 < value < 1e30
 
 
 def _nobody(*args: Any) -> bool:

@@ -44,7 +44,13 @@ class FloatTags:
         return self._tags[expression]
 
     def define(self, tag: float, number: Any) -> None:
-        """What was computed from a tag, and the symbolic number that was computed alike."""
+        """What was computed from a tag, and the symbolic number that was computed alike.
+
+        Raises:
+            UnknownFloat: the result is not seen to be computed from a tag: ``1 - p`` of a tiny p is 1.
+        """
+        if _is_small_constant(tag):
+            raise UnknownFloat(f"what a function computes from {number} is {tag!r}, which may be any constant")
         self._symbols.setdefault(tag, number)
 
     def symbol(self, number: float) -> Any:
@@ -83,7 +89,7 @@ class FloatTags:
 
 def _next_to(value: float, count: int) -> float:
     """The ``count``-th tag next to a value: of the same sign, away from zero by about 2**-15 of it."""
-    if not math.isfinite(value) or not value:
+    if not 0 < abs(value) < 1e300:
         return count * 5e-324  # the smallest denormal numbers, which no program uses as settings
     bits = struct.unpack("<q", struct.pack("<d", value))[0]
     # The change is seen in float32 as well, as C++ may round to it.

@@ -148,6 +148,32 @@ def test_dropout_of_nothing_and_of_all_are_graphs_of_their_own(name: str) -> Non
     both_ways(training(lambda net, x, v: function(net(x), x, v).pow(2).sum(), linear), calls(values), captures=None)
 
 
+@pytest.mark.parametrize(
+    "values", [[0.3, 1e-17, 0.2, 0.4], [0.3, 0.0, 0.2, 0.4], [0.3, 1e-45, 1e-12, 0.1], [0.3, 1e-310, 0.1]]
+)
+@pytest.mark.parametrize(
+    "name", ["dropout", "lerp", "rms norm", "smooth labels", "layer norm", "power", "celu", "noise"]
+)
+def test_tiny_numbers_are_not_taken_for_constants(name: str, values: list[float]) -> None:
+    """1 - 1e-17 is 1, which stands at many places of a program."""
+    function = FUNCTIONS[name]
+    forward = lambda net, x, v: function(net(x), x, v).pow(2).mean() * 1.0 + torch.add(x, x, alpha=1.0).mean() * 0.0
+    both_ways(training(forward, linear), calls(values), captures=None)
+
+
+def test_a_probability_of_the_data_is_not_taken_for_a_constant() -> None:
+    def outcomes(wrap: Callable[..., Any]) -> list[Any]:
+        torch.manual_seed(3)
+        step = wrap(lambda x: F.layer_norm(torch.lerp(x, x * 2, x.mean().abs().item()), (8,)) * 1.0)
+        return [step(x) for x, _ in calls([0, 0, 0])]
+
+    try:
+        found = outcomes(weft.compile)
+    except WeftError:
+        return  # refused with the line
+    torch.testing.assert_close(found, outcomes(lambda step: step), rtol=0, atol=0)
+
+
 def test_two_numbers_of_equal_values_stay_two() -> None:
     def forward(net: Any, x: torch.Tensor, pair: tuple[float, float]) -> torch.Tensor:
         return F.dropout(F.dropout(net(x), pair[0]), pair[1]).pow(2).mean()
