@@ -151,9 +151,7 @@ def test_dropout_of_nothing_and_of_all_are_graphs_of_their_own(name: str) -> Non
 @pytest.mark.parametrize(
     "values", [[0.3, 1e-17, 0.2, 0.4], [0.3, 0.0, 0.2, 0.4], [0.3, 1e-45, 1e-12, 0.1], [0.3, 1e-310, 0.1]]
 )
-@pytest.mark.parametrize(
-    "name", ["dropout", "lerp", "rms norm", "smooth labels", "layer norm", "power", "celu", "noise"]
-)
+@pytest.mark.parametrize("name", ["dropout", "lerp", "rms norm", "smooth labels", "layer norm", "power", "noise"])
 def test_tiny_numbers_are_not_taken_for_constants(name: str, values: list[float]) -> None:
     """1 - 1e-17 is 1, which stands at many places of a program."""
     function = FUNCTIONS[name]
