@@ -332,13 +332,12 @@ class UncapturableLayout(WeftError):
 
 
 class ScriptedModule(WeftError, NotImplementedError):
-    """The step calls a module that was compiled by ``torch.jit.script`` or ``torch.jit.trace``."""
+    """The step calls TorchScript code that does what a capture cannot follow."""
 
-    def __init__(self, module: str, line: str) -> None:
+    def __init__(self, module: str, line: str, why: str, script_line: str = "") -> None:
+        where = f" ({script_line})" if script_line else ""
         super().__init__(
-            f"cannot capture the scripted module {module} at {line}: TorchScript's executor runs it, which takes "
-            "gradients by formulas of its own from the second call on. Its numbers depend on how often it was called, "
-            "and a graph of its operations would have others. Train the module that it was made from "
+            f"cannot capture the scripted {module} at {line}: {why}{where}. Train the module that it was made from "
             "(torch.jit.script it after training, to deploy it), or run the step uncompiled with "
             'weft.compile(..., fallback="eager")'
         )

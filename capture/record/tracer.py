@@ -71,7 +71,7 @@ from weft.capture.record.streams import Streams
 from weft.capture.record.templates import Template
 from weft.capture.record.tools_around import refuse_tools_around
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
-from weft.capture.record.torchscript import script_functions_uncompiled
+from weft.capture.record.torchscript import scripts_interpreted
 from weft.capture.record.tracked_storages import is_tensor
 from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments, caught_exceptions_noted
 from weft.capture.record.wrappers import wrapping_refused
@@ -276,7 +276,7 @@ class _StepCapture:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch_adapter.force_eager())
             stack.enter_context(torch_adapter.dtensors_in_captures())
-            stack.enter_context(script_functions_uncompiled())
+            stack.enter_context(scripts_interpreted(self.recorder))
             stack.enter_context(functional_collectives())
             stack.enter_context(wrapping_refused())
             stack.enter_context(self.outside.replaced())

@@ -401,6 +401,10 @@ class Attributes(Container):
         found = {name: getattr(self.obj, name, MISSING) for name in self._names - self.left_out}
         return {name: value for name, value in found.items() if value is not MISSING or name in self.absent}
 
+    def get(self, key: Any) -> Any:
+        """One attribute as it is now, MISSING where there is none."""
+        return super().get(key) if isinstance(self.obj, type) else getattr(self.obj, key, MISSING)
+
     def _is_as_found(self) -> bool:
         obj, before = self.obj, self.before
         if type(obj) is not types.FunctionType or len(before) != len(self._names):

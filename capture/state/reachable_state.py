@@ -63,6 +63,7 @@ from weft.capture.state.followed_names import FollowedByObject, FollowedNames
 from weft.capture.state.hook_registrations import HookSite, user_hook
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.origin import is_foreign, is_own, is_pythons_own
+from weft.capture.state.script_modules import script_state
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
@@ -213,8 +214,7 @@ class ReachableState:
     def notice_new_hooks(self) -> None:
         """Treat hooks that the step left on leaves without hooks as changes of Python state."""
         for site in self.sites:
-            hooks = site.read()
-            if hooks and not site.before and id(hooks) not in self._seen:
+            if (hooks := site.read()) and not site.before and id(hooks) not in self._seen:
                 self._seen[id(hooks)] = hooks
                 container = Container(hooks, f"the {site.kind} hooks of {site.owner}")
                 container.before = {}
@@ -322,8 +322,7 @@ class ReachableState:
         access = None if self._inside_walked else kind.access
         if access is not None and (content := content_of(obj, access, path)) is not None:
             self.containers.append(content)
-            if isinstance(obj, LOCKS):
-                self._locks.append(content)
+            self._locks += [content] if isinstance(obj, LOCKS) else []
             if isinstance(obj, contextvars.ContextVar):
                 is_set = content.before[content.KEY] is not MISSING
                 found = StatePlace(content, content.KEY, path, Role.BUFFER) if is_set else None
@@ -400,8 +399,7 @@ class ReachableState:
     def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
         self.sites += (sites := self.sites_of(leaf, path))
         for site in sites:
-            hooks = site.read()
-            if hooks and id(hooks) not in self._seen:
+            if (hooks := site.read()) and id(hooks) not in self._seen:
                 self._seen[id(hooks)] = hooks
                 self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
 
@@ -409,7 +407,9 @@ class ReachableState:
         refuse_wrapper_of_torch(module, path)
         self.modules[id(module)] = module, path
         if isinstance(module, torch.jit.ScriptModule):
-            return  # its state is in C++; a call of it is refused
+            for container, role in script_state(module, path):
+                self._container(container, role)
+            return
         self._class(type(module))
         prefix, own = f"{path}." if path else "", vars(module)
         self._seen |= {id(each): each for each in (own["_parameters"], own["_buffers"], own["_modules"])}
