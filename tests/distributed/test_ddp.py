@@ -117,6 +117,58 @@ def test_equals_distributed_data_parallel(world: int, accumulate: int) -> None:
         assert weights == 0 if world == 2 else weights < 1e-6
 
 
+class Packed(nn.Module):
+    """An LSTM over sequences of the lengths given: these decide in which order its gradients are accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.lstm = nn.LSTM(4, 5, 2)
+        self.after = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.before(x), lengths, enforce_sorted=False)
+        return self.after(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])[0])
+
+
+def packed_body(rank: int, world: int) -> tuple[list[list[str]], bool, bool]:
+    """In which order gradients were accumulated at each step, and whether `replicate`, eager and compiled, gives the
+    weights that DDP gives."""
+    orders: list[list[str]] = []
+
+    def trained(wrap: Callable[[nn.Module], Any], compiled: bool = False) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        plain = Packed()
+        if not compiled:
+            for name, param in plain.named_parameters():
+                param.register_post_accumulate_grad_hook(lambda _, name=name: orders[-1].append(name))
+        model = wrap(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, lengths: torch.Tensor) -> None:
+            model(x, lengths).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = weft.compile(step) if compiled else step
+        for at in range(4):
+            orders.append([])
+            generator = torch.Generator().manual_seed(10 * at + rank)
+            lengths = torch.tensor([[4, 4, 4], [2, 4, 3]][(rank + at) % 2])
+            run(torch.randn(4, 3, 4, generator=generator), lengths)
+        return [param.detach() for param in plain.parameters()]
+
+    wanted = trained(DistributedDataParallel)
+    eager, compiled = trained(replicate), trained(replicate, compiled=True)
+    return orders[4:8], all(map(torch.equal, eager, wanted)), all(map(torch.equal, compiled, wanted))
+
+
+def test_ranks_whose_gradients_come_in_different_orders() -> None:
+    (first, *same), (second, *alike) = run_ranks(packed_body, 2)
+    assert all(one != other and sorted(one) == sorted(other) for one, other in zip(first, second, strict=True))
+    assert [same, alike] == [[True, True], [True, True]]
+
+
 class Plain(nn.Module):
     """What torch's replicate can run too: no unused, frozen or tied parameters."""
 
