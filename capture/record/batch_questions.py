@@ -1,8 +1,9 @@
-"""Questions of a step that whole numbers among its arguments answer: ``mask.all()``, ``lengths.max().item()``.
+"""Questions of a step that some of its inputs answer: ``mask.all()``, ``lengths.max().item()``, ``step.item() > 5``.
 
 A capture ends at a question whose answer it does not know, and each costs another one. Masks, lengths and token ids are
-there before the step runs, so what they say is computed from them at once, by the operations that were recorded.
-Questions about floats are left to the program: what they depend on is mostly computed from the model.
+there before the step runs, and so are numbers that tensors of the state hold on the host: counts of steps, of which an
+optimizer has one for each parameter. What they say is computed from them at once, by the operations that were recorded.
+Questions about other floats are left to the program: what they depend on is mostly computed from the model.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ class _Unknown(Exception):
     """A value that depends on more than the arguments, or that must not be computed here."""
 
 
+def is_host_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one number in the host's memory."""
+    return type(tensor) is torch.Tensor and not tensor.dim() and tensor.device.type == "cpu" and tensor.is_leaf
+
+
 def answer_from(value: Any, arguments: Mapping[torch.fx.Node, torch.Tensor]) -> Outcome | None:
     """The answer to the question that the node ``value`` computes; None where ``arguments`` alone do not give it.
 
     Args:
-        arguments: placeholders of tensors of whole numbers, with the tensors of the captured call.
+        arguments: placeholders, with the tensors of the captured call.
     """
     computed: dict[torch.fx.Node, Any] = {}
 
@@ -55,8 +61,8 @@ def answer_from(value: Any, arguments: Mapping[torch.fx.Node, torch.Tensor]) -> 
                 raise _Unknown
         return computed[node]
 
-    if not arguments or not isinstance(value, torch.fx.Node) or torch_adapter.world_size() > 1:
-        return None  # ranks agree on what is captured, and their arguments differ
+    if not arguments or not isinstance(value, torch.fx.Node):
+        return None
     with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
         try:
             answer = of(value)

@@ -29,7 +29,7 @@ from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
 from weft.capture.record.assumed_outcomes import asked_by_a_call, outcome_without_error, usual_outcome
-from weft.capture.record.batch_questions import answer_from
+from weft.capture.record.batch_questions import answer_from, is_host_number
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
@@ -164,8 +164,7 @@ class Branches:
         known = self._outcomes[len(self.taken) :]
         outcome = known[0] if known else assumed
         if outcome is None:
-            placeholders = self._recorder.placeholders
-            outcome = answer_from(value, {node: each for node, each in placeholders if id(each) in self.whole_numbers})
+            outcome = self._answer_from_inputs(value)
         if outcome is None:
             outcome = next(iter(self._expected[len(self.taken) :]), None)
         if not self.undecided:  # otherwise the step caught the exception that was to end it
@@ -175,6 +174,20 @@ class Branches:
             raise Undecided
         self.taken = (*self.taken, outcome)
         return outcome
+
+    def _answer_from_inputs(self, value: torch.fx.Node) -> Outcome | None:
+        """What the present values of some inputs say; None where they do not say it, or may differ between ranks.
+
+        An optimizer asks for the number of steps of each parameter. Where this call has updated such a number already,
+        the answer may be wrong: the path is then captured for an outcome that comes at another call.
+        """
+        alone = torch_adapter.world_size() == 1
+        known = {
+            node: each
+            for node, each in self._recorder.placeholders
+            if (alone and id(each) in self.whole_numbers) or is_host_number(each)
+        }
+        return answer_from(value, known)
 
     def _cut(self, value: torch.fx.Node, outcome: Outcome | None) -> None:
         recorder = self._recorder

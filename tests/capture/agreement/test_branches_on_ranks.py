@@ -62,6 +62,22 @@ def different_outcomes(wrap: Callable[[Any], Any], rank: int) -> list[Any]:
     return [detached(run(x)) for x in batches(rank)]
 
 
+def different_counts(wrap: Callable[[Any], Any], rank: int) -> list[Any]:
+    """Each rank has its own count of calls, which answers a question as soon as it is asked."""
+    count = torch.tensor(float(rank))
+
+    def step(x: torch.Tensor) -> Any:
+        count.add_(1)
+        total = x.sum()
+        dist.all_reduce(total)
+        y = x * 2 if count.item() > 2 else x.cos() * 3
+        dist.all_reduce(y)
+        return y * total
+
+    run = wrap(step)
+    return [*(detached(run(x)) for x in batches(rank)), count]
+
+
 def mismatch(rank: int) -> str:
     """What a rank hears where only some ranks go to a collective."""
 
@@ -104,7 +120,7 @@ def on_rank(rank: int, world: int) -> list[Any]:
     return [found, mismatch(rank), late(rank)]
 
 
-CASES = [guarded_training, different_outcomes]
+CASES = [guarded_training, different_outcomes, different_counts]
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -662,6 +662,43 @@ def test_cond_is_a_branch_as_in_eager() -> None:
     assert_equal(run(weft.compile), run(lambda step: step))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.ASGD, torch.optim.NAdam])
+def test_an_optimizer_that_asks_for_the_steps_of_each_parameter_is_captured_at_most_three_times(kind: Any) -> None:
+    def make() -> tuple[Any, list[Any]]:
+        net = nn.Sequential(*(mlp() for _ in range(3)))
+        opt = kind(net.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = net(x).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        return step, [net, opt]
+
+    assert len(both_ways(make, [(x,) for x in BATCHES], captures=None).captures) <= 3
+
+
+def test_counts_that_are_answered_wrongly_because_the_call_has_changed_them_do_no_harm() -> None:
+    """The second and later questions of a path are captured when the first counts are one further."""
+
+    def make() -> tuple[Any, list[Any]]:
+        counts = [torch.tensor(float(at)) for at in range(4)]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for count in counts:
+                count.add_(1)
+            for count in counts:
+                x = x * 2 if count.item() % 3 == 0 else x + count
+                count.add_(1)
+            return x
+
+        return step, [counts]
+
+    both_ways(make, [(x,) for x in [*BATCHES, *BATCHES]], captures=None)
+
+
 @pytest.mark.parametrize("kind", [torch.int64, torch.bool])
 def test_whole_numbers_among_the_arguments_answer_questions_at_once(kind: torch.dtype) -> None:
     masks = [torch.tensor(each).to(kind) for each in ([1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1])]
