@@ -372,7 +372,9 @@ def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
 
 def refresh_rnn_weights(module: torch.nn.RNNBase) -> None:
     """Make an RNN use what is in the places of its parameters now; it keeps a list of its own."""
-    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+    module._flat_weights[:] = weights = [getattr(module, name) for name in module._flat_weights_names]
+    # With references to them, forward would find other weights than at the call before, and make new lists of both.
+    module._flat_weight_refs[:] = [None] * len(weights)
 
 
 def flat_submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
