@@ -155,8 +155,13 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
             if not isinstance(layout, Shard) or layout.dim == y.dim() - 1:
                 whole = _output(y, mesh, Partial(), Replicate(), True) + bias
                 return _output(whole, mesh, Replicate(), layout, use_local)
-            part = _output(y, mesh, Partial(), layout, True) + sum_gradient(bias, mesh)
-            return part if use_local else _as_dtensor(part, mesh, layout)
+            size = y.shape[layout.dim]
+            if use_local or size % mesh.size() == 0:
+                part = _output(y, mesh, Partial(), layout, True)
+            else:
+                part = to_local(_laid_out(_as_dtensor(y, mesh, Partial()), layout))
+            part = part + sum_gradient(bias, mesh)
+            return part if use_local else _as_dtensor(part, mesh, layout, size)
 
         compute_locally(module, mesh, prepare, finish)
 
@@ -214,10 +219,13 @@ class SequenceParallel(torch_parallel.SequenceParallel):
         mesh, use_local = device_mesh, self.use_local_output
 
         def prepare(call: LocalForward, x: Any) -> Any:
-            return to_local(_laid_out(x, sharded)) if isinstance(x, DTensor) else x
+            if not isinstance(x, DTensor):
+                return x
+            call.kept["size"] = x.shape[sharded.dim]
+            return to_local(_laid_out(x, sharded))
 
         def finish(call: LocalForward, y: Tensor) -> Tensor:
-            return y if use_local else _as_dtensor(y, mesh, sharded)
+            return y if use_local else _as_dtensor(y, mesh, sharded, call.kept.get("size"))
 
         compute_locally(module, mesh, prepare, finish, tuple(names))
         return module
@@ -316,7 +324,7 @@ def _uneven(x: Tensor, dim: int, mesh: DeviceMesh) -> Exception:
     """Parts of unequal sizes that are plain tensors: whoever gathers them takes them to be equal, and ranks would
     exchange other numbers of elements than their peers expect."""
     allowed = f"a tensor whose size along dimension {dim}, the sharded one, is a multiple of the {mesh.size()} ranks"
-    remedy = f"Pad dimension {dim} of the batch, or leave the activations whole with output_layouts=Replicate()"
+    remedy = f"Pad dimension {dim} of the batch, or set use_local_output=False: a DTensor knows the sizes of all parts"
     return _CHECKS.invalid(f"the output that a style shards along dimension {dim}", list(x.shape), allowed, remedy)
 
 

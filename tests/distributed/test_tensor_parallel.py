@@ -326,8 +326,29 @@ def test_a_sequence_of_unequal_parts_is_refused() -> None:
         mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model = parallelize(Decoder(), mesh, weft, True, False)
         model(torch.zeros(1, LENGTH, dtype=torch.long))
-        with pytest.raises(weft.errors.InvalidArgument, match=r"Pad dimension 1 of the batch, or .*Replicate\(\)"):
+        with pytest.raises(weft.errors.InvalidArgument, match=r"Pad dimension 1 .* or set use_local_output=False"):
             model(torch.zeros(1, LENGTH - 1, dtype=torch.long))
+
+
+def uneven_sequence(rank: int, world: int) -> float:
+    """How far a sequence of unequal parts, in DTensors, is from the whole one: output and gradients."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    whole_one = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)).double()
+    plan: dict[str, Any] = {
+        "0": weft.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+        "1": weft.SequenceParallel(),
+        "2": weft.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    sharded = weft.parallelize(copy.deepcopy(whole_one), mesh, plan)
+    x = torch.linspace(-1, 1, 2 * 5 * 6, dtype=torch.float64).view(2, 5, 6)
+    pairs = zip(outcome(sharded, x), outcome(whole_one, x), strict=True)
+    return max(float((one - other).abs().max()) for one, other in pairs)
+
+
+@pytest.mark.gloo
+def test_dtensors_of_unequal_parts_of_a_sequence() -> None:
+    assert max(run_ranks(uneven_sequence, 2)) < 1e-10
 
 
 def test_a_mesh_of_two_dimensions_is_refused() -> None:
