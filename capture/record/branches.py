@@ -28,8 +28,8 @@ import torch.fx
 from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
+from weft.capture.record.answers_from_inputs import answer_from, is_host_number
 from weft.capture.record.assumed_outcomes import asked_by_a_call, outcome_without_error, usual_outcome
-from weft.capture.record.batch_questions import answer_from, is_host_number
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
@@ -176,11 +176,13 @@ class Branches:
         return outcome
 
     def _answer_from_inputs(self, value: torch.fx.Node) -> Outcome | None:
-        """What the present values of some inputs say; None where they do not say it, or may differ between ranks.
+        """The answer that present values of inputs give; None where they do not decide it.
 
-        An optimizer asks for the number of steps of each parameter. Where this call has updated such a number already,
-        the answer may be wrong: the path is then captured for an outcome that comes at another call.
+        An optimizer asks for the number of steps of each parameter. The programs in front of this branch may have
+        updated such a number in this call, and then the answer may be wrong. That costs a capture: the branch compares
+        the value at run time, as any other does, and what is captured for another outcome is not taken.
         """
+        # Ranks agree on what is captured. Their arguments differ; counts of steps mostly do not.
         alone = torch_adapter.world_size() == 1
         known = {
             node: each

@@ -25,7 +25,7 @@ _OF_NUMBERS = frozenset({"_operator", "builtins", "math", "operator", "torch"})
 
 
 class _Unknown(Exception):
-    """A value that depends on more than the arguments, or that must not be computed here."""
+    """A value that depends on more than the inputs, or that must not be computed here."""
 
 
 def is_host_number(tensor: torch.Tensor) -> bool:
@@ -33,11 +33,11 @@ def is_host_number(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not tensor.dim() and tensor.device.type == "cpu" and tensor.is_leaf
 
 
-def answer_from(value: Any, arguments: Mapping[torch.fx.Node, torch.Tensor]) -> Outcome | None:
-    """The answer to the question that the node ``value`` computes; None where ``arguments`` alone do not give it.
+def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor]) -> Outcome | None:
+    """The answer to the question that the node ``value`` computes; None where ``inputs`` alone do not give it.
 
     Args:
-        arguments: placeholders, with the tensors of the captured call.
+        inputs: placeholders, with the tensors that they stand for in the captured call.
     """
     computed: dict[torch.fx.Node, Any] = {}
 
@@ -52,8 +52,8 @@ def answer_from(value: Any, arguments: Mapping[torch.fx.Node, torch.Tensor]) -> 
 
     def of(node: torch.fx.Node) -> Any:
         if node not in computed:
-            if node in arguments:
-                computed[node] = arguments[node]
+            if node in inputs:
+                computed[node] = inputs[node]
             elif _is_pure(node):
                 args, kwargs = (torch.fx.node.map_aggregate(each, plain) for each in (node.args, node.kwargs))
                 computed[node] = node.target(*args, **kwargs)  # type: ignore[operator,misc]
@@ -61,7 +61,7 @@ def answer_from(value: Any, arguments: Mapping[torch.fx.Node, torch.Tensor]) -> 
                 raise _Unknown
         return computed[node]
 
-    if not arguments or not isinstance(value, torch.fx.Node):
+    if not inputs or not isinstance(value, torch.fx.Node):
         return None
     with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
         try:
