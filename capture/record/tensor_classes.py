@@ -18,6 +18,7 @@ from weft.capture.record.held_references import StandIn, original_of
 from weft.capture.record.host_lists import HostList
 from weft.thread_patches import present, replaced
 
+_SYMBOLS = frozenset({torch.SymFloat, torch.SymInt, torch.SymBool})
 _WHOLE, _FLOATS = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)
 _DTYPES = {
     "LongTensor": torch.int64,
@@ -95,19 +96,24 @@ def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | Non
     if type(data) is HostList:
         whole = data.weft_tensor.dtype is torch.int64
         return torch.tensor(data, dtype=dtype, device="cpu") if whole or dtype.is_floating_point else None
-    if type(data) not in (list, tuple) or not _is_symbolic(data, _FLOATS if dtype.is_floating_point else _WHOLE):
+    kinds, numbers = (_FLOATS if dtype.is_floating_point else _WHOLE), symbolic_numbers(data)
+    if type(data) not in (list, tuple) or not numbers or any(type(each) not in kinds for each in numbers):
         return None
     return torch.tensor(data, dtype=dtype, device="cpu")
 
 
-def _is_symbolic(data: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether nested lists hold a symbolic number, and nothing but numbers of these kinds."""
-    pending, symbolic = [data], False
+def symbolic_numbers(data: Any) -> list[Any]:
+    """The numbers in nested lists, where at least one of them is symbolic and all are numbers; else none."""
+    if type(data) in _SYMBOLS:
+        return [data]
+    if type(data) not in (list, tuple):
+        return []
+    pending, found = list(data[::-1]), []
     while pending:
-        each = pending.pop()
-        if type(each) in (list, tuple):
-            pending += each
-        elif type(each) not in kinds:
-            return False
-        symbolic |= type(each) in (torch.SymInt, torch.SymFloat)
-    return symbolic
+        value = pending.pop()
+        if type(value) in (list, tuple):
+            pending += value[::-1]
+        else:
+            found.append(value)
+    known = all(type(each) in _SYMBOLS or type(each) in (bool, int, float) for each in found)
+    return found if known and any(type(each) in _SYMBOLS for each in found) else []

@@ -27,6 +27,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.selected_parts import with_selections
 from weft.capture.record.size_arguments import SIZE_FUNCTIONS, is_resized
 from weft.capture.record.sparse_products import SPARSE_FUNCTIONS, sparse_function
+from weft.capture.record.tensor_classes import symbolic_numbers
 from weft.capture.record.tensor_copies import deep_copy
 from weft.capture.user_code import user_line
 from weft.errors import NumpyOnTensor, UncapturableMutation
@@ -87,7 +88,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 return self._to_list(args[0])
             if func in _MAKE_TENSORS and len(args) == 1 and type(args[0]) is HostList:
                 return tensor_of_list(args[0], kwargs)
-            if func in _MAKE_TENSORS and len(args) == 1 and (numbers := _symbolic_numbers(args[0])):
+            if func in _MAKE_TENSORS and len(args) == 1 and (numbers := symbolic_numbers(args[0])):
                 return _tensor_of(args[0], numbers, kwargs)
             if func is torch.Tensor.__getitem__ and (size := batch_size(*args)) is not None:
                 return size
@@ -188,23 +189,6 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         self._recorder.set_data(target, value)
 
 
-def _symbolic_numbers(data: Any) -> list[Any]:
-    """The numbers in nested lists, where at least one of them is symbolic and all are numbers; else none."""
-    if type(data) in _DTYPES:
-        return [data]
-    if type(data) not in (list, tuple):
-        return []
-    pending, found = list(data[::-1]), []
-    while pending:
-        value = pending.pop()
-        if type(value) in (list, tuple):
-            pending += value[::-1]
-        else:
-            found.append(value)
-    known = all(type(each) in _DTYPES or type(each) in (bool, int, float) for each in found)
-    return found if known and any(type(each) in _DTYPES for each in found) else []
-
-
 def _tensor_of(data: Any, numbers: list[Any], options: dict[str, Any]) -> torch.Tensor:
     """``torch.tensor(data, **options)`` of these numbers, with functions that take symbolic ones."""
     options = dict(options)
@@ -224,7 +208,7 @@ def _tensor_of(data: Any, numbers: list[Any], options: dict[str, Any]) -> torch.
 def _as_tensor(lengths: Any) -> torch.Tensor:
     if isinstance(lengths, torch.Tensor):
         return lengths
-    numbers = _symbolic_numbers(lengths)
+    numbers = symbolic_numbers(lengths)
     return _tensor_of(lengths, numbers, {}) if numbers else torch.tensor(lengths)
 
 
@@ -238,7 +222,7 @@ def _with_tensors(index: Any, device: torch.device) -> Any:
         return made if any(new is not old for new, old in zip(made, index, strict=True)) else index
     if type(index) is not list or any(type(each) in (list, tuple) for each in index):
         return index
-    numbers = _symbolic_numbers(index)
+    numbers = symbolic_numbers(index)
     return _tensor_of(index, numbers, {"device": device}) if numbers else index
 
 
