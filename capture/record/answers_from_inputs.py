@@ -8,6 +8,7 @@ Questions about other floats are left to the program: what they depend on is mos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ from weft.capture.node_kinds import is_random
 from weft.capture.record.array_calls import NumpyCall
 from weft.capture.segments import Outcome
 from weft.torch_adapter import OpOverload
+
+MOST_OPERATIONS = 8
+"""From how many operations the answers to questions about floats are computed: more may be a part of the model."""
 
 # Modules of functions of numbers: comparisons and arithmetic, and torch's own for symbolic ones.
 _OF_NUMBERS = frozenset({"_operator", "builtins", "math", "operator", "torch"})
@@ -33,11 +37,12 @@ def is_host_number(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and not tensor.dim() and tensor.device.type == "cpu" and tensor.is_leaf
 
 
-def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor]) -> Outcome | None:
+def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor], most: float = math.inf) -> Outcome | None:
     """The answer to the question that the node ``value`` computes; None where ``inputs`` alone do not give it.
 
     Args:
         inputs: placeholders, with the tensors that they stand for in the captured call.
+        most: how many operations may be computed for it.
     """
     computed: dict[torch.fx.Node, Any] = {}
 
@@ -53,15 +58,12 @@ def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor]) -> Out
     def of(node: torch.fx.Node) -> Any:
         if node not in computed:
             if node in inputs:
-                computed[node] = inputs[node]
-            elif _is_pure(node):
-                args, kwargs = (torch.fx.node.map_aggregate(each, plain) for each in (node.args, node.kwargs))
-                computed[node] = node.target(*args, **kwargs)  # type: ignore[operator,misc]
-            else:
-                raise _Unknown
+                return inputs[node]
+            args, kwargs = (torch.fx.node.map_aggregate(each, plain) for each in (node.args, node.kwargs))
+            computed[node] = node.target(*args, **kwargs)  # type: ignore[operator,misc]
         return computed[node]
 
-    if not inputs or not isinstance(value, torch.fx.Node):
+    if not inputs or not isinstance(value, torch.fx.Node) or not _can_be_computed(value, inputs, most):
         return None
     with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
         try:
@@ -69,6 +71,22 @@ def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor]) -> Out
         except Exception:  # noqa: BLE001 (what cannot be computed here, the program asks)
             return None
     return answer if type(answer) in (bool, int) else None
+
+
+def _can_be_computed(value: torch.fx.Node, inputs: Mapping[torch.fx.Node, torch.Tensor], most: float) -> bool:
+    """Whether at most so many operations, and none with an effect, lead from the inputs to a node."""
+    found, pending = {value}, [value]
+    while pending:
+        node = pending.pop()
+        if node in inputs:
+            found.discard(node)
+            continue
+        if len(found) > most or not _is_pure(node):
+            return False
+        new = [each for each in node.all_input_nodes if each not in found]
+        found.update(new)
+        pending += new
+    return True
 
 
 def _is_pure(node: torch.fx.Node) -> bool:

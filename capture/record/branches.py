@@ -28,7 +28,7 @@ import torch.fx
 from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
-from weft.capture.record.answers_from_inputs import answer_from, is_host_number
+from weft.capture.record.answers_from_inputs import MOST_OPERATIONS, answer_from, is_host_number
 from weft.capture.record.assumed_outcomes import asked_by_a_call, outcome_without_error, usual_outcome
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
@@ -129,9 +129,8 @@ class Branches:
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
         assumed = None if expr.is_integer else outcome_without_error()
-        if assumed is None and asked_by_a_call():
-            assumed = usual_outcome(expr)
-        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed))
+        usual = usual_outcome(expr) if asked_by_a_call() else None
+        self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed, usual))
         return self._answers[expr]
 
     def _computed(self, fake_result: Callable[[], Any]) -> Any:
@@ -152,11 +151,12 @@ class Branches:
         self._answers[expr] = sympy.sympify(self._decide(value, usual_outcome(expr)))
         return True
 
-    def _decide(self, value: torch.fx.Node, assumed: bool | None) -> Outcome:
+    def _decide(self, value: torch.fx.Node, assumed: bool | None, usual: bool | None = None) -> Outcome:
         """Record a question, which ``value`` answers at run time; returns the outcome on the captured path.
 
         Args:
             assumed: the outcome to capture where none is known.
+            usual: the same where inputs do not give the outcome either.
 
         Raises:
             Undecided: it has no outcome yet.
@@ -165,6 +165,8 @@ class Branches:
         outcome = known[0] if known else assumed
         if outcome is None:
             outcome = self._answer_from_inputs(value)
+        if outcome is None:
+            outcome = usual
         if outcome is None:
             outcome = next(iter(self._expected[len(self.taken) :]), None)
         if not self.undecided:  # otherwise the step caught the exception that was to end it
@@ -178,18 +180,19 @@ class Branches:
     def _answer_from_inputs(self, value: torch.fx.Node) -> Outcome | None:
         """The answer that present values of inputs give; None where they do not decide it.
 
-        An optimizer asks for the number of steps of each parameter. The programs in front of this branch may have
-        updated such a number in this call, and then the answer may be wrong. That costs a capture: the branch compares
-        the value at run time, as any other does, and what is captured for another outcome is not taken.
+        An optimizer asks for the number of steps of each parameter, or for its norm. The programs in front of this
+        branch may have updated such a number in this call, and then the answer may be wrong. That costs a capture: the
+        branch compares the value at run time, as any other does, and what is captured for another outcome is not taken.
         """
-        # Ranks agree on what is captured. Their arguments differ; counts of steps mostly do not.
+        inputs = self._recorder.placeholders
+        # Ranks agree on what is captured. Their arguments differ; counts of steps and parameters mostly do not.
         alone = torch_adapter.world_size() == 1
-        known = {
-            node: each
-            for node, each in self._recorder.placeholders
-            if (alone and id(each) in self.whole_numbers) or is_host_number(each)
+        counts = {
+            node: each for node, each in inputs if (alone and id(each) in self.whole_numbers) or is_host_number(each)
         }
-        return answer_from(value, known)
+        parameters = {node: each for node, each in inputs if isinstance(each, torch.nn.Parameter)}
+        answer = answer_from(value, counts)
+        return answer_from(value, parameters, MOST_OPERATIONS) if answer is None else answer
 
     def _cut(self, value: torch.fx.Node, outcome: Outcome | None) -> None:
         recorder = self._recorder

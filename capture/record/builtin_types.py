@@ -36,8 +36,9 @@ from weft.capture.state.bytecode import ByCode, NameUse, code_replaced, place_of
 from weft.capture.state.containers import BuiltinLike
 from weft.short_tracebacks import called_for_user
 
-# Modules of torch whose Python converts numbers of the step. They ask for types with ``isinstance`` only.
-_OF_TORCH = ("torch.optim.lr_scheduler", "torch.nn.utils.clip_grad", "torch.nn.modules.rnn")
+# Modules of torch whose Python computes with numbers of the step, beside those of torch.optim. They ask for types with
+# ``isinstance`` only.
+_OF_TORCH = ("torch.nn.utils.clip_grad", "torch.nn.modules.rnn")
 _NOWHERE = ((-1, -1), (-1, -1))
 _TYPE_CHECKS = ("isinstance", "issubclass")
 _NAMES = frozenset({"int", "float", "max", "min", "range"})
@@ -58,7 +59,7 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
         functions: those that the step can call; their globals may be those of no module.
     """
     called: dict[int, list[types.FunctionType]] = {}  # by module
-    scopes = {id(vars(module)): vars(module) for module in filter(None, map(sys.modules.get, _OF_TORCH))}
+    scopes = {id(vars(module)): vars(module) for module in _modules_of_torch()}
     for each in functions:
         scopes[id(each.__globals__)] = each.__globals__
         called.setdefault(id(each.__globals__), []).append(each)
@@ -73,6 +74,13 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
                     stack.enter_context(code_replaced(each, code))
             stack.enter_context(_defined(names, replaced))
         yield
+
+
+def _modules_of_torch() -> Iterator[types.ModuleType]:
+    """Those loaded modules of torch that get the stand-ins."""
+    for name, module in list(sys.modules.items()):
+        if module is not None and (name in _OF_TORCH or name.startswith("torch.optim.")):
+            yield module
 
 
 @contextlib.contextmanager
