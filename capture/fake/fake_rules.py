@@ -197,10 +197,28 @@ def fake_result(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """What ``op`` gives for fake operands: the operation itself says it, with few exceptions."""
     rule = _RULES.get(op, op)
     if not _is_symbolic((args, *kwargs.values())):
-        return rule(*args, **kwargs)
+        return _distinct(rule(*args, **kwargs))
     # A rule in C++ (of a pad, a determinant, an unfold) asks for sizes as numbers, which fixes them or fails.
     with torch_adapter.python_rules():
-        return rule(*args, **kwargs)
+        return _distinct(rule(*args, **kwargs))
+
+
+def _distinct(out: Any) -> Any:
+    """The results of an operation, none of which is another one of them.
+
+    The rule for the backward of an LSTM on a CPU gives one fake for the gradients of both biases. The kernel gives two
+    tensors, as does torch's cache of fake results: a step would be recorded in one way the first time, and in another
+    one later.
+    """
+    if type(out) is not tuple or len(out) == len(set(map(id, out))):
+        return out
+    found: dict[int, Any] = {}
+    return tuple(
+        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
+        if isinstance(each, FakeTensor) and found.setdefault(id(each), at) != at
+        else each
+        for at, each in enumerate(out)
+    )
 
 
 def _is_symbolic(operands: Any) -> bool:

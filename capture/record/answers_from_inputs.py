@@ -49,16 +49,14 @@ def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor], most: 
     def plain(leaf: Any) -> Any:
         if isinstance(leaf, torch.fx.Node):
             return of(leaf)
-        if isinstance(leaf, torch.SymInt):
-            leaf = torch_adapter.hint(leaf)
-            if leaf is None:
-                raise _Unknown
-        return leaf
+        return _value_in_call(leaf)
 
     def of(node: torch.fx.Node) -> Any:
         if node not in computed:
             if node in inputs:
                 return inputs[node]
+            if _is_number(node):
+                return _value_in_call(node.meta["val"])
             args, kwargs = (torch.fx.node.map_aggregate(each, plain) for each in (node.args, node.kwargs))
             computed[node] = node.target(*args, **kwargs)  # type: ignore[operator,misc]
         return computed[node]
@@ -78,7 +76,7 @@ def _can_be_computed(value: torch.fx.Node, inputs: Mapping[torch.fx.Node, torch.
     found, pending = {value}, [value]
     while pending:
         node = pending.pop()
-        if node in inputs:
+        if node in inputs or _is_number(node):
             found.discard(node)
             continue
         if len(found) > most or not _is_pure(node):
@@ -87,6 +85,20 @@ def _can_be_computed(value: torch.fx.Node, inputs: Mapping[torch.fx.Node, torch.
         found.update(new)
         pending += new
     return True
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    """Whether a node is a Python number that changes from call to call."""
+    return node.op == "placeholder" and isinstance(node.meta["val"], (torch.SymInt, torch.SymFloat))
+
+
+def _value_in_call(leaf: Any) -> Any:
+    """The value that a symbolic number has in the captured call; anything else as it is."""
+    if not isinstance(leaf, (torch.SymInt, torch.SymFloat)):
+        return leaf
+    if not leaf.node.has_hint():
+        raise _Unknown
+    return leaf.node.hint
 
 
 def _is_pure(node: torch.fx.Node) -> bool:

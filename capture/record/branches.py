@@ -66,6 +66,7 @@ class Branches:
 
     Attributes:
         whole_numbers: ids of the arguments that are tensors of integers or booleans, which answer questions at once.
+        is_constant: whether the content of a tensor is a part of the capture: a table of numbers that the step indexes.
         taken: the answers that were given.
         undecided: whether a question without an outcome was asked, which ends the capture.
     """
@@ -77,6 +78,7 @@ class Branches:
         self._answers: dict[sympy.Basic, sympy.Basic] = {}
         self._asked_inside: Any = None  # the last question asked for a fake result
         self.whole_numbers: frozenset[int] = frozenset()
+        self.is_constant: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.taken: tuple[Outcome, ...] = ()
         self.undecided = False
 
@@ -184,15 +186,19 @@ class Branches:
         branch may have updated such a number in this call, and then the answer may be wrong. That costs a capture: the
         branch compares the value at run time, as any other does, and what is captured for another outcome is not taken.
         """
-        inputs = self._recorder.placeholders
-        # Ranks agree on what is captured. Their arguments differ; counts of steps and parameters mostly do not.
+        # Ranks agree on what is captured. Their arguments differ; counts, tables and parameters mostly do not.
         alone = torch_adapter.world_size() == 1
-        counts = {
-            node: each for node, each in inputs if (alone and id(each) in self.whole_numbers) or is_host_number(each)
-        }
-        parameters = {node: each for node, each in inputs if isinstance(each, torch.nn.Parameter)}
+        counts, parameters = {}, {}
+        for node, each in self._recorder.placeholders:
+            if (alone and id(each) in self.whole_numbers) or is_host_number(each) or self._is_table(each):
+                counts[node] = each
+            elif isinstance(each, torch.nn.Parameter):
+                parameters[node] = each
         answer = answer_from(value, counts)
         return answer_from(value, parameters, MOST_OPERATIONS) if answer is None else answer
+
+    def _is_table(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and self.is_constant(tensor)
 
     def _cut(self, value: torch.fx.Node, outcome: Outcome | None) -> None:
         recorder = self._recorder

@@ -258,7 +258,10 @@ class FloatArithmetic:
         shape_env = self._symbols.shape_env
         hints = [_hint(each) for each in operands]
         if dtype is torch.float64 and None not in hints:
-            return torch_adapter.number_symbol(shape_env, function(*hints), f"computed{len(self._results)}")
+            hint = function(*hints)
+            # Torch takes Python's own floats for hints, and no numpy.float64.
+            hint = float(hint) if isinstance(hint, float) else hint
+            return torch_adapter.number_symbol(shape_env, hint, f"computed{len(self._results)}")
         value = cast(Any, torch_adapter.fresh_number(shape_env, dtype))
         if known is not None and not any(map(_unbounded, operands)):
             torch_adapter.constrain(value, *_bounds(known))

@@ -166,6 +166,7 @@ class _StepCapture:
         self.modes = (self.fake_mode,) if world else ()
         self.recorder = OpRecorder(self.fake_mode)
         self.branches = Branches(self.recorder, *outcomes)
+        self.branches.is_constant = lambda tensor: self._known_place(tensor) is None
         self.changing = changing
         self.state = state = ReachableState(step, replaced=changing.numbers, growing=changing.growing)
         shared: set[str] = set()

@@ -115,3 +115,25 @@ def test_a_loss_through_a_transposed_softplus_runs() -> None:
     x = torch.randn(2, 16, 8) * 0.01
     expected = step(x).clone()
     assert torch.equal(weft.compile(step)(x), expected)
+
+
+def test_no_result_of_an_operation_is_another_one() -> None:
+    """Torch's rule for the backward of an LSTM on a CPU gives one fake for the gradients of both biases, once: then its
+    cache of fake results gives two, and a path of a step had other operations than the one before it."""
+    for _ in range(3):
+        FakeTensorMode.cache_clear()
+
+        def make() -> tuple[Any, list[Any]]:
+            network = nn.LSTM(8, 8)
+            optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+            def step(x: torch.Tensor) -> bool:
+                optimizer.zero_grad()
+                network(x)[0].square().mean().backward()
+                nn.utils.clip_grad_norm_(network.parameters(), 0.01)
+                optimizer.step()
+                return bool(network.bias_hh_l0.grad.sum() > 0)
+
+            return step, [network]
+
+        both_ways(make, batches(4), captures=None)

@@ -65,6 +65,54 @@ def test_an_array_of_rates_is_read_by_each_call() -> None:
     twenty_calls(lambda: training(np.array(RATES)), lambda at: (batch(at), at), 4)
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [(adam, "weight_decay"), (adam, "eps"), (adam, "betas"), (momentum, "momentum"), (momentum, "weight_decay")],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_settings_from_arrays_of_numpy(kind: Callable[..., Any], setting: str, inside: bool) -> None:
+    """As in the training of DINO, where both a rate and another setting come from tables."""
+    rates, others = np.cos(np.linspace(0, 1, CALLS)) / 10, np.linspace(0.05, 0.2, CALLS)
+
+    def make() -> Callable[..., Any]:
+        model = nn.Linear(8, 4)
+        optimizer = kind(model.parameters())
+
+        def set_all(at: int) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = rates[at]
+                group[setting] = (others[at], 0.9) if setting == "betas" else others[at]
+
+        def step(x: torch.Tensor, at: int) -> Any:
+            if inside:
+                set_all(at)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss, model.weight.detach().clone()
+
+        before.append(set_all)
+        return step
+
+    before: list[Callable[[int], None]] = []
+
+    def call(at: int) -> tuple[torch.Tensor, int]:
+        if not inside:
+            before[-1](at)
+        return batch(at), at
+
+    twenty_calls(make, call, 4)
+
+
 def test_an_index_that_the_step_draws() -> None:
     def make() -> Callable[..., Any]:
         random.seed(3)
