@@ -150,6 +150,8 @@ class FloatArithmetic:
         kinds = {_kind(number) for number in numbers}
         if len(kinds) > 1 or None in kinds or not self._knows(numbers):
             return None
+        if len(numbers) == 1:
+            return numbers[0]
         if float in kinds:
             return self._result(function, list(numbers), torch.float64)
         return functools.reduce(torch.sym_max if function is max else torch.sym_min, numbers)

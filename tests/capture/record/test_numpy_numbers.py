@@ -29,6 +29,7 @@ FOLLOWED: dict[str, Numbers] = {
     ),
     "clipped": lambda loss, at: (np.exp(loss).clip(0.5, 2.5), np.sqrt(at).clip(1, 3)),
     "described": lambda loss, at: (np.sqrt(loss).ndim, np.exp(at).shape, str(np.sqrt(loss).dtype), np.exp(loss).size),
+    "largest of one": lambda loss, at: (max([loss]), min((at,)), max(loss, loss), max([loss], default=0)),
     "of one element": lambda loss, at: (
         np.sqrt(loss).mean(),
         np.exp(at).max(),
