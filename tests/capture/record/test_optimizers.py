@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from norm_scaled import NormScaled
 
 import weft
 from both_ways import assert_equal, batches, both_ways, detached, mlp, snapshot, training
@@ -77,20 +78,6 @@ class WithInitGroup(optim.Optimizer):
             for p in found:
                 p.sub_(p.grad + self.state[p]["last"], alpha=0.1)
                 self.state[p]["last"].copy_(p.grad)
-
-
-class NormScaled(optim.Optimizer):
-    """The rate of each parameter is relative to its norm, as in Adafactor of transformers, which asks for that too."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["norm"] = p.norm(2) / p.numel() ** 0.5
-                p.sub_(p.grad * (max(1e-3, self.state[p]["norm"]) * group["lr"]))
 
 
 def _with(kind: str, *flags: str, matrices: bool = False, **settings: Any) -> dict[str, Make]:
