@@ -104,6 +104,8 @@ def check_policies(checks: ArgumentChecks, mp_policy: Any, offload_policy: Any, 
             checks.kind(f"mp_policy.{name}", dtype, torch.dtype, allowed, remedy)
             if not dtype.is_floating_point:
                 raise checks.invalid(f"mp_policy.{name}", dtype, allowed, remedy)
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # of torch 2.15
+        raise UnsupportedPolicy(checks.function, "mp_policy.param_dtype_override_fn")
     checks.boolean("mp_policy.cast_forward_inputs", mp_policy.cast_forward_inputs)
     checks.kind("offload_policy", offload_policy, OffloadPolicy, "an OffloadPolicy", "Leave it out")
     if type(offload_policy) is not OffloadPolicy and not (offloads and isinstance(offload_policy, CPUOffloadPolicy)):

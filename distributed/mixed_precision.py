@@ -1,4 +1,4 @@
-"""Casts at the boundary of a wrapped module: what goes into forward, and what comes out."""
+"""Mixed precision of a wrapped module: casts of what goes into forward and comes out, and the dtype of reductions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -56,3 +57,9 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
 def move_to(tree: Any, device: torch.device) -> Any:
     """`tree` with its tensors on `device`."""
     return map_tensors(lambda t: t if t.device == device else t.to(device), tree)
+
+
+def reduces_in_grad_dtype(policy: MixedPrecisionPolicy) -> bool:
+    """Whether gradients are reduced in the `grad_dtype` of their parameter: what a policy without a `reduce_dtype` says
+    in torch 2.15. In earlier ones, whose policies have no `param_dtype_override_fn`, it says `param_dtype`."""
+    return policy.reduce_dtype is None and hasattr(policy, "param_dtype_override_fn")

@@ -32,7 +32,7 @@ from weft.distributed.arguments import (
 from weft.distributed.ddp.precision import ParameterCast
 from weft.distributed.ddp.reduction import GradientReduction
 from weft.distributed.ddp.slots import buffers, managed_modules, parameter_slots, parameters
-from weft.distributed.mixed_precision import cast_floating, tensors_in
+from weft.distributed.mixed_precision import cast_floating, reduces_in_grad_dtype, tensors_in
 from weft.distributed.settings_without_effect import SettingsWithoutEffect, say_once
 from weft.short_tracebacks import methods_shorten_tracebacks, shortens_tracebacks
 
@@ -96,8 +96,8 @@ def replicate(
     Args:
         mesh: 1-D; by default all ranks. With `dp_mesh_dims`, one of any dimension.
         mp_policy: `param_dtype` for forward and backward, `reduce_dtype` for the all-reduce (by default
-            `param_dtype`, else the gradient's own), `output_dtype` for the outputs, and whether to cast the
-            inputs of forward. Gradients arrive in the parameters' own dtype.
+            `param_dtype`, in torch 2.15 the gradient's own), `output_dtype` for the outputs, and whether to cast
+            the inputs of forward. Gradients arrive in the parameters' own dtype.
         ignored_params: neither broadcast, nor cast, nor reduced.
         dp_mesh_dims: torch's DataParallelMeshDims with `replicate` names only: what to average over.
         forward_sync_buffers: DistributedDataParallel's argument (`broadcast_buffers` in torch 2.11): give all ranks the
@@ -270,7 +270,8 @@ class _State:
         self._sync_buffers = forward_sync_buffers
         self._buffers_are_stale = True
         self._cast: ParameterCast | None = None
-        self.reduction = GradientReduction(self._group_name, mesh.size(), policy.reduce_dtype or policy.param_dtype)
+        reduce_dtype = None if reduces_in_grad_dtype(policy) else policy.reduce_dtype or policy.param_dtype
+        self.reduction = GradientReduction(self._group_name, mesh.size(), reduce_dtype)
 
     def install(self) -> None:
         self.reduction.attach(self._slots)

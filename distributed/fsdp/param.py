@@ -25,6 +25,7 @@ from weft.distributed.fsdp.reduction import (
     choose_division,
     reduce_scatter,
 )
+from weft.distributed.mixed_precision import reduces_in_grad_dtype
 from weft.distributed.ops import pad_shard, take_shard, unpad_shard
 from weft.errors import ParameterReplaced
 
@@ -290,6 +291,8 @@ class ShardedParameter:
             torch.autograd.backward([self.sharded], [reduced])
 
     def _reduce_dtype(self, grad: torch.Tensor) -> torch.dtype:
+        if reduces_in_grad_dtype(self.policy):
+            return self.sharded.grad_dtype or grad.dtype
         # Where both are the same, the policy asks for no cast. An extension may have chosen another dtype of gradients.
         dtype = self.policy.reduce_dtype
         return grad.dtype if dtype is None or dtype == self.policy.param_dtype else dtype

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -213,6 +214,31 @@ def test_mixed_precision_equals_torch_replicate(world: int, reduce_dtype: torch.
     for losses, weights in run_ranks(against_torch_replicate, world, reduce_dtype):
         assert losses <= limit
         assert weights <= limit
+
+
+@dataclass(frozen=True)
+class PolicyOfTorch215(MixedPrecisionPolicy):
+    """Has what torch 2.15 added. Without a ``reduce_dtype``, it says that gradients are reduced as they are."""
+
+    param_dtype_override_fn: Callable[..., Any] | None = None
+
+
+def reduced_as_in_torch_2_15(rank: int, world: int) -> list[float]:
+    """How far the new policy is from reductions in float32, and from those in bfloat16."""
+    runs = []
+    new, old = PolicyOfTorch215(torch.bfloat16), MixedPrecisionPolicy(torch.bfloat16)
+    for policy in (new, MixedPrecisionPolicy(torch.bfloat16, torch.float32), old):
+        torch.manual_seed(3)
+        model = replicate(Plain(), mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+        runs.append(train(model, rank)[1])
+    return [distance(each, runs[0]) for each in runs[1:]]
+
+
+@pytest.mark.skipif(hasattr(MixedPrecisionPolicy(), "param_dtype_override_fn"), reason="all policies are new ones")
+def test_a_policy_of_torch_2_15_reduces_in_the_dtype_of_gradients() -> None:
+    for float32, bfloat16 in run_ranks(reduced_as_in_torch_2_15, 2):
+        assert float32 == 0
+        assert bfloat16 > 0
 
 
 def broadcast_at_wrap(rank: int, world: int) -> dict[str, torch.Tensor]:

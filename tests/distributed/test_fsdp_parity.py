@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import run_ranks
 from weft.distributed import fsdp as weft_fsdp
+from weft.errors import UnsupportedPolicy
 
 pytestmark = pytest.mark.gloo
 
@@ -443,6 +445,27 @@ def test_equals_torch_on_four_ranks(cases: dict[str, Callable[..., Any]], tolera
     if tolerance is None:
         cases = {**cases, "reshard to 2": partial(plain, policy=BF16, reshard_after_forward=2)}
     run_ranks(compare, 4, (4,), cases, tolerance, timeout=100)
+
+
+@dataclass(frozen=True)
+class PolicyOfTorch215(MixedPrecisionPolicy):
+    """Has what torch 2.15 added. Without a ``reduce_dtype``, it says that float32 parameters are reduced in float32."""
+
+    param_dtype_override_fn: Callable[..., Any] | None = None
+
+
+def reduced_as_in_torch_2_15(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    ours = plain(weft_fsdp.fully_shard, mesh, rank, PolicyOfTorch215(torch.bfloat16))
+    assert_equal(ours, plain(torch_fully_shard, mesh, rank, BF16))
+    with pytest.raises(AssertionError):
+        assert_equal(ours, plain(torch_fully_shard, mesh, rank, MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)))
+    with pytest.raises(UnsupportedPolicy, match="param_dtype_override_fn"):
+        plain(weft_fsdp.fully_shard, mesh, rank, PolicyOfTorch215(param_dtype_override_fn=lambda parameter: None))
+
+
+def test_a_policy_of_torch_2_15_reduces_in_the_dtype_of_gradients() -> None:
+    run_ranks(reduced_as_in_torch_2_15, 2)
 
 
 def test_hybrid_sharding_equals_torch() -> None:
