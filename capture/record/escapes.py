@@ -250,7 +250,7 @@ class _HolderSearch:
             if id(holder) not in recent and not _is_record(holder) and not _is_own_dictionary(holder):
                 for child in gc.get_referents(holder):
                     if id(child) in known:
-                        yield _remembering(holder), child
+                        yield holder, child
 
     def _old_holders(self, known: set[int]) -> Iterator[Any]:
         if len(known) <= _FEW:
@@ -279,15 +279,6 @@ class _HolderSearch:
         while self._next[id(child)] is not None:
             child = self._next[id(child)]
         return path, child
-
-
-def _remembering(holder: Any) -> Any:
-    """The function with ``functools.lru_cache`` whose results are in a dictionary; another holder itself."""
-    if type(holder) is dict:
-        for owner in gc.get_referrers(holder):
-            if isinstance(owner, REMEMBERING) and vars(owner) is not holder:
-                return owner
-    return holder
 
 
 def _line_of(value: Any) -> str:

@@ -95,22 +95,3 @@ def test_a_body_that_changes_the_state_before_a_branch_is_refused() -> None:
 
     with pytest.raises(RememberedFunctionWrites, match=r"s\.count"):
         weft.compile(step)(torch.ones(3))
-
-
-@pytest.mark.parametrize("most", [None, 8])
-def test_results_of_the_capture_are_not_remembered_beside_those_of_eager(most: int | None) -> None:
-    """A cache without a limit is a dictionary from arguments to results, where the capture's own were found."""
-
-    @functools.lru_cache(maxsize=most)
-    def mask(n: int) -> Tensor:
-        return torch.ones(n, n, dtype=torch.bool).tril()
-
-    def step(x: Tensor) -> Tensor:
-        return x.masked_fill(~mask(x.shape[0]), 0.0)
-
-    compiled = weft.compile(step)
-    for size in (4, 5, 6, 4, 5, 6, 4):
-        x = torch.ones(size, size)
-        assert torch.equal(compiled(x), step(x))
-        assert type(mask(size)) is Tensor
-    assert len(compiled.captures) == 3, compiled.captures
