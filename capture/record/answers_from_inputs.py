@@ -3,7 +3,8 @@
 A capture ends at a question whose answer it does not know, and each costs another one. Masks, lengths and token ids are
 there before the step runs, and so are numbers that tensors of the state hold on the host: counts of steps, of which an
 optimizer has one for each parameter. What they say is computed from them at once, by the operations that were recorded.
-Questions about other floats are left to the program: what they depend on is mostly computed from the model.
+Questions about parameters are answered where a few operations lead from them to the answer: Adafactor of transformers
+asks for the norm of each. All others are left to the program: what they depend on is mostly computed by the model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from weft.capture.segments import Outcome
 from weft.torch_adapter import OpOverload
 
 MOST_OPERATIONS = 8
-"""From how many operations the answers to questions about floats are computed: more may be a part of the model."""
+"""At most how many operations are computed to answer a question about parameters: more may be a part of the model."""
 
 # Modules of functions of numbers: comparisons and arithmetic, and torch's own for symbolic ones.
 _OF_NUMBERS = frozenset({"_operator", "builtins", "math", "operator", "torch"})
@@ -73,17 +74,16 @@ def answer_from(value: Any, inputs: Mapping[torch.fx.Node, torch.Tensor], most: 
 
 def _can_be_computed(value: torch.fx.Node, inputs: Mapping[torch.fx.Node, torch.Tensor], most: float) -> bool:
     """Whether at most so many operations, and none with an effect, lead from the inputs to a node."""
-    found, pending = {value}, [value]
+    operations: set[torch.fx.Node] = set()
+    pending = [value]
     while pending:
         node = pending.pop()
-        if node in inputs or _is_number(node):
-            found.discard(node)
+        if node in operations or node in inputs or _is_number(node):
             continue
-        if len(found) > most or not _is_pure(node):
+        operations.add(node)
+        if len(operations) > most or not _is_pure(node):
             return False
-        new = [each for each in node.all_input_nodes if each not in found]
-        found.update(new)
-        pending += new
+        pending += node.all_input_nodes
     return True
 
 

@@ -66,7 +66,8 @@ class Branches:
 
     Attributes:
         whole_numbers: ids of the arguments that are tensors of integers or booleans, which answer questions at once.
-        is_constant: whether the content of a tensor is a part of the capture: a table of numbers that the step indexes.
+        is_constant: whether a tensor is neither an argument nor a part of the state, so that its content is a part of
+            the capture: a table of numbers that the step indexes.
         taken: the answers that were given.
         undecided: whether a question without an outcome was asked, which ends the capture.
     """
@@ -158,7 +159,7 @@ class Branches:
 
         Args:
             assumed: the outcome to capture where none is known.
-            usual: the same where inputs do not give the outcome either.
+            usual: the outcome to capture where neither ``assumed`` nor the inputs give one.
 
         Raises:
             Undecided: it has no outcome yet.
@@ -188,13 +189,13 @@ class Branches:
         """
         # Ranks agree on what is captured. Their arguments differ; counts, tables and parameters mostly do not.
         alone = torch_adapter.world_size() == 1
-        counts, parameters = {}, {}
+        known, parameters = {}, {}
         for node, each in self._recorder.placeholders:
             if (alone and id(each) in self.whole_numbers) or is_host_number(each) or self._is_table(each):
-                counts[node] = each
+                known[node] = each
             elif isinstance(each, torch.nn.Parameter):
                 parameters[node] = each
-        answer = answer_from(value, counts)
+        answer = answer_from(value, known)
         return answer_from(value, parameters, MOST_OPERATIONS) if answer is None else answer
 
     def _is_table(self, tensor: torch.Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""``int(n)``, ``float(n)``, ``max(n, m)``, ``min(sizes)``, ``range(0, n, 4)`` of symbolic numbers, in the user's code.
+"""``int(n)``, ``float(n)``, ``max(n, m)``, ``min(sizes)``, ``range(0, n, 4)`` of symbolic numbers, in the user's code
+and in torch's optimizers.
 
 Python's conversions must give plain numbers, and would fix a symbol to its value in the captured call. Which of two
 numbers is larger is a question about them. So while a step is captured, the modules whose functions it can call see

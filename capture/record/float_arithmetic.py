@@ -136,8 +136,7 @@ class FloatArithmetic:
                 stack.enter_context(replaced(math, name, self._of_math(present(math, name))))
             for name, answer in _QUESTIONS.items():
                 stack.enter_context(replaced(math, name, self._asking(present(math, name), answer)))
-            functions = NumpyFunctions(self._symbols.shape_env, self._result, self._made_of, self._of_python)
-            stack.enter_context(functions.recorded())
+            stack.enter_context(NumpyFunctions(self._symbols.shape_env, self._result).recorded())
             outer, _mine.arithmetic = _mine.arithmetic, self
             try:
                 yield
@@ -174,15 +173,9 @@ class FloatArithmetic:
         node = self._symbols.node(number)
         if not isinstance(node, torch.fx.Node) or not isinstance(node.target, (NumpyFunction, GeneratorDraw)):
             return number
-        return self._of_python(number)
-
-    def _of_python(self, number: Any) -> Any:
         if isinstance(number, torch.SymFloat):
             return self._result(plain_float, [number], torch.float64, number.node)
         return self._result(plain_int, [number], torch.int64, number.node)
-
-    def _made_of(self, number: Any) -> Computed | None:
-        return self._symbols.computed.get(torch_adapter.symbol_of(number))
 
     def _of_math(self, original: Callable[..., float]) -> Callable[..., Any]:
         """A function of ``math``: of symbolic numbers, it gives a symbol that a node computes."""

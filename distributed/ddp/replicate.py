@@ -96,7 +96,7 @@ def replicate(
     Args:
         mesh: 1-D; by default all ranks. With `dp_mesh_dims`, one of any dimension.
         mp_policy: `param_dtype` for forward and backward, `reduce_dtype` for the all-reduce (by default
-            `param_dtype`, in torch 2.15 the gradient's own), `output_dtype` for the outputs, and whether to cast
+            `param_dtype`, in torch 2.15 the parameter's own), `output_dtype` for the outputs, and whether to cast
             the inputs of forward. Gradients arrive in the parameters' own dtype.
         ignored_params: neither broadcast, nor cast, nor reduced.
         dp_mesh_dims: torch's DataParallelMeshDims with `replicate` names only: what to average over.

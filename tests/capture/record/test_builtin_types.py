@@ -119,6 +119,40 @@ def test_a_number_of_numpys_that_is_converted_has_the_type_of_python(name: str) 
     assert drawn(weft.compile) == drawn(lambda step: step)
 
 
+@pytest.mark.parametrize("chosen", [lambda n: max([n]), lambda n: min((n,)), lambda n: max(each for each in [n])])
+def test_the_largest_of_one_number_is_the_number(chosen: Callable[[Any], Any]) -> None:
+    step = lambda x, at: (x * chosen(at), chosen(x.sum().item()))
+    compiled = weft.compile(step)
+    for at in range(4):
+        assert_equal(compiled(torch.full((2,), at / 3), at), step(torch.full((2,), at / 3), at))
+    assert len(compiled.captures) == 2, compiled.captures
+
+
+NUMPY_TYPES: dict[str, Callable[[int], Any]] = {
+    "isinstance": lambda at: (isinstance(np.cos(at), np.floating), isinstance(np.maximum(at, 3), int)),
+    "type": lambda at: (type(np.cos(at)).__name__, type(np.cos(at)) is float, type(np.float64(0.5) * at).__name__),
+    "tensors": lambda at: (torch.tensor(np.sqrt(at)), torch.tensor([np.sqrt(at), 1.0]), torch.as_tensor(np.exp(at))),
+    "methods": lambda at: (
+        np.sqrt(at).round(1),
+        np.round(np.sqrt(at), 1),
+        np.clip(np.sqrt(at), None, 1),
+        np.exp(at).item(),
+    ),
+    "interpolated": lambda at: (
+        torch.as_tensor(np.interp(at, [0, 10], [0.1, 1])),
+        np.interp(at, [0, 3], [0, 1]).round(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMPY_TYPES)
+def test_a_number_that_numpy_makes_of_one_that_changes_is_numpys(name: str) -> None:
+    numbers = NUMPY_TYPES[name]
+    compiled = weft.compile(lambda x, at: (x * 2, numbers(at)))
+    for at in (1, 2, 3, 2):
+        assert repr(compiled(torch.ones(2), at)[1]) == repr(numbers(at))
+
+
 SOURCE = """
 import torch
 
