@@ -78,9 +78,14 @@ def builtin_types_know_symbols(functions: Iterable[types.FunctionType]) -> Itera
 
 
 def _modules_of_torch() -> Iterator[types.ModuleType]:
-    """Those loaded modules of torch that get the stand-ins."""
+    """Those loaded modules of torch that get the stand-ins.
+
+    Not LBFGS: its step is refused at its first conversion of a loss, with a remedy that works.
+    """
     for name, module in list(sys.modules.items()):
-        if module is not None and (name in _OF_TORCH or name.startswith("torch.optim.")):
+        if module is None or name == "torch.optim.lbfgs":
+            continue
+        if name in _OF_TORCH or name.startswith("torch.optim."):
             yield module
 
 
