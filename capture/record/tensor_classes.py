@@ -16,9 +16,9 @@ import torch
 
 from weft.capture.record.held_references import StandIn, original_of
 from weft.capture.record.host_lists import HostList
+from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.thread_patches import present, replaced
 
-_SYMBOLS = frozenset({torch.SymFloat, torch.SymInt, torch.SymBool})
 _WHOLE, _FLOATS = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)
 _DTYPES = {
     "LongTensor": torch.int64,
@@ -104,7 +104,7 @@ def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | Non
 
 def symbolic_numbers(data: Any) -> list[Any]:
     """The numbers in nested lists, where at least one of them is symbolic and all are numbers; else none."""
-    if type(data) in _SYMBOLS:
+    if type(data) in PYTHON_TYPES:
         return [data]
     if type(data) not in (list, tuple):
         return []
@@ -115,5 +115,5 @@ def symbolic_numbers(data: Any) -> list[Any]:
             pending += value[::-1]
         else:
             found.append(value)
-    known = all(type(each) in _SYMBOLS or type(each) in (bool, int, float) for each in found)
-    return found if known and any(type(each) in _SYMBOLS for each in found) else []
+    known = all(type(each) in PYTHON_TYPES or type(each) in (bool, int, float) for each in found)
+    return found if known and any(type(each) in PYTHON_TYPES for each in found) else []

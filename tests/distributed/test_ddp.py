@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from policy_of_torch_2_15 import PolicyOfTorch215
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
@@ -214,13 +214,6 @@ def test_mixed_precision_equals_torch_replicate(world: int, reduce_dtype: torch.
     for losses, weights in run_ranks(against_torch_replicate, world, reduce_dtype):
         assert losses <= limit
         assert weights <= limit
-
-
-@dataclass(frozen=True)
-class PolicyOfTorch215(MixedPrecisionPolicy):
-    """Has what torch 2.15 added. Without a ``reduce_dtype``, it says that gradients are reduced as they are."""
-
-    param_dtype_override_fn: Callable[..., Any] | None = None
 
 
 def reduced_as_in_torch_2_15(rank: int, world: int) -> list[float]:

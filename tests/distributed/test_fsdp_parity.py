@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from policy_of_torch_2_15 import PolicyOfTorch215
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
@@ -445,13 +445,6 @@ def test_equals_torch_on_four_ranks(cases: dict[str, Callable[..., Any]], tolera
     if tolerance is None:
         cases = {**cases, "reshard to 2": partial(plain, policy=BF16, reshard_after_forward=2)}
     run_ranks(compare, 4, (4,), cases, tolerance, timeout=100)
-
-
-@dataclass(frozen=True)
-class PolicyOfTorch215(MixedPrecisionPolicy):
-    """Has what torch 2.15 added. Without a ``reduce_dtype``, it says that float32 parameters are reduced in float32."""
-
-    param_dtype_override_fn: Callable[..., Any] | None = None
 
 
 def reduced_as_in_torch_2_15(rank: int, world: int) -> None:
