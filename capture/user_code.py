@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import itertools
 import linecache
 import sys
@@ -177,6 +178,13 @@ def called_by_user(*skipped: str) -> bool:
     while frame is not None and skipped and frame.f_code.co_filename.endswith(skipped):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def cache_of(function: Any) -> dict[Any, Any] | None:
+    """The dictionary from arguments to results of a function with ``functools.lru_cache``; with a limited size, to
+    links that hold the results. None where nothing was ever remembered."""
+    attributes = vars(function)
+    return next((each for each in gc.get_referents(function) if type(each) is dict and each is not attributes), None)
 
 
 def called_for_user(*skipped: str) -> bool:

@@ -7,16 +7,37 @@ longest ago. Only where it has forgotten everything is the step captured again.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
 from weft import torch_adapter
-from weft.capture.user_code import REMEMBERING
+from weft.capture.user_code import REMEMBERING, cache_of
 
 # Results that are kept of each function, to see whether it has forgotten them. The latest ones, which it forgets last.
 _KEPT = 4
+
+
+class _Results:
+    """What a function remembered when it was looked at last. An object of weft's own: it is no place that keeps a value
+    of a capture."""
+
+    __slots__ = ("cache", "kept", "name", "version")
+
+    def __init__(self, name: str, cache: dict[Any, Any]) -> None:
+        self.name = name
+        self.cache = cache
+        self.look()
+
+    def look(self) -> None:
+        """Note what is remembered now."""
+        self.version = torch_adapter.dict_version(self.cache)
+        self.kept = tuple(islice(reversed(self.cache.values()), _KEPT))
+
+    def are_forgotten(self) -> bool:
+        """Whether none of what was noted is remembered."""
+        known = set(map(id, self.kept))
+        return not any(id(value) in known for value in list(self.cache.values()))
 
 
 class ResultCacheGuard:
@@ -28,41 +49,23 @@ class ResultCacheGuard:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         functions = [each for each in objects if isinstance(each, REMEMBERING)]
-        found = [(function, cache) for function in functions if (cache := _cache_of(function))]
-        self._names = [function.__qualname__ for function, _ in found]
-        self._caches = [cache for _, cache in found]
-        self._versions = list(map(torch_adapter.dict_version, self._caches))
-        self._kept = list(map(_latest, self._caches))
+        found = [(function, cache_of(function)) for function in functions]
+        self._results = [_Results(function.__qualname__, cache) for function, cache in found if cache]
 
     def listed(self) -> list[str]:
         """The conditions as text."""
-        return [f"{name} remembers results" for name in self._names]
+        return [f"{each.name} remembers results" for each in self._results]
 
     def holds(self) -> bool:
         """Whether no function has forgotten everything."""
-        versions = list(map(torch_adapter.dict_version, self._caches))
-        if versions == self._versions:
-            return True
-        if self.failure() is not None:
+        changed = [each for each in self._results if torch_adapter.dict_version(each.cache) != each.version]
+        if any(each.are_forgotten() for each in changed):
             return False
-        self._versions, self._kept = versions, list(map(_latest, self._caches))
+        for each in changed:
+            each.look()
         return True
 
     def failure(self) -> str | None:
         """Which function has forgotten its results, as text; None where none has."""
-        for name, cache, kept in zip(self._names, self._caches, self._kept, strict=True):
-            known = set(map(id, kept))
-            if not any(id(value) in known for value in list(cache.values())):
-                return f"{name} has forgotten its results"
-        return None
-
-
-def _cache_of(function: Any) -> dict[Any, Any] | None:
-    """The dictionary from arguments to results; None where nothing is remembered."""
-    attributes = vars(function)
-    dictionaries = [each for each in gc.get_referents(function) if type(each) is dict and each is not attributes]
-    return dictionaries[0] if dictionaries and dictionaries[0] else None
-
-
-def _latest(cache: dict[Any, Any]) -> list[Any]:
-    return list(islice(reversed(cache.values()), _KEPT))
+        forgotten = next((each for each in self._results if each.are_forgotten()), None)
+        return None if forgotten is None else f"{forgotten.name} has forgotten its results"

@@ -60,3 +60,17 @@ def dispatch(owner: Any, function: Callable[..., Any], args: tuple[Any, ...], kw
     others = any(type(each) is HostArray for each in (*args[1:], *kwargs.values()))
     sized = name in _SIZED or (name in _SIZED_BY_OTHERS and others) or (name == "where" and len(args) == 1)
     return owner.call(function, args, kwargs, sized=sized)
+
+
+def dispatch_ufunc(owner: Any, ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The same of a ``numpy.ufunc``: itself (``"__call__"``), or a method such as ``reduce``."""
+    out = options.pop("out", (None,))
+    function = ufunc if method == "__call__" else getattr(ufunc, method)
+    if method == "at":
+        return owner.call(function, inputs, options, writes=inputs[0])
+    if all(each is None for each in out):
+        return owner.call(function, inputs, options)
+    if len(out) > 1:
+        raise owner.refusal(ufunc.__name__, "it writes several arrays", "leave out= away")
+    owner.call(function, inputs, {**options, "out": out[0]}, writes=out[0])
+    return out[0]

@@ -36,7 +36,7 @@ from weft.capture.record.array_calls import (
     map_leaves,
     name_of,
 )
-from weft.capture.record.array_functions import dispatch
+from weft.capture.record.array_functions import dispatch, dispatch_ufunc
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.late_text import late_text
@@ -334,6 +334,10 @@ class ArrayRecorder:
     def function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A function of numpy that was given one of the arrays."""
         return dispatch(self, function, args, kwargs)
+
+    def ufunc(self, ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """A ``numpy.ufunc``, or a method of one, that was given one of the arrays or a symbolic number."""
+        return dispatch_ufunc(self, ufunc, method, inputs, options)
 
     def plain(self, tree: Any) -> Any:
         """``tree`` with plain numbers in the place of symbolic ones, which the step then branches on."""

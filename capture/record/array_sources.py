@@ -136,6 +136,17 @@ class ArraySources:
         if self.wanted:
             raise ArrayDrawn
 
+    def following(self) -> ArrayRecorder:
+        """What records the arrays of the capture.
+
+        Raises:
+            ArrayDrawn: arrays are not followed yet.
+        """
+        if not self._followed:
+            self.wanted = True
+            raise ArrayDrawn
+        return self.arrays
+
     # ---- tensors in the memory of arrays that the step makes
 
     def note_unreached(self, tensor: torch.Tensor) -> None:
@@ -185,12 +196,9 @@ class ArraySources:
         Raises:
             UncapturableDraw: the result has no place in a graph.
         """
-        if not self._followed:
-            self.wanted = True
-            raise ArrayDrawn
+        arrays = self.following()
         if kwargs.get("out") is not None:
             raise UncapturableDraw(text, user_line(), "it writes to an array (out=)", "assign its result instead")
-        arrays = self.arrays
         draw = ArrayDraw(text, target, method)
         scratch = getattr(_scratch(getattr(target, "generator", None)), method)
         if method == "shuffle":
@@ -226,8 +234,7 @@ class ArraySources:
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
             if args and _holds_numbers(args[0]) and self._intercepts() and _called_by_step():
-                self.wanted = True
-                raise ArrayDrawn
+                self.following()
             return original(*args, **kwargs)
 
         return make
@@ -308,14 +315,12 @@ class ArraySources:
             ArrayDrawn: arrays are not followed.
             RuntimeError, TypeError: torch gives no array of this tensor, as in eager.
         """
-        if not self._followed:
-            self.wanted = True
-            raise ArrayDrawn
+        arrays = self.following()
         if force:
             tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
         with torch_adapter.only_mode():
             _check_numpy(tensor)
-        return self.arrays.of_tensor(tensor)
+        return arrays.of_tensor(tensor)
 
     # ---- arrays among the arguments of functions of torch
 
@@ -325,6 +330,9 @@ class ArraySources:
             return function, args, kwargs
         if function in _TENSORS_OF and args and type(args[0]) is HostArray:
             return functools.partial(self._tensor, function), args, kwargs
+        if function in _TENSORS_OF and args and len(args) == 1 and (kind := _dtype_of_numbers(args[0])) is not None:
+            numbers = map_leaves(args[0], lambda leaf: leaf.item() if type(leaf) is HostArray else leaf)
+            return function, (numbers,), {"dtype": kind, **{k: v for k, v in kwargs.items() if v is not None}}
         indexed = function in _INDEXED
         plain = lambda leaf: self._operand(function, leaf, indexing=False)
         index = lambda leaf: self._operand(function, leaf, indexing=True)
@@ -383,6 +391,27 @@ def _check_numpy(tensor: torch.Tensor) -> None:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _dtype_of_numbers(data: Any) -> torch.dtype | None:
+    """The dtype that torch gives a tensor of these numbers, some of numpy's among them; None where not all are numbers.
+
+    That of numpy's counts in full: ``[numpy.float64(1), 1.0]`` gives float64, where Python's numbers give the default.
+    """
+    found: list[Any] = []
+    map_leaves(data, found.append)
+    kinds = [kind for each in found if (kind := _dtype_of_number(each)) is not None]
+    return functools.reduce(torch.promote_types, kinds) if kinds and len(kinds) == len(found) else None
+
+
+def _dtype_of_number(number: Any) -> torch.dtype | None:
+    numpy, kind = sys.modules["numpy"], type(number)
+    sample = number.weft_sample if kind is HostArray else number
+    if isinstance(sample, numpy.generic):
+        return torch.from_numpy(numpy.zeros(0, sample.dtype)).dtype if is_tensor_dtype(sample.dtype) else None
+    if kind in (float, torch.SymFloat):
+        return torch.get_default_dtype()
+    return torch.bool if kind in (bool, torch.SymBool) else torch.int64 if kind in (int, torch.SymInt) else None
 
 
 def _holds_array(tree: Any) -> bool:

@@ -36,6 +36,7 @@ from weft.capture.record.collector_lists import CollectorList
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.live_values import references
+from weft.capture.record.plain_keys import keep_entries
 from weft.capture.record.templates import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
 from weft.capture.record.unread_arguments import UnreadValue
@@ -139,8 +140,8 @@ class EscapeCheck:
         for _, holder, child in found:
             _take_out(holder, child)
         for (place, value), holder, _ in found:
-            if isinstance(holder, REMEMBERING):
-                continue  # emptied: the function computes its result again, outside the capture
+            if isinstance(holder, REMEMBERING) or _remembers(holder):
+                continue  # the function computes its result again, outside the capture
             raise CaptureValueEscaped(step, place, type(value).__qualname__, _line_of(value), failure) from failure
 
     def _suspects(self, values: list[weakref.ref[Any]], held: Counter[int]) -> list[Any]:
@@ -281,6 +282,12 @@ class _HolderSearch:
         return path, child
 
 
+def _remembers(holder: Any) -> bool:
+    """Whether a dictionary is where a function with ``functools.lru_cache`` has its results."""
+    owners = gc.get_referrers(holder) if type(holder) is dict else ()
+    return any(isinstance(each, REMEMBERING) and vars(each) is not holder for each in owners)
+
+
 def _line_of(value: Any) -> str:
     """The user's line that computed a fake tensor; empty where that is not known."""
     frames = made_at(value) if isinstance(value, FakeTensor) else ()
@@ -352,8 +359,7 @@ def _take_out(holder: Any, child: Any) -> None:
     """Remove ``child`` from an object: what is missing is noticed, a value of the capture would be computed with."""
     with contextlib.suppress(Exception):
         if isinstance(holder, dict):
-            for key in [key for key, value in holder.items() if value is child]:
-                del holder[key]
+            keep_entries(holder, lambda key, value: value is not child)
         elif isinstance(holder, (list, deque)):
             for at in reversed([at for at, value in enumerate(holder) if value is child]):
                 del holder[at]

@@ -21,8 +21,9 @@ import torch
 from torch.fx.experimental.sym_node import SymNode, wrap_node
 
 from weft import torch_adapter
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_draws import GeneratorDraw
-from weft.capture.record.numpy_functions import NumpyFunction, NumpyFunctions
+from weft.capture.record.plain_numbers import NumpyFloat
 from weft.capture.record.symbols import Computed, Symbols
 from weft.short_tracebacks import called_for_user
 from weft.thread_patches import present, replaced
@@ -102,15 +103,35 @@ _QUESTIONS: dict[str, Callable[..., float]] = {
 _TOLERANCES = (("rel_tol", 1e-9), ("abs_tol", 0.0))
 
 
+class NumpyFunction:
+    """The target of a node that calls a function of numpy.
+
+    Args:
+        function: a ``numpy.ufunc`` with one result.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = f"numpy_{function.__name__}"
+        self.__module__ = __name__
+
+    def __call__(self, *numbers: Any) -> Any:
+        return self.function(*numbers)
+
+
 class FloatArithmetic:
     """Makes the float results of one capture's symbolic arithmetic symbols of their own.
 
     Args:
         symbols: of the capture; learns each result.
         emit: appends a call to the graph.
+
+    Attributes:
+        shape_env: of the capture.
     """
 
     def __init__(self, symbols: Symbols, emit: Callable[..., torch.fx.Node]) -> None:
+        self.shape_env = symbols.shape_env
         self._symbols = symbols
         self._emit = emit
         self._results: dict[Any, Any] = {}
@@ -136,7 +157,6 @@ class FloatArithmetic:
                 stack.enter_context(replaced(math, name, self._of_math(present(math, name))))
             for name, answer in _QUESTIONS.items():
                 stack.enter_context(replaced(math, name, self._asking(present(math, name), answer)))
-            stack.enter_context(NumpyFunctions(self._symbols.shape_env, self._result).recorded())
             outer, _mine.arithmetic = _mine.arithmetic, self
             try:
                 yield
@@ -147,6 +167,8 @@ class FloatArithmetic:
     def choice(self, function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
         """See :func:`choice`."""
         kinds = {_kind(number) for number in numbers}
+        if any(type(number) is NumpyFloat for number in numbers):
+            return None  # which of them it is decides the type
         if len(kinds) > 1 or None in kinds or not self._knows(numbers):
             return None
         if len(numbers) == 1:
@@ -168,14 +190,17 @@ class FloatArithmetic:
 
     def plain(self, number: Any) -> Any:
         """See :func:`plain`."""
-        if not self._is_known(number) or not isinstance(torch_adapter.expression(number), sympy.Symbol):
-            return number
-        node = self._symbols.node(number)
-        if not isinstance(node, torch.fx.Node) or not isinstance(node.target, (NumpyFunction, GeneratorDraw)):
+        if type(number) is not NumpyFloat and not self._is_made_by_numpy(number):
             return number
         if isinstance(number, torch.SymFloat):
             return self._result(plain_float, [number], torch.float64, number.node)
         return self._result(plain_int, [number], torch.int64, number.node)
+
+    def _is_made_by_numpy(self, number: Any) -> bool:
+        if not self._is_known(number) or not isinstance(torch_adapter.expression(number), sympy.Symbol):
+            return False
+        node = self._symbols.node(number)
+        return isinstance(node, torch.fx.Node) and isinstance(node.target, (NumpyFunction, GeneratorDraw))
 
     def _of_math(self, original: Callable[..., float]) -> Callable[..., Any]:
         """A function of ``math``: of symbolic numbers, it gives a symbol that a node computes."""
@@ -203,12 +228,12 @@ class FloatArithmetic:
 
     def _knows(self, numbers: Sequence[Any]) -> bool:
         """Whether there is a symbolic number among these, and nothing but numbers of this capture."""
-        return any(type(number) in _SYMBOLIC for number in numbers) and all(map(self._is_known, numbers))
+        return any(isinstance(number, _SYMBOLIC) for number in numbers) and all(map(self._is_known, numbers))
 
     def _is_known(self, number: Any) -> bool:
         if isinstance(number, _SYMBOLIC):
             return torch_adapter.shape_env_of_number(number) is self._symbols.shape_env
-        return isinstance(number, (int, float))
+        return issubclass(type(number), (int, float))
 
     def _recorded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         original = present(SymNode, name)
@@ -307,7 +332,7 @@ def added(start: Any, numbers: Sequence[Any]) -> Any:
 
 
 def _kind(number: Any) -> type | None:
-    if isinstance(number, (float, torch.SymFloat)):
+    if issubclass(type(number), (float, torch.SymFloat)):
         return float
     return int if type(number) in (int, torch.SymInt) else None
 
@@ -321,7 +346,7 @@ def _or_else(method: Callable[..., Any], original: Callable[..., Any]) -> Callab
 
 
 def _number(operand: Any) -> Any:
-    return operand.item() if isinstance(operand, torch.Tensor) else operand
+    return operand.item() if isinstance(operand, torch.Tensor) or type(operand) is HostArray else operand
 
 
 def _key(operand: Any) -> Any:

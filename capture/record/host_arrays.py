@@ -12,10 +12,12 @@ import builtins
 import operator
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 
+from weft.capture.record.late_text import text_by
 from weft.capture.user_code import called_for_user, formatting_frame, in_raise_statement, user_line
 from weft.errors import TextOfValue
 from weft.short_tracebacks import users_mistake
@@ -73,16 +75,7 @@ class HostArray:
     # ---- the protocols of numpy
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        out = options.pop("out", (None,))
-        function = ufunc if method == "__call__" else getattr(ufunc, method)
-        if method == "at":
-            return self.weft_owner.call(function, inputs, options, writes=inputs[0])
-        if all(each is None for each in out):
-            return self.weft_owner.call(function, inputs, options)
-        if len(out) > 1:
-            raise self.weft_owner.refusal(ufunc.__name__, "it writes several arrays", "leave out= away")
-        self.weft_owner.call(function, inputs, {**options, "out": out[0]}, writes=out[0])
-        return out[0]
+        return self.weft_owner.ufunc(ufunc, method, inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         return self.weft_owner.function(function, args, kwargs)
@@ -166,19 +159,24 @@ class HostArray:
         return builtins.bool((self == value).any())
 
     def __repr__(self) -> str:
-        return self._text("__repr__")
+        return self.weft_text("__repr__")
 
     def __str__(self) -> str:
-        return self._text("__str__")
+        return self.weft_text("__str__")
 
     def __format__(self, spec: str) -> str:
-        return self._text("__format__", spec)
+        return self.weft_text("__format__", spec)
 
-    def _text(self, method: str, *arguments: str) -> str:
+    def weft_text(self, method: str, *arguments: str, frame: FrameType | None = None) -> str:
+        """The text that a method, or ``"%"``, makes of it; ``frame`` is of the code that asks.
+
+        Raises:
+            TextOfValue: the code may read it, and no call knows it yet.
+        """
         known = self.weft_owner.known(self) if self.weft_owner.active else None
         if known is not None:
-            return getattr(known, method)(*arguments)
-        frame = formatting_frame(sys._getframe(2))
+            return text_by(method, known, arguments)
+        frame = formatting_frame(sys._getframe(2)) if frame is None else frame
         if self.weft_owner.active and is_user_file(frame.f_code.co_filename):
             text = self.weft_owner.text(self, frame, method, arguments)
             if text is not None:

@@ -171,7 +171,8 @@ class HostDraws:
         numbers = [*args, *(value for key, value in kwargs.items() if key != "size")]
         shaped = table is _NUMPY and (len(args) > parameters or kwargs.get("size") is not None)
         plain = all(isinstance(each, _NUMBER) and type(each) is not HostArray for each in numbers)
-        if table is _NUMPY and (shaped or not plain):
+        # `integers` gives a number of numpy's own, all others give one of Python's.
+        if table is _NUMPY and (shaped or not plain or method == "integers"):
             return self.arrays.draw(text, target, method, args, kwargs, parameters)
         if not plain:
             raise UncapturableDraw(text, user_line(), "it draws no number", f"{WITH_TORCH}, or {OUTSIDE}")

@@ -1,13 +1,18 @@
-"""numpy's functions of single numbers, such as ``np.isfinite(loss.item())``, as nodes of the graph.
+"""numpy's functions of single numbers, such as ``np.isfinite(loss.item())``, and operators with a number of numpy's.
 
 numpy knows no symbolic numbers. It hands a function of which one is an argument to the ``__array_ufunc__`` of that
-argument's class. There the call becomes a node, which calls the function with the numbers of the step. So the result
-has the type and the value that it has in eager (``np.float64``, which divides by zero without an error).
+argument's class. In eager the result is a number of numpy's (``np.float64``, which divides by zero without an error),
+and the user's code may go by its type. So there, numbers of the call that have a value are guards by it, and the
+function gives what it gives in eager. With a number that only the step's data decides, the result is a
+:class:`~weft.capture.record.host_arrays.HostArray`, which has the type and the methods. In torch's own code, which goes
+by no type of numpy's, the call is a node with a symbolic number for its result.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,44 +20,43 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from weft.capture.record.plain_numbers import plain_number
+from weft.capture.record.array_calls import map_leaves
+from weft.capture.record.array_recorder import ArrayRecorder
+from weft.capture.record.float_arithmetic import FloatArithmetic, NumpyFunction
+from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.source_files import is_user_file
-from weft.thread_patches import stand_in
+from weft.thread_patches import present, replaced, stand_in
+
+
+def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b: function(b, a)
+
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
+_OTHERS = ("lt", "le", "eq", "ne", "gt", "ge", "neg", "abs")
+# The methods by which Python applies operators, and what applies each to the same operands.
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    **{f"__{name.strip('_')}__": getattr(operator, name) for name in (*_BINARY, *_OTHERS)},
+    **{f"__r{name.strip('_')}__": _swapped(getattr(operator, name)) for name in _BINARY},
+    **{"__round__": round, "__trunc__": math.trunc},
+}
 _PLAIN = frozenset({bool, int, float})
 _DTYPES = {"f": torch.float64, "i": torch.int64, "b": torch.bool}  # by the kind of numpy's dtype
 
 
-class NumpyFunction:
-    """The target of a node that calls a function of numpy.
-
-    Args:
-        function: a ``numpy.ufunc`` with one result.
-    """
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-        self.__name__ = self.__qualname__ = f"numpy_{function.__name__}"
-        self.__module__ = __name__
-
-    def __call__(self, *numbers: Any) -> Any:
-        return self.function(*numbers)
-
-
 class NumpyFunctions:
-    """Records numpy's functions of the symbolic numbers of one capture.
+    """Follows numpy's functions of the symbolic numbers of one capture.
 
     Args:
-        shape_env: of the capture.
-        computed: makes the symbol of ``function(*operands)``, of a dtype.
+        arithmetic: of the capture.
+        followed: gives what records the arrays of the capture; raises where arrays are not followed yet.
     """
 
-    def __init__(self, shape_env: ShapeEnv, computed: Callable[[Any, list[Any], torch.dtype], Any]) -> None:
-        self._shape_env = shape_env
-        self._computed = computed
+    def __init__(self, arithmetic: FloatArithmetic, followed: Callable[[], ArrayRecorder]) -> None:
+        self._arithmetic = arithmetic
+        self._followed = followed
         self._functions: dict[str, NumpyFunction] = {}
 
     @contextlib.contextmanager
@@ -62,6 +66,10 @@ class NumpyFunctions:
             for kind in _SYMBOLIC:
                 stack.enter_context(stand_in(kind, "__array_ufunc__", _call))
                 stack.enter_context(stand_in(kind, "__array_function__", _call_function))
+                stack.enter_context(stand_in(kind, "__array__", _array))
+                for name in _OPERATORS:
+                    if hasattr(kind, name):
+                        stack.enter_context(replaced(kind, name, _with_numpy(name, present(kind, name))))
             outer, _mine.functions = _mine.functions, self
             try:
                 yield
@@ -70,22 +78,62 @@ class NumpyFunctions:
 
     def knows(self, number: Any) -> bool:
         """Whether a symbolic number is of this capture."""
-        return number.node.shape_env is self._shape_env
+        return number.node.shape_env is self._arithmetic.shape_env
 
     def call(self, ufunc: Any, method: str, operands: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The symbol of a call; NotImplemented makes numpy raise a TypeError that names the class of the symbol."""
+        """The result of a function of numpy's; NotImplemented makes numpy raise a TypeError that names the class of the
+        symbol."""
+        if _asked_by_user():
+            operands, options = self._with_values((operands, options))
+            if _holds_symbols((operands, options)):
+                return self._followed().ufunc(ufunc, method, operands, options)
+            return getattr(ufunc, method)(*operands, **options)
         if method != "__call__" or options or ufunc.nout != 1 or not all(map(self._is_number, operands)):
             return NotImplemented
-        if _asked_by_user():
-            # Its type is numpy's, of which the user's code may make use: the numbers of the call are guards.
-            values = [plain_number(each) if isinstance(each, _SYMBOLIC) else each for each in operands]
-            if None not in values:
-                return ufunc(*values)
         dtype = ufunc(*map(_sample, operands)).dtype
         if dtype.kind not in _DTYPES or dtype.itemsize not in (1, 8):
             return NotImplemented
         function = self._functions.setdefault(ufunc.__name__, NumpyFunction(ufunc))
-        return self._computed(function, list(operands), _DTYPES[dtype.kind])
+        return self._arithmetic.computed(function, list(operands), _DTYPES[dtype.kind])
+
+    def call_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """The same of a function that is no ufunc: ``numpy.clip``, ``numpy.interp``."""
+        if _asked_by_user():
+            args, kwargs = self._with_values((args, kwargs))
+            if _holds_symbols((args, kwargs)):
+                return self._followed().function(function, args, kwargs)
+            return function(*args, **kwargs)
+        return function._implementation(*args, **kwargs)
+
+    def array(self, number: Any, dtype: Any) -> Any:
+        """What functions in C make of a number: an array of its value, which is a guard.
+
+        Raises:
+            UncapturableDraw: only the step's data decides it.
+        """
+        value = plain_number(number)
+        if value is None:
+            why = "code in C asks for the value of a number that only the step's data decides"
+            remedy = "make an array of it: numpy.asarray(x), or numpy.asarray(x, dtype=numpy.float32)[()] for a number"
+            raise self._followed().refusal("a conversion to a type of numpy's", why, remedy)
+        return sys.modules["numpy"].array(value, dtype=dtype)
+
+    def apply(self, name: str, number: Any, others: tuple[Any, ...]) -> Any:
+        """An operator of which a number of numpy's is an operand: numpy's own."""
+        operands = number, *others
+        values = [plain_number(each) if type(each) is NumpyFloat else each for each in operands]
+        if all(map(operator.is_, values, operands)):
+            return NotImplemented  # Python asks the other operand
+        return _OPERATORS[name](*values)
+
+    def _with_values(self, tree: Any) -> Any:
+        """``tree`` with the values of those numbers that have one, which are guards."""
+
+        def leaf(each: Any) -> Any:
+            value = plain_number(each) if isinstance(each, _SYMBOLIC) and self.knows(each) else None
+            return each if value is None else value
+
+        return map_leaves(tree, leaf)
 
     def _is_number(self, operand: Any) -> bool:
         if isinstance(operand, _SYMBOLIC):
@@ -103,27 +151,56 @@ class _FunctionsOfThread(threading.local):
 _mine = _FunctionsOfThread()
 
 
+def _functions_of(number: Any) -> NumpyFunctions | None:
+    """Those of the capture that a symbolic number is of, if it goes on in this thread."""
+    return _mine.functions if _mine.functions is not None and _mine.functions.knows(number) else None
+
+
 def _call(number: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
     """``__array_ufunc__`` of symbolic numbers. Those of other tracers are objects to numpy, as they always are."""
-    if _mine.functions is not None and _mine.functions.knows(number):
-        return _mine.functions.call(ufunc, method, operands, options)
-    array = sys.modules["numpy"].asarray
-    objects = [array(each, dtype=object) if isinstance(each, _SYMBOLIC) else each for each in operands]
+    if (functions := _functions_of(number)) is not None:
+        return functions.call(ufunc, method, operands, options)
+    objects = [_as_object(each) if isinstance(each, _SYMBOLIC) else each for each in operands]
     return getattr(ufunc, method)(*objects, **options)
 
 
 def _call_function(number: Any, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """``__array_function__`` of symbolic numbers: ``np.clip`` is a ufunc, and ``np.round`` of a float is one."""
-    numpy = sys.modules["numpy"]
-    ufunc = None
-    if function is numpy.clip and len(args) == 3 and not kwargs and None not in args:
-        ufunc = numpy._core.umath.clip
-    elif function is numpy.round and len(args) == 1 and not kwargs and isinstance(number, torch.SymFloat):
-        ufunc = numpy.rint
-    found = NotImplemented if ufunc is None else _call(number, ufunc, "__call__", *args)
-    if found is not NotImplemented:
-        return found
+    """``__array_function__`` of symbolic numbers."""
+    if (functions := _functions_of(number)) is not None:
+        return functions.call_function(function, args, kwargs)
     return function._implementation(*args, **kwargs)
+
+
+def _array(number: Any, dtype: Any = None, copy: bool | None = None) -> Any:
+    """``__array__`` of symbolic numbers, by which functions in C make an array of one."""
+    functions = _functions_of(number)
+    return _as_object(number) if functions is None else functions.array(number, dtype)
+
+
+def _as_object(number: Any) -> Any:
+    array = sys.modules["numpy"].empty((), dtype=object)
+    array[()] = number
+    return array
+
+
+def _with_numpy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of symbolic numbers that leaves it to numpy where an operand is a number of numpy's."""
+
+    def operate(number: Any, *others: Any) -> Any:
+        kinds = [*map(type, (number, *others))]
+        if NumpyFloat in kinds or kinds[-1].__module__ == "numpy":
+            functions = _functions_of(number)
+            if functions is not None and _asked_by_user():
+                return functions.apply(name, number, others)
+        return original(number, *others)
+
+    return operate
+
+
+def _holds_symbols(tree: Any) -> bool:
+    found: list[Any] = []
+    map_leaves(tree, found.append)
+    return any(isinstance(each, _SYMBOLIC) for each in found)
 
 
 def _asked_by_user() -> bool:
@@ -136,4 +213,4 @@ def _asked_by_user() -> bool:
 
 def _sample(operand: Any) -> Any:
     """A number of the same type, to see what type of result it gives."""
-    return {torch.SymFloat: 1.0, torch.SymInt: 1}.get(type(operand), operand)
+    return 1.0 if isinstance(operand, torch.SymFloat) else 1 if isinstance(operand, torch.SymInt) else operand

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.printed import text_of_value
 from weft.capture.record.recorder import recording
 from weft.capture.state.bytecode import ByCode, code_replaced, place_of
 from weft.short_tracebacks import mark_refused_call
 
-_SYMBOLIC = tuple(PYTHON_TYPES)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONSTANT, _WIDE = dis.opmap["LOAD_CONST"], dis.opmap["EXTENDED_ARG"]
 # A conversion without a name, and without a width or precision among the values.
 _CONVERSION = re.compile(r"%(?:%|[-+ #0]*[0-9]*(?:\.[0-9]+)?[hlL]?([diouxXeEfFgGcrsa]))")
@@ -37,7 +38,7 @@ class _Format(str):
 
     def __mod__(self, values: Any) -> str:
         items = values if isinstance(values, tuple) else (values,)
-        if recording() is None or not any(isinstance(each, (torch.Tensor, *_SYMBOLIC)) for each in items):
+        if recording() is None or not any(map(_is_unknown, items)):
             try:
                 return str.__mod__(self, values)
             except Exception as error:
@@ -59,9 +60,15 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _is_unknown(item: Any) -> bool:
+    return isinstance(item, (torch.Tensor, *_SYMBOLIC)) or type(item) is HostArray
+
+
 def _converted(frame: types.FrameType, conversion: re.Match[str], item: Any) -> str:
     """The text of one value: of one that no call knows yet, a mark for it."""
-    if not isinstance(item, (torch.Tensor, *_SYMBOLIC)):
+    if type(item) is HostArray:
+        return item.weft_text("%", conversion[0], frame=frame)
+    if not _is_unknown(item):
         return conversion[0] % (item,)
     is_number = isinstance(item, torch.Tensor) and conversion[1] not in _OF_TEXT
     return text_of_value(frame, item.item() if is_number else item, "%", (conversion[0],))

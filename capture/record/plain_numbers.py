@@ -17,16 +17,41 @@ import torch
 
 from weft.capture.record.recorder import recording
 from weft.source_files import is_user_file
-from weft.thread_patches import replaced, stand_in
+from weft.thread_patches import present, replaced, stand_in
 
 PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_SYMBOLIC = tuple(PYTHON_TYPES)
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
 _ABSTRACT = ("abc.py", "<frozen abc>")  # `isinstance(n, numbers.Number)` asks from there
 
 
-def plain_number(number: Any) -> int | float | bool | None:
+class NumpyFloat(torch.SymFloat):
+    """A symbolic number for which eager has a ``numpy.float64``: a learning rate from a table of numpy's.
+
+    Torch computes with it as with all symbolic numbers. The user's code may go by the type, so what it computes is
+    computed of the value in the captured call, which is a guard (:mod:`weft.capture.record.numpy_functions`).
+
+    Args:
+        number: the symbolic number.
+    """
+
+    def __init__(self, number: Any) -> None:
+        super().__init__(number.node)
+        PYTHON_TYPES[NumpyFloat] = sys.modules["numpy"].float64
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "node" or recording() is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(plain_number(self), name)
+
+
+def plain_number(number: Any) -> Any:
     """The value of a symbolic number in the captured call, which becomes a guard; None where only the data decides."""
-    return PYTHON_TYPES[type(number)](number) if number.node.has_hint() else None
+    if not number.node.has_hint():
+        return None
+    if type(number) is NumpyFloat:
+        return PYTHON_TYPES[NumpyFloat](float(torch.SymFloat(number.node)))
+    return PYTHON_TYPES[type(number)](number)
 
 
 @contextlib.contextmanager
@@ -34,11 +59,17 @@ def symbols_answer_as_numbers() -> Iterator[None]:
     """Inside, the user's code takes symbolic numbers for ``int``, ``float`` and ``bool``, and they have the hash of
     their value."""
     with contextlib.ExitStack() as stack:
-        for kind in PYTHON_TYPES:
+        for kind in _SYMBOLIC:
             stack.enter_context(stand_in(kind, "__getattribute__", _attribute))
             stack.enter_context(replaced(kind, "__hash__", _hash_of(kind.__hash__)))
             for name in () if kind is torch.SymBool else _COMPARISONS:
-                stack.enter_context(replaced(kind, name, _outcome_of(getattr(kind, name))))
+                stack.enter_context(replaced(kind, name, _outcome_of(present(kind, name))))
+        for kind in (torch.SymInt, torch.SymFloat):
+            # Python's own computes both parts as `//` and `%` do.
+            stack.enter_context(stand_in(kind, "__divmod__", _divmod))
+            stack.enter_context(stand_in(kind, "__rdivmod__", _rdivmod))
+        for name, part in _PARTS.items():
+            stack.enter_context(stand_in(torch.SymFloat, name, part))
         yield
 
 
@@ -51,6 +82,19 @@ def _attribute(number: Any, name: str) -> Any:
         if is_user_file(frame.f_code.co_filename):
             return PYTHON_TYPES[type(number)]
     return object.__getattribute__(number, name)
+
+
+def _divmod(a: Any, b: Any) -> Any:
+    if not all(issubclass(type(each), (int, float, torch.SymInt, torch.SymFloat)) for each in (a, b)):
+        return NotImplemented
+    return a // b, a % b
+
+
+def _rdivmod(a: Any, b: Any) -> Any:
+    return _divmod(b, a)
+
+
+_PARTS = {"real": property(lambda number: number), "imag": property(lambda number: 0.0)}
 
 
 def _outcome_of(original: Any) -> Any:

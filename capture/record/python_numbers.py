@@ -24,6 +24,7 @@ import sympy
 import torch.fx
 
 from weft import torch_adapter
+from weft.capture.record.plain_numbers import NumpyFloat
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import (
@@ -158,7 +159,7 @@ class PythonNumbers:
         number = torch_adapter.number_symbol(self._recorder.symbols.shape_env, kind(value), name)
         node = self._recorder.scalar_input(number, readable_name(place.path))
         self.found.append(PythonNumber(torch_adapter.symbol_of(number), node, place, value))
-        return number
+        return NumpyFloat(number) if _is_float64(value) else number
 
     def check_changed(self, changes: Iterable[tuple[Container, Any, Any, Any]]) -> None:
         """Raise where the step changed numbers that could have been symbols.

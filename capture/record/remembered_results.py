@@ -13,11 +13,16 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.capture.node_kinds import is_ordered, is_random
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.host_draws import GeneratorDraw, draw_numpy, draw_python
+from weft.capture.record.plain_keys import keep_entries
+from weft.capture.record.recorder import check
 from weft.capture.state.containers import Container
-from weft.capture.user_code import REMEMBERING
+from weft.capture.user_code import REMEMBERING, cache_of
 from weft.errors import RememberedFunctionWrites
 
 
@@ -33,40 +38,55 @@ class RememberingFunctions:
         self.watched = watched
         self.changed: set[str] = set()
         self._misses: list[tuple[Any, int]] = []
+        self._remembered: dict[int, list[Any]] = {}  # arguments, by function, where the number of results has no limit
 
     def note(self, objects: Iterable[Any]) -> None:
         """Begin with those among ``objects``."""
         functions = [each for each in objects if isinstance(each, REMEMBERING)]
         self._misses = [(function, function.cache_info().misses) for function in functions]
+        unlimited = [function for function in functions if function.cache_parameters()["maxsize"] is None]
+        self._remembered = {id(function): list(cache_of(function) or ()) for function in unlimited}
 
     def ran(self) -> list[Any]:
         """Those whose body ran since."""
         return [function for function, misses in self._misses if function.cache_info().misses != misses]
 
     def forget(self) -> None:
-        """Have those whose body ran run it again when they are called next: in another attempt, or in eager."""
+        """Have those whose body ran run it again when they are called next: in another attempt, or in eager.
+
+        Of a function with a limit, Python can only take away all results.
+        """
         for function in self.ran():
-            function.cache_clear()
+            known = self._remembered.get(id(function))
+            if known is None:
+                function.cache_clear()
+                continue
+            ids = set(map(id, known))
+            keep_entries(cache_of(function) or {}, lambda key, value, ids=ids: id(key) in ids)
 
     @contextlib.contextmanager
-    def compared(self, changes: Callable[[], Iterable[tuple[Container, Any, Any, Any]]]) -> Iterator[None]:
+    def compared(
+        self, changes: Callable[[], Iterable[tuple[Container, Any, Any, Any]]], graph: torch.fx.Graph
+    ) -> Iterator[None]:
         """While the step runs.
 
         Args:
             changes: of the Python state so far: (container, key, before, after).
+            graph: of the operations so far.
         """
         if not self.watched:
             yield
             return
         codes = {getattr(function.__wrapped__, "__code__", None) for function, _ in self._misses}
         running: list[dict[tuple[int, Any, int], str] | None] = []
+        seen = lambda: _labels(changes()) | {(id(node), 0, 0): label for node, label in _actions(graph)}
 
         def compare(frame: FrameType, event: str, argument: object) -> None:
             if frame.f_code in codes and event == "call":
                 # A tensor that the step computes is a new argument at each call, so that the body runs at each call.
-                running.append(None if _of_the_call(list(frame.f_locals.values())) else _labels(changes()))
+                running.append(None if _of_the_call(list(frame.f_locals.values())) else seen())
             elif frame.f_code in codes and event == "return" and (before := running.pop()) is not None:
-                self.changed |= {label for key, label in _labels(changes()).items() if key not in before}
+                self.changed |= {label for key, label in seen().items() if key not in before}
 
         profile = sys.getprofile()
         sys.setprofile(compare)
@@ -92,7 +112,8 @@ def attempt_with_checked_bodies(
     ran = functions.ran()
     if not captured.complete:
         functions.forget()  # the capture of the path to its end shall see what the bodies change
-    if not ran or not captured.complete or not any(each.key != "grad" for each in captured.effects + captured.appends):
+    changes = any(each.key != "grad" for each in captured.effects + captured.appends)
+    if not ran or not captured.complete or not (changes or any(_actions(captured.graph.graph))):
         return captured
     functions.forget()
     watched = RememberingFunctions(watched=True)
@@ -112,6 +133,19 @@ def _of_the_call(arguments: Any) -> bool:
 
 def _labels(changes: Iterable[tuple[Container, Any, Any, Any]]) -> dict[tuple[int, Any, int], str]:
     return {(id(container), _hashable(key), id(now)): container.label(key) for container, key, _, now in changes}
+
+
+def _actions(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, str]]:
+    """The operations that do more than compute their result, with what they change as the user would write it."""
+    for node in graph.nodes:
+        if is_random(node) or isinstance(node.target, GeneratorDraw) or node.target in (draw_python, draw_numpy):
+            yield node, "the state of the random generator"
+        elif is_ordered(node) and node.op == "call_function" and not _only_computes(node.target):
+            yield node, f"what `{getattr(node.target, '__name__', node.target)}` does"
+
+
+def _only_computes(target: Any) -> bool:
+    return target is check or getattr(target, "is_pure", False)
 
 
 def _hashable(key: Any) -> Any:

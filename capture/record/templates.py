@@ -22,6 +22,8 @@ from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.iterator_arguments import IteratorSlot, with_iterator_slots
 from weft.capture.record.late_text import LateTextSlot, is_late
+from weft.capture.record.plain_keys import make_keys_plain, plain_key
+from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
 from weft.capture.record.tracked_storages import is_tracked
@@ -102,6 +104,27 @@ class _StateReference:
 
 
 @dataclass(frozen=True)
+class _Copied:
+    """The template of a set or a ``bytearray`` that the step makes anew at each call, with the same content."""
+
+    value: Any
+
+    def fill(self, outputs: list[Any], made: dict[int, Any]) -> Any:
+        return self.value.copy()
+
+
+_MUTABLE = (set, bytearray)
+_PLAIN = (int, float, bool, complex, str, bytes, type(None))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value, or all that is in it, is plain data."""
+    if type(value) in (set, frozenset, tuple, bytearray):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN
+
+
+@dataclass(frozen=True)
 class Template:
     """The structure of one Python value, over the outputs of a graph; ``where`` it is, in words."""
 
@@ -136,6 +159,7 @@ class Template:
         """
         places = places_by_id or {}
         slots = {} if slots is None else slots
+        make_keys_plain(value, lambda each: shared is not None and shared.is_own(each))
         if shared is not None:
 
             def of_shared(value: Any) -> Template:
@@ -146,7 +170,12 @@ class Template:
         torch_adapter.register_dataclasses(value)
         value = with_iterator_slots(value)
         leaves, _ = torch_adapter.flatten(value)
-        made = tuple(_leaf_template(leaf, recorder, keep, where, places, slots) for leaf in leaves)
+        made = tuple(
+            SharedSlot(id(leaf), _Copied(leaf))
+            if type(leaf) in _MUTABLE and shared is not None and not shared.is_known(leaf) and _is_plain(leaf)
+            else _leaf_template(leaf, recorder, keep, where, places, slots)
+            for leaf in leaves
+        )
         return cls(made, torch_adapter.exact_spec(value), where)
 
     def fill(self, outputs: list[Any], made: dict[int, Any] | None = None) -> Any:
@@ -209,11 +238,15 @@ def _leaf_template(
             return _StateReference(places_by_id[id(leaf)])
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):
-        return _OutputSlot(keep(recorder.value(leaf)))
+        current = recorder.value(leaf)
+        if type(leaf) is NumpyFloat and not isinstance(current, torch.fx.Node):
+            return plain_number(leaf)
+        return _OutputSlot(keep(current))
     if isinstance(leaf, (OwnObject, SharedSlot, IteratorSlot)):
         return leaf
     if is_late(leaf):
         return LateTextSlot.of(leaf, recorder, keep)
+    leaf = plain_key(leaf) if type(leaf) is frozenset else leaf
     count_as_read(leaf)
     if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):
         raise EscapedTensor(type(leaf), where)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.held_references import StandIn, original_of
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.thread_patches import present, replaced
@@ -92,7 +94,7 @@ def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | Non
     """
     if len(args) != 1:
         return None
-    data = args[0]
+    data = map_leaves(args[0], lambda leaf: leaf.item() if type(leaf) is HostArray and not leaf.ndim else leaf)
     if type(data) is HostList:
         whole = data.weft_tensor.dtype is torch.int64
         return torch.tensor(data, dtype=dtype, device="cpu") if whole or dtype.is_floating_point else None

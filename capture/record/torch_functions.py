@@ -16,12 +16,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from weft import torch_adapter
+from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_sources import ArraySources
 from weft.capture.record.float_arguments import FLOAT_FUNCTIONS, FloatArguments, Inside, has_symbolic_float
 from weft.capture.record.held_references import StandIn, original_of
 from weft.capture.record.host_lists import HostList, tensor_of_list
 from weft.capture.record.memory_access import MEMORY_ACCESS, refuse_memory_access
 from weft.capture.record.packed_sequences import PACKED_FUNCTIONS, batch_size, packed_function
+from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.selected_parts import with_selections
@@ -86,6 +88,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         if func in _LOOKED_INTO:  # most calls are others: they read an attribute of a tensor
             if func is torch.Tensor.tolist and args[0].dim() == 1:
                 return self._to_list(args[0])
+            if func in _MAKE_TENSORS:
+                args = map_leaves(args, lambda each: plain_number(each) if type(each) is NumpyFloat else each)
             if func in _MAKE_TENSORS and len(args) == 1 and type(args[0]) is HostList:
                 return tensor_of_list(args[0], kwargs)
             if func in _MAKE_TENSORS and len(args) == 1 and (numbers := symbolic_numbers(args[0])):

@@ -53,9 +53,11 @@ from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
+from weft.capture.record.numpy_functions import NumpyFunctions
 from weft.capture.record.optimizer_states import Entry, OptimizerStates
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.percent_formats import percent_formats_know_symbols
+from weft.capture.record.plain_keys import plain_keys_in_state
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
 from weft.capture.record.printed import output_repeated
 from weft.capture.record.python_numbers import FOUND_ALONE, ChangingState, PythonNumbers
@@ -220,9 +222,10 @@ class _StepCapture:
                 result, raised = None, None
                 try:
                     caught = caught_exceptions_noted(self.found)
-                    compared = self.remembering.compared(self._changes_so_far)
+                    compared = self.remembering.compared(self._changes_so_far, self.recorder.graph)
                     answered, inside = self.branches.answered(), functions.active_in_backward()
-                    with reported, compared, self.fake_mode, self.recorder, functions, inside, answered, caught:
+                    keys = plain_keys_in_state(self.state.containers)
+                    with reported, compared, self.fake_mode, self.recorder, functions, inside, answered, caught, keys:
                         result = self.step(*args, **kwargs)
                 except (Exception, SystemExit) as error:
                     mark_refused_call(error)
@@ -285,7 +288,8 @@ class _StepCapture:
             stack.enter_context(self.hooks.counted())
             stack.enter_context(self.sizes.watched())
             stack.enter_context(self.graphs.followed(*self.modes))
-            stack.enter_context(FloatArithmetic(self.recorder.symbols, self.recorder.emit).exact())
+            stack.enter_context((arithmetic := FloatArithmetic(self.recorder.symbols, self.recorder.emit)).exact())
+            stack.enter_context(NumpyFunctions(arithmetic, self.outside.arrays.following).recorded())
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
             stack.enter_context(output_repeated())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import weft
 from weft.errors import RememberedFunctionWrites
@@ -95,3 +96,105 @@ def test_a_body_that_changes_the_state_before_a_branch_is_refused() -> None:
 
     with pytest.raises(RememberedFunctionWrites, match=r"s\.count"):
         weft.compile(step)(torch.ones(3))
+
+
+def noise(s: Any) -> Any:
+    @functools.lru_cache
+    def drawn(n: int) -> Tensor:
+        return torch.randn(n)
+
+    return lambda x: x + drawn(x.shape[0])
+
+
+def number(s: Any) -> Any:
+    @functools.lru_cache
+    def drawn(n: int) -> float:
+        return random.random() * n
+
+    return lambda x: x * drawn(3)
+
+
+def weights(s: Any) -> Any:
+    @functools.lru_cache
+    def made(n: int) -> nn.Module:
+        return nn.Linear(n, n)
+
+    return lambda x: made(x.shape[0])(x)
+
+
+def says(s: Any) -> Any:
+    @functools.lru_cache
+    def once(n: int) -> int:
+        print("computed")
+        return n
+
+    return lambda x: x * once(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [(noise, "random generator"), (number, "random generator"), (weights, "random generator"), (says, "print")],
+)
+def test_a_body_that_draws_or_prints_is_refused(make: Any, what: str) -> None:
+    """Eager draws once and remembers; a compiled step would draw at every call."""
+    with pytest.raises(RememberedFunctionWrites, match=what):
+        weft.compile(make(state()))(torch.ones(3))
+
+
+@pytest.mark.parametrize("make", [noise, number, weights])
+def test_what_a_body_drew_before_the_compiled_step_stays(make: Any) -> None:
+    def trained(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        step = make(state())
+        first = step(torch.ones(3))
+        compiled = wrap(step)
+        return [first.detach(), *(compiled(torch.ones(3)).detach() for _ in range(3)), torch.randn(2)]
+
+    for ours, theirs in zip(trained(weft.compile), trained(lambda step: step), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_body_that_computes_beside_a_step_that_draws() -> None:
+    @functools.lru_cache
+    def positions(n: int) -> Tensor:
+        return torch.ones(n).cumsum(0)
+
+    step = lambda x: torch.nn.functional.dropout(x) * positions(x.shape[0]) + random.random()
+    compiled = weft.compile(step)
+    for _ in range(3):
+        results = []
+        for each in (compiled, step):
+            torch.manual_seed(0)
+            random.seed(0)
+            results.append(each(torch.ones(3)))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 8, None])
+@pytest.mark.parametrize("before", [(), (3,), (5, 6, 7)])
+def test_results_of_any_number_are_remembered(limit: int | None, before: tuple[int, ...]) -> None:
+    @functools.lru_cache(maxsize=limit)
+    def positions(n: int) -> Tensor:
+        return torch.arange(n)
+
+    for n in before:
+        positions(n)
+    step = lambda x: x + positions(x.shape[0])
+    compiled = weft.compile(step)
+    for n in (3, 3, 4, 5, 3, 6):
+        assert torch.equal(compiled(torch.ones(n)), step(torch.ones(n)))
+        assert type(positions(n)) is Tensor
+
+
+def test_results_from_before_the_capture_are_not_forgotten() -> None:
+    @functools.cache
+    def positions(n: int) -> Tensor:
+        return torch.arange(n)
+
+    known = [positions(n) for n in (5, 6)]
+    compiled = weft.compile(lambda x: x + positions(x.shape[0]))
+    for n in (3, 4, 5):
+        compiled(torch.ones(n))
+    assert positions(5) is known[0]
+    assert positions(6) is known[1]
