@@ -220,6 +220,7 @@ def _runs_once(frame: FrameType | None) -> bool:
 def is_remembered(frame: FrameType) -> bool:
     """Whether a function with ``functools.lru_cache`` is running in the frame."""
     found: Any = frame.f_globals.get(frame.f_code.co_name)
+    found = getattr(found, "weft_original", found)
     return isinstance(found, REMEMBERING) and getattr(found.__wrapped__, "__code__", None) is frame.f_code
 
 

@@ -346,7 +346,8 @@ class ArraySources:
         if known is not None:
             return known
         if not isinstance(leaf, sys.modules["numpy"].ndarray):
-            return self.arrays.number(leaf)
+            # Torch takes a truth value of numpy's for a float.
+            return self.arrays.number(leaf if indexing or leaf.dtype.kind != "b" else leaf.astype("float64"))
         if indexing:
             return self.arrays.tensor(leaf.copy(), sharing=False)
         name = getattr(function, "__name__", str(function))

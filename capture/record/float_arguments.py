@@ -141,7 +141,7 @@ class FloatArguments:
         """The function's result; ``function`` is one of ``FLOAT_FUNCTIONS``, and an argument is symbolic."""
         name = FLOAT_FUNCTIONS[function]
         use = _USES.get(name) or _USES_BY_SIZE[name](args[0] if args else kwargs[_FIRST[name]])
-        numbers = [each for each in (*args, *kwargs.values()) if type(each) is torch.SymFloat]
+        numbers = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.SymFloat)]
         if use is None or not self._tags.used or not all(map(_has_tag, numbers)):
             return function(*args, **kwargs)
         args = tuple(self._argument(each, use) for each in args)
@@ -151,7 +151,7 @@ class FloatArguments:
             return function(*args, **kwargs)
 
     def _argument(self, argument: Any, use: _FloatUse) -> Any:
-        if type(argument) is not torch.SymFloat:
+        if not isinstance(argument, torch.SymFloat):
             return argument
         for special in sorted({0.0, *use.compared}):
             if argument == special:

@@ -231,6 +231,11 @@ class HostArray:
         return owner.call(method, (self, *args), kwargs, sized=name in _METHODS_BY_VALUE)
 
 
+def python_number(value: Any) -> Any:
+    """A number of numpy's whose value is not known as a number of Python's; every other value itself."""
+    return value.item() if type(value) is HostArray and not value.ndim else value
+
+
 def _selects(index: Any) -> bool:
     """Whether an index chooses by a mask whose values are not known."""
     parts = index if isinstance(index, tuple) else (index,)

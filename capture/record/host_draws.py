@@ -27,7 +27,7 @@ from weft import torch_adapter
 from weft.capture.record.array_recorder import OUTSIDE, WITH_TORCH
 from weft.capture.record.array_sources import DRAWS_OF_ARRAYS, ArraySources
 from weft.capture.record.held_references import StandIn
-from weft.capture.record.host_arrays import HostArray
+from weft.capture.record.host_arrays import HostArray, python_number
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import nearest_package, user_line
 from weft.errors import UncapturableDraw
@@ -223,7 +223,7 @@ class HostDraws:
         """Record that the step seeds a global generator."""
         if not all(isinstance(each, (*_NUMBER, str, bytes, type(None))) for each in (*args, *kwargs.values())):
             raise UncapturableDraw(f"{name}.seed", user_line(), "its seed is no number", "seed with an int")
-        self._recorder.effect(target, *args, **kwargs)
+        self._recorder.effect(target, *map(python_number, args), **{k: python_number(v) for k, v in kwargs.items()})
 
     # ---- what stands in for functions and generators while a step is captured
 

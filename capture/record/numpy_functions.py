@@ -24,7 +24,7 @@ import torch
 from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_recorder import ArrayRecorder
 from weft.capture.record.float_arithmetic import FloatArithmetic, NumpyFunction
-from weft.capture.record.plain_numbers import NumpyFloat, plain_number
+from weft.capture.record.plain_numbers import NumpyFloat, numpy_float, plain_number
 from weft.source_files import is_user_file
 from weft.thread_patches import present, replaced, stand_in
 
@@ -35,7 +35,13 @@ def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift")
-_OTHERS = ("lt", "le", "eq", "ne", "gt", "ge", "neg", "abs")
+_OTHERS = ("lt", "le", "eq", "ne", "gt", "ge", "neg", "pos", "abs")
+# Of numbers of 64 bits numpy makes of these what Python makes of them.
+_EXACT = frozenset(
+    {"__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__neg__", "__pos__", "__abs__"}
+)
+_DIVISIONS = {"__truediv__": 1, "__rtruediv__": 0}  # with the place of the divisor
+_COMPARISONS = frozenset({"__lt__", "__le__", "__eq__", "__ne__", "__gt__", "__ge__"})
 # The methods by which Python applies operators, and what applies each to the same operands.
 _OPERATORS: dict[str, Callable[..., Any]] = {
     **{f"__{name.strip('_')}__": getattr(operator, name) for name in (*_BINARY, *_OTHERS)},
@@ -84,10 +90,10 @@ class NumpyFunctions:
         """The result of a function of numpy's; NotImplemented makes numpy raise a TypeError that names the class of the
         symbol."""
         if _asked_by_user():
-            operands, options = self._with_values((operands, options))
-            if _holds_symbols((operands, options)):
+            if self._undecided((operands, options)):
                 return self._followed().ufunc(ufunc, method, operands, options)
-            return getattr(ufunc, method)(*operands, **options)
+            values, given = self._with_values((operands, options))
+            return getattr(ufunc, method)(*values, **given)
         if method != "__call__" or options or ufunc.nout != 1 or not all(map(self._is_number, operands)):
             return NotImplemented
         dtype = ufunc(*map(_sample, operands)).dtype
@@ -99,9 +105,9 @@ class NumpyFunctions:
     def call_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The same of a function that is no ufunc: ``numpy.clip``, ``numpy.interp``."""
         if _asked_by_user():
-            args, kwargs = self._with_values((args, kwargs))
-            if _holds_symbols((args, kwargs)):
+            if self._undecided((args, kwargs)):
                 return self._followed().function(function, args, kwargs)
+            args, kwargs = self._with_values((args, kwargs))
             return function(*args, **kwargs)
         return function._implementation(*args, **kwargs)
 
@@ -118,13 +124,28 @@ class NumpyFunctions:
             raise self._followed().refusal("a conversion to a type of numpy's", why, remedy)
         return sys.modules["numpy"].array(value, dtype=dtype)
 
-    def apply(self, name: str, number: Any, others: tuple[Any, ...]) -> Any:
+    def apply(self, name: str, original: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         """An operator of which a number of numpy's is an operand: numpy's own."""
-        operands = number, *others
+        function, plain = _OPERATORS[name], [*map(_of_torch, operands)]
+        if any(isinstance(each, torch.Tensor) for each in operands):
+            return original(*plain)  # torch goes by the values
+        if all(map(_is_float64_or_python, operands)):
+            # Numbers of 64 bits: numpy computes as Python does, but for the type, and where Python raises an error.
+            if name in _EXACT or (name in _DIVISIONS and bool(plain[_DIVISIONS[name]] != 0)):
+                found = original(*plain)
+                return NumpyFloat(found) if isinstance(found, torch.SymFloat) else numpy_float(found)
+            if name in _COMPARISONS and all(each.node.has_hint() for each in plain if isinstance(each, _SYMBOLIC)):
+                return sys.modules["numpy"].bool_(bool(original(*plain)))
         values = [plain_number(each) if type(each) is NumpyFloat else each for each in operands]
         if all(map(operator.is_, values, operands)):
             return NotImplemented  # Python asks the other operand
-        return _OPERATORS[name](*values)
+        return function(*values)
+
+    def _undecided(self, tree: Any) -> bool:
+        """Whether there is a number that only the step's data decides. The others need not be guards then."""
+        found: list[Any] = []
+        map_leaves(tree, found.append)
+        return any(isinstance(each, _SYMBOLIC) and not each.node.has_hint() for each in found)
 
     def _with_values(self, tree: Any) -> Any:
         """``tree`` with the values of those numbers that have one, which are guards."""
@@ -191,16 +212,25 @@ def _with_numpy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if NumpyFloat in kinds or kinds[-1].__module__ == "numpy":
             functions = _functions_of(number)
             if functions is not None and _asked_by_user():
-                return functions.apply(name, number, others)
+                return functions.apply(name, original, (number, *others))
         return original(number, *others)
 
     return operate
 
 
-def _holds_symbols(tree: Any) -> bool:
-    found: list[Any] = []
-    map_leaves(tree, found.append)
-    return any(isinstance(each, _SYMBOLIC) for each in found)
+def _of_torch(number: Any) -> Any:
+    """A number of numpy's as torch computes with it."""
+    if type(number) is NumpyFloat:
+        return torch.SymFloat(number.node)
+    return float(number) if _is_float64(number) else number
+
+
+def _is_float64(number: Any) -> bool:
+    return type(number).__name__ == "float64" and type(number).__module__ == "numpy"
+
+
+def _is_float64_or_python(number: Any) -> bool:
+    return type(number) in (NumpyFloat, int, float, *_SYMBOLIC) or _is_float64(number)
 
 
 def _asked_by_user() -> bool:

@@ -30,11 +30,13 @@ from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
 from weft.capture.record.recorder import OpRecorder, recording
+from weft.capture.record.remembered_results import RememberingFunction
 from weft.capture.record.repeated_warnings import warning_replacements
 from weft.capture.record.tensor_classes import tensor_class_replacements, tensors_of_symbols
 from weft.capture.record.torch_generators import TorchGenerators
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.type_facts import is_what_its_type_says
+from weft.capture.user_code import REMEMBERING
 from weft.errors import UnrecordedDraw
 
 # Of these types some objects have stand-ins and others have none.
@@ -148,6 +150,8 @@ class OutsideValues:
                     _replace(stack, owner, name, new)
                 builtins = self._types.builtins()
                 functions |= {id(original_of(new)): new for new in builtins.values()}
+                remembering = (each for each in self._state.objects if isinstance(each, REMEMBERING))
+                functions |= {id(each): RememberingFunction(each) for each in remembering}
                 held = lambda value: functions.get(id(value)) or self._of_generator(value)
                 reached = lambda value: functions.get(id(value)) or self._stand_in(value)
                 containers = lambda: self._state.containers

@@ -1,4 +1,4 @@
-"""Symbolic numbers that a step makes keys of dictionaries and members of sets: ``return {epoch: loss}``.
+"""Symbolic numbers that a step makes keys of dictionaries: ``return {epoch: loss}``.
 
 A key is hashed when it is put there, which makes the number a guard by its value
 (:mod:`weft.capture.record.plain_numbers`). What leaves the step must have that value for its key, and no symbol.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ def plain_keys_in_state(containers: Iterable[Container]) -> Iterator[None]:
 
 
 def make_keys_plain(value: Any, is_own: Callable[[Any], bool]) -> None:
-    """Put plain numbers for symbolic ones among the keys and members in a value, in place.
+    """Put plain numbers for symbolic ones among the keys in a value, in place.
 
     Args:
         value: what the step left: containers in containers.
@@ -44,28 +45,33 @@ def make_keys_plain(value: Any, is_own: Callable[[Any], bool]) -> None:
     pending, seen = [value], set[int]()
     while pending:
         each = pending.pop()
-        kind = type(each)
-        if kind not in (*_DICTS, list, tuple, set) or id(each) in seen or is_own(each):
+        inner = _inside(each)
+        if inner is None or id(each) in seen or is_own(each):
             continue
         seen.add(id(each))
-        pending.extend(each.values() if kind in _DICTS else each)
-        _make_plain(each)
+        pending.extend(inner)
+        if type(each) in _DICTS:
+            _make_plain(each)
 
 
-def _make_plain(value: Any) -> None:
-    """The same for the keys and members of one dictionary or set alone."""
-    kind = type(value)
-    if kind not in (*_DICTS, set) or not any(map(_holds_symbols, value)):
-        return
-    if kind is set:
-        members = [*map(plain_key, value)]
+def _inside(value: Any) -> Iterable[Any] | None:
+    """What is in a container; None for all else."""
+    if type(value) in _DICTS:
+        return list(value.values())
+    if type(value) is list or isinstance(value, tuple):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return list(getattr(value, "__dict__", {}).values())
+    return None
+
+
+def _make_plain(value: dict[Any, Any]) -> None:
+    """The same for the keys of one dictionary alone. Their order stays."""
+    if any(map(_holds_symbols, value)):
+        items = [(plain_key(key), item) for key, item in value.items()]
         value.clear()
-        value.update(members)
-        return
-    items = [(plain_key(key), item) for key, item in value.items()]
-    value.clear()
-    for key, item in items:
-        value[key] = item
+        for key, item in items:
+            value[key] = item
 
 
 def keep_entries(entries: dict[Any, Any], is_kept: Callable[[Any, Any], bool]) -> None:

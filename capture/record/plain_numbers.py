@@ -44,13 +44,26 @@ class NumpyFloat(torch.SymFloat):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(plain_number(self), name)
 
+    def __getitem__(self, index: Any) -> Any:
+        return plain_number(self)[index]
+
+    @property
+    def imag(self) -> Any:
+        """Zero, as numpy has it."""
+        return plain_number(self).imag
+
+
+def numpy_float(number: float) -> Any:
+    """``numpy.float64(number)``."""
+    return sys.modules["numpy"].float64(number)
+
 
 def plain_number(number: Any) -> Any:
     """The value of a symbolic number in the captured call, which becomes a guard; None where only the data decides."""
     if not number.node.has_hint():
         return None
     if type(number) is NumpyFloat:
-        return PYTHON_TYPES[NumpyFloat](float(torch.SymFloat(number.node)))
+        return numpy_float(float(torch.SymFloat(number.node)))
     return PYTHON_TYPES[type(number)](number)
 
 

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.record.late_text import is_late, late_text, text_by
 from weft.capture.record.opaque import opaque
-from weft.capture.record.plain_numbers import plain_number
+from weft.capture.record.plain_numbers import NumpyFloat, numpy_float, plain_number
 from weft.capture.record.recorder import recording
 from weft.capture.record.shown_gradients import Showing
 from weft.capture.user_code import called_for_user, formatting_frame, in_raise_statement, is_remembered, user_line
@@ -70,7 +70,8 @@ def text_of_value(frame: types.FrameType, value: Any, method: str, arguments: tu
     if not isinstance(value, (torch.Tensor, *_NUMBERS)):  # a number that is equal at every call
         return text_by(method, value, arguments)
     recorder = recording()
-    text = None if recorder is None else late_text(recorder, frame, value, method, arguments)
+    convert = numpy_float if type(value) is NumpyFloat else None
+    text = None if recorder is None else late_text(recorder, frame, value, method, arguments, convert=convert)
     if text is not None:
         return text
     plain = plain_number(value) if isinstance(value, _NUMBERS) else None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.record.host_arrays import python_number
 from weft.capture.record.host_draws import HostDraws
 from weft.capture.record.recorder import OpRecorder
 
@@ -110,7 +111,7 @@ class RandomState:
 
     def seed(self, seed: int, devices: str) -> torch.Generator:
         """Record that the default generators of ``devices`` are seeded, see :func:`set_seed`."""
-        self._recorder.effect(set_seed, seed, devices)
+        self._recorder.effect(set_seed, python_number(seed), devices)
         return torch.default_generator
 
     def reseed(self) -> Any:

@@ -18,12 +18,26 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.node_kinds import is_ordered, is_random
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.held_references import StandIn
 from weft.capture.record.host_draws import GeneratorDraw, draw_numpy, draw_python
-from weft.capture.record.plain_keys import keep_entries
-from weft.capture.record.recorder import check
+from weft.capture.record.plain_keys import keep_entries, plain_key
+from weft.capture.record.recorder import check, recording
 from weft.capture.state.containers import Container
 from weft.capture.user_code import REMEMBERING, cache_of
 from weft.errors import RememberedFunctionWrites
+
+
+class RememberingFunction(StandIn):
+    """Stands in for a function that remembers results. It hands on numbers of the captured call for symbolic ones: the
+    function hashes them, which makes them guards by their values, and knows its results by these."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if recording() is not None:
+            args, kwargs = tuple(map(plain_key, args)), {name: plain_key(value) for name, value in kwargs.items()}
+        return self.weft_original(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.weft_original, name)
 
 
 class RememberingFunctions:

@@ -58,10 +58,8 @@ class SharedObjects:
     """
 
     def __init__(self, containers: Iterable[Container], leaving: Iterable[Any] = ()) -> None:
-        containers = list(containers)
         self._own = {id(each.obj): each for each in containers if each.keys is None and type(each.obj) in (list, dict)}
         self._own = {at: each for at, each in self._own.items() if each.outer is not None or not each.frozen}
-        self._known = {id(each.obj) for each in containers}
         self._templates: dict[int, SharedSlot] = {}
         self._times: Counter[int] = Counter()
         self._leaving = list(leaving)  # held, so that no id is given to another object
@@ -71,10 +69,6 @@ class SharedObjects:
     def is_own(self, value: Any) -> bool:
         """Whether a list or dictionary is the user's own."""
         return id(value) in self._own
-
-    def is_known(self, value: Any) -> bool:
-        """Whether an object was there before the step ran."""
-        return id(value) in self._known
 
     def own(self, value: Any) -> list[Any]:
         """The user's own objects in a value."""

@@ -22,8 +22,8 @@ from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.iterator_arguments import IteratorSlot, with_iterator_slots
 from weft.capture.record.late_text import LateTextSlot, is_late
-from weft.capture.record.plain_keys import make_keys_plain, plain_key
-from weft.capture.record.plain_numbers import NumpyFloat, plain_number
+from weft.capture.record.plain_keys import make_keys_plain
+from weft.capture.record.plain_numbers import NumpyFloat, numpy_float
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
 from weft.capture.record.tracked_storages import is_tracked
@@ -41,7 +41,8 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class _OutputSlot:
     """Takes output number ``index``, or of a tensor subclass the outputs inside; ``grad`` is the slot of its ``.grad``,
     ``attributes`` the templates of what the step put on it, ``is_parameter`` whether the step made it a parameter,
-    ``computed_at`` where it is to the user if eager leaves it there with a grad_fn."""
+    ``computed_at`` where it is to the user if eager leaves it there with a grad_fn, ``of_numpy`` whether it is a number
+    that numpy has made."""
 
     index: int | _Parts
     requires_grad: bool = False
@@ -49,8 +50,11 @@ class _OutputSlot:
     attributes: tuple[tuple[str, Any], ...] = ()
     is_parameter: bool = False
     computed_at: str = ""
+    of_numpy: bool = False
 
     def fill(self, outputs: list[Any]) -> Any:
+        if self.of_numpy:
+            return numpy_float(outputs[self.index])  # type: ignore[bad-index]
         value = self.index.of_call(outputs) if isinstance(self.index, _Parts) else outputs[self.index]
         if self.is_parameter and not isinstance(value, torch.nn.Parameter):
             value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
@@ -104,27 +108,6 @@ class _StateReference:
 
 
 @dataclass(frozen=True)
-class _Copied:
-    """The template of a set or a ``bytearray`` that the step makes anew at each call, with the same content."""
-
-    value: Any
-
-    def fill(self, outputs: list[Any], made: dict[int, Any]) -> Any:
-        return self.value.copy()
-
-
-_MUTABLE = (set, bytearray)
-_PLAIN = (int, float, bool, complex, str, bytes, type(None))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value, or all that is in it, is plain data."""
-    if type(value) in (set, frozenset, tuple, bytearray):
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN
-
-
-@dataclass(frozen=True)
 class Template:
     """The structure of one Python value, over the outputs of a graph; ``where`` it is, in words."""
 
@@ -170,12 +153,7 @@ class Template:
         torch_adapter.register_dataclasses(value)
         value = with_iterator_slots(value)
         leaves, _ = torch_adapter.flatten(value)
-        made = tuple(
-            SharedSlot(id(leaf), _Copied(leaf))
-            if type(leaf) in _MUTABLE and shared is not None and not shared.is_known(leaf) and _is_plain(leaf)
-            else _leaf_template(leaf, recorder, keep, where, places, slots)
-            for leaf in leaves
-        )
+        made = tuple(_leaf_template(leaf, recorder, keep, where, places, slots) for leaf in leaves)
         return cls(made, torch_adapter.exact_spec(value), where)
 
     def fill(self, outputs: list[Any], made: dict[int, Any] | None = None) -> Any:
@@ -238,15 +216,11 @@ def _leaf_template(
             return _StateReference(places_by_id[id(leaf)])
         return leaf.weft_owner.slot(leaf, keep, slots)
     if isinstance(leaf, _NUMBERS):
-        current = recorder.value(leaf)
-        if type(leaf) is NumpyFloat and not isinstance(current, torch.fx.Node):
-            return plain_number(leaf)
-        return _OutputSlot(keep(current))
+        return _OutputSlot(keep(recorder.value(leaf)), of_numpy=type(leaf) is NumpyFloat)
     if isinstance(leaf, (OwnObject, SharedSlot, IteratorSlot)):
         return leaf
     if is_late(leaf):
         return LateTextSlot.of(leaf, recorder, keep)
-    leaf = plain_key(leaf) if type(leaf) is frozenset else leaf
     count_as_read(leaf)
     if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):
         raise EscapedTensor(type(leaf), where)

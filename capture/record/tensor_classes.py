@@ -94,7 +94,7 @@ def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | Non
     """
     if len(args) != 1:
         return None
-    data = map_leaves(args[0], lambda leaf: leaf.item() if type(leaf) is HostArray and not leaf.ndim else leaf)
+    data = map_leaves(args[0], _of_python)
     if type(data) is HostList:
         whole = data.weft_tensor.dtype is torch.int64
         return torch.tensor(data, dtype=dtype, device="cpu") if whole or dtype.is_floating_point else None
@@ -102,6 +102,13 @@ def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | Non
     if type(data) not in (list, tuple) or not numbers or any(type(each) not in kinds for each in numbers):
         return None
     return torch.tensor(data, dtype=dtype, device="cpu")
+
+
+def _of_python(number: Any) -> Any:
+    """A number of numpy's as one of Python's: the class decides the dtype."""
+    if type(number) is HostArray:
+        return number if number.ndim else number.item()
+    return number.item() if type(number).__module__ == "numpy" and getattr(number, "ndim", 1) == 0 else number
 
 
 def symbolic_numbers(data: Any) -> list[Any]:

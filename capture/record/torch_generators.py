@@ -14,6 +14,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.held_references import StandIn
+from weft.capture.record.host_arrays import python_number
 from weft.capture.record.host_draws import HostDraws
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import user_line
@@ -75,7 +76,7 @@ class _StandInGenerator(StandIn, _GENERATOR):
         self._owner = owner
 
     def manual_seed(self, seed: Any) -> _StandInGenerator:
-        self._owner.call(self.weft_original, "manual_seed", seed)
+        self._owner.call(self.weft_original, "manual_seed", python_number(seed))
         return self
 
     def seed(self) -> Any:

@@ -96,6 +96,25 @@ NUMBERS: dict[str, Callable[[Tensor, int], Any]] = {
         torch.clamp(x, max=np.sqrt(loss(x))),
         torch.add(x, x, alpha=np.sqrt(loss(x))),
     ),
+    "truth values": lambda x, at: (
+        x.long() + np.isnan(loss(x)),
+        (x > 1) * np.isfinite(loss(x)),
+        x.long() * (np.sqrt(loss(x)) > 1),
+        torch.full((2,), np.isnan(loss(x))),
+        torch.tensor(np.isnan(loss(x))),
+        x.masked_fill(x > 1, np.isnan(loss(x))),
+    ),
+    "classes of tensors": lambda x, at: torch.LongTensor([np.maximum(at, 2), np.maximum(x.argmax().item(), 1)]),
+    "with constants": lambda x, at: (
+        at * np.float64(2) + 1,
+        {"half": (at * 0.1) * np.float64(0.5)},
+        kinds(at * np.float64(2)),
+        at * np.float64(2) / 3,
+        3 / (at * np.float64(2) + 1),
+        x * (at * np.float64(2)),
+        f"{at * np.float64(2)!r}",
+    ),
+    "overflow": lambda x, at: at * np.float64(2) * 1e308 * 1e10,
     "texts": lambda x, at: f"{np.sqrt(loss(x)):.3f}",
     "texts of percent": lambda x, at: ["%.2f" % np.sqrt(loss(x)), "%s" % np.sqrt(loss(x)), "%r" % np.sqrt(at)],  # noqa: UP031
     "copies": lambda x, at: copy.deepcopy({"at": at, "loss": [loss(x)], "root": np.sqrt(loss(x))}),
@@ -121,6 +140,16 @@ def test_an_integer_that_a_generator_draws_is_numpys() -> None:
     compiled = weft.compile(step)
     for _ in range(2):
         assert repr(compiled(torch.rand(3))[:3]) == repr(step(torch.rand(3))[:3])
+
+
+def test_a_number_that_a_generator_draws_is_a_seed() -> None:
+    def step(x: Tensor) -> Tensor:
+        torch.manual_seed(np.random.default_rng(1).integers(5))
+        return torch.rand(3)
+
+    compiled = weft.compile(step)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64])
@@ -173,6 +202,55 @@ def test_a_learning_rate_of_numpys_is_numpys_to_the_users_code(name: str) -> Non
 
     with np.errstate(divide="ignore"):
         assert trained(weft.compile) == trained(lambda step: step)
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of the user's, which computes with its rates in Python."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "decay": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] * group["decay"])
+                parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+
+READS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "nothing": lambda group, x: None,
+    "products": lambda group, x: (x * group["lr"], group["lr"] * x, group["lr"] - x, x.clamp(group["lr"], 1)),
+    "numbers": lambda group, x: (group["lr"] * 0.5, 1 - group["lr"], +group["lr"], group["lr"] / 2, -group["lr"]),
+    "data": lambda group, x: loss(x) * group["lr"],
+    "branches": lambda group, x: x * 2 if group["lr"] > 0.07 and group["lr"] != 0 else x * 3,
+    "largest": lambda group, x: max(group["lr"] * 0.9, 1e-3),
+    "a decay": lambda group, x: group.__setitem__("decay", group["lr"] * 0.1),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_optimizer_of_the_users_takes_rates_of_numpys_in_two_captures(name: str) -> None:
+    def trained(wrap: Callable[..., Any]) -> tuple[list[str], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = Lion(model.parameters(), np.float64(0.05))
+
+        def step(x: Tensor) -> Any:
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return READS[name](optimizer.param_groups[0], x)
+
+        compiled, found = wrap(step), []
+        for at in range(8):
+            optimizer.param_groups[0]["lr"] = 0.05 * (1 + np.cos(at / 60))
+            found.append(repr(compiled(torch.full((2, 3), at / 2))))
+        return [*found, repr((list(model.parameters()), optimizer.state_dict()["param_groups"]))], compiled
+
+    ours, compiled = trained(weft.compile)
+    assert ours == trained(lambda step: step)[0]
+    assert len(compiled.captures) <= 2
 
 
 def test_rates_of_numpys_that_only_torch_reads_are_one_capture() -> None:

@@ -198,3 +198,36 @@ def test_results_from_before_the_capture_are_not_forgotten() -> None:
         compiled(torch.ones(n))
     assert positions(5) is known[0]
     assert positions(6) is known[1]
+
+
+@pytest.mark.parametrize("remember", [functools.lru_cache, functools.cache, functools.lru_cache(typed=True)])
+def test_results_from_before_are_found_by_numbers_that_change(remember: Any) -> None:
+    """The key of a call with a symbolic number is not that of the number: the body would run, on other tensors."""
+
+    def trained(wrap: Any) -> list[Tensor]:
+        @remember
+        def table(at: int) -> Tensor:
+            return torch.full((3,), float(at)).requires_grad_()
+
+        @remember
+        def total(size: int) -> Tensor:
+            return torch.zeros(2)
+
+        tables, totals = [table(at) for at in range(4)], [total(size) for size in range(3, 6)]
+        optimizer = torch.optim.SGD(tables, lr=0.1)
+
+        def step(x: Tensor, at: int) -> Tensor:
+            optimizer.zero_grad()
+            loss = (x.sum() * table(at)).sum()
+            loss.backward()
+            optimizer.step()
+            total(x.shape[0]).add_(loss.detach())
+            return loss.detach()
+
+        compiled = wrap(step)
+        losses = [compiled(torch.full((3 + at % 3,), at / 2), at) for at in (0, 1, 2, 3, 1)]
+        assert all(table(at) is tables[at] for at in range(4))
+        return [*losses, *tables, *totals]
+
+    for ours, theirs in zip(trained(weft.compile), trained(lambda step: step), strict=True):
+        assert torch.equal(ours, theirs)
