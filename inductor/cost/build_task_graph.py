@@ -12,6 +12,7 @@ graph, because the arena is allocated before the step and stays after it.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 
 import torch
@@ -20,7 +21,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_ordered, is_wait
 from weft.capture.record.streams import StreamCall
-from weft.inductor.cost.cluster import Cluster
+from weft.inductor.cost.cluster import Cluster, Gpu
 from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts, is_free
 from weft.inductor.cost.task_graph import Kind, Storage, Task, TaskGraph
@@ -51,11 +52,29 @@ def build(step: StepGraph, cluster: Cluster, costs: ComputeCosts | None = None) 
         GroupGone: this process has no such process group.
         CannotCarry, LinkMissing: see :func:`weft.inductor.cost.collective_cost.transfer`.
     """
-    builder = _TaskGraphBuilder(step, cluster, costs or ComputeCosts(cluster.gpu))
+    builder = _TaskGraphBuilder(step, cluster, costs or ComputeCosts(gpu_in(step, cluster)))
     # In the order of the nodes: what a task needs follows from who has read and written before it.
     tasks = [builder.task(at, node) for at, node in enumerate(builder.nodes)]
     aside = set_aside(step)
     return TaskGraph(tasks, builder.storages(), builder.inputs() + aside, aside), builder.nodes
+
+
+def gpu_in(step: StepGraph, cluster: Cluster) -> Gpu:
+    """The GPU as it computes in a step: in one that communicates, at the clock that is left beside transfers."""
+    gpu, part = cluster.gpu, cluster.gpu.clock_beside_links
+    if part == 1 or not _communicates(step):
+        return gpu
+    return dataclasses.replace(
+        gpu,
+        matmul={dtype: rate * part for dtype, rate in gpu.matmul.items()},
+        attention_forward=gpu.attention_forward * part,
+        attention_backward=gpu.attention_backward * part,
+    )
+
+
+def _communicates(step: StepGraph) -> bool:
+    """Whether a step has a collective of several ranks."""
+    return any(len(collective_of(step, node).ranks) > 1 for node in step.graph.nodes if is_collective(node))
 
 
 def set_aside(step: StepGraph) -> int:

@@ -52,6 +52,8 @@ class Gpu:
         attention_backward: the same for its backward, which does five GEMMs; forward does two.
         multiprocessors: number of multiprocessors; of a CPU, its cores.
         stated_peak: dense bfloat16 operations per second of the data sheet, which MFU refers to; 0 if unknown.
+        clock_beside_links: the part of its clock that the GPU keeps in steps with collectives: transfers take a part of
+            the power that the limit allows. It scales the rates of GEMMs and attention.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Gpu:
     attention_backward: float
     multiprocessors: int
     stated_peak: float = 0.0
+    clock_beside_links: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,15 @@ class TransportModel:
         kinds: the kinds of collective it serves.
         bandwidth: bytes per second that a GPU sends within a node, in large collectives.
         latency: seconds that a collective takes at least, without the hops of links.
-        interference: seconds of computation lost per second of communication.
+        interference: seconds of computation lost per second of communication, but for that of ``blocking``.
         dtypes: names of the dtypes it carries ("bfloat16"); all if empty.
         crosses: whether it works between nodes, in rings or trees. If not, every GPU reads or writes the memory of
             every other GPU directly.
         per_member: seconds for each tensor of a coalesced collective after the first.
         ctas: thread blocks that it occupies; 0 if none, or if the library chooses.
+        own_part, all_parts: bytes of this GPU's memory that a kernel of the transport moves, for each byte of a rank's
+            part of the whole tensor, and for each byte of the whole tensor.
+        blocking: seconds of computation lost for each second that this kernel takes alone.
     """
 
     name: str
@@ -116,6 +122,9 @@ class TransportModel:
     crosses: bool = False
     per_member: Annotated[float, LessThan(1)] = 0.0
     ctas: int = 0
+    own_part: float = 0.0
+    all_parts: float = 0.0
+    blocking: float = 1.0
 
 
 @dataclass(frozen=True)

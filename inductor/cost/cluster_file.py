@@ -30,7 +30,10 @@ class LessThan:
 
 # Fields that can be zero. All other numbers must be positive: most are divisors.
 _MAY_BE_ZERO = frozenset(
-    {"arch", "ctas", "interference", "latency", "launch_latency", "leaf_gpus", "per_member", "stated_peak"}
+    {
+        *("all_parts", "arch", "blocking", "ctas", "interference", "latency", "launch_latency", "leaf_gpus"),
+        *("own_part", "per_member", "stated_peak"),
+    }
 )
 
 

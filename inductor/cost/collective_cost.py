@@ -81,6 +81,9 @@ class Transfer:
     interference: float
 
 
+_MOST_INTERFERENCE = 0.95
+
+
 def collective_of(step: StepGraph, node: Node) -> Collective:
     """The collective that ``node`` of ``step`` starts.
 
@@ -150,7 +153,18 @@ def _transfer(cluster: Cluster, collective: Collective, transport: str) -> Trans
     # NCCL has a stream per communicator; transports over symmetric memory share streams among all groups.
     if not model.crosses:
         stream = peer_stream(transport, KINDS[collective.kind].stream)
-    return Transfer(seconds, stream, link, model.interference)
+    local = _local_seconds(cluster, sent, model)
+    lost = model.interference * seconds + model.blocking * local
+    # At an interference of 1, computation beside the collective would never end.
+    interference = min(lost / (seconds + local), _MOST_INTERFERENCE) if local else model.interference
+    return Transfer(seconds + local, stream, link, interference)
+
+
+def _local_seconds(cluster: Cluster, collective: Collective, model: TransportModel) -> float:
+    """Seconds of the kernel that copies or sums within this GPU's memory. The fewer ranks there are, the larger is the
+    part of each, and the more of the transport's time it takes."""
+    moved = model.own_part / len(collective.ranks) + model.all_parts
+    return moved * collective.bytes / cluster.gpu.copy_bandwidth
 
 
 def _transported(cluster: Cluster, collective: Collective, transport: str) -> tuple[Collective, TransportModel | None]:

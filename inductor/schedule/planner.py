@@ -38,7 +38,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective
 from weft.capture.user_code import format_frame
 from weft.errors import MalformedSchedule, MemoryLimitUnreachable
-from weft.inductor.cost.build_task_graph import build
+from weft.inductor.cost.build_task_graph import build, gpu_in
 from weft.inductor.cost.cluster import Cluster
 from weft.inductor.cost.collective_cost import Collective, collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts
@@ -197,7 +197,7 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
     original = step
     with torch_adapter.only_mode():
         step = apply(original, decisions)
-        simulation, nodes = simulated(step.copy(), cluster, ComputeCosts(cluster.gpu))
+        simulation, nodes = simulated(step.copy(), cluster, ComputeCosts(gpu_in(step, cluster)))
         reports = bucket_reports(step, cluster, simulation, nodes)
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
         result = Schedule(step, decisions, simulation, reports, limit, nodes=nodes)
@@ -225,7 +225,9 @@ def repeat(
     with torch_adapter.only_mode():
         applied = before_order(step, decisions)
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
-        simulation, nodes = simulated_in_order(applied, decisions.order, cluster, ComputeCosts(cluster.gpu))
+        simulation, nodes = simulated_in_order(
+            applied, decisions.order, cluster, ComputeCosts(gpu_in(applied, cluster))
+        )
         unordered = list(applied.graph.nodes)
         reorder(applied, [unordered[at] for at in decisions.order])
         reports = bucket_reports(applied.check(), cluster, simulation, nodes)
@@ -306,7 +308,7 @@ class _Planner:
         self.requested_limit = limit
         self.limit = usable_memory(cluster) if limit is None else limit
         self.reported_limit = self.limit
-        self.costs = CachedCosts(cluster.gpu)
+        self.costs = CachedCosts(gpu_in(step, cluster))
         self.evaluated = 0
         self.warnings: list[str] = []
         self.excess = 0  # bytes by which the last candidate exceeded the limit; negative where it fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ from weft.capture.record.streams import StreamCall
 from weft.capture.step_interface import Input, Return, Role
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import kernel_graph
-from weft.inductor.cost.build_task_graph import build
+from weft.inductor.cost.build_task_graph import build, gpu_in
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.compute_cost import ComputeCosts
@@ -132,11 +133,25 @@ def test_tasks_are_the_nodes_in_order() -> None:
                 assert (task.seconds, task.stream) == (expected.seconds, expected.stream)
                 assert (task.link, task.interference) == (expected.link, expected.interference)
             else:
-                expected_seconds = ComputeCosts(CLUSTER.gpu).seconds(node)
+                expected_seconds = ComputeCosts(gpu_in(step, CLUSTER)).seconds(node)
                 assert task.seconds == expected_seconds
                 assert (task.kind is Kind.COMPUTE) == (expected_seconds > 0)
                 assert not task.stream
         assert sum(isinstance(node.target, KernelCall) for node in nodes) > 3
+
+
+def test_products_are_slower_beside_transfers() -> None:
+    """A GPU at its power limit lowers its clock; without collectives, and on one rank, it keeps it."""
+    alone = dataclasses.replace(CLUSTER, gpu=dataclasses.replace(CLUSTER.gpu, clock_beside_links=1.0))
+    for ranks, part in ((WORLD, CLUSTER.gpu.clock_beside_links), (1, 1.0)):
+        with weft.fake_world(ranks):
+            step = kernels_of(sharded_step())
+            gpu = gpu_in(step, CLUSTER)
+            assert gpu.matmul["bfloat16"] == pytest.approx(part * CLUSTER.gpu.matmul["bfloat16"])
+            assert gpu.attention_backward == pytest.approx(part * CLUSTER.gpu.attention_backward)
+            assert gpu.copy_bandwidth == CLUSTER.gpu.copy_bandwidth
+            assert gpu_in(step, alone) == alone.gpu
+    assert CLUSTER.gpu.clock_beside_links < 1
 
 
 def test_costs_may_be_given() -> None:

@@ -129,6 +129,39 @@ def test_interference_is_that_of_a_step(kind: str, transport: str, lost: float, 
     assert found.interference == pytest.approx(lost / alone, abs=0.05)
 
 
+@pytest.mark.parametrize(
+    ("kind", "transport", "ranks", "measured"),
+    [
+        ("all_gather", "copy_engine", 4, 1246),
+        ("reduce_scatter", "copy_sum", 4, 1307),
+        ("reduce_scatter", "copy_sum", 2, 1009),
+    ],
+)
+def test_local_kernels_are_part_of_the_time(kind: str, transport: str, ranks: int, measured: float) -> None:
+    """Microseconds of 512 MiB alone (docs/communication.md)."""
+    found = transfer(H200, collective(kind, 512, ranks, BF16), transport)
+    assert found.seconds * 1e6 == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "ranks", "lost_us"),
+    [("all_gather", "copy_engine", 2, 650), ("reduce_scatter", "copy_sum", 2, 550)],
+)
+def test_computation_waits_for_kernels_of_a_ranks_own_part(
+    kind: str, transport: str, ranks: int, lost_us: float
+) -> None:
+    """Microseconds without GEMMs in the trace of a step of Llama 8B on two H200, for a bucket of 1.2 GiB."""
+    found = transfer(H200, collective(kind, 1229, ranks, BF16), transport)
+    assert found.interference * found.seconds * 1e6 == pytest.approx(lost_us, rel=0.15)
+
+
+@pytest.mark.parametrize(("kind", "transport"), [("all_gather", "copy_engine"), ("reduce_scatter", "copy_sum")])
+def test_more_ranks_have_smaller_parts(kind: str, transport: str) -> None:
+    found = [transfer(H200, collective(kind, 512, ranks, BF16), transport).interference for ranks in (2, 4, 8)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 1.9 * found[-1]
+
+
 # ---- topology
 
 
