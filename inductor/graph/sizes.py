@@ -16,9 +16,16 @@ UNKNOWN = 1 << 62  # larger than any number of bytes
 
 def tensors_in(val: Any) -> list[torch.Tensor]:
     """The tensors of nested lists, in order."""
-    if isinstance(val, (list, tuple)):
-        return [tensor for item in val for tensor in tensors_in(item)]
-    return [val] if isinstance(val, torch.Tensor) else []
+    if isinstance(val, torch.Tensor):
+        return [val]
+    found: list[torch.Tensor] = []
+    # Most lists hold tensors alone, some of them thousands: no call for each.
+    for item in val if isinstance(val, (list, tuple)) else ():
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            found += tensors_in(item)
+    return found
 
 
 def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:

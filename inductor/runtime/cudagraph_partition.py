@@ -69,6 +69,8 @@ class _Partitioner:
         self.host = host_nodes(step)
         self.reasons: list[str | None] = ["the host computes it"]
         self.at: dict[Node, int] = {}  # the partition of each call; recomputed nodes (views, sizes) have none
+        # A list may hold a thousand results, and each element of it asks about the list.
+        self.recomputed: dict[Node, bool] = {}
 
     def run(self) -> list[Partition]:
         self._assign(self._unrecordable())
@@ -107,6 +109,12 @@ class _Partitioner:
 
         A view passed between partitions would lose its storage: a write in place to it would not reach its base.
         """
+        known = self.recomputed.get(node)
+        if known is None:
+            known = self.recomputed[node] = self._recomputes(node)
+        return known
+
+    def _recomputes(self, node: Node) -> bool:
         if node in self.host or is_wait(node):
             return False
         if node.target is operator.getitem:
