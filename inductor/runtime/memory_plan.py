@@ -253,25 +253,25 @@ _PLACEMENT_ORDERS: tuple[_Key, ...] = (
 def _greedy_offsets(intervals: Sequence[LiveInterval], key: _Key) -> list[int]:
     """Offsets from placing the intervals in the order of ``key``, each into the smallest gap that fits it."""
     offsets = [0] * len(intervals)
-    last = max((interval.end for interval in intervals), default=0)
+    starts, ends = [interval.start for interval in intervals], [interval.end for interval in intervals]
+    blocks: list[tuple[int, int]] = [(0, 0)] * len(intervals)  # offset and bytes of those that are placed
+    last = max(ends, default=0)
     length = last // _SEGMENTS + 1
-    placed: list[list[int]] = [[] for _ in range(last // length + 1)]  # numbers of placed intervals, by segment
+    placed: list[set[int]] = [set() for _ in range(last // length + 1)]  # numbers of placed intervals, by segment
     for number in sorted(range(len(intervals)), key=lambda number: key(intervals[number])):
-        new = intervals[number]
-        segments = placed[new.start // length : new.end // length + 1]
+        start, end, size = starts[number], ends[number], intervals[number].size
+        first, final = start // length, end // length
+        # In the segments between its first and its last, it overlaps whatever is live there.
+        conflicts = set().union(*placed[first + 1 : final])
         # Both ends are inclusive: a kernel may write its output before it has read all operands, so an operand that is
         # read last at position p and an output written at p must not overlap.
-        conflicts = {
-            other
-            for segment in segments
-            for other in segment
-            if intervals[other].start <= new.end and new.start <= intervals[other].end
-        }
-        taken = sorted((offsets[other], intervals[other].size) for other in conflicts)
+        for segment in {first, final}:
+            conflicts.update([other for other in placed[segment] if starts[other] <= end and start <= ends[other]])
         # Best fit keeps large gaps for large values, as in the paper.
-        offsets[number] = _smallest_gap(new.size, taken)
-        for segment in segments:
-            segment.append(number)
+        offsets[number] = _smallest_gap(size, sorted([blocks[other] for other in conflicts]))
+        blocks[number] = offsets[number], size
+        for segment in placed[first : final + 1]:
+            segment.add(number)
     return offsets
 
 
