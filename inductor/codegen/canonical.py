@@ -63,17 +63,31 @@ class Canonical:
 
 def canonical(nest: Nest) -> Canonical:
     """The canonical form of a nest."""
+    # Names first: of equal layers the first one alone is brought into the form.
+    buffers = _buffers_of(nest)
+    form = _canonical(_renamed(nest, {buffer: f"b{k}" for k, buffer in enumerate(buffers)}, {}))
+    return replace(form, buffers=tuple(buffers[int(name[1:])] for name in form.buffers))
+
+
+# A step has some hundred different nests.
+@functools.lru_cache(maxsize=1024)
+def _canonical(nest: Nest) -> Canonical:
+    """The canonical form of a nest, which depends on the order of its buffers' names nowhere."""
     # Simplifying may remove the last use of an axis, so axes are dropped before it and after.
     # Merging comes last: positions that became indices no longer keep axes apart, and fewer axes mean fewer
     # divisions.
-    nest = axes.merge(axes.squeeze(_without_unused_axes(simplified(axes.squeeze(nest)))))
-    # Loads first, in the order of evaluation, then stores: the order depends on the nest alone, so equal nests agree
-    # on it.
-    buffers = list(dict.fromkeys([load.buffer for load in nest.reads if not is_position(load)] + nest.writes))
+    nest = axes.squeeze_and_merge(_without_unused_axes(simplified(axes.squeeze(nest))))
+    buffers = _buffers_of(nest)
     scalars = _scalars(nest)
-    names = {POSITIONS: POSITIONS} | {buffer: f"b{k}" for k, buffer in enumerate(buffers)}
+    names = {buffer: f"b{k}" for k, buffer in enumerate(buffers)}
     symbols = {scalar: symbol(k) for k, scalar in enumerate(scalars)}
     return Canonical(_renamed(nest, names, symbols), tuple(buffers), tuple(scalars))
+
+
+def _buffers_of(nest: Nest) -> list[str]:
+    # Loads first, in the order of evaluation, then stores: the order depends on the nest alone, so equal nests agree
+    # on it.
+    return list(dict.fromkeys([load.buffer for load in nest.reads if not is_position(load)] + nest.writes))
 
 
 def symbol(k: int) -> sympy.Symbol:
@@ -287,8 +301,9 @@ def _renamed(nest: Nest, names: dict[str, str], symbols: dict[Scalar, sympy.Symb
 
     def change(value: Value) -> Value:
         if isinstance(value, Load):
-            return Load(names[value.buffer], index(value.index), value.dtype, value.mask, value.other)
-        if isinstance(value, Scalar):
+            name = value.buffer if is_position(value) else names[value.buffer]
+            return Load(name, index(value.index), value.dtype, value.mask, value.other)
+        if isinstance(value, Scalar) and symbols:
             return Scalar(symbols[value], value.dtype)
         return value
 

@@ -65,11 +65,17 @@ def supports(nest: Nest) -> str | None:
     The answer depends on the nest alone: neither on the dtypes of buffers nor on the GPU, so that fusion decides the
     same on every rank.
     """
+    form = canonical.canonical(nest)
+    return _why_not(form.nest, len(form.buffers))
+
+
+@functools.lru_cache(maxsize=1024)
+def _why_not(nest: Nest, buffers: int) -> str | None:
+    """:func:`supports` of a canonical nest."""
     try:
-        form = canonical.canonical(nest)
         # float32 for all: where a plan depends on bytes it must not decide support (see `_row_and_column` in
         # kernel_plan.py).
-        plan_kernel(form.nest, {f"b{k}": torch.float32 for k in range(len(form.buffers))})
+        plan_kernel(nest, {f"b{k}": torch.float32 for k in range(buffers)})
     except UnsupportedNest as error:
         return str(error)
     return None

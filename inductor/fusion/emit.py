@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import knobs, torch_adapter
 from weft.capture.graph import StepGraph, copy_node
@@ -22,7 +23,9 @@ from weft.inductor.codegen.kernel import GeneratedKernel, generate
 from weft.inductor.codegen.kernel_call import KernelCall, Origin
 from weft.inductor.cost.roofline import bytes_moved
 from weft.inductor.fusion.fuse import FusedLoops
+from weft.inductor.graph.aliasing import is_lazy
 from weft.inductor.graph.faults import Guard, unguarded
+from weft.inductor.graph.sizes import spanned
 from weft.inductor.loop_ir.ir import Buffer, Int, Scalar
 from weft.inductor.loop_ir.verify import verify_nest
 from weft.inductor.lowering.lowered_step import Extern, Lowered
@@ -192,6 +195,10 @@ class _Emitter:
             self.node_of_buffer[name] = self._element(new, at)
 
     def _fake(self, buffer: Buffer) -> torch.Tensor:
+        if all(type(n) is int for n in (*buffer.sizes, *buffer.strides)):
+            return torch_adapter.new_fake(
+                self.mode, buffer.device, buffer.dtype, buffer.sizes, buffer.strides, 0, None
+            )
         with self.mode:
             return torch.empty_strided(
                 [self._size(n) for n in buffer.sizes],
@@ -253,7 +260,19 @@ def _window(base: torch.Tensor, old_base: torch.Tensor, old: torch.Tensor) -> to
     if base is old_base:
         return old
     offset = base.storage_offset() + old.storage_offset() - old_base.storage_offset()
-    return torch.as_strided(base, old.shape, old.stride(), offset)
+    layout = old.shape, old.stride(), offset
+    if not isinstance(base, FakeTensor) or is_lazy(base) or not _is_inside(base, *layout):
+        return torch.as_strided(base, *layout)
+    # What `as_strided` makes, in a quarter of its time.
+    return torch_adapter.new_fake(base.fake_mode, base.device, base.dtype, *layout, base.untyped_storage())
+
+
+def _is_inside(base: torch.Tensor, sizes: Sequence[Int], strides: Sequence[Int], offset: Int) -> bool:
+    """Whether numbers, not symbols, say that a view lies in the storage of ``base``."""
+    storage = base.untyped_storage().nbytes()
+    if any(type(n) is not int for n in (*sizes, *strides, offset, storage)):
+        return False
+    return 0 <= offset and (offset + spanned(sizes, strides)) * base.dtype.itemsize <= storage
 
 
 def _symbols(kernel: FusedLoops, outputs: Sequence[Buffer]) -> list[sympy.Symbol]:

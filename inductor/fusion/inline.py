@@ -18,11 +18,10 @@ from weft.inductor.fusion.lifetimes import Lifetimes
 from weft.inductor.graph.faults import Guard, unguarded
 from weft.inductor.loop_ir.axes import (
     AxisExpression,
-    merge,
     size_hint,
     solve_access,
     split_axes,
-    squeeze,
+    squeeze_and_merge,
     substitute,
     substitute_values,
 )
@@ -68,7 +67,7 @@ def inline(lowered: Lowered, guard: Guard = unguarded) -> Lowered:
             with guard(operation.nodes):
                 # One form for equal loops first: a producer over [B * S, C] and a reader over [B, S, C] then have the
                 # same axes.
-                operation = replace(operation, nest=merge(squeeze(operation.nest)))
+                operation = replace(operation, nest=squeeze_and_merge(operation.nest))
                 operation = _inline_producers(operation, at, producers, lowered, readers, lifetimes)
                 # After inlining, so that chains collapse: a producer already holds what it took from its own
                 # producers.

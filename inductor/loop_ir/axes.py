@@ -28,6 +28,7 @@ from weft.inductor.loop_ir.ir import (
     Store,
     Value,
     map_values,
+    ordered,
     rewrite,
 )
 
@@ -404,6 +405,8 @@ def substitute(index: Index, substitution: Substitution) -> Index:
 
 def substitute_values(roots: Iterable[Value], substitution: Substitution) -> dict[Value, Value]:
     """The values under ``roots`` over other axes."""
+    if _is_identity(substitution):
+        return {value: value for value in ordered(roots)}
 
     def change(value: Value) -> Value:
         if isinstance(value, Load):
@@ -439,9 +442,13 @@ def integer(value: Int) -> Value:
     return Const(value, torch.int64) if isinstance(value, int) else Scalar(value, torch.int64)
 
 
+def _is_identity(substitution: Substitution) -> bool:
+    return all(place == (((axis, 1),), 0, ()) for axis, place in substitution.items())
+
+
 def substitute_stores(stores: Sequence[Store], substitution: Substitution) -> list[Store]:
     """The stores over other axes."""
-    if all(place == (((axis, 1),), 0, ()) for axis, place in substitution.items()):
+    if _is_identity(substitution):
         return list(stores)  # most kernels are made of one nest
     new = substitute_values([value for store in stores for value in store.values()], substitution)
     return [map_values(store, new, substitute(store.index, substitution)) for store in stores]
@@ -449,14 +456,8 @@ def substitute_stores(stores: Sequence[Store], substitution: Substitution) -> li
 
 def squeeze(nest: Nest) -> Nest:
     """The nest without its axes of size 1."""
-    kept = [axis for axis, size in enumerate(nest.sizes) if size != 1]
-    if len(kept) == len(nest.sizes):
-        return nest
-    at = {axis: new for new, axis in enumerate(kept)}
-    substitution = {
-        axis: AxisExpression(((at[axis], 1),)) if axis in at else AxisExpression(()) for axis in range(len(nest.sizes))
-    }
-    return Nest(tuple(nest.sizes[axis] for axis in kept), tuple(substitute_stores(nest.stores, substitution)))
+    kept = _long_axes(nest)
+    return nest if len(kept) == len(nest.sizes) else _over_groups(nest, [[axis] for axis in kept])
 
 
 def merge(nest: Nest) -> Nest:
@@ -465,6 +466,20 @@ def merge(nest: Nest) -> Nest:
     Two axes stay apart where one is reduced over and the other is not, or where only one of them matters to a value
     that is stored or reduced (a broadcast).
     """
+    return _merged(nest, list(range(len(nest.sizes))))
+
+
+def squeeze_and_merge(nest: Nest) -> Nest:
+    """``merge(squeeze(nest))``, which rewrites the nest once."""
+    return _merged(nest, _long_axes(nest))
+
+
+def _long_axes(nest: Nest) -> list[int]:
+    return [axis for axis, size in enumerate(nest.sizes) if size != 1]
+
+
+def _merged(nest: Nest, kept: list[int]) -> Nest:
+    """:func:`merge` of the nest over the axes ``kept``; the others have one element and go."""
     values = nest.values()
     # All accesses have a say: fewer axes mean fewer divisions in a kernel, and one that two accesses walk differently
     # cannot be written as one index.
@@ -473,44 +488,50 @@ def merge(nest: Nest) -> Nest:
     apart = {value.axis for value in values if isinstance(value, Position)}
     # Joining a reduced axis with a kept one would leave no axis to reduce over.
     overs = [frozenset(value.over) for value in values if isinstance(value, Reduce)]
-    order = _outside_in(nest, indices)
+    strides = [dict(index.strides) for index in indices]
     groups: list[list[int]] = []
-    for axis in order:
+    for axis in _outside_in(kept, strides):
         if (
             groups
-            and _join(groups[-1][-1], axis, nest.sizes[axis], indices, overs)
+            and _join(groups[-1][-1], axis, nest.sizes[axis], strides, overs)
             and not {groups[-1][-1], axis} & apart
         ):
             groups[-1].append(axis)
         else:
             groups.append([axis])
     # In order and unjoined: nothing changes. A mere change of order does, so that equal loops become equal nests.
-    if groups == [[axis] for axis in range(len(nest.sizes))]:
-        return nest
+    return nest if groups == [[axis] for axis in range(len(nest.sizes))] else _over_groups(nest, groups)
+
+
+def _over_groups(nest: Nest, groups: list[list[int]]) -> Nest:
+    """The nest over one axis for each group; axes in no group go."""
     sizes = tuple(_product(nest.sizes[axis] for axis in group) for group in groups)
     # A joined axis is walked by its innermost part's stride; the other parts' strides are multiples that follow.
-    substitution = {axis: AxisExpression(()) for axis in order}
+    substitution = {axis: AxisExpression(()) for axis in range(len(nest.sizes))}
     substitution |= {group[-1]: AxisExpression(((new, 1),)) for new, group in enumerate(groups)}
     return Nest(sizes, tuple(substitute_stores(nest.stores, substitution)))
 
 
-def _join(outer: int, inner: int, size: Int, indices: Sequence[Index], overs: Sequence[frozenset[int]]) -> bool:
+# Strides of each access, by axis; an axis that an access does not change along has none.
+_Strides = Sequence[Mapping[int, Int]]
+
+
+def _join(outer: int, inner: int, size: Int, accesses: _Strides, overs: Sequence[frozenset[int]]) -> bool:
     if any((outer in over) != (inner in over) for over in overs):
         return False
     # One step outside must be as far as all steps inside, in every access.
     # Also where both strides are 0: an access that ignores both axes does not tell them apart.
-    return all(index.stride(outer) == index.stride(inner) * size for index in indices)
+    return all(strides.get(outer, 0) == strides.get(inner, 0) * size for strides in accesses)
 
 
-def _outside_in(nest: Nest, indices: Sequence[Index]) -> list[int]:
+def _outside_in(axes: Iterable[int], accesses: _Strides) -> list[int]:
     """Axes by the stride of what is stored, largest first; axes that are only read along come by their reads."""
 
     def key(axis: int) -> tuple[float, int]:
-        # Stores come first in `indices`, so the first stride that is not 0 is a store's where there is one.
-        strides = [index.stride(axis) for index in indices]
-        return -size_hint(next((stride for stride in strides if stride != 0), 0)), axis
+        # Stores come first in `accesses`, so the first stride that is not 0 is a store's where there is one.
+        return -size_hint(next((strides[axis] for strides in accesses if axis in strides), 0)), axis
 
-    return sorted(range(len(nest.sizes)), key=key)
+    return sorted(axes, key=key)
 
 
 def _product(sizes: Iterable[Int]) -> Int:
