@@ -170,7 +170,10 @@ class LoadKernels:
 
 
 def _begin_kernels(step: StepGraph) -> None:
-    """Begin to compile what :class:`LoadKernels` is going to load, as far as it is known before the schedule."""
+    """Begin to compile what :class:`LoadKernels` is going to load, as far as it is known before the schedule. Does
+    nothing outside of a compilation: a prediction needs no kernels, and may be for GPUs that are not here."""
+    if not compile_pool.compiles_ahead():
+        return
     for device, calls in _kernel_calls_by_device(step).items():
         if device.type == "cuda":
             others = multi_tensor_kernels(step, device) if is_enabled(use_kernels) else []
@@ -504,7 +507,9 @@ def _unscheduled(
 
     def make(graph: StepGraph) -> StepGraph:
         compile_pool.start_workers()
-        return kernel_graph(runner.run("graph", graph.copy(), passes), runner)
+        made = kernel_graph(runner.run("graph", graph.copy(), passes), runner)
+        _begin_kernels(made)  # before the graph is written to the cache, and ranks compare theirs
+        return made
 
     if not caches:
         return make(step)

@@ -97,11 +97,16 @@ def begin(sources: Sequence[KernelSource], arch: int) -> None:
     """Begin to compile what is not in the cache, for a later :func:`build` within the same :func:`kept_workers`. Does
     nothing elsewhere, and where no workers would be used. A kernel that fails does so in :func:`build`."""
     pool, workers = _kept.pool, _usable_workers()
-    if pool is None or workers < 2:
+    if pool is None or not compiles_ahead():
         return
     missing = [each for each in dict.fromkeys(sources) if kernel_cache.read(kernel_cache.path_of(each, arch)) is None]
     if len(missing) >= FEWEST_FOR_WORKERS:
         pool.submit(missing, arch, workers)
+
+
+def compiles_ahead() -> bool:
+    """Whether :func:`begin` does something: within :func:`kept_workers`, where workers would be used."""
+    return _kept.pool is not None and _usable_workers() > 1
 
 
 def start_workers() -> None:
