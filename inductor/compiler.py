@@ -22,7 +22,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -55,7 +55,8 @@ from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.inductor.schedule.agree_on_faults import Checkpoints, Objection
 from weft.inductor.schedule.agree_on_schedule import in_captured_order, scheduled
 from weft.inductor.schedule.decisions import Decisions
-from weft.inductor.schedule.planner import Schedule, repeat, schedule
+from weft.inductor.schedule.planner import repeat, schedule
+from weft.inductor.schedule.schedule_result import Schedule
 from weft.inductor.schedule.verify import verifier
 from weft.inductor.transports.instantiate import bind
 
@@ -336,7 +337,7 @@ class _Attempts:
         if generates:
             _compilations[program] = Compilation(graph, runner.seconds, runner.records)
         if found is not None:
-            _schedules[program] = replace(found, nodes=[])  # a training process needs no second copy of its graph
+            _schedules[program] = found.without_nodes()
         if log.isEnabledFor(logging.DEBUG):
             log.debug("passes\n%s", runner.table())
         log.debug("%s", program.source)

@@ -16,7 +16,7 @@ from weft.inductor.cost.collective_cost import collective_of, transfer
 from weft.inductor.cost.simulate import Simulation, simulate
 from weft.inductor.cost.task_graph import Kind, TaskGraph
 from weft.inductor.graph.collectives import ALL_GATHER, kind_of
-from weft.inductor.schedule.planner import Schedule
+from weft.inductor.schedule.schedule_result import Schedule
 from weft.plan.plan import StepPlanner
 from weft.plan.prediction import Change, Prediction, ScalingPoint
 from weft.plan.questions import GATHERED_AGAIN, GATHERED_ONCE, HALF_BATCH, RECOMPUTED, TWICE_BATCH

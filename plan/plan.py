@@ -39,8 +39,9 @@ from weft.inductor.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATT
 from weft.inductor.graph.retarget import retarget
 from weft.inductor.graph.sizes import tensors_of
 from weft.inductor.lowering.lower import device_kind
-from weft.inductor.schedule.planner import Schedule, usable_memory
 from weft.inductor.schedule.planner import schedule as plan_schedule
+from weft.inductor.schedule.planner import usable_memory
+from weft.inductor.schedule.schedule_result import Schedule
 from weft.plan.batch import with_batch
 from weft.plan.breakdown import exposed_by_axis, model_operations, parts, unpriced
 from weft.plan.memory_roles import TensorAtPeak, memory_by_role

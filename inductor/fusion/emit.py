@@ -196,9 +196,7 @@ class _Emitter:
 
     def _fake(self, buffer: Buffer) -> torch.Tensor:
         if all(type(n) is int for n in (*buffer.sizes, *buffer.strides)):
-            return torch_adapter.new_fake(
-                self.mode, buffer.device, buffer.dtype, buffer.sizes, buffer.strides, 0, None
-            )
+            return torch_adapter.new_fake(self.mode, buffer.device, buffer.dtype, buffer.sizes, buffer.strides, 0, None)
         with self.mode:
             return torch.empty_strided(
                 [self._size(n) for n in buffer.sizes],
@@ -272,7 +270,7 @@ def _is_inside(base: torch.Tensor, sizes: Sequence[Int], strides: Sequence[Int],
     storage = base.untyped_storage().nbytes()
     if any(type(n) is not int for n in (*sizes, *strides, offset, storage)):
         return False
-    return 0 <= offset and (offset + spanned(sizes, strides)) * base.dtype.itemsize <= storage
+    return offset >= 0 and (offset + spanned(sizes, strides)) * base.dtype.itemsize <= storage
 
 
 def _symbols(kernel: FusedLoops, outputs: Sequence[Buffer]) -> list[sympy.Symbol]:

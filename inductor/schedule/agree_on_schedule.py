@@ -35,7 +35,8 @@ from weft.inductor.graph.pass_runner import Pass, PassRunner, changes_bits, keep
 from weft.inductor.graph.serializable import fits
 from weft.inductor.schedule.communicators import assign_communicators
 from weft.inductor.schedule.decisions import Decisions, schedule_passes, structure
-from weft.inductor.schedule.planner import Schedule, follow, log_warnings, schedule
+from weft.inductor.schedule.planner import follow, log_warnings, schedule
+from weft.inductor.schedule.schedule_result import Schedule
 from weft.inductor.schedule.verify import ScheduleVerifier, verifier
 from weft.inductor.transports.apply_transports import unreachable, use_transports
 from weft.inductor.transports.rendezvous import peer_rendezvous

@@ -27,7 +27,7 @@ import logging
 import math
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 
@@ -63,7 +63,7 @@ from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, bef
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
 from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.reshard import GapSequence, gaps, gather_once
-from weft.inductor.schedule.schedule_tables import BucketReport
+from weft.inductor.schedule.schedule_result import Prediction, Schedule
 from weft.inductor.schedule.search_order import TIME_TOLERANCE, limit_error, search_order
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
 from weft.inductor.schedule.simulated_step import assume_reachable, simulated, simulated_in_order
@@ -114,32 +114,6 @@ class ScheduleCandidate:
 
     regathers: tuple[tuple[int, tuple[int, ...]], ...]
     scale: float
-
-
-@dataclass(eq=False)
-class Schedule:
-    """A scheduled step.
-
-    Attributes:
-        step: the step, its nodes in order of issue.
-        decisions: what turns the original step into ``step``.
-        simulation: the predicted run, with the chosen transports, if all ranks have peer access to each other.
-        reports: one per collective, with the numbers that decided about it.
-        limit: memory limit in bytes. The default one may be exceeded, with a warning.
-        candidates: how many candidates were evaluated.
-        warnings: messages for the user.
-        nodes: the node of each task of ``simulation``, of a copy of ``step`` with its transports; empty where the
-            schedule is only kept for its numbers.
-    """
-
-    step: StepGraph
-    decisions: Decisions
-    simulation: Simulation
-    reports: list[BucketReport]
-    limit: int
-    candidates: int = 0
-    warnings: list[str] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
 
 
 def schedule(
@@ -197,12 +171,17 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
     original = step
     with torch_adapter.only_mode():
         step = apply(original, decisions)
-        simulation, nodes = simulated(step.copy(), cluster, ComputeCosts(gpu_in(step, cluster)))
-        reports = bucket_reports(step, cluster, simulation, nodes)
         limit = usable_memory(cluster) if memory_limit is None else memory_limit
-        result = Schedule(step, decisions, simulation, reports, limit, nodes=nodes)
+        result = Schedule(step, decisions, partial(_predicted, step, cluster), limit)
         _verify(original, result, None)  # batches of this rank may be larger than those that the limit was held with
     return result
+
+
+def _predicted(step: StepGraph, cluster: Cluster) -> Prediction:
+    """What is predicted of a scheduled step, which stays as it is."""
+    with torch_adapter.only_mode():
+        simulation, nodes = simulated(step.copy(), cluster, ComputeCosts(gpu_in(step, cluster)))
+        return Prediction(simulation, nodes, bucket_reports(step, cluster, simulation, nodes))
 
 
 def repeat(
@@ -230,8 +209,8 @@ def repeat(
         )
         unordered = list(applied.graph.nodes)
         reorder(applied, [unordered[at] for at in decisions.order])
-        reports = bucket_reports(applied.check(), cluster, simulation, nodes)
-        result = Schedule(applied, decisions, simulation, reports, limit, candidates, list(warnings), nodes)
+        known = Prediction(simulation, nodes, bucket_reports(applied.check(), cluster, simulation, nodes))
+        result = Schedule(applied, decisions, lambda: known, limit, candidates, list(warnings))
         _verify(step, result, None)  # a default limit may be exceeded, with a warning
     log_warnings(result.warnings)
     return result
@@ -358,16 +337,8 @@ class _Planner:
         # them in that sequence as well.
         reorder(applied.step, [applied.nodes[at] for at in found.order])
         reports = bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
-        return Schedule(
-            applied.step,
-            decisions,
-            found.simulation,
-            reports,
-            self.reported_limit,
-            self.evaluated,
-            self.warnings,
-            found.nodes,
-        )
+        known = Prediction(found.simulation, found.nodes, reports)
+        return Schedule(applied.step, decisions, lambda: known, self.reported_limit, self.evaluated, self.warnings)
 
     def within_limit_or_least(self) -> _OrderedCandidate:
         """A candidate within the limit with few regathers. If none is within the default limit, the one of the lowest
