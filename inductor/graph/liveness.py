@@ -138,13 +138,12 @@ class _Walk:
         if "inplace" in node.meta or looks_into(node):
             self._unite(node)
         found: dict[int, LiveRange] = {}
-        in_arena = _in_arena(node, len(tensors))
         for at, tensor in enumerate(tensors):
             key = self._key(tensor)
             known = self.ranges.get(key)
             if known is None:
                 known = self.ranges[key] = self._new(position, node, tensor)
-                known.size = 0 if in_arena[at] else known.size
+                known.size = 0 if _in_arena(node, at) else known.size
             found[key] = known
         self.of[node] = list(found.values())
         for known in self.of[node]:
@@ -193,13 +192,13 @@ class _Walk:
                 self._extend(used, position)
 
 
-def _in_arena(node: Node, count: int) -> list[bool]:
-    """For each result whether it lies in memory that ranks share, which is there from before the step."""
+def _in_arena(node: Node, at: int) -> bool:
+    """Whether result number ``at`` lies in memory that ranks share, which is there from before the step."""
     place = node.meta.get("arena_slots")
-    if place is None:
-        # Operations have no such attribute, and take long to say so.
-        return [not isinstance(node.target, OpOverload) and getattr(node.target, "in_arena", False)] * count
-    return [slot is not None for slot in place]
+    if place is not None:
+        return place[at] is not None
+    # Operations have no such attribute, and take long to say so.
+    return not isinstance(node.target, OpOverload) and getattr(node.target, "in_arena", False)
 
 
 def _same_memory(node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -230,4 +229,6 @@ def _val(node: Any) -> Any:
 
 
 def _tensors(val: object) -> list[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        return [val] if val.layout is torch.strided else []
     return [tensor for tensor in tensors_in(val) if tensor.layout is torch.strided]

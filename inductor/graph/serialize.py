@@ -275,18 +275,21 @@ class _GraphWriter:
         # A fake is made again from sizes and strides, which say nothing of these.
         if val.layout is not torch.strided or val.is_conj() or val.is_neg():
             raise NotPortable("a fake of another layout")
-        storage, key = val.untyped_storage(), torch_adapter.storage_key(val)
+        key = torch_adapter.storage_key(val)
         if key not in self.storage_of:
-            self.storage_of[key] = self._append(self.storages, self._size(storage.nbytes()))
-        sizes, strides = [self._size(n) for n in val.shape], [self._size(n) for n in val.stride()]
-        layout = self._entry_of([val.dtype, val.device, sizes, strides, self._size(val.storage_offset())])
-        return ["tensor", layout, self.storage_of[key]]
+            self.storage_of[key] = self._append(self.storages, self._size(val.untyped_storage().nbytes()))
+        return ["tensor", self._layout(val), self.storage_of[key]]
 
-    def _entry_of(self, layout: list[Any]) -> int:
-        dtype, device, *numbers = layout
-        key = self._entry(dtype), self._entry(device), repr(numbers)
+    def _layout(self, val: torch.Tensor) -> int:
+        shape, strides, offset = val.shape, val.stride(), val.storage_offset()
+        # Symbols have no hash that is theirs alone: they are compared as they are written.
+        plain = all([type(n) is int for n in (*shape, *strides, offset)])
+        numbers = None if plain else [[self._size(n) for n in shape], [self._size(n) for n in strides], self._size(offset)]
+        key = val.dtype, val.device, (shape, strides, offset) if numbers is None else repr(numbers)
         if key not in self.known:
-            self.known[key] = self._append(self.table, ["layout", *key[:2], *numbers])
+            layout = ["layout", self._entry(val.dtype), self._entry(val.device)]
+            layout += [[*shape], [*strides], offset] if numbers is None else numbers
+            self.known[key] = self._append(self.table, layout)
         return self.known[key]
 
     def _size(self, size: Any) -> Any:
