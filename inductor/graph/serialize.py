@@ -283,12 +283,14 @@ class _GraphWriter:
     def _layout(self, val: torch.Tensor) -> int:
         shape, strides, offset = val.shape, val.stride(), val.storage_offset()
         # Symbols have no hash that is theirs alone: they are compared as they are written.
-        plain = all([type(n) is int for n in (*shape, *strides, offset)])
-        numbers = None if plain else [[self._size(n) for n in shape], [self._size(n) for n in strides], self._size(offset)]
-        key = val.dtype, val.device, (shape, strides, offset) if numbers is None else repr(numbers)
+        if all(type(n) is int for n in (*shape, *strides, offset)):
+            numbers: list[Any] = [[*shape], [*strides], offset]
+            key: Any = val.dtype, val.device, shape, strides, offset
+        else:
+            numbers = [[self._size(n) for n in shape], [self._size(n) for n in strides], self._size(offset)]
+            key = val.dtype, val.device, repr(numbers)
         if key not in self.known:
-            layout = ["layout", self._entry(val.dtype), self._entry(val.device)]
-            layout += [[*shape], [*strides], offset] if numbers is None else numbers
+            layout = ["layout", self._entry(val.dtype), self._entry(val.device), *numbers]
             self.known[key] = self._append(self.table, layout)
         return self.known[key]
 

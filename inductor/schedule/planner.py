@@ -63,7 +63,7 @@ from weft.inductor.schedule.decisions import Decisions, MergeBuckets, apply, bef
 from weft.inductor.schedule.min_memory_order import min_memory_order, operands_bytes
 from weft.inductor.schedule.precedence import precedence
 from weft.inductor.schedule.reshard import GapSequence, gaps, gather_once
-from weft.inductor.schedule.schedule_result import Prediction, Schedule
+from weft.inductor.schedule.schedule_result import Schedule, SchedulePrediction
 from weft.inductor.schedule.search_order import TIME_TOLERANCE, limit_error, search_order
 from weft.inductor.schedule.select_transport import LIBRARY, allowed_transports, carriers, cheapest, choose_transports
 from weft.inductor.schedule.simulated_step import assume_reachable, simulated, simulated_in_order
@@ -177,11 +177,11 @@ def follow(step: StepGraph, cluster: Cluster, decisions: Decisions, memory_limit
     return result
 
 
-def _predicted(step: StepGraph, cluster: Cluster) -> Prediction:
+def _predicted(step: StepGraph, cluster: Cluster) -> SchedulePrediction:
     """What is predicted of a scheduled step, which stays as it is."""
     with torch_adapter.only_mode():
         simulation, nodes = simulated(step.copy(), cluster, ComputeCosts(gpu_in(step, cluster)))
-        return Prediction(simulation, nodes, bucket_reports(step, cluster, simulation, nodes))
+        return SchedulePrediction(simulation, nodes, bucket_reports(step, cluster, simulation, nodes))
 
 
 def repeat(
@@ -209,7 +209,7 @@ def repeat(
         )
         unordered = list(applied.graph.nodes)
         reorder(applied, [unordered[at] for at in decisions.order])
-        known = Prediction(simulation, nodes, bucket_reports(applied.check(), cluster, simulation, nodes))
+        known = SchedulePrediction(simulation, nodes, bucket_reports(applied.check(), cluster, simulation, nodes))
         result = Schedule(applied, decisions, lambda: known, limit, candidates, list(warnings))
         _verify(step, result, None)  # a default limit may be exceeded, with a warning
     log_warnings(result.warnings)
@@ -337,7 +337,7 @@ class _Planner:
         # them in that sequence as well.
         reorder(applied.step, [applied.nodes[at] for at in found.order])
         reports = bucket_reports(applied.step, self.cluster, found.simulation, found.nodes)
-        known = Prediction(found.simulation, found.nodes, reports)
+        known = SchedulePrediction(found.simulation, found.nodes, reports)
         return Schedule(applied.step, decisions, lambda: known, self.reported_limit, self.evaluated, self.warnings)
 
     def within_limit_or_least(self) -> _OrderedCandidate:

@@ -17,7 +17,7 @@ from weft.inductor.schedule.schedule_tables import BucketReport
 Node = torch.fx.Node
 
 
-class Prediction(NamedTuple):
+class SchedulePrediction(NamedTuple):
     """What is predicted of a scheduled step.
 
     Attributes:
@@ -47,13 +47,13 @@ class Schedule:
 
     step: StepGraph
     decisions: Decisions
-    predict: Callable[[], Prediction]
+    predict: Callable[[], SchedulePrediction]
     limit: int
     candidates: int = 0
     warnings: list[str] = field(default_factory=list)
 
     @cached_property
-    def prediction(self) -> Prediction:
+    def prediction(self) -> SchedulePrediction:
         """What is predicted of the step: made when it is first asked for, as a rank that follows decisions needs it for
         nothing but to tell of it.
 
@@ -64,17 +64,17 @@ class Schedule:
 
     @property
     def simulation(self) -> Simulation:
-        """See :class:`Prediction`."""
+        """See :class:`SchedulePrediction`."""
         return self.prediction.simulation
 
     @property
     def nodes(self) -> list[Node]:
-        """See :class:`Prediction`."""
+        """See :class:`SchedulePrediction`."""
         return self.prediction.nodes
 
     @property
     def reports(self) -> list[BucketReport]:
-        """See :class:`Prediction`."""
+        """See :class:`SchedulePrediction`."""
         return self.prediction.reports
 
     def without_nodes(self) -> Schedule:
