@@ -11,6 +11,7 @@ from weft.branching_form import BranchingForm
 from weft.capture.graph import StepGraph
 from weft.capture.sizes_in_bytes import format_bytes
 from weft.capture.user_code import shown_file
+from weft.errors import GroupGone
 from weft.inductor.codegen.kernel_call import KernelCall
 from weft.inductor.compiler import compilation_of, schedule_of
 from weft.program_form import ProgramForm
@@ -50,12 +51,17 @@ def rows(
     yield "kernels", "ATen's" if compilation is None else _kernels(compilation.graph)
     schedule = schedule_of(forms[0].program)
     collectives = len(list(graph.collectives()))
-    yield (
-        "collectives",
-        f"{collectives} in {counted(len(schedule.reports), 'bucket')}" if schedule is not None else str(collectives),
-    )
-    if schedule is not None:
-        yield "peak memory", f"{format_bytes(schedule.simulation.peak)} predicted"
+    if schedule is None:
+        yield "collectives", str(collectives)
+        return
+    try:
+        predicted = schedule.prediction
+    except GroupGone:  # a step is shown all the same
+        yield "collectives", str(collectives)
+        yield "peak memory", "not predicted: the process groups are gone"
+        return
+    yield "collectives", f"{collectives} in {counted(len(predicted.reports), 'bucket')}"
+    yield "peak memory", f"{format_bytes(predicted.simulation.peak)} predicted"
 
 
 def as_text(name: str, found: Sequence[tuple[str, str]]) -> str:

@@ -20,6 +20,7 @@ from weft.inductor.loop_ir.axes import (
     solve_access,
     split_axes,
     squeeze,
+    squeeze_and_merge,
     substitute,
     substitute_stores,
 )
@@ -134,6 +135,7 @@ def test_merge_and_squeeze_preserve_results(sizes, data) -> None:
     expected, merged = ({"x": x, "out": torch.zeros_like(x)} for _ in range(2))
     evaluate(nest, expected)
     small = merge(squeeze(nest))
+    assert squeeze_and_merge(nest) == small
     evaluate(small, merged)
     assert torch.equal(expected["out"], merged["out"])
     assert len(small.sizes) <= len(over) + len(sizes) - len(over)

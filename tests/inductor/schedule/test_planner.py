@@ -149,6 +149,19 @@ def test_the_default_limit_is_reported_whoever_decided(llama: StepGraph, unbound
     assert followed.limit == unbounded.limit == planner.usable_memory(H200)
 
 
+def test_a_rank_that_follows_predicts_when_it_is_asked(llama: StepGraph, unbounded: Schedule) -> None:
+    unasked = mock.patch.object(planner, "simulated", side_effect=AssertionError("nobody has asked"))
+    with knobs.override(verify_graphs=False), unasked:  # the verifier compares with the predicted peak
+        followed = follow(llama.copy(), H200, unbounded.decisions)
+        kept = followed.without_nodes()
+    assert str(followed.step) == str(unbounded.step)
+    assert kept.simulation.seconds == unbounded.simulation.seconds
+    assert kept.simulation.peak == unbounded.simulation.peak
+    assert kept.reports == unbounded.reports
+    assert not kept.nodes
+    assert len(followed.nodes) == len(unbounded.nodes)
+
+
 def planner_within(llama: StepGraph, limit: int) -> planner._Planner:
     return planner._Planner(llama, H200, limit, keep_bits=False)
 
