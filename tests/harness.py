@@ -42,25 +42,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import weft
-
-# What the server imports once. Private torch names are here only to be loaded early: nothing calls them.
-PRELOAD = [
-    "torch",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "torch.fx.experimental.proxy_tensor",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.utils.checkpoint",
-    *sorted(set(weft._HOMES.values())),
-]
-
 # Once a rank has failed, the others are given this long (seconds) to fail of themselves and tell their side.
 GRACE = 5.0
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOAD)
+_context.set_forkserver_preload(["rank_server"])
 
 
 class RanksFailed(Exception):
@@ -180,8 +166,11 @@ def _script_main(file: str, arguments: tuple[str, ...], variables: Mapping[str, 
 @functools.cache
 def _start_server() -> None:
     """Have the server import what it must now, so that no call's time is spent on it."""
-    process = _context.Process(target=int)
-    process.start()
+    folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))  # rank_server.py takes it back
+        process = _context.Process(target=int)
+        process.start()
     process.join()
 
 

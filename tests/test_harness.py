@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
@@ -45,6 +46,10 @@ def leaves_a_mark(rank: int, world: int) -> bool:
     return marked
 
 
+def state_at_its_start(rank: int, world: int, module: str) -> tuple[bool, str | None]:
+    return module in sys.modules, os.environ.get("PYTHONPATH")
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_results_come_back_in_rank_order(world: int) -> None:
     total = world * (world + 1) / 2
@@ -76,6 +81,10 @@ def test_a_hang_ends_in_time_and_shows_every_rank_s_stack() -> None:
 def test_each_call_starts_from_fresh_processes() -> None:
     assert run_ranks(leaves_a_mark, 2) == [False, False]
     assert run_ranks(leaves_a_mark, 2) == [False, False]
+
+
+def test_ranks_find_modules_imported_and_the_path_of_any_process() -> None:
+    assert run_ranks(state_at_its_start, 1, "torch._dynamo.guards") == [(True, os.environ.get("PYTHONPATH") or None)]
 
 
 def test_a_quadratic_algorithm_is_found_by_its_growth() -> None:
