@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from example_graphs import EXAMPLES, example
+from exploration import examples
 from growth import assert_near_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -304,7 +305,7 @@ def random_step(ops: list[tuple[str, int]]) -> tuple[StepGraph, list[Tensor]]:
     return b.build(group()), inputs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(ci=30, exploring=1_000), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(MAKERS), st.integers(0, 1 << 16)), min_size=1, max_size=16), st.integers(0))
 def test_any_order_gives_the_same_results_and_holds_what_liveness_says(ops: list[tuple[str, int]], seed: int) -> None:
     with weft.fake_world(WORLD), torch_adapter.only_mode():
