@@ -152,12 +152,13 @@ def with_and_without(rank: int, world: int, device: str = "cpu") -> list[list[to
     ):
         step, model = step_over(world, device)
         losses = []
+        if passes is not None:
+            graph = weft.capture(step, ids[0])
+            program = compile_aten(run_passes(graph, passes))
         for batch in ids:
             if passes is None:
                 losses.append(step(batch).detach())
                 continue
-            graph = weft.capture(step, batch)
-            program = compile_aten(run_passes(graph, passes))
             local = {name: p.to_local() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
             values = [
                 batch if e.path == "args[0]" else 0.1 if "lr" in e.path else local[e.path.removeprefix("model.")]
