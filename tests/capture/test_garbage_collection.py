@@ -26,7 +26,6 @@ def as_it_was() -> Iterator[None]:
 
 
 def test_nothing_is_walked_inside_and_young_collections_do_not_walk_it_later() -> None:
-    gc.collect()
     begun: list[int] = []
     note = lambda phase, info: begun.append(info["generation"]) if phase == "start" else None
     gc.callbacks.append(note)
