@@ -132,16 +132,21 @@ def run_script(
         return ScriptRun(process.exitcode, *(path.read_text() if path.exists() else "" for path in paths))
 
 
-def run_script_on_ranks(file: Path, world: int, *arguments: str) -> list[ScriptRun]:
-    """Run `file` on `world` processes at once, with the environment variables that torchrun sets; in rank order."""
+def run_script_on_ranks(
+    file: Path, world: int, *arguments: str, variables: Mapping[str, str] | None = None
+) -> list[ScriptRun]:
+    """Run `file` on `world` processes at once, with the environment variables that torchrun sets; in rank order.
+
+    `variables` are added to these.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
     def run(rank: int) -> ScriptRun:
-        variables = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        return run_script(file, *arguments, variables=variables)
+        of_rank = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        return run_script(file, *arguments, variables={**of_rank, **(variables or {})})
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(run, range(world)))

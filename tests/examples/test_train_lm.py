@@ -10,16 +10,26 @@ from pathlib import Path
 
 import pytest
 
+from harness import run_script_on_ranks
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.gloo
 
 
-def run_demo(out: Path, *arguments: str) -> str:
+SCRIPT = ROOT / "examples/train_lm.py"
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def arguments(out: Path) -> list[str]:
+    return ["--steps", "2", "--sample", "8", "--out", str(out)]
+
+
+def run_demo(out: Path) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = [str(ROOT / "examples/train_lm.py"), "--steps", "2", "--sample", "8", "--out", str(out)]
-    on_cpu = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([*command, *script, *arguments], capture_output=True, text=True, env=on_cpu)
+    run = subprocess.run(
+        [*command, str(SCRIPT), *arguments(out)], capture_output=True, text=True, env=os.environ | ON_CPU
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
@@ -35,5 +45,6 @@ def test_compiled_and_peer_train_alike(tmp_path: Path) -> None:
     assert "tokens/s" in said
     assert "a sample:" in said
     assert (tmp_path / "compiled" / "loss.png").stat().st_size > 5000
-    run_demo(tmp_path / "peer", "--peer")
+    for run in run_script_on_ranks(SCRIPT, 2, *arguments(tmp_path / "peer"), "--peer", variables=ON_CPU):
+        assert run.returncode == 0, run.stdout + run.stderr
     assert losses(tmp_path / "peer") == pytest.approx(losses(tmp_path / "compiled"), rel=1e-6)
