@@ -23,6 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from harness import run_script_on_ranks
 from weft import knobs
 from weft.capture.step_interface import Role
 from weft.errors import NoGeneratedKernels, NotCapturedYet, NotOnGpu, NotScheduled, UnknownOption, WeftError
@@ -381,15 +382,22 @@ def test_a_written_step_leaves_logging_out_and_says_what_it_needs(tmp_path: Path
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("width", "rank"), [(6, 0), (7, 1)])  # with 7, rank 1 has 3 rows of 4
-def test_a_written_step_that_communicates_runs_under_torchrun(tmp_path: Path, width: int, rank: int) -> None:
-    sharded_step(2, tmp_path / "step.py", width, rank)
+def test_a_written_step_that_communicates_runs_under_torchrun(tmp_path: Path) -> None:
+    sharded_step(2, tmp_path / "step.py")
     assert "torchrun --nproc-per-node 2" in (tmp_path / "step.py").read_text().partition("import")[0]
     alone = subprocess.run([sys.executable, str(tmp_path / "step.py")], capture_output=True, text=True)
     assert alone.stderr.strip().endswith("step.py communicates: run it with torchrun --nproc-per-node 2")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run([*command, str(tmp_path / "step.py")], capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.gloo
+def test_a_written_step_of_uneven_shards_runs(tmp_path: Path) -> None:
+    """Rank 1 has 3 rows of 4."""
+    sharded_step(2, tmp_path / "step.py", 7, 1)
+    for run in run_script_on_ranks(tmp_path / "step.py", 2):
+        assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.fake
