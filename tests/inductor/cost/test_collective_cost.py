@@ -159,7 +159,7 @@ def test_computation_waits_for_kernels_of_a_ranks_own_part(
 def test_more_ranks_have_smaller_parts(kind: str, transport: str) -> None:
     found = [transfer(H200, collective(kind, 512, ranks, BF16), transport).interference for ranks in (2, 4, 8)]
     assert found == sorted(found, reverse=True)
-    assert found[0] > 1.9 * found[-1]
+    assert found[0] > 1.5 * found[-1]
 
 
 # ---- topology
