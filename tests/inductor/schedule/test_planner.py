@@ -167,11 +167,15 @@ def planner_within(llama: StepGraph, limit: int) -> planner._Planner:
     return planner._Planner(llama, H200, limit, keep_bits=False)
 
 
-def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(
-    llama: StepGraph, unbounded: Schedule
-) -> None:
+def gathered_once(llama: StepGraph) -> int:
+    """The bytes of the low-memory order that gathers each parameter once, without anything that is prefetched."""
+    with torch_adapter.only_mode():
+        return int(planner_within(llama, H200.gpu.memory).gaps._peaks[0])
+
+
+def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(llama: StepGraph) -> None:
     # Applied, with buckets, the fewest regathers need a little more than alone: the limit leaves a hundredth for it.
-    limit = int(0.945 * unbounded.simulation.peak)
+    limit = int(0.945 * gathered_once(llama))
     with torch_adapter.only_mode():
         within = planner_within(llama, limit)
         within.reserve = limit  # no regathers leave that much
@@ -188,12 +192,12 @@ def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(
 @pytest.mark.parametrize("enough", [0, 1, 5, 11, 12])
 @pytest.mark.parametrize("seconds", [1.0, 1.02])
 def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
-    llama: StepGraph, unbounded: Schedule, enough: int, seconds: float
+    llama: StepGraph, enough: int, seconds: float
 ) -> None:
     """``enough`` more regathers than the first estimate would do; the target falls by those of twelve and more. What
     was skipped is tried only where fewer regathers can gain time: orders that exceed the limit take one second."""
     # Twelve regathers after the first must lower the peak, and leave more that lower it further.
-    limit = int(0.94 * unbounded.simulation.peak)
+    limit = int(0.94 * gathered_once(llama))
     with torch_adapter.only_mode():
         within = planner_within(llama, limit)
         first = within.gaps.fewest(limit - within.reserve)
@@ -212,11 +216,9 @@ def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
     assert found.at == first + enough if not skipped else found.at >= first + 12
 
 
-def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(
-    llama: StepGraph, unbounded: Schedule
-) -> None:
+def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(llama: StepGraph) -> None:
     # Applied, with buckets, the fewest regathers need a little more than alone: the limit leaves a hundredth for it.
-    limit = int(0.945 * unbounded.simulation.peak)
+    limit = int(0.945 * gathered_once(llama))
     searches = mock.Mock(side_effect=planner.search_order)
     with torch_adapter.only_mode(), mock.patch.object(planner, "search_order", searches):
         within = planner_within(llama, limit)
