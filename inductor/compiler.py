@@ -31,6 +31,7 @@ import torch
 from weft import knobs
 from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph
+from weft.capture.step_interface import Role
 from weft.capture.user_code import format_frame
 from weft.errors import CannotWrite, MalformedGraph, MalformedSchedule, MemoryLimitUnreachable, NoClusterHere
 from weft.inductor.cache.graph_cache import cached
@@ -39,6 +40,7 @@ from weft.inductor.codegen.kernel_source import KernelSource
 from weft.inductor.cost import cluster_file
 from weft.inductor.cost.cluster import Cluster, cluster_here
 from weft.inductor.fusion.generate_kernels import GenerateKernels
+from weft.inductor.graph.aliasing import storages
 from weft.inductor.graph.faults import Faults, LeftOut, Part, described, is_fault
 from weft.inductor.graph.pass_runner import Pass, PassRecord, PassRunner, is_enabled, keeps_bits, required, without
 from weft.inductor.graph.repro import save
@@ -175,10 +177,23 @@ def _begin_kernels(step: StepGraph) -> None:
     nothing outside of a compilation: a prediction needs no kernels, and may be for GPUs that are not here."""
     if not compile_pool.compiles_ahead():
         return
+    anywhere = _readers_of_the_batch(step)
     for device, calls in _kernel_calls_by_device(step).items():
         if device.type == "cuda":
             others = multi_tensor_kernels(step, device) if is_enabled(use_kernels) else []
-            compile_pool.begin([*others, *(call.generated.source for call in calls)], arch_of(device))
+            unaligned = [call.generated.source.unaligned() for call in calls if id(call) in anywhere]
+            sources = [*others, *(call.generated.source for call in calls), *unaligned]
+            compile_pool.begin(sources, arch_of(device))
+
+
+def _readers_of_the_batch(step: StepGraph) -> set[int]:
+    """The ids of the kernel calls that read tensors of the batch, which may begin anywhere in memory: ``ids[:, 1:]`` of
+    one sequence is no copy. Their variants for such tensors are compiled beside all others. At the first launch that
+    needs one, the step would wait for the compiler."""
+    inputs = zip(step.placeholders, step.inputs, strict=True)
+    batch = {key for node, given in inputs if given.role is Role.BATCH for key in storages(node)}
+    reads = lambda node: any(batch & storages(operand) for operand in node.all_input_nodes)
+    return {id(node.target) for node in step.graph.nodes if isinstance(node.target, KernelCall) and reads(node)}
 
 
 def _failure(run: Callable[[], object]) -> Exception | None:

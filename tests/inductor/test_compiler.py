@@ -16,10 +16,14 @@ import weft
 from weft import knobs
 from weft.capture.graph import StepGraph
 from weft.errors import MemoryLimitUnreachable
-from weft.inductor.compiler import scheduled_graph
+from weft.inductor import compiler
+from weft.inductor.codegen.kernel_call import KernelCall
+from weft.inductor.codegen.kernel_source import KernelSource
+from weft.inductor.compiler import kernel_graph, scheduled_graph
 from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.graph.pass_runner import PassRunner
 from weft.inductor.graph.retarget import retarget
+from weft.inductor.passes.pipeline import KERNEL_PASSES, run_passes
 from weft.inductor.schedule.planner import Schedule
 
 H200 = load_cluster("h200x8")
@@ -73,3 +77,34 @@ def test_an_unreachable_memory_limit_raises_before_recomputation_is_tried(
     assert "memory_limit=0.0156 GiB" in message
     assert re.search(r"GiB made by \w+ of model\.\S+ at \S+test_compiler\.py:\d+ in", message)
     assert " bytes" not in message
+
+
+def test_kernels_that_read_the_batch_are_compiled_for_any_address_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ids[:, 1:]`` of one sequence begins at an address that is no multiple of 16 bytes: the first launch would wait
+    for the compiler."""
+    model = nn.Sequential(nn.Embedding(512, 64), nn.LayerNorm(64), nn.Linear(64, 512))
+
+    def train(ids: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].reshape(-1))
+        loss.backward()
+        return loss.detach()
+
+    graph = retarget(weft.capture(train, torch.zeros(1, 129, dtype=torch.int64)), "cuda:0")
+    begun: list[KernelSource] = []
+    monkeypatch.setattr(compiler.compile_pool, "compiles_ahead", lambda: True)
+    monkeypatch.setattr(compiler.compile_pool, "begin", lambda sources, arch: begun.extend(sources))
+    monkeypatch.setattr(compiler, "arch_of", lambda device: 90)
+    made = kernel_graph(run_passes(graph, KERNEL_PASSES))
+    compiler._begin_kernels(made)
+    calls = [node for node in made.graph.nodes if isinstance(node.target, KernelCall)]
+    integers = lambda node: any(
+        val.dtype is torch.int64 and val.numel() > 1
+        for operand in node.all_input_nodes
+        for val in [operand.meta["val"]]
+        if isinstance(val, torch.Tensor)
+    )
+    sources = {node.target.generated.source: integers(node) for node in calls}  # type: ignore[union-attr]
+    assert set(sources.values()) == {True, False}
+    for source, reads_the_batch in sources.items():
+        assert source in begun
+        assert (source.unaligned() in begun) == reads_the_batch
