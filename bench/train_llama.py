@@ -128,6 +128,8 @@ def measured(make: Callable[[Bench], Step], bench: Bench, one_batch: bool) -> di
     started = time.perf_counter()
     reset(device)
     step = make(bench)
+    synchronize(device)
+    made = time.perf_counter() - started
     data = torch.Generator(device).manual_seed(1000 + (0 if one_batch else dist.get_rank()))
 
     def one() -> torch.Tensor:
@@ -185,6 +187,7 @@ def measured(make: Callable[[Bench], Step], bench: Bench, one_batch: bool) -> di
         "mfu": tokens * shape.flops_per_token(options.length) / PEAK_BF16,
         "peak_gib": peak,
         "reserved_gib": reserved,
+        "model_s": made,
         "first_step_s": first,
         "since_start_s": since_start,
         "capture_s": None if explained is None else explained.seconds,
@@ -541,7 +544,8 @@ def report(rows: list[dict[str, Any]], out: Path) -> None:
     print(
         f"  {row['impl']:24} {row['step_ms']:8.1f} ms ({row['step_ms'] / base['step_ms']:.3f} of {base['impl']})"
         f"  {row['tokens_per_second']:9,.0f} tok/s  MFU {row['mfu']:.1%}  peak {row['peak_gib']:.1f} GiB"
-        f" (reserved {row['reserved_gib']:.1f}){exposed}{predicted}  first step {row['first_step_s']:.1f} s{started}"
+        f" (reserved {row['reserved_gib']:.1f}){exposed}{predicted}"
+        f"  first step {row['first_step_s']:.1f} s, {row['model_s']:.1f} of them the model's{started}"
         f"  losses {row['losses'][0]:.4f} .. {row['losses'][-1]:.4f}, at most {apart:.2e} apart",
         flush=True,
     )

@@ -81,6 +81,7 @@ class Transfer:
     interference: float
 
 
+# At an interference of 1, computation beside a collective would never end in a simulation.
 _MOST_INTERFERENCE = 0.95
 
 
@@ -153,16 +154,14 @@ def _transfer(cluster: Cluster, collective: Collective, transport: str) -> Trans
     # NCCL has a stream per communicator; transports over symmetric memory share streams among all groups.
     if not model.crosses:
         stream = peer_stream(transport, KINDS[collective.kind].stream)
-    local = _local_seconds(cluster, sent, model)
-    lost = model.interference * seconds + model.blocking * local
-    # At an interference of 1, computation beside the collective would never end.
-    interference = min(lost / (seconds + local), _MOST_INTERFERENCE) if local else model.interference
-    return Transfer(seconds + local, stream, link, interference)
+    lost = model.blocking * _local_seconds(cluster, sent, model)
+    interference = min(model.interference + lost / seconds, _MOST_INTERFERENCE) if lost else model.interference
+    return Transfer(seconds, stream, link, interference)
 
 
 def _local_seconds(cluster: Cluster, collective: Collective, model: TransportModel) -> float:
-    """Seconds of the kernel that copies or sums within this GPU's memory. The fewer ranks there are, the larger is the
-    part of each, and the more of the transport's time it takes."""
+    """Seconds of the kernel that copies or sums within this GPU's memory, alone. They are computation's loss, and no part
+    of the time of the link. The fewer ranks there are, the larger is the part of each."""
     moved = model.own_part / len(collective.ranks) + model.all_parts
     return moved * collective.bytes / cluster.gpu.copy_bandwidth
 

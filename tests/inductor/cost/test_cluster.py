@@ -135,7 +135,7 @@ def edited(folder: Path, old: str, new: str) -> Path:
         ("tf32 = 3.60e14", "tf32 = 'fast'", "gpu.matmul.tf32 is 'fast', and must be a number"),
         ('name = "nvlink"', "name = 4", "node.name is 4, and must be a text"),
         ('name = "nvlink"\n', "", "node.name is missing"),
-        ("interference = 0.42", "interference = -0.42", r"transports\[0\].interference .* must not be negative"),
+        ("interference = 0.45", "interference = -0.45", r"transports\[0\].interference .* must not be negative"),
         ("crosses = true", "crosses = 1", r"transports\[0\].crosses is 1, and must be true or false"),
         ("ctas = 8\n", "cta = 8\n", r"transports\[6\].cta is not known"),
         ('kinds = ["reduce_scatter"]', 'kinds = "reduce_scatter"', r"transports\[1\].kinds .* must be a list"),
