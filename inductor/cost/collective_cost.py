@@ -160,8 +160,8 @@ def _transfer(cluster: Cluster, collective: Collective, transport: str) -> Trans
 
 
 def _local_seconds(cluster: Cluster, collective: Collective, model: TransportModel) -> float:
-    """Seconds of the kernel that copies or sums within this GPU's memory, alone. They are computation's loss, and no part
-    of the time of the link. The fewer ranks there are, the larger is the part of each."""
+    """Seconds of the kernel that copies or sums within this GPU's memory, alone. They are a loss of computation, and no
+    part of the time of the link. The fewer ranks there are, the larger is the part of each."""
     moved = model.own_part / len(collective.ranks) + model.all_parts
     return moved * collective.bytes / cluster.gpu.copy_bandwidth
 
