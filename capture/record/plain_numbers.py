@@ -22,6 +22,7 @@ from weft.thread_patches import present, replaced, stand_in
 PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _SYMBOLIC = tuple(PYTHON_TYPES)
 _COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__")
+_OF_TORCH = ("torch.distributions.utils",)  # it takes numbers and tensors, and asks which they are
 _ABSTRACT = ("abc.py", "<frozen abc>")  # `isinstance(n, numbers.Number)` asks from there
 
 
@@ -92,7 +93,7 @@ def _attribute(number: Any, name: str) -> Any:
         frame = sys._getframe(1)
         while frame.f_code.co_filename.endswith(_ABSTRACT) and frame.f_back is not None:
             frame = frame.f_back
-        if is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename) or frame.f_globals.get("__name__") in _OF_TORCH:
             return PYTHON_TYPES[type(number)]
     return object.__getattribute__(number, name)
 
