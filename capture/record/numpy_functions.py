@@ -48,6 +48,14 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     **{f"__r{name.strip('_')}__": _swapped(getattr(operator, name)) for name in _BINARY},
     **{"__round__": round, "__trunc__": math.trunc},
 }
+_REFLECTED = frozenset(f"__r{name.strip('_')}__" for name in _BINARY)
+# numpy's functions of two numbers, where Python's operators have other names.
+_NAMES = {
+    **{"sub": "subtract", "mul": "multiply", "truediv": "true_divide", "floordiv": "floor_divide", "mod": "remainder"},
+    **{"pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "lshift": "left_shift"},
+    **{"rshift": "right_shift", "lt": "less", "le": "less_equal", "eq": "equal", "ne": "not_equal"},
+    **{"gt": "greater", "ge": "greater_equal"},
+}
 _PLAIN = frozenset({bool, int, float})
 _DTYPES = {"f": torch.float64, "i": torch.int64, "b": torch.bool}  # by the kind of numpy's dtype
 
@@ -129,12 +137,15 @@ class NumpyFunctions:
         function, plain = _OPERATORS[name], [*map(_of_torch, operands)]
         if any(isinstance(each, torch.Tensor) for each in operands):
             return original(*plain)  # torch goes by the values
+        if self._undecided(operands):
+            ordered = operands[::-1] if name in _REFLECTED else operands
+            return self._followed().ufunc(_ufunc(name), "__call__", ordered, {})
         if all(map(_is_float64_or_python, operands)):
             # Numbers of 64 bits: numpy computes as Python does, but for the type, and where Python raises an error.
             if name in _EXACT or (name in _DIVISIONS and bool(plain[_DIVISIONS[name]] != 0)):
                 found = original(*plain)
                 return NumpyFloat(found) if isinstance(found, torch.SymFloat) else numpy_float(found)
-            if name in _COMPARISONS and all(each.node.has_hint() for each in plain if isinstance(each, _SYMBOLIC)):
+            if name in _COMPARISONS:
                 return sys.modules["numpy"].bool_(bool(original(*plain)))
         values = [plain_number(each) if type(each) is NumpyFloat else each for each in operands]
         if all(map(operator.is_, values, operands)):
@@ -216,6 +227,13 @@ def _with_numpy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return original(number, *others)
 
     return operate
+
+
+def _ufunc(name: str) -> Any:
+    """numpy's function for an operator of two numbers, by the name of its method."""
+    word = name.strip("_")
+    word = word[1:] if name in _REFLECTED else word
+    return getattr(sys.modules["numpy"], _NAMES.get(word, word))
 
 
 def _of_torch(number: Any) -> Any:
