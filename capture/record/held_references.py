@@ -23,7 +23,7 @@ ORIGINAL = "__weft_original__"
 # Installed packages that hold such functions for ends of their own.
 _MACHINERY = frozenset({"sympy", "numpy", "triton", "pytest", "_pytest", "hypothesis", "mpmath"})
 # What holds functions in the place of which others may stand.
-_OPENED = frozenset({tuple, functools.partial, staticmethod})
+_OPENED = frozenset({tuple, functools.partial, staticmethod, classmethod})
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def held_references_replaced(
             function = replacement(value.func)
             return None if function is None else functools.partial(function, *value.args, **value.keywords)
         function = replacement(value.__func__)
-        return None if function is None else staticmethod(function)
+        return None if function is None else type(value)(function)
 
     with contextlib.ExitStack() as stack:
         for container in list(containers()):

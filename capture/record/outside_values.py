@@ -30,7 +30,7 @@ from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
 from weft.capture.record.recorder import OpRecorder, recording
-from weft.capture.record.remembered_results import RememberingFunction
+from weft.capture.record.remembered_results import RememberingFunction, RememberingFunctions
 from weft.capture.record.repeated_warnings import warning_replacements
 from weft.capture.record.tensor_classes import tensor_class_replacements, tensors_of_symbols
 from weft.capture.record.torch_generators import TorchGenerators
@@ -52,12 +52,19 @@ class OutsideValues:
     Args:
         recorder: of the capture.
         state: what the step can reach.
+        remembering: notes the functions with ``functools.lru_cache`` that the step calls.
         watched: whether to look for the line that moves a generator, which takes long.
         arrays: whether arrays that numpy draws are followed.
     """
 
     def __init__(
-        self, recorder: OpRecorder, state: ReachableState, *, watched: bool = False, arrays: bool = False
+        self,
+        recorder: OpRecorder,
+        state: ReachableState,
+        remembering: RememberingFunctions,
+        *,
+        watched: bool = False,
+        arrays: bool = False,
     ) -> None:
         self._recorder = recorder
         self._state = state
@@ -73,6 +80,8 @@ class OutsideValues:
         self._types = EagerTypes(recorder, self._intercepts)
         # Most values of the user's modules are functions and classes: their types are asked once a capture.
         self._no_generators: set[type] = set()  # types of which no object has a stand-in as a generator
+        self._note_call = remembering.add
+        self._remembering_functions: dict[int, RememberingFunction] = {}
         self._plain: set[type] = set()  # types of which no object has any stand-in
 
     def _intercepts(self) -> bool:
@@ -93,6 +102,11 @@ class OutsideValues:
         if stand_in is None and not issubclass(kind, _DECIDED_BY_OBJECT) and is_what_its_type_says(kind):
             self._plain.add(kind)
         return stand_in
+
+    def _remembering(self, value: Any) -> Any | None:
+        if type(value) is not REMEMBERING:
+            return None
+        return self._remembering_functions.setdefault(id(value), RememberingFunction(value, self._note_call))
 
     def _of_generator(self, value: Any) -> Any | None:
         kind = type(value)
@@ -150,10 +164,9 @@ class OutsideValues:
                     _replace(stack, owner, name, new)
                 builtins = self._types.builtins()
                 functions |= {id(original_of(new)): new for new in builtins.values()}
-                remembering = (each for each in self._state.objects if isinstance(each, REMEMBERING))
-                functions |= {id(each): RememberingFunction(each) for each in remembering}
-                held = lambda value: functions.get(id(value)) or self._of_generator(value)
-                reached = lambda value: functions.get(id(value)) or self._stand_in(value)
+                own = lambda value: functions.get(id(value)) or self._remembering(value)
+                held = lambda value: own(value) or self._of_generator(value)
+                reached = lambda value: own(value) or self._stand_in(value)
                 containers = lambda: self._state.containers
                 objects = self._state.objects
                 stack.enter_context(held_references_replaced(containers, objects, modules, held, reached, builtins))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
@@ -29,12 +30,25 @@ from weft.errors import RememberedFunctionWrites
 
 class RememberingFunction(StandIn):
     """Stands in for a function that remembers results. It hands on numbers of the captured call for symbolic ones: the
-    function hashes them, which makes them guards by their values, and knows its results by these."""
+    function hashes them, which makes them guards by their values, and knows its results by these.
+
+    Args:
+        original: the function.
+        noted: called with it before each call of the step.
+    """
+
+    def __init__(self, original: Any, noted: Callable[[Any], object]) -> None:
+        super().__init__(original)
+        self.weft_noted = noted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if recording() is not None:
+            self.weft_noted(self.weft_original)
             args, kwargs = tuple(map(plain_key, args)), {name: plain_key(value) for name, value in kwargs.items()}
         return self.weft_original(*args, **kwargs)
+
+    def __get__(self, obj: Any, kind: Any = None) -> Any:
+        return self if obj is None else types.MethodType(self, obj)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weft_original, name)
@@ -43,23 +57,36 @@ class RememberingFunction(StandIn):
 class RememberingFunctions:
     """The functions that remember results, during one attempt at a capture.
 
+    Args:
+        known: functions that may not be among the objects that the step reaches: static methods.
+
     Attributes:
         watched: whether to compare the state before and after their bodies.
         changed: what the bodies changed, as the user would write it.
     """
 
-    def __init__(self, *, watched: bool = False) -> None:
+    def __init__(self, *, watched: bool = False, known: Iterable[Any] = ()) -> None:
         self.watched = watched
+        self._known = list(known)
         self.changed: set[str] = set()
         self._misses: list[tuple[Any, int]] = []
         self._remembered: dict[int, list[Any]] = {}  # arguments, by function, where the number of results has no limit
 
     def note(self, objects: Iterable[Any]) -> None:
         """Begin with those among ``objects``."""
-        functions = [each for each in objects if isinstance(each, REMEMBERING)]
-        self._misses = [(function, function.cache_info().misses) for function in functions]
-        unlimited = [function for function in functions if function.cache_parameters()["maxsize"] is None]
-        self._remembered = {id(function): list(cache_of(function) or ()) for function in unlimited}
+        self._misses.clear()
+        self._remembered.clear()
+        for each in (*objects, *self._known):
+            if isinstance(each, REMEMBERING):
+                self.add(each)
+
+    def add(self, function: Any) -> None:
+        """Begin with one that the step is about to call."""
+        if any(function is known for known, _ in self._misses):
+            return
+        self._misses.append((function, function.cache_info().misses))
+        if function.cache_parameters()["maxsize"] is None:
+            self._remembered[id(function)] = list(cache_of(function) or ())
 
     def ran(self) -> list[Any]:
         """Those whose body ran since."""
@@ -91,12 +118,19 @@ class RememberingFunctions:
         if not self.watched:
             yield
             return
-        codes = {getattr(function.__wrapped__, "__code__", None) for function, _ in self._misses}
+        bodies = [function.__wrapped__ for function, _ in self._misses]
+        codes = {each.__code__ for each in bodies if hasattr(each, "__code__")}
+        in_c = {id(each) for each in bodies if not hasattr(each, "__code__")}
         running: list[dict[tuple[int, Any, int], str] | None] = []
         seen = lambda: _labels(changes()) | {(id(node), 0, 0): label for node, label in _actions(graph)}
 
         def compare(frame: FrameType, event: str, argument: object) -> None:
-            if frame.f_code in codes and event == "call":
+            if event.startswith("c_") and id(argument) in in_c:
+                if event == "c_call":
+                    running.append(seen())
+                elif (before := running.pop()) is not None:
+                    self.changed |= {label for key, label in seen().items() if key not in before}
+            elif frame.f_code in codes and event == "call":
                 # A tensor that the step computes is a new argument at each call, so that the body runs at each call.
                 running.append(None if _of_the_call(list(frame.f_locals.values())) else seen())
             elif frame.f_code in codes and event == "return" and (before := running.pop()) is not None:
@@ -130,7 +164,7 @@ def attempt_with_checked_bodies(
     if not ran or not captured.complete or not (changes or any(_actions(captured.graph.graph))):
         return captured
     functions.forget()
-    watched = RememberingFunctions(watched=True)
+    watched = RememberingFunctions(watched=True, known=ran)
     captured = attempt(*args, remembering=watched, **how)
     if watched.changed:
         watched.forget()

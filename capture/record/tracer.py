@@ -199,7 +199,7 @@ class _StepCapture:
         self.remembering = remembering
         remembering.note(self.state.objects)
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
-        self.outside = OutsideValues(self.recorder, self.state, watched=watched, arrays=followed)
+        self.outside = OutsideValues(self.recorder, self.state, remembering, watched=watched, arrays=followed)
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()

@@ -231,3 +231,53 @@ def test_results_from_before_are_found_by_numbers_that_change(remember: Any) -> 
 
     for ours, theirs in zip(trained(weft.compile), trained(lambda step: step), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def held(kind: str, body: Any, remember: Any) -> tuple[Any, Any]:
+    """A function that remembers results, where user code holds such functions: how the step calls it, and how a loop
+    does."""
+    if kind == "a static method":
+        owner: Any = type("Owner", (), {"f": staticmethod(remember(body))})
+    elif kind == "a class method":
+        owner = type("Owner", (), {"f": classmethod(remember(lambda cls, n: body(n)))})
+    elif kind == "a method":
+        owner = type("Owner", (), {"f": remember(lambda self, n: body(n))})()
+    elif kind == "an attribute":
+        owner = SimpleNamespace(f=remember(body))
+    elif kind == "a partial function":
+        owner = SimpleNamespace(f=functools.partial(remember(body)))
+    else:
+        held = [remember(body)]
+        return (lambda n: held[0](n)), held[0]
+    return (lambda n: owner.f(n)), owner.f
+
+
+HOLDERS = ["a static method", "a class method", "a method", "an attribute", "a partial function", "a list"]
+
+
+@pytest.mark.parametrize("remember", [functools.lru_cache, functools.lru_cache(typed=True), functools.cache])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_wherever_it_is_held_its_results_are_found(kind: str, remember: Any) -> None:
+    def trained(wrap: Any) -> list[Tensor]:
+        inside, outside = held(kind, lambda n: torch.zeros(2), remember)
+        known = [outside(n) for n in range(4)]
+
+        def step(x: Tensor, n: int) -> Tensor:
+            inside(n).add_(x.sum())
+            return x * n
+
+        compiled = wrap(step)
+        for n in (0, 1, 2, 3, 1):
+            compiled(torch.full((2,), n / 2), n)
+        assert all(outside(n) is known[n] for n in range(4))
+        return known
+
+    for ours, theirs in zip(trained(weft.compile), trained(lambda step: step), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_wherever_it_is_held_a_body_that_draws_is_refused(kind: str) -> None:
+    inside, _ = held(kind, torch.randn, functools.lru_cache)
+    with pytest.raises(RememberedFunctionWrites, match="random generator"):
+        weft.compile(lambda x: x + inside(3))(torch.ones(3))
