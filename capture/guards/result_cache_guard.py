@@ -19,8 +19,8 @@ _KEPT = 4
 
 
 class _Results:
-    """What a function remembered when it was looked at last. An object of weft's own: it is no place that keeps a value
-    of a capture."""
+    """What a function remembered when the guard last looked. The search for values that leak out of a capture skips
+    instances of weft's classes, so it does not take this reference for a leak."""
 
     __slots__ = ("cache", "kept", "name", "version")
 

@@ -2,10 +2,15 @@
 
 numpy knows no symbolic numbers. It hands a function of which one is an argument to the ``__array_ufunc__`` of that
 argument's class. In eager the result is a number of numpy's (``np.float64``, which divides by zero without an error),
-and the user's code may go by its type. So there, numbers of the call that have a value are guards by it, and the
-function gives what it gives in eager. With a number that only the step's data decides, the result is a
-:class:`~weft.capture.record.host_arrays.HostArray`, which has the type and the methods. In torch's own code, which goes
-by no type of numpy's, the call is a node with a symbolic number for its result.
+and the user's code may depend on its type. What becomes of a call in the user's code:
+
+- With a number that only the step's data decides, the result is a
+  :class:`~weft.capture.record.host_arrays.HostArray`, which has numpy's type and methods.
+- Otherwise all values are known in the captured call. They become guards, and numpy computes the result.
+- Operators for which numpy gives the same bits as Python (``+ - *``, division by a number that is not 0) stay
+  symbolic: their result is a :class:`~weft.capture.record.plain_numbers.NumpyFloat`.
+
+Torch's own code does not depend on numpy's types. There, a call is a node whose result is a symbolic number.
 """
 
 from __future__ import annotations
@@ -133,7 +138,8 @@ class NumpyFunctions:
         return sys.modules["numpy"].array(value, dtype=dtype)
 
     def apply(self, name: str, original: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        """An operator of which a number of numpy's is an operand: numpy's own."""
+        """The result of an operator with a number of numpy's among its operands; NotImplemented where Python must ask
+        the other operand."""
         function, plain = _OPERATORS[name], [*map(_of_torch, operands)]
         if any(isinstance(each, torch.Tensor) for each in operands):
             return original(*plain)  # torch goes by the values

@@ -23,20 +23,23 @@ _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Co
 
 @contextlib.contextmanager
 def plain_keys_in_state(containers: Iterable[Container]) -> Iterator[None]:
-    """At the end of the step, put plain numbers for symbolic ones among the keys that it has put into dictionaries of
-    the state, while it is still recorded: outside, symbols have no hash."""
+    """At the end of the step, replace symbolic numbers by their values among the keys of dictionaries of the state. The
+    step is still recorded then: outside of the recording, symbolic numbers have no hash."""
+    # Only what the step has added is searched: the globals of a module may hold a large dataset, and a container does
+    # not know all their keys.
+    keys = {id(each.obj): set(each.obj) for each in containers if type(each.obj) in _DICTS}
     try:
         yield
     finally:
         for container in containers:
             if type(obj := container.obj) in _DICTS:
                 _make_plain(obj)
-                for key in obj.keys() - container.before.keys():
+                for key in obj.keys() - keys.get(id(obj), container.before.keys()):
                     make_keys_plain(obj[key], lambda each: False)
 
 
 def make_keys_plain(value: Any, is_own: Callable[[Any], bool]) -> None:
-    """Put plain numbers for symbolic ones among the keys in a value, in place.
+    """Replace symbolic numbers by their values among the keys in a value, in place.
 
     Args:
         value: what the step left: containers in containers.
@@ -66,7 +69,7 @@ def _inside(value: Any) -> Iterable[Any] | None:
 
 
 def _make_plain(value: dict[Any, Any]) -> None:
-    """The same for the keys of one dictionary alone. Their order stays."""
+    """The same for the keys of one dictionary, without what its values hold. The order of the keys stays."""
     if any(map(_holds_symbols, value)):
         items = [(plain_key(key), item) for key, item in value.items()]
         value.clear()
@@ -75,7 +78,8 @@ def _make_plain(value: dict[Any, Any]) -> None:
 
 
 def keep_entries(entries: dict[Any, Any], is_kept: Callable[[Any, Any], bool]) -> None:
-    """Remove the other entries of a dictionary, also those whose keys have no hash outside of the capture."""
+    """Remove the entries of a dictionary for which ``is_kept(key, value)`` is false. Where one is removed, those with
+    symbolic numbers in their keys go too: such keys have no hash outside of the capture."""
     left = [(key, value) for key, value in entries.items() if is_kept(key, value)]
     if len(left) < len(entries):
         entries.clear()
@@ -83,7 +87,7 @@ def keep_entries(entries: dict[Any, Any], is_kept: Callable[[Any, Any], bool]) -
 
 
 def plain_key(key: Any) -> Any:
-    """A key with plain numbers for symbolic ones."""
+    """A key with the values of symbolic numbers in their places."""
     if isinstance(key, _SYMBOLIC):
         value = plain_number(key)
         return key if value is None else value

@@ -29,8 +29,9 @@ _ABSTRACT = ("abc.py", "<frozen abc>")  # `isinstance(n, numbers.Number)` asks f
 class NumpyFloat(torch.SymFloat):
     """A symbolic number for which eager has a ``numpy.float64``: a learning rate from a table of numpy's.
 
-    Torch computes with it as with all symbolic numbers. The user's code may go by the type, so what it computes is
-    computed of the value in the captured call, which is a guard (:mod:`weft.capture.record.numpy_functions`).
+    Torch computes with it as with all symbolic numbers. To the user's code its type is numpy's. Operators for which
+    numpy gives the same bits as Python stay symbolic and give another such number. For everything else, the value in
+    the captured call is used and becomes a guard (:mod:`weft.capture.record.numpy_functions`).
 
     Args:
         number: the symbolic number.

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import weft
+from weft.capture.record import plain_keys
 from weft.errors import WeftError
 
 CALLS = 5
@@ -94,3 +97,17 @@ def test_a_set_with_such_a_number_is_refused() -> None:
     compiled(torch.ones(2), 1)
     with pytest.raises(WeftError, match="set"):
         compiled(torch.ones(2), 2)
+
+
+def test_what_the_step_does_not_add_is_not_searched() -> None:
+    """The globals of a module may hold a dataset. A container knows only those keys that the code names."""
+    obj = {"data": [1, 2], "named": 3}
+    container = SimpleNamespace(obj=obj, before={"named": 3})
+    searched: list[Any] = []
+    with (
+        mock.patch.object(plain_keys, "make_keys_plain", lambda value, is_own: searched.append(value)),
+        plain_keys.plain_keys_in_state([container]),  # type: ignore[list-item]
+    ):
+        obj["added"] = added = [{}]
+    assert len(searched) == 1
+    assert searched[0] is added
