@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+from collections.abc import Callable
 
+import growth
 import pytest
 import torch
 import torch.distributed as dist
-from growth import assert_near_linear
 
 from harness import RanksFailed, RanksTimedOut, run_ranks
 
@@ -87,7 +89,14 @@ def test_ranks_find_modules_imported_and_the_path_of_any_process() -> None:
     assert run_ranks(state_at_its_start, 1, "torch._dynamo.guards") == [(True, os.environ.get("PYTHONPATH") or None)]
 
 
-def test_a_quadratic_algorithm_is_found_by_its_growth() -> None:
+def test_a_quadratic_algorithm_is_found_by_its_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]  # the algorithms below set the time that they take: a busy machine does not change it
+    monkeypatch.setattr(growth, "process_time", lambda: clock[0])
+
+    def takes(seconds: Callable[[int], float]) -> Callable[[int], Callable[[], None]]:
+        return lambda size: lambda: clock.__setitem__(0, clock[0] + seconds(size))
+
     with pytest.raises(AssertionError, match="4 times the size"):
-        assert_near_linear(lambda size: lambda: [0 for _ in range(size) for _ in range(size)], 200)
-    assert_near_linear(lambda size: lambda: [0 for _ in range(size)], 200_000)
+        growth.assert_near_linear(takes(lambda size: size**2), 200)
+    growth.assert_near_linear(takes(lambda size: size * math.log(size)), 200)
+    growth.assert_growth(takes(lambda size: size**2), 200, 2)
