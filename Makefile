@@ -37,7 +37,7 @@ demo: .venv/ready
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $$ranks examples/train_lm.py $(DEMO_ARGS)
 
 test: check
-	@if $(call HAS,xdist); then parallel="-n 2"; else echo "pytest-xdist is not installed: one process"; fi; \
+	@if $(call HAS,xdist); then parallel="-n 2 --dist worksteal"; else echo "pytest-xdist is not installed: one process"; fi; \
 	$(PY) -m pytest $$parallel $(TEST_ARGS)
 
 # Needs root and Debian's packages. `make test` runs the same tests where Slurm is installed.

@@ -15,7 +15,7 @@ import pickle
 import re
 import sys
 import threading
-from collections import OrderedDict, UserDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any, cast
@@ -866,39 +866,46 @@ def node_registrations(
         yield
 
 
-def register_dataclasses(tree: Any) -> None:
-    """Teach pytrees every dataclass and ``UserDict`` met in ``tree``, so that what they hold are leaves."""
-    for leaf in _pytree.tree_leaves(tree):
-        kind = type(leaf)
-        if dataclasses.is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
-            _pytree.register_dataclass(kind)
-        elif isinstance(leaf, UserDict):
-            named: Any = lambda obj: ([(_pytree.GetAttrKey("__dict__"), vars(obj))], type(obj))
-            flat = lambda obj: ([vars(obj)], type(obj))
-            made = lambda parts, kind: (new := object.__new__(kind), vars(new).update(*parts))[0]
-            _pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
-        else:
-            continue
-        register_dataclasses(leaf)
+def is_registered(kind: type) -> bool:
+    """Whether pytrees know what the objects of a type hold."""
+    return kind in _pytree.SUPPORTED_NODES
 
 
-def register_sequence(
-    kind: type, flat: Callable[[Any], tuple[list[Any], Any]], made: Callable[..., Any], names: tuple[str, ...] = ()
+def register_parts(
+    kind: type,
+    flat: Callable[[Any], tuple[list[Any], Any]],
+    made: Callable[..., Any],
+    keys: Callable[[Any, int], Iterable[Any]],
 ) -> None:
-    """Teach pytrees a class that holds others in an order, under these names or under their positions.
+    """Teach pytrees a class.
 
     Args:
         flat: gives what an object holds, and what else makes it.
         made: makes it again of both.
+        keys: of the second and the number of parts: for each part a key or position, or ``(name,)`` of an attribute.
     """
-    key = lambda at: _pytree.GetAttrKey(names[at]) if names else _pytree.SequenceKey(at)
-    named: Any = lambda obj: ([(key(at), each) for at, each in enumerate(flat(obj)[0])], flat(obj)[1])
-    _pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=named)
+
+    def named(obj: Any) -> tuple[list[Any], Any]:
+        parts, context = flat(obj)
+        named = keys(context, len(parts))
+        each = [_pytree.GetAttrKey(*at) if isinstance(at, tuple) else _pytree.MappingKey(at) for at in named]
+        return list(zip(each, parts, strict=True)), context
+
+    _pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=cast(Any, named))
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves of a pytree in order, and the spec that :func:`unflatten` needs."""
     return _pytree.tree_flatten(tree)
+
+
+def registered_parts(obj: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """What an object of a type that is registered with pytrees holds, and what makes one of such parts; None of other
+    types."""
+    if (node := _pytree.SUPPORTED_NODES.get(type(obj))) is None:
+        return None
+    parts, context = node.flatten_fn(obj)
+    return list(parts), lambda new: node.unflatten_fn(new, context)
 
 
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:

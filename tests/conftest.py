@@ -8,7 +8,9 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +65,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         count = mark.args[0] if mark.args else 1
         if torch.cuda.device_count() < count:
             pytest.skip(f"needs {count} GPU(s)")
+
+
+@pytest.fixture(autouse=True)
+def _settings_of_torch_restored() -> Iterator[None]:
+    """A test, or a script that it runs in this process, may set how torch computes: other tests must not see that."""
+    cudnn: Any = torch.backends.cudnn
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    convolution, benchmark = cudnn.conv.fp32_precision, cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
+    if (cudnn.conv.fp32_precision, cudnn.benchmark) != (convolution, benchmark):
+        cudnn.conv.fp32_precision, cudnn.benchmark = convolution, benchmark
 
 
 @pytest.fixture(params=["compiled", "through torch"])

@@ -15,7 +15,8 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.arguments import CallArguments
 from weft.capture.state.absent_graphs import AutogradRole
-from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, TensorLike, items_of, same_simple
+from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, TensorLike, same_simple
+from weft.capture.state.object_parts import factory_of, followed_items
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.strided_overlap import apart
 
@@ -189,12 +190,10 @@ def matches(value: Any, expected: Any) -> bool:
     if isinstance(expected, Growing):
         return type(value) is expected.kind and id(value) not in expected.others
     if isinstance(expected, Pattern):
-        if type(value) is not expected.kind or len(value) != len(expected.items):
+        if type(value) is not expected.kind or factory_of(value) is not expected.factory:
             return False
-        if getattr(value, "default_factory", None) is not expected.factory:
-            return False
-        known = expected.items
-        return all(key in known and matches(item, known[key]) for key, item in items_of(value))
+        items, known = followed_items(value), expected.items
+        return len(items) == len(known) and all(key in known and matches(item, known[key]) for key, item in items)
     if isinstance(expected, tuple):  # nobody can change one, so that its items are guarded with it
         return (
             type(value) is type(expected)

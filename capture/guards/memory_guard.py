@@ -22,6 +22,7 @@ from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.state.containers import Container, Pattern, StatePlace, TensorLike, items_of
+from weft.capture.state.object_parts import followed_items
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.strided_overlap import overlapping
 
@@ -142,7 +143,7 @@ class MemoryGuard:
         """The tensors that are other objects at every call: the arguments, their gradients, and those in lists and
         dictionaries that each call replaces."""
         found = [each.obj.grad for each in self._gradients if each.obj.grad is not None]
-        found += [tensor for each, key in self._by_value for tensor in _tensors(each.get(key))]
+        found += [tensor for each, key in self._by_value for tensor in _tensors(each.get(key), each.by_value[key])]
         return [*(place.get() for place in self._arguments), *(inner_tensor(tensor)[0] for tensor in found)]
 
 
@@ -152,11 +153,15 @@ def _is_first(value: Any, leaves: dict[int, int], at: int) -> bool:
     return AutogradRole.of(value).replaceable or leaves.setdefault(id(value), at) == at
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tuple, list or dictionary and in those inside it."""
+def _tensors(value: Any, pattern: Any = None) -> Iterator[torch.Tensor]:
+    """The tensors in a tuple, list or dictionary and in those inside it; and in objects that each call replaces, for
+    which there is a pattern."""
     if isinstance(value, torch.Tensor):
         if _has_memory(value):
             yield value
+    elif isinstance(pattern, Pattern):
+        for key, item in followed_items(value):
+            yield from _tensors(item, pattern.items.get(key))
     elif isinstance(value, (tuple, list, dict)) and not isinstance(value, torch.Size):
         for _, item in items_of(value):
             yield from _tensors(item)

@@ -7,14 +7,27 @@ copy. What changed is an effect of the step, which each call repeats on the obje
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from weft.capture.state.containers import Container, item_of, items_of
+from weft.capture.state.containers import Attributes, Container, item_of, items_of
+from weft.capture.state.object_parts import slot_names
 from weft.capture.state.tensor_memory import own_attributes
 from weft.errors import PythonStateChanged
+
+
+class PassedObject:
+    """An object among the arguments. In the capture ``obj`` is what the step was given; at a call, what the caller
+    passed."""
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def outer(self) -> Any:
+        """The object of the present call."""
+        return self.obj
 
 
 class ArgumentContainer(Container):
@@ -27,6 +40,14 @@ class ArgumentContainer(Container):
     def may_be_appended_to(self) -> bool:
         """No, for the same reason."""
         return False
+
+
+class ArgumentSlots(ArgumentContainer, Attributes):
+    """The attributes in slots of a data object."""
+
+    def set(self, key: Any, value: Any) -> None:
+        """Assign an attribute, of a frozen data class, too."""
+        object.__setattr__(self.obj, key, value)
 
 
 class TensorAttributes(ArgumentContainer):
@@ -59,6 +80,7 @@ class ArgumentContainers:
         self._identity: list[int] = []  # of what the caller passed, for each that was found
         self._tensors: list[tuple[tuple[Any, ...], TensorAttributes]] = []
         self._orders: list[tuple[ArgumentContainer, list[Any]]] = []  # of dictionaries whose entries moved
+        self._objects: list[tuple[tuple[Any, ...], PassedObject]] = []
         for at, (mine, theirs) in enumerate(zip(given[0], passed[0], strict=True)):
             self._walk(mine, theirs, (0, at), f"args[{at}]")
         for name, mine in given[1].items():
@@ -72,8 +94,16 @@ class ArgumentContainers:
             return  # another leaf
         if isinstance(given, (list, tuple, dict, deque)):
             self._items(given, passed, steps, path, lambda key: f"{path}[{key!r}]")
+        if not isinstance(given, tuple):
+            self._objects.append((steps, PassedObject(given)))
         if hasattr(given, "__dict__"):
             self._items(vars(given), vars(passed), (*steps, vars), path, lambda key: f"{path}.{key}")
+        if names := slot_names(type(given)):
+            self._found.append((steps, slots := ArgumentSlots(given, path, names, lambda key: f"{path}.{key}")))
+            self._times[id(passed)] += 1
+            self._identity.append(id(passed))
+            for name, item in slots.before.items():
+                self._walk(item, getattr(passed, name), (*steps, (name,)), f"{path}.{name}")
 
     def _items(self, given: Any, passed: Any, steps: tuple[Any, ...], path: str, label: Callable[[Any], str]) -> None:
         container = ArgumentContainer(given, path, label=label)
@@ -90,12 +120,26 @@ class ArgumentContainers:
         """The containers."""
         return [container for _, container in self._found]
 
-    def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
+    @property
+    def objects(self) -> list[PassedObject]:
+        """The lists, dictionaries and data objects themselves."""
+        return [each for _, each in self._objects]
+
+    def changes(self, state: Iterable[Container]) -> Iterator[tuple[Container, Any, Any, Any]]:
         """(container, key, before, after) of each entry that the step changed.
 
+        Args:
+            state: the containers of the Python state.
+
         Raises:
-            PythonStateChanged: the caller passed an object twice, and the step changed one of the copies that it got.
+            PythonStateChanged: the caller passed an object twice, or one that the step also reaches otherwise, and the
+                step changed it there, or the copy that it got.
         """
+        paths = {identity: found.path for (_, found), identity in zip(self._found, self._identity, strict=True)}
+        reached = {id(each.obj): each for each in state if id(each.obj) in paths}
+        for each in reached.values():
+            for key, *_ in each.changes():
+                raise _changed_twice(each.label(key), f"of an object that is also the argument {paths[id(each.obj)]}")
         for steps, attributes in self._tensors:
             if any(True for _ in attributes.changes()):
                 self._found.append((steps, attributes))
@@ -103,8 +147,10 @@ class ArgumentContainers:
         for (_, container), identity in zip(self._found, self._identity, strict=True):
             for key, old, new in container.changes():
                 if self._times[identity] > 1:
-                    remedy = "pass it once, or pass a copy"
-                    raise PythonStateChanged(container.label(key), "of an object that is passed twice", remedy)
+                    raise _changed_twice(container.label(key), "of an object that is passed twice")
+                if identity in reached:
+                    how = reached[identity].path or "a variable"
+                    raise _changed_twice(container.label(key), f"of an object that the step also reaches as {how}")
                 yield container, key, old, new
             now = container.entries()
             kept = [key for key in container.before if key in now]
@@ -130,15 +176,23 @@ class ArgumentContainers:
         self.restore()
         for _, container in self._found:
             container.obj, container.before = {}, {}
+        for _, passed in self._objects:
+            passed.obj = None
 
     def bind(self, call: tuple[Any, Any]) -> None:
         """Refer to the objects in the arguments of another call: (positional, keyword)."""
-        for steps, container in self._found:
-            container.obj = _at(call, steps)
+        for steps, each in (*self._found, *self._objects):
+            each.obj = _at(call, steps)
+
+
+def _changed_twice(path: str, what: str) -> PythonStateChanged:
+    why = "in the capture, arguments are copies of what the caller passes"
+    return PythonStateChanged(path, what, "let the step reach it in one way only, or pass a copy", why)
 
 
 def _at(call: tuple[Any, Any], steps: tuple[Any, ...]) -> Any:
     found: Any = call
     for step in steps:
-        found = vars(found) if step is vars else item_of(found, step)
+        is_slot = isinstance(step, tuple) and hasattr(found, "__slots__")
+        found = getattr(found, *step) if is_slot else vars(found) if step is vars else item_of(found, step)
     return found

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.record.argument_containers import ArgumentContainers
+from weft.capture.record.argument_containers import ArgumentContainers, PassedObject
+from weft.capture.record.data_arguments import register_data
 from weft.capture.record.dynamic_sizes import MARKS, DynamicSizes, sizes_of
 from weft.capture.record.number_lists import NumberList, folded
 from weft.capture.record.numpy_arguments import (
@@ -70,7 +71,7 @@ class CallArguments:
         values: Collection[str] = (),
         lists: Mapping[str, tuple[Any, ...]] | None = None,
     ) -> None:
-        torch_adapter.register_dataclasses((args, kwargs))
+        register_data((args, kwargs))
         call = folded((args, kwargs), lists or {}, values)
         keyed, self.spec = torch_adapter.flatten_with_paths(call)
         self.paths = [argument_path(path) for path, _ in keyed]
@@ -358,9 +359,9 @@ class CallArguments:
         for at, container in (*self.gradients, *self._constants, *self._holders):
             container.obj = leaves[at]
 
-    def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
+    def changes(self, state: Iterable[Container]) -> Iterator[tuple[Container, Any, Any, Any]]:
         """(container, key, before, after) of each ``.grad`` and ``.requires_grad`` that the step changed, and of each
-        entry of a list, a dictionary or a data object."""
+        entry of a list, a dictionary or a data object; ``state`` are the containers of the Python state."""
         for _, container in self.gradients:
             for key, old, new in container.changes():
                 yield container, key, old, new
@@ -370,12 +371,17 @@ class CallArguments:
                 yield container, "requires_grad", False, True
                 if passed.grad is not None:
                     yield container, "grad", None, passed.grad
-        yield from self._containers.changes()
+        yield from self._containers.changes(state)
 
     @property
     def containers(self) -> list[Container]:
         """Those of the lists, dictionaries and data objects in the arguments."""
         return self._containers.found
+
+    @property
+    def passed_objects(self) -> list[PassedObject]:
+        """The lists, dictionaries and data objects in the arguments themselves."""
+        return self._containers.objects
 
     @contextlib.contextmanager
     def containers_of(self, call: tuple[Any, Any]) -> Iterator[None]:

@@ -17,7 +17,7 @@ from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.outside_calls import OutsideRead
 from weft.capture.record.python_numbers import ChangingState, PythonNumber
 from weft.capture.record.symbols import Computed
-from weft.capture.record.templates import Template
+from weft.capture.record.template_parts import Template
 from weft.capture.segments import Outcome
 from weft.capture.state.containers import Container, StatePlace
 from weft.capture.state.library_names import Libraries

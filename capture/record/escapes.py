@@ -37,7 +37,7 @@ from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.live_values import references
 from weft.capture.record.plain_keys import keep_entries
-from weft.capture.record.templates import Template
+from weft.capture.record.template_parts import Template
 from weft.capture.record.tracked_storages import made_at, was_tracked
 from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.state.containers import Container
@@ -162,6 +162,10 @@ class EscapeCheck:
                 break
         return suspects
 
+    def made(self, kind: type) -> set[int]:
+        """The ids of the objects of a type that were made since :meth:`watching` began, and are still there."""
+        return set(map(id, self._new_objects().of_types([kind])))
+
     def _new_objects(self) -> CollectorList:
         return CollectorList() if self._frozen else CollectorList([0, 1])
 
@@ -237,9 +241,9 @@ class _HolderSearch:
         self._templates = [each for each in leading if isinstance(each, Template)]
 
     def in_templates(self) -> Iterator[tuple[Template, Any]]:
-        """Templates of what the step returned or stored, each with a leaf that leads to a value."""
+        """Templates of what the step returned or stored, each with a constant that leads to a value."""
         for template in self._templates:
-            yield from ((template, leaf) for leaf in template.leaves if id(leaf) in self._next)
+            yield from ((template, leaf) for leaf in template.constants if id(leaf) in self._next)
 
     def entries(self, recent: set[int]) -> Iterator[tuple[Any, Any]]:
         """(an object from before the capture, the new object that it holds and that leads to a value).

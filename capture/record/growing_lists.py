@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from weft.capture.record.python_numbers import ChangingState
+from weft.capture.state.code_names import takes_entries
 from weft.capture.state.containers import GROWING_KINDS, Container, Growing
+from weft.source_files import is_own_file
 
 # What a stand-in may be asked without being read.
 _SILENT = frozenset(
@@ -221,3 +224,10 @@ class GrowingLists:
                 container.by_value[key] = Growing(stand_in.kind, known)
         if kept:
             raise ListsRead(kept)
+
+
+def takes_out_entries(functions: Iterable[types.FunctionType]) -> bool:
+    """Whether the user's code takes entries out of lists. One that grows now does not grow forever then: it is captured
+    for each length, as a deque with ``maxlen`` is."""
+    codes = (each.__code__ for each in functions)
+    return any(is_own_file(each.co_filename) and takes_entries(each) for each in codes)

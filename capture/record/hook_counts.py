@@ -20,7 +20,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.record.module_path import ModulePath
-from weft.capture.state.hook_registrations import registrations, user_hook
+from weft.capture.state.hook_registrations import registrations, sites_of, user_hook
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.user_code import user_line
 from weft.errors import HookCountDiffers, HookDidNotFire
@@ -76,7 +76,7 @@ class HookCounts:
         self._path = path
         self._sites = [
             *state.sites,
-            *(site for leaf, name in arguments for site in state.sites_of(leaf, name)),
+            *(site for leaf, name in arguments for site in sites_of(leaf, name)),
         ]
         self._owners = {id(leaf): name for leaf, name in [*state.leaves, *arguments]}
         self._leaves = {name: leaf for leaf, name in [*state.leaves, *arguments]}

@@ -362,16 +362,15 @@ class IteratorSlot:
         return None if _mine.call is None else _mine.call.iterators[self.number]
 
 
-def with_iterator_slots(value: Any) -> Any:
-    """A value that the step leaves, with slots in the places of iterators."""
-    if _mine.call is None:
-        return value
-    slot = lambda each: IteratorSlot(each.number) if isinstance(each, IteratorItems) else each
-    return torch_adapter.tree_map(slot, value, is_leaf=lambda each: isinstance(each, IteratorItems))
+def slot_of_iterator(value: Any) -> IteratorSlot | None:
+    """The slot in the place of what the step got for an iterator; None of all else."""
+    return IteratorSlot(value.number) if isinstance(value, IteratorItems) and _mine.call is not None else None
 
 
 def _unflattened(items: list[Any], number: int) -> IteratorItems:
     return IteratorItems(_mine.call, number, list(items))
 
 
-torch_adapter.register_sequence(IteratorItems, lambda each: (each.items, each.number), _unflattened)
+torch_adapter.register_parts(
+    IteratorItems, lambda each: (each.items, each.number), _unflattened, lambda _, count: range(count)
+)

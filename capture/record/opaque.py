@@ -20,10 +20,11 @@ import torch
 
 from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
-from weft.capture.record.opaque_changes import OpaqueChanges, made_and_held, names_in, names_read_later
+from weft.capture.record.opaque_changes import OpaqueChanges, held_elsewhere, names_in, names_read_later
 from weft.capture.record.recorder import recording
+from weft.capture.record.shown_gradients import Showing
 from weft.capture.record.state_snapshot import StateSnapshot
-from weft.capture.record.templates import Template
+from weft.capture.record.template_parts import Template
 from weft.capture.state.code_names import OPAQUE, mark_opaque
 from weft.capture.state.containers import SIMPLE
 from weft.short_tracebacks import shortens_tracebacks
@@ -47,6 +48,7 @@ class OpaqueCall:
         function: the user's function.
         arguments: its arguments, over the first ``argument_count`` of the node's operands.
         argument_count: how many operands are arguments.
+        held: parts for the objects in them that the step made and still holds.
         snapshot: the other state that it can reach at this point of the step, over all operands.
         changes: checks what the function changes.
     """
@@ -56,12 +58,14 @@ class OpaqueCall:
         function: Callable[..., Any],
         arguments: Template,
         argument_count: int,
+        held: list[Any],
         snapshot: StateSnapshot,
         changes: OpaqueChanges,
     ) -> None:
         self.function = function
         self.arguments = arguments
         self.argument_count = argument_count
+        self.held = held
         self.snapshot = snapshot
         self.changes = changes
         self._grad_enabled = torch.is_grad_enabled()
@@ -71,14 +75,16 @@ class OpaqueCall:
     def __call__(self, *operands: Any) -> None:
         passed = operands[: self.argument_count]
         passed = [value.detach() if isinstance(value, torch.Tensor) else value for value in passed]
-        args, kwargs = self.arguments.fill(passed)
+        made: dict[int, Any] = {}
+        args, kwargs = self.arguments.fill(passed, made)
+        held = [made.get(id(part), part) for part in self.held]
         with (
-            self.snapshot.restored(list(operands)),
+            self.snapshot.restored(list(operands)) as left,
             torch.set_grad_enabled(self._grad_enabled),
-            self.changes.checked(args, kwargs),
+            self.changes.checked([*held, *left]),
         ):
             self.function(*args, **kwargs)
-        del args, kwargs
+        del args, kwargs, made, held, left
         _copy_kept_tensors(passed)
 
 
@@ -135,20 +141,20 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
 
         snapshots = recorder.snapshots
         name = getattr(function, "__qualname__", str(function))
-        shared = snapshots.shared()
-        own = shared.own((args, kwargs))
-        kept = made_and_held(args, kwargs, own)
-        known = snapshots.places_by_id
-        where = f"an argument of {name}"
-        template = Template.of((args, kwargs), recorder, add_operand, where, places_by_id=known, shared=shared)
+        templates = snapshots.templates()
+        templates.own.note_passed(args, kwargs)
+        own = templates.own.inside((args, kwargs))
+        template = templates.of((args, kwargs), add_operand, f"an argument of {name}")
+        # What is only shown, as a record of a log, is read by nothing later.
+        held = [] if isinstance(function, Showing) else held_elsewhere(templates.made)
         argument_count = len(operands)
         roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
         snapshot, reached = snapshots.take([function, *own, *roots], add_operand)
         names = names_in(function)
         if reached and names:
             names &= names_read_later(sys._getframe(1), snapshots.functions)
-        changes = OpaqueChanges(name, reached, names, kept)
-        recorder.emit_effect(OpaqueCall(function, template, argument_count, snapshot, changes), *operands)
+        changes = OpaqueChanges(name, reached, names)
+        recorder.emit_effect(OpaqueCall(function, template, argument_count, held, snapshot, changes), *operands)
 
     setattr(called, OPAQUE, True)
     return called

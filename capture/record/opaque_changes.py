@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import dis
 import re
-import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from weft.capture.record.live_values import references
+from weft.capture.record.template_parts import MadeObject
 from weft.capture.state.code_names import code_names, functions_in
-from weft.capture.state.containers import Container, items_of
+from weft.capture.state.containers import Container
+from weft.capture.state.object_parts import parts_of
 from weft.capture.user_code import user_line
 from weft.errors import PythonStateChanged
 from weft.source_files import is_user_file
@@ -32,30 +35,28 @@ class OpaqueChanges:
         function: its name.
         containers: of the state that it can reach and that the step's code names.
         names: what both read or write.
-        kept: of its arguments, the lists and dictionaries that the step made and still holds: positions and names.
     """
 
-    def __init__(
-        self, function: str, containers: Iterable[Container], names: frozenset[str], kept: Sequence[int | str]
-    ) -> None:
+    def __init__(self, function: str, containers: Iterable[Container], names: frozenset[str]) -> None:
         self._function, self._line = function, user_line()
         self._names = names
         self._watched = [each for each in containers if self._may_count(each)]
-        self._kept = kept
 
     @contextlib.contextmanager
-    def checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """Around the function's run with these arguments.
+    def checked(self, made: Sequence[Any]) -> Iterator[None]:
+        """Around the function's run.
+
+        Args:
+            made: objects that the step made and that are left after the run: the program makes them once more.
 
         Raises:
             PythonStateChanged: it changed what the step reads later.
         """
-        kept = [kwargs[at] if isinstance(at, str) else args[at] for at in self._kept]
-        before = [_ids(each) for each in kept]
+        before = [*map(_ids, made)]
         entries = [each.entries() for each in self._watched]
         yield
-        if before != [_ids(each) for each in kept]:
-            raise self._error("a list or dictionary that it made")
+        if before != [*map(_ids, made)]:
+            raise self._error("an object that it made")
         for container, old in zip(self._watched, entries, strict=True):
             new = container.entries()
             for key in new.keys() | old.keys():
@@ -73,7 +74,8 @@ class OpaqueChanges:
 
 
 def _ids(value: Any) -> list[Any]:
-    return [(key, id(item)) for key, item in items_of(value)]
+    taken = parts_of(value)
+    return [] if taken is None else [*taken.form.names, *map(id, (*taken.keys, *taken.parts))]
 
 
 def _name(container: Container, key: Any) -> str:
@@ -83,25 +85,24 @@ def _name(container: Container, key: Any) -> str:
     return found.group() if found else ""
 
 
-def made_and_held(args: tuple[Any, ...], kwargs: dict[str, Any], own: Sequence[Any]) -> list[int | str]:
-    """Positions and names of the lists and dictionaries among arguments that more than the arguments hold.
+def held_elsewhere(made: Mapping[int, tuple[Any, Any]]) -> list[Any]:
+    """The parts for those objects that can be changed and that more than the others hold.
 
     Args:
-        own: objects that are the user's, and not made by the step.
+        made: the objects that the step made for a call, and their parts in its template, by id.
     """
-    known = set(map(id, own))
-    items: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    found = [(at, type(value) in (list, dict) and id(value) not in known) for at, value in items]
-    items.clear()
-    held = [sys.getrefcount(args[at] if isinstance(at, int) else kwargs[at]) > _UNHELD for at, _ in found]
-    return [at for (at, made), more in zip(found, held, strict=True) if made and more]
+    values = [value for value, _ in made.values()]
+    within = Counter(id(part) for value in values if (taken := parts_of(value)) for part in taken.parts)
+    within.update(id(each) for pair in made.values() for each in pair)
+    held = [references(values, at) > within[id(values[at])] for at in range(len(values))]
+    parts = [part for _, part in made.values()]
+    return [part for part, more in zip(parts, held, strict=True) if more and _can_be_changed(part)]
 
 
-def _references(*args: Any) -> int:
-    return sys.getrefcount(args[0])
-
-
-_UNHELD = _references([])
+def _can_be_changed(part: Any) -> bool:
+    taken = parts_of(part)
+    form = part.form if type(part) is MadeObject else None if taken is None else taken.form
+    return form is not None and not form.is_fixed
 
 
 def names_read_later(frame: types.FrameType | None, functions: Iterable[types.FunctionType]) -> frozenset[str]:

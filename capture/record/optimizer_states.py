@@ -80,10 +80,10 @@ class OptimizerStates:
             self._earlier, self._made = [], []
             raise OptimizerStateMade(entries)
 
-    def undo(self) -> None:
-        """Remove what was made."""
-        for optimizer, parameter in (*self._earlier, *self._made):
-            optimizer.state.pop(parameter, None)
+    @property
+    def created(self) -> list[Entry]:
+        """What this attempt and earlier ones made."""
+        return [*self._earlier, *self._made]
 
     def _is_of_the_capture(self, value: object) -> bool:
         """Whether a value of an optimizer's state means nothing outside the capture."""
@@ -91,3 +91,9 @@ class OptimizerStates:
             return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
         inner = inner_tensor(value)[0]
         return isinstance(inner, FakeTensor) and (not self._modes or was_tracked(inner))
+
+
+def remove(created: list[Entry]) -> None:
+    """Take away the state that a failed capture made."""
+    for optimizer, parameter in created:
+        optimizer.state.pop(parameter, None)

@@ -29,18 +29,17 @@ from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import (
     ANY,
-    REPLACED_KINDS,
     Container,
     Content,
     Pattern,
     StatePlace,
-    items_of,
 )
+from weft.capture.state.object_parts import factory_of, followed_items, is_replaceable
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.step_interface import Role
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat)
-_MADE_OF_NUMBERS = (int, float, tuple, *REPLACED_KINDS)
+_MADE_OF_NUMBERS = (int, float, tuple)
 
 
 @dataclass(frozen=True)
@@ -194,10 +193,11 @@ class PythonNumbers:
             if not (changing or id(container.obj) in objects) or isinstance(container, Content):
                 continue  # most hold none of the numbers
             for key, value in container.before.items():
-                if type(value) not in _MADE_OF_NUMBERS and not is_rate_of_numpy(value, container):
+                replaced = bool(changing) and is_replaceable(value)
+                if not replaced and type(value) not in _MADE_OF_NUMBERS and not is_rate_of_numpy(value, container):
                     continue
                 place = container.place_of(key, Role.SCALAR)
-                replaced = type(value) in REPLACED_KINDS and place.path in changing
+                replaced = replaced and place.path in changing
                 if replaced or (container.outer is None and (id(container.obj), key) in entries):
                     container.by_value[key] = _pattern(value, place, changing, inputs)
         self._by_entry.clear()
@@ -242,15 +242,21 @@ def differing(path: str, value: Any, expected: Any) -> Iterator[str]:
         yield path
 
 
-def _changed(place: StatePlace, old: Any, new: Any) -> Iterator[str]:
-    """The paths at ``place`` of numbers that a step replaced by others, and of lists and dictionaries."""
-    if type(old) is type(new) and type(old) in (tuple, *REPLACED_KINDS) and old is not new:
+def _changed(place: StatePlace, old: Any, new: Any, around: tuple[int, ...] = ()) -> Iterator[str]:
+    """The paths at ``place`` of numbers that a step replaced by others, and of objects that it replaced by others of
+    their type; ``around`` are the ids of those that hold ``old``."""
+    if type(old) is type(new) and (type(old) is tuple or is_replaceable(old)) and old is not new:
+        if id(old) in around:
+            return
         if type(old) is not tuple:
             yield place.path
-        items = dict(items_of(new))
-        for key, known in items_of(old):
-            if key in items:
-                yield from _changed(place.inside(key), known, items[key])
+        items, around = dict(followed_items(new)), (*around, id(old))
+        for key, known in followed_items(old):
+            if key is vars:
+                for name in known.keys() & items[vars].keys():
+                    yield from _changed(place.inside(vars).inside(name), known[name], items[vars][name], around)
+            elif key in items:
+                yield from _changed(place.inside(key), known, items[key], around)
     elif may_be_symbolic(old) and (isinstance(new, _SYMBOLIC) or (type(new) in (int, float) and new != old)):
         yield place.path
 
@@ -263,7 +269,7 @@ def _pattern(value: Any, place: StatePlace, changing: Any, inputs: set[Any]) -> 
     """What a value must look like: ANY at the places of inputs."""
     if _identity(place) in inputs:
         return ANY
-    if type(value) is tuple or (type(value) in REPLACED_KINDS and place.path in changing):
-        items = {key: _pattern(item, place.inside(key), changing, inputs) for key, item in items_of(value)}
-        return Pattern(type(value), items, getattr(value, "default_factory", None))
+    if type(value) is tuple or (place.path in changing and is_replaceable(value)):
+        items = {key: _pattern(item, place.inside(key), changing, inputs) for key, item in followed_items(value)}
+        return Pattern(type(value), items, factory_of(value))
     return value

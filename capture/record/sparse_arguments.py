@@ -60,9 +60,9 @@ def _together(parts: list[Any], coalesced: bool) -> Any:
     return matrix
 
 
-torch_adapter.register_sequence(
+torch_adapter.register_parts(
     SparseArgument,
     lambda matrix: (matrix.parts, matrix.coalesced),
     _together,
-    ("indices()", "values()", "shape"),
+    lambda *_: [("indices()",), ("values()",), ("shape",)],
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
 from weft.capture.record.growing_lists import AppendedList
+from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.record.shared_objects import SharedObjects
-from weft.capture.record.templates import Template
+from weft.capture.record.template_parts import Template
+from weft.capture.record.templates import Templates
 from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
@@ -56,11 +57,14 @@ class StateSnapshot:
     tensors: list[_WrittenTensor]
 
     @contextlib.contextmanager
-    def restored(self, operands: list[Any]) -> Iterator[None]:
-        """Inside, the user's objects are as they were at this point; ``operands`` are the values of the node's."""
+    def restored(self, operands: list[Any]) -> Iterator[list[Any]]:
+        """Inside, the user's objects are as they were at this point; ``operands`` are the values of the node's. Gives
+        the objects of the step that are in them."""
         tensors = [(each.place.get(), operands[each.index]) for each in self.tensors]
+        made: dict[int, Any] = {}
         entries = [
-            (e.container, e.key, MISSING if e.template is None else e.template.fill(operands)) for e in self.entries
+            (e.container, e.key, MISSING if e.template is None else e.template.fill(operands, made))
+            for e in self.entries
         ]
         with contextlib.ExitStack() as stack:
             for tensor, value in tensors:
@@ -70,7 +74,7 @@ class StateSnapshot:
             for container, key, value in entries:
                 stack.callback(_put, container, key, container.entries().get(key, MISSING))
                 _put(container, key, value)
-            yield
+            yield [*made.values()]
 
 
 class StateSnapshots:
@@ -81,6 +85,8 @@ class StateSnapshots:
         state: what the step can reach.
         gradients: the containers of the arguments' ``.grad``.
         arguments: the places of the arguments that are tensors, by their ids.
+        met: ids of the objects that the call began with.
+        made: tells the ids of the objects of a type that were made since the capture began.
     """
 
     def __init__(
@@ -89,11 +95,14 @@ class StateSnapshots:
         state: ReachableState,
         gradients: Iterable[Container],
         arguments: Mapping[int, StatePlace],
+        met: Collection[int],
+        made: Callable[[type], set[int]],
     ) -> None:
         self._recorder = recorder
         self._state = state
         self._gradients = list(gradients)
         self._arguments = arguments
+        self._met, self._made = met, made
 
     @property
     def places_by_id(self) -> dict[int, StatePlace]:
@@ -105,9 +114,9 @@ class StateSnapshots:
         """The functions that the step can call."""
         return self._state.functions
 
-    def shared(self) -> SharedObjects:
-        """The user's own objects, for templates of arguments."""
-        return SharedObjects(self._state.containers)
+    def templates(self) -> Templates:
+        """Makes the templates of one call."""
+        return Templates(self._recorder, self.places_by_id, OwnObjects(self._met, self._state, self._made))
 
     def take(self, roots: Iterable[Any], add_operand: AddOperand) -> tuple[StateSnapshot, list[Container]]:
         """The snapshot of what ``roots`` lead to, now, and those containers there that the step's code names.
@@ -116,7 +125,7 @@ class StateSnapshots:
             roots: the function and those of its arguments that are no plain values.
             add_operand: makes a node an operand of the call and returns its number.
         """
-        places_by_id = self.places_by_id
+        places_by_id, templates = self.places_by_id, self.templates()
         known: dict[int, list[Container]] = {}
         for container in [*self._state.containers, *self._gradients]:
             known.setdefault(id(container.obj), []).append(container)
@@ -134,40 +143,32 @@ class StateSnapshots:
                 if id(container.obj) in known:
                     for mine in known.pop(id(container.obj)):
                         met.append(mine)
-                        entries += self._changed(mine, places_by_id, add_operand)
+                        entries += self._changed(mine, templates, add_operand)
                 else:
-                    entries += self._new_in_step(container, places_by_id, add_operand)
+                    entries += self._new_in_step(container, templates, add_operand)
             places.update(reached.places)
             if isinstance(root, torch.Tensor) and id(root) in places_by_id:
                 places[memory_key(inner_tensor(root)[0])] = places_by_id[id(root)]
         return StateSnapshot(entries, [*self._written(places, add_operand)]), met
 
-    def _changed(
-        self, container: Container, places_by_id: Mapping[int, StatePlace], add_operand: AddOperand
-    ) -> Iterator[_ChangedEntry]:
+    def _changed(self, container: Container, templates: Templates, add_operand: AddOperand) -> Iterator[_ChangedEntry]:
         for key, _, new in container.changes():
-            yield self._entry(container, key, new, places_by_id, add_operand)
+            yield self._entry(container, key, new, templates, add_operand)
 
     def _new_in_step(
-        self, container: Container, places_by_id: Mapping[int, StatePlace], add_operand: AddOperand
+        self, container: Container, templates: Templates, add_operand: AddOperand
     ) -> Iterator[_ChangedEntry]:
         """Entries of a container that the step created (a cell of a function), if tensors are in them."""
         for key, value in container.before.items():
             tensors = [leaf for leaf in torch_adapter.flatten(value)[0] if isinstance(leaf, torch.Tensor)]
             if any(id(t) in self._arguments or self._is_captured(t) for t in tensors):
-                yield self._entry(container, key, value, places_by_id, add_operand)
+                yield self._entry(container, key, value, templates, add_operand)
 
+    @staticmethod
     def _entry(
-        self,
-        container: Container,
-        key: Any,
-        value: Any,
-        places_by_id: Mapping[int, StatePlace],
-        add_operand: AddOperand,
+        container: Container, key: Any, value: Any, templates: Templates, add_operand: AddOperand
     ) -> _ChangedEntry:
-        if value is MISSING:
-            return _ChangedEntry(container, key, None)
-        template = Template.of(value, self._recorder, add_operand, container.label(key), places_by_id=places_by_id)
+        template = None if value is MISSING else templates.of(value, add_operand, container.label(key))
         return _ChangedEntry(container, key, template)
 
     def _is_captured(self, tensor: torch.Tensor) -> bool:

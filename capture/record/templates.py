@@ -1,230 +1,216 @@
-"""Templates of Python values: a value with slots for the tensors and numbers that each call computes.
+"""Makes templates of Python values: of what the step returns, and of what it leaves in the user's Python state.
 
-The step returns a value, and it leaves values in the user's Python state. Both may hold tensors at any depth. A
-template keeps the structure of such a value (as a pytree). Each leaf is a slot for an output of the graph, a reference
-to one of the user's own tensors, or a constant. Filling the template after a call gives the value of that call.
+Both may hold tensors at any depth, in containers and in objects of the user's classes.
 """
 
 from __future__ import annotations
 
+import operator
+import random
+import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft import torch_adapter
-from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.held_references import original_of
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
-from weft.capture.record.iterator_arguments import IteratorSlot, with_iterator_slots
+from weft.capture.record.iterator_arguments import slot_of_iterator
 from weft.capture.record.late_text import LateTextSlot, is_late
-from weft.capture.record.plain_keys import make_keys_plain
-from weft.capture.record.plain_numbers import NumpyFloat, numpy_float
+from weft.capture.record.own_objects import OwnObjects
+from weft.capture.record.plain_keys import plain_key
+from weft.capture.record.plain_numbers import NumpyFloat
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.record.shared_objects import OwnObject, SharedObjects, SharedSlot
+from weft.capture.record.template_parts import (
+    CopiedObject,
+    MadeObject,
+    OutputSlot,
+    StateReference,
+    SubclassParts,
+    Template,
+    is_constant,
+)
 from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.record.unread_arguments import UnreadValue, count_as_read
-from weft.capture.state.absent_graphs import with_absent_graph
 from weft.capture.state.containers import StatePlace
+from weft.capture.state.object_parts import ObjectParts
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
+from weft.capture.state.type_facts import SIMPLE_KINDS
 from weft.errors import EscapedTensor
 from weft.tensor_subclasses import Shell, plain_parts
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-@dataclass(frozen=True)
-class _OutputSlot:
-    """Takes output number ``index``, or of a tensor subclass the outputs inside; ``grad`` is the slot of its ``.grad``,
-    ``attributes`` the templates of what the step put on it, ``is_parameter`` whether the step made it a parameter,
-    ``computed_at`` where it is to the user if eager leaves it there with a grad_fn, ``of_numpy`` whether it is a number
-    that numpy has made."""
+class Templates:
+    """Makes the templates of one capture. They put one object in all places where the step put one.
 
-    index: int | _Parts
-    requires_grad: bool = False
-    grad: Any = None
-    attributes: tuple[tuple[str, Any], ...] = ()
-    is_parameter: bool = False
-    computed_at: str = ""
-    of_numpy: bool = False
+    Args:
+        recorder: of the capture.
+        places_by_id: the places of the user's own tensors, by id. Templates refer to the place, because a later call
+            may find another tensor there.
+        own: the other objects that the call began with.
+    """
 
-    def fill(self, outputs: list[Any]) -> Any:
-        if self.of_numpy:
-            return numpy_float(outputs[self.index])  # type: ignore[bad-index]
-        value = self.index.of_call(outputs) if isinstance(self.index, _Parts) else outputs[self.index]
-        if self.is_parameter and not isinstance(value, torch.nn.Parameter):
-            value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
-            if isinstance(self.index, int):
-                outputs[self.index] = value  # other templates put this object, too
-        elif self.requires_grad:
-            value.requires_grad_()
-        elif self.computed_at and not value.requires_grad:
-            value = with_absent_graph(value, self.computed_at)
-            if self.grad is not None:
-                value.retain_grad()  # as in eager: only such a tensor has a gradient
-            if isinstance(self.index, int):
-                outputs[self.index] = value
-        if self.grad is not None:
-            value.grad = self.grad.fill(outputs)
-        for name, template in self.attributes:
-            setattr(value, name, template.fill(outputs))
-        return value
+    def __init__(self, recorder: OpRecorder, places_by_id: Mapping[int, StatePlace], own: OwnObjects) -> None:
+        self.recorder = recorder
+        self.places = places_by_id
+        self.own = own
+        self.outputs: dict[int, int] = {}  # number of the output of each tensor object of the capture, by id
+        self.made: dict[int, tuple[Any, Any]] = {}  # by id: an object, held so that no other one gets the id; its part
 
-
-@dataclass(frozen=True)
-class _Parts:
-    """Takes the plain tensors inside a subclass, each from its own template or as it is. Of one around a single tensor
-    that is the number of an output: what the step did with the tensor is said by the slot of the whole."""
-
-    shell: Shell
-    parts: dict[tuple[str, ...], Any]
-
-    def of_call(self, outputs: list[Any]) -> Any:
-        return self.shell.around({at: self._filled(part, outputs) for at, part in self.parts.items()})
-
-    @staticmethod
-    def _filled(part: Any, outputs: list[Any]) -> Any:
-        if isinstance(part, int):
-            return outputs[part]
-        if isinstance(part, _OutputSlot):
-            value: Any = part.fill(outputs)
-            # Results of one bucket lie in one storage. A subclass may want its tensors to begin at equal offsets.
-            return value.clone() if value.storage_offset() else value
-        return part.fill(outputs) if isinstance(part, _StateReference) else part
-
-
-@dataclass(frozen=True)
-class _StateReference:
-    """Takes the object that is at ``place`` when a call begins."""
-
-    place: StatePlace
-
-    def fill(self, outputs: list[Any]) -> Any:
-        return self.place.outer()
-
-
-@dataclass(frozen=True)
-class Template:
-    """The structure of one Python value, over the outputs of a graph; ``where`` it is, in words."""
-
-    leaves: tuple[Any, ...]
-    spec: Any
-    where: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        value: Any,
-        recorder: OpRecorder,
-        keep: Callable[[Any], int],
-        where: str,
-        *,
-        places_by_id: Mapping[int, StatePlace] | None = None,
-        slots: dict[int, int] | None = None,
-        shared: SharedObjects | None = None,
-    ) -> Template:
-        """Make a template of ``value``, which the capture left at ``where``.
+    def of(self, value: Any, keep: Callable[[Any], int], where: str) -> Template:
+        """The template of a value that the capture left.
 
         Args:
             keep: makes a node an output of the graph and returns the output's number.
-            places_by_id: the places of the user's own tensors, by id. The template refers to the place, because a
-                later call may find another tensor there.
-            slots: the number of the output that each tensor object of the capture takes, by id; filled here. Templates
-                that are given the same one put one object in all places where the step put one.
-            shared: the lists and dictionaries that must not be copied.
+            where: the value is, in words.
 
         Raises:
-            EscapedTensor: a tensor of the capture sits inside an object that cannot be rebuilt.
+            EscapedTensor: a tensor of the capture sits inside an object that cannot be made again.
         """
-        places = places_by_id or {}
-        slots = {} if slots is None else slots
-        make_keys_plain(value, lambda each: shared is not None and shared.is_own(each))
-        if shared is not None:
+        making = _Making(self, keep, where)
+        return Template(making.part(value), where, tuple(making.constants))
 
-            def of_shared(value: Any) -> Template:
-                inside = shared.inside(value, of_shared)
-                return cls.of(inside, recorder, keep, where, places_by_id=places, slots=slots)
+    def of_memory(self, tensor: torch.Tensor, keep: Callable[[Any], int], where: str) -> Template:
+        """The template of a tensor whose memory another one takes, be it the user's own or not."""
+        making = _Making(self, keep, where)
+        return Template(making.output(tensor, inner_tensor(tensor)[0], inner_tensor(tensor)[1]), where, ())
 
-            value = shared.marked(value, of_shared)
-        torch_adapter.register_dataclasses(value)
-        value = with_iterator_slots(value)
-        leaves, _ = torch_adapter.flatten(value)
-        made = tuple(_leaf_template(leaf, recorder, keep, where, places, slots) for leaf in leaves)
-        return cls(made, torch_adapter.exact_spec(value), where)
-
-    def fill(self, outputs: list[Any], made: dict[int, Any] | None = None) -> Any:
-        """The value of one call, from the values of the graph's ``Create`` and ``Return`` outputs.
-
-        Args:
-            made: the shared objects that other templates of the same call made; filled here.
-        """
-        made = {} if made is None else made
-        leaves = [leaf.fill(outputs) if isinstance(leaf, _SLOTS) else leaf for leaf in self.leaves]
-        leaves = [leaf.of_call(outputs, made) if isinstance(leaf, SharedSlot) else leaf for leaf in leaves]
-        return torch_adapter.unflatten(leaves, self.spec)
+    def end(self) -> None:
+        """Let go of what the step made, after the last template."""
+        self.made.clear()
 
 
-_SLOTS = (_OutputSlot, _StateReference, ArraySlot, LateTextSlot, OwnObject, IteratorSlot)
+class _Making:
+    """Makes one template."""
 
+    def __init__(self, templates: Templates, keep: Callable[[Any], int], where: str) -> None:
+        self._all = templates
+        self._keep = keep
+        self._where = where
+        self.constants: list[Any] = []
 
-def _leaf_template(
-    leaf: Any,
-    recorder: OpRecorder,
-    keep: Callable[[Any], int],
-    where: str,
-    places_by_id: Mapping[int, StatePlace],
-    slots: dict[int, int],
-) -> Any:
-    if type(leaf) is HostList:
-        count_as_read([leaf])
-    if type(leaf) is UnreadValue:
-        return _StateReference(leaf.weft_place)
-    if isinstance(leaf, torch.Tensor):
-        inner, names = inner_tensor(leaf)
-        if id(leaf) in places_by_id:
+    def part(self, value: Any) -> Any:
+        """The part of a template for one object."""
+        kind = type(value)
+        if kind is str and is_late(value):
+            return LateTextSlot.of(value, self._all.recorder, self._keep)
+        if kind in SIMPLE_KINDS:
+            return value
+        if kind is UnreadValue:
+            return StateReference(value.weft_place)
+        if kind is HostList:
+            count_as_read([value])
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind is HostArray:
+            if id(value) in self._all.places:
+                return StateReference(self._all.places[id(value)])
+            return value.weft_owner.slot(value, self._keep, self._all.outputs)
+        if isinstance(value, _NUMBERS):
+            return OutputSlot(self._keep(self._all.recorder.value(value)), of_numpy=kind is NumpyFloat)
+        if (iterator := slot_of_iterator(value)) is not None:
+            return iterator
+        return self._object(original_of(value))
+
+    def _object(self, value: Any) -> Any:
+        if value in self._all.own and not isinstance(value, tuple):  # a tuple may have another tensor at each call
+            return self._all.own.slot(value)
+        if id(value) in self._all.made:
+            return self._all.made[id(value)][1]
+        if (taken := self._all.own.took_apart(value)) is not None:
+            return self._made(value, taken)
+        count_as_read(value)
+        if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(value))):
+            raise EscapedTensor(type(value), self._where)
+        if not isinstance(value, _copied_kinds()):
+            return self._constant(value)
+        self._all.made[id(value)] = value, (copied := CopiedObject(value))
+        return copied
+
+    def _made(self, value: Any, taken: ObjectParts) -> Any:
+        own, form = self._all.own, taken.form
+        made = MadeObject(form)
+        self._all.made[id(value)] = value, made  # before its parts, which may hold it
+        made.keys += (self.part(plain_key(key)) for key in taken.keys)
+        made.parts += map(self.part, taken.parts)
+        self.part(form.argument)
+        made.varies = any(map(_varies, (*made.keys, *made.parts)))
+        # What something outside keeps is the same at each call, as a tuple is of which each call finds the same one.
+        kept = id(value) in own.held and not made.varies
+        if kept or (form.is_fixed and value in own and all(map(operator.is_, made.parts, taken.parts))):
+            self._all.made[id(value)] = value, value
+            return self._constant(value)
+        return made
+
+    def _constant(self, value: Any) -> Any:
+        self.constants.append(value)
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        inner, names = inner_tensor(value)
+        recorder, outputs = self._all.recorder, self._all.outputs
+        if id(value) in self._all.made:
+            return self._all.made[id(value)][1]
+        if id(value) in self._all.places:
             # The graph lists an argument that is returned, too.
-            if is_tracked(inner) and id(leaf) not in slots:
-                slots[id(leaf)] = keep(recorder.current_value(inner))
-            return _StateReference(places_by_id[id(leaf)])
-        inside = plain_parts(leaf)
+            if is_tracked(inner) and id(value) not in outputs:
+                outputs[id(value)] = self._keep(recorder.current_value(inner))
+            return StateReference(self._all.places[id(value)])
+        inside = plain_parts(value)
         if len(inside) > 1:
-            parts = {at: _leaf_template(p, recorder, keep, where, places_by_id, slots) for at, p in inside.items()}
-            if not any(isinstance(part, _SLOTS) for part in parts.values()):
-                return leaf
-            index: int | _Parts = _Parts(Shell.of(leaf), parts)
+            parts = {at: self._tensor(part) for at, part in inside.items()}
+            if all(map(is_constant, parts.values())):
+                return self._constant(value)
+            slot = self._slot(value, SubclassParts(Shell.of(value), parts))
         elif not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
-            return leaf
+            return self._constant(value)
         else:
-            if id(leaf) not in slots:  # one object in several places is one output
-                slots[id(leaf)] = keep(recorder.current_value(inner))
-            index = _Parts(Shell.of(leaf), {names: slots[id(leaf)]}) if names else slots[id(leaf)]
-        made = leaf.requires_grad and leaf.is_leaf
-        grad = leaf.grad if made or leaf.retains_grad else None
-        kept = None if grad is None else _leaf_template(grad, recorder, keep, f"{where}.grad", places_by_id, slots)
-        attributes = tuple(
-            (name, Template.of(value, recorder, keep, f"{where}.{name}", places_by_id=places_by_id, slots=slots))
-            for name, value in own_attributes(leaf).items()
+            slot = self.output(value, inner, names)
+        self._all.made[id(value)] = value, slot
+        return slot
+
+    def output(self, value: torch.Tensor, inner: torch.Tensor, names: tuple[str, ...]) -> OutputSlot:
+        """The slot of a tensor around a single plain one, ``inner``, which is its attribute of these names."""
+        recorder, outputs = self._all.recorder, self._all.outputs
+        if id(value) not in outputs:  # one object in several places is one output
+            outputs[id(value)] = self._keep(recorder.current_value(inner))
+        number = outputs[id(value)]
+        return self._slot(value, SubclassParts(Shell.of(value), {names: number}) if names else number)
+
+    def _slot(self, value: torch.Tensor, index: int | SubclassParts) -> OutputSlot:
+        made = value.requires_grad and value.is_leaf
+        grad = value.grad if made or value.retains_grad else None
+        computed_at = self._where if value.requires_grad and not value.is_leaf else ""
+        return OutputSlot(
+            index,
+            made,
+            None if grad is None else self._under("grad").part(grad),
+            tuple((name, self._under(name).part(each)) for name, each in own_attributes(value).items()),
+            isinstance(value, torch.nn.Parameter),
+            computed_at,
         )
-        computed_at = where if leaf.requires_grad and not leaf.is_leaf else ""
-        return _OutputSlot(index, made, kept, attributes, isinstance(leaf, torch.nn.Parameter), computed_at)
-    if type(leaf) is HostArray:
-        if id(leaf) in places_by_id:
-            return _StateReference(places_by_id[id(leaf)])
-        return leaf.weft_owner.slot(leaf, keep, slots)
-    if isinstance(leaf, _NUMBERS):
-        return _OutputSlot(keep(recorder.value(leaf)), of_numpy=type(leaf) is NumpyFloat)
-    if isinstance(leaf, (OwnObject, SharedSlot, IteratorSlot)):
-        return leaf
-    if is_late(leaf):
-        return LateTextSlot.of(leaf, recorder, keep)
-    count_as_read(leaf)
-    if not isinstance(leaf, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(leaf))):
-        raise EscapedTensor(type(leaf), where)
-    return original_of(leaf)
+
+    def _under(self, name: str) -> _Making:
+        inner = _Making(self._all, self._keep, f"{self._where}.{name}")
+        inner.constants = self.constants
+        return inner
+
+
+def _varies(part: Any) -> bool:
+    """Whether the call computes something in a part, or looks it up."""
+    return part.varies if isinstance(part, MadeObject) else not (is_constant(part) or isinstance(part, CopiedObject))
+
+
+def _copied_kinds() -> tuple[type, ...]:
+    """Types written in C whose objects can be changed and hold no others."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)
+    return bytearray, random.Random, *of_numpy
 
 
 def _inside(leaf: Any) -> list[Any]:

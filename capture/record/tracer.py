@@ -40,7 +40,7 @@ from weft.capture.record.escapes import EscapeCheck
 from weft.capture.record.float_arithmetic import FloatArithmetic
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.group_names import canonical_groups
-from weft.capture.record.growing_lists import GrowingLists
+from weft.capture.record.growing_lists import GrowingLists, takes_out_entries
 from weft.capture.record.hook_counts import HookCounts
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.idle_optimizers import warn_of_idle
@@ -54,8 +54,9 @@ from weft.capture.record.module_path import ModulePath
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
-from weft.capture.record.optimizer_states import Entry, OptimizerStates
+from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
 from weft.capture.record.outside_values import OutsideValues
+from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.percent_formats import percent_formats_know_symbols
 from weft.capture.record.plain_keys import plain_keys_in_state
 from weft.capture.record.plain_numbers import symbols_answer_as_numbers
@@ -67,10 +68,9 @@ from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.result_aliases import result_aliases
 from weft.capture.record.sharding_text import sharding_text
-from weft.capture.record.shared_objects import SharedObjects
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
-from weft.capture.record.templates import Template
+from weft.capture.record.templates import Templates
 from weft.capture.record.tools_around import refuse_tools_around
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import scripts_interpreted
@@ -78,7 +78,6 @@ from weft.capture.record.tracked_storages import is_tensor
 from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments, caught_exceptions_noted
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
-from weft.capture.state.code_names import takes_entries
 from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.library_names import RunningCode
@@ -94,7 +93,6 @@ from weft.errors import (
     WeftError,
 )
 from weft.short_tracebacks import mark_refused_call
-from weft.source_files import is_own_file
 
 
 @generators_kept()
@@ -128,9 +126,14 @@ def capture_step(
     escapes, name = EscapeCheck(), getattr(step, "__qualname__", type(step).__qualname__)
     refuse_tools_around(name)
 
+    created: list[Entry] = []  # state of optimizers
+
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
         paths = outcomes, expected
-        return _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how).run()
+        capture = _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how)
+        captured = capture.run()
+        created[:] = capture.optimizer_states.created
+        return captured
 
     with capturing(), escapes.watching():
         try:
@@ -140,7 +143,11 @@ def capture_step(
             raise
         finally:
             torch_adapter.bound_fake_results()
-        escapes.raise_for_escaped(name, captured.fakes())
+        try:
+            escapes.raise_for_escaped(name, captured.fakes())
+        except WeftError:
+            remove(created)
+            raise
     return captured
 
 
@@ -186,6 +193,8 @@ class _StepCapture:
         found.unread = {self.arguments.paths[at] for at in self.arguments.not_to_be_read}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
+        self.met = frozenset(map(id, state.objects))  # before the step makes any
+        self.made, self.collect = escapes.made, escapes.collect
         self.dynamic = dynamic | self.arguments.marked_dynamic()
         self.recorder.input_name = self._input_name
         self.recorder.float_tags.used = not changing.plain_floats
@@ -219,14 +228,15 @@ class _StepCapture:
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
                 reported = data_dependence_reported(self.step, symbols, drawn)
-                result, raised = None, None
+                results: list[Any] = [None]  # of which no variable holds one: references to them are counted
+                raised = None
                 try:
                     caught = caught_exceptions_noted(self.found)
                     compared = self.remembering.compared(self._changes_so_far, self.recorder.graph)
                     answered, inside = self.branches.answered(), functions.active_in_backward()
                     keys = plain_keys_in_state(self.state.containers)
                     with reported, compared, self.fake_mode, self.recorder, functions, inside, answered, caught, keys:
-                        result = self.step(*args, **kwargs)
+                        results[0] = self.step(*args, **kwargs)
                 except (Exception, SystemExit) as error:
                     mark_refused_call(error)
                     if isinstance(error, WeftError) or not self.branches.taken:
@@ -235,10 +245,10 @@ class _StepCapture:
                 self.specialised = self.sizes.specialised()
             self.optimizer_states.check()
             self.outside.arrays.check_unreached()
-            captured = self._finish(result, raised)
+            captured = self._finish(results, raised)
         except BaseException:
             self._restore_state()
-            self.optimizer_states.undo()
+            remove(self.optimizer_states.created)
             for node in self.recorder.graph.nodes:
                 # A value holds what autograd made of it, and wrappers look whether that is alive.
                 node.meta.pop("val", None)
@@ -264,7 +274,9 @@ class _StepCapture:
     def _snapshots(self) -> StateSnapshots:
         arguments = self.arguments
         places = {id(arguments.leaves[at]): place for at, place in arguments.tensors.items()}
-        return StateSnapshots(self.recorder, self.state, [container for _, container in arguments.gradients], places)
+        return StateSnapshots(
+            self.recorder, self.state, [container for _, container in arguments.gradients], places, self.met, self.made
+        )
 
     # ---- around the run
 
@@ -366,7 +378,7 @@ class _StepCapture:
 
     # ---- from the record to the captured step
 
-    def _finish(self, result: Any, raised: Exception | SystemExit | None) -> CapturedStep:
+    def _finish(self, results: list[Any], raised: Exception | SystemExit | None) -> CapturedStep:
         recorder = self.recorder
         outputs: list[Output] = []
         nodes: list[Any] = []
@@ -378,7 +390,6 @@ class _StepCapture:
 
         with torch_adapter.only_mode(self.fake_mode):
             recorder.storages.end()
-            slots: dict[int, int] = {}
             effects: list[Effect] = []
             appends: list[Append] = []
             moved: list[tuple[Container, list[Any]]] = []
@@ -389,20 +400,21 @@ class _StepCapture:
             self.state.notice_new_hooks()
             self.state.notice_new_attributes()
             self.graphs.check([tensor for _, tensor in recorder.placeholders])
-            changes = [*self.state.changes(), *self.arguments.changes()]
+            changes = [*self.state.changes(), *self.arguments.changes(self.state.containers)]
             self.numbers.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
-            shared = SharedObjects(own, [result, *(new for *_, new in changes)])
             known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
+            begun_with = OwnObjects(self.met, self.state, self.made, self.arguments.passed_objects)
+            appended = list(self.lists.appended()) if complete else []
+            begun_with.note_left(results, changes, appended, self.collect)
+            templates = Templates(recorder, known, begun_with)
             if complete:
-                effects = self._effects(changes, keep, slots, shared, known)
+                effects = self._effects(changes, keep, templates)
                 moved = [(each, keys) for each in own if (keys := each.moved())]
-                appends = self._appends(keep, slots, shared, known)
-            kept = lambda value: keep(Return, value)
-            where = "the step's return value"
-            returned = Template.of(result, recorder, kept, where, places_by_id=known, slots=slots, shared=shared)
-            replaced = self._memory_replaced(effects, keep, nodes, slots) if complete else set()
-            shared.end()
+                appends = self._appends(appended, keep, templates)
+            returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
+            replaced = self._memory_replaced(effects, keep, nodes, templates) if complete else set()
+            templates.end()
             self.arguments.forget_fakes()
             self._restore_state()
             self.lists.settle(self.state.containers)
@@ -470,9 +482,7 @@ class _StepCapture:
         self,
         changes: list[tuple[Container, Any, Any, Any]],
         keep: Callable[[Callable[[int], Output], Any], int],
-        slots: dict[int, int],
-        shared: SharedObjects,
-        known: UserTensors,
+        templates: Templates,
     ) -> list[Effect]:
         effects: list[Effect] = []
         removals: list[Effect] = []
@@ -484,38 +494,27 @@ class _StepCapture:
             if new is MISSING:
                 removals.append(Effect(container, key, None))
                 continue
-            # A list that was empty may have been cleared in this step; the next call may clear it again.
-            bounded = container.outer is not None or getattr(container.obj, "maxlen", None) is not None
             # `add_param_group` is called once for each group. Where a step calls it each time, each is captured.
-            bounded = bounded or any(container.obj is each.param_groups for each, _ in self.state.optimizers)
-            if container.grew() and container.before and not bounded and not self._has_windows():
+            is_groups = any(container.obj is each.param_groups for each, _ in self.state.optimizers)
+            if container.grows_forever() and not is_groups and not takes_out_entries(self.state.functions):
                 remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
                 change = f"{len(container.before)} -> {len(container.obj)} entries"
                 raise PythonStateChanged(container.path, change, remedy)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            template = Template.of(new, self.recorder, kept, path, places_by_id=known, slots=slots, shared=shared)
-            effects.append(Effect(container, key, template))
+            effects.append(Effect(container, key, templates.of(new, kept, path)))
         return [*effects, *removals[::-1]]  # from the end of a list, so that positions keep their meaning
-
-    def _has_windows(self) -> bool:
-        """Whether the user's code takes entries out of lists. One that grows now does not grow forever then: it is
-        captured for each length, as a deque with ``maxlen`` is."""
-        own = (each.__code__ for each in self.state.functions if is_own_file(each.__code__.co_filename))
-        return any(map(takes_entries, own))
 
     def _appends(
         self,
+        appended: list[tuple[Container, Any, Any]],
         keep: Callable[[Callable[[int], Output], Any], int],
-        slots: dict[int, int],
-        shared: SharedObjects,
-        known: UserTensors,
+        templates: Templates,
     ) -> list[Append]:
         appends: list[Append] = []
-        for container, key, value in self.lists.appended():
+        for container, key, value in appended:
             path = container.label(key)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            template = Template.of(value, self.recorder, kept, path, places_by_id=known, slots=slots, shared=shared)
-            appends.append(Append(container, key, template))
+            appends.append(Append(container, key, templates.of(value, kept, path)))
         return appends
 
     def _memory_replaced(
@@ -523,7 +522,7 @@ class _StepCapture:
         effects: list[Effect],
         keep: Callable[[Callable[[int], Output], Any], int],
         nodes: list[Any],
-        slots: dict[int, int],
+        templates: Templates,
     ) -> set[tuple[Any, ...]]:
         """Add an effect for each tensor that gets other memory by ``tensor.data = ...``; their memory keys.
 
@@ -549,7 +548,7 @@ class _StepCapture:
                 raise UncapturableMutation(f"{what}; assign to a clone of the argument")
             path = self.state.places_by_id[id(target)].path
             kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            template = Template.of(source, self.recorder, kept, f"{path}.data", slots=slots)
+            template = templates.of_memory(source, kept, f"{path}.data")
             effects.append(Effect(TensorData(target, path), "data", template))
             replaced.add(memory_key(target))
         return replaced

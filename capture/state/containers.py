@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -45,9 +45,6 @@ ANY = object()
 
 # The methods that give the parts of a sparse matrix in coordinates, be it coalesced or not.
 SPARSE_PARTS = ("_indices", "_values")
-
-# Types of lists and dictionaries that a step may replace by others.
-REPLACED_KINDS = (dict, list, defaultdict, OrderedDict)
 
 
 class BuiltinLike(type):
@@ -319,6 +316,12 @@ class Container:
         longer = isinstance(self.obj, GROWING_KINDS) and len(now) > len(self.before)
         return longer and all(now[key] is old for key, old in self.before.items())
 
+    def grows_forever(self) -> bool:
+        """Whether a list gets longer at each call. One that was empty may have been cleared in this step, and the next
+        call may clear it again."""
+        bounded = self.outer is not None or (isinstance(self.obj, deque) and self.obj.maxlen is not None)
+        return bool(self.before) and not bounded and self.grew()
+
     def may_be_appended_to(self) -> bool:
         """Whether it is a list that got longer, or a deque whose entries moved on."""
         if type(self.obj) is deque:
@@ -506,7 +509,8 @@ class StatePlace:
         role: of the value in training.
         inner: attributes that lead from a tensor subclass (DTensor) at the place to the plain tensor inside, or the
             part of a sparse matrix.
-        items: positions and keys that lead from the entry to the value: ``(1, 0)`` for ``entry[1][0]``.
+        items: positions and keys that lead from the entry to the value: ``(1, 0)`` for ``entry[1][0]``; ``vars`` leads
+            to the attributes of an object.
     """
 
     container: Container
@@ -517,8 +521,10 @@ class StatePlace:
     items: tuple[Any, ...] = ()
 
     def inside(self, key: Any, role: Role | None = None) -> StatePlace:
-        """The place of an item of the tuple, list or dictionary at this place."""
-        return replace(self, path=f"{self.path}[{key!r}]", items=(*self.items, key), role=role or self.role)
+        """The place of an item of the tuple, list or dictionary at this place, or of the attributes of the object."""
+        is_attribute = self.items[-1:] == (vars,)
+        path = self.path if key is vars else f"{self.path}.{key}" if is_attribute else f"{self.path}[{key!r}]"
+        return replace(self, path=path, items=(*self.items, key), role=role or self.role)
 
     def outer(self) -> Any:
         """The object at this place now, MISSING where there is none."""
@@ -545,7 +551,10 @@ def part_of(value: Any, name: str) -> Any:
 
 
 def item_of(value: Any, at: Any) -> Any:
-    """The item of a tuple, list, deque or dictionary at a position or key, MISSING where there is none."""
+    """The item of a tuple, list, deque or dictionary at a position or key, or the attributes of an object; MISSING
+    where there is none."""
+    if at is vars:
+        return getattr(value, "__dict__", MISSING)
     if isinstance(value, dict):
         return dict.get(value, at, MISSING)
     if not isinstance(value, (tuple, list, deque)):

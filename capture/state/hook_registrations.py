@@ -47,6 +47,18 @@ class HookSite:
     before: dict[int, Any]
 
 
+def sites_of(leaf: torch.Tensor, path: str) -> list[HookSite]:
+    """Where hooks can be registered on a leaf that requires grad: the tensor and its autograd node."""
+    sites: list[HookSite] = []
+    for at, (kind, hooks) in enumerate(torch_adapter.tensor_hooks(leaf)):
+        read: Callable[[], Any] = lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]
+        sites.append(HookSite(path, kind, read, dict(hooks or {})))
+    node = torch_adapter.accumulator(leaf)
+    for kind, hooks in torch_adapter.node_hooks(node):
+        sites.append(HookSite(path, kind, lambda hooks=hooks, node=node: hooks, dict(hooks)))
+    return sites
+
+
 def user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
     """The function that the user registered. Torch wraps a multi-grad hook in a function of its own."""
     if getattr(hook, "__module__", "") != torch.autograd.graph.__name__:

@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from weft.capture.state.code_names import (
 from weft.capture.state.containers import (
     GROWING_KINDS,
     MISSING,
-    REPLACED_KINDS,
     SIMPLE,
     AllBut,
     Attributes,
@@ -44,7 +43,6 @@ from weft.capture.state.containers import (
     Container,
     LoadedModules,
     StatePlace,
-    items_of,
     label_of,
     role_of,
 )
@@ -60,7 +58,8 @@ from weft.capture.state.contents import (
     value_of,
 )
 from weft.capture.state.followed_names import FollowedByObject, FollowedNames
-from weft.capture.state.hook_registrations import HookSite, user_hook
+from weft.capture.state.hook_registrations import HookSite, sites_of, user_hook
+from weft.capture.state.object_parts import followed_items, is_replaceable
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.origin import is_foreign, is_own, is_pythons_own
 from weft.capture.state.script_modules import script_state
@@ -200,17 +199,6 @@ class ReachableState:
         for hook in list(hooks.values()):
             self._visit(user_hook(hook), path, None)
 
-    def sites_of(self, leaf: torch.Tensor, path: str) -> list[HookSite]:
-        """Where hooks can be registered on a leaf that requires grad: the tensor and its autograd node."""
-        sites: list[HookSite] = []
-        for at, (kind, hooks) in enumerate(torch_adapter.tensor_hooks(leaf)):
-            read: Callable[[], Any] = lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]
-            sites.append(HookSite(path, kind, read, dict(hooks or {})))
-        node = torch_adapter.accumulator(leaf)
-        for kind, hooks in torch_adapter.node_hooks(node):
-            sites.append(HookSite(path, kind, lambda hooks=hooks, node=node: hooks, dict(hooks)))
-        return sites
-
     def notice_new_hooks(self) -> None:
         """Treat hooks that the step left on leaves without hooks as changes of Python state."""
         for site in self.sites:
@@ -305,9 +293,7 @@ class ReachableState:
 
     def _met_again(self, obj: Any, path: str, place: StatePlace | None) -> None:
         """Another place of an object: of a list that each call replaces at all of its places, or only at some."""
-        if not (self._replaced or self._growing):
-            return
-        replaced = place is not None and path in self._replaced and type(obj) in REPLACED_KINDS
+        replaced = place is not None and self._is_replaced(obj, path, place)
         first = self._replaced_at.get(id(obj))
         if replaced and first in self._replaced:
             self.replaced_places.append((place, obj))
@@ -318,6 +304,9 @@ class ReachableState:
         """An object of a class of the user's, of a library's or of another one of Python's own."""
         kind = self._kinds[type(obj)]
         self._elements(obj, path, place)
+        if self._is_replaced(obj, path, place):
+            self._class(type(obj))
+            return
         # Sets inside weft's own objects change with what else is guarded.
         access = None if self._inside_walked else kind.access
         if access is not None and (content := content_of(obj, access, path)) is not None:
@@ -341,14 +330,11 @@ class ReachableState:
 
     def _elements(self, obj: Any, path: str, place: StatePlace | None) -> None:
         """What an object of Python's own types holds."""
-        if isinstance(obj, tuple) or (place is not None and path in self._replaced and type(obj) in REPLACED_KINDS):
+        if isinstance(obj, tuple) or self._is_replaced(obj, path, place):
             if place is not None and not isinstance(obj, tuple):
                 self._replaced_at[id(obj)] = path
                 self.replaced_places.append((place, obj))
-                self.containers.append(Container(obj, path))
-                self.containers[-1].outer, self.containers[-1].frozen = place, True
-            for at, item in items_of(obj):
-                self._visit(item, f"{path}[{at!r}]", place and place.inside(at))
+            self._items(obj, path, place)
         # A stand-in cannot take the place of a list inside of a tuple.
         elif place is not None and not place.items and path in self._growing and type(obj) in GROWING_KINDS:
             self._replaced_at[id(obj)] = path
@@ -358,6 +344,20 @@ class ReachableState:
             elements = Container(obj, path)
             for at, item in enumerate(obj):
                 self._visit(item, f"{path}[{at}]", StatePlace(elements, at, f"{path}[{at}]", role_of(item)))
+
+    def _is_replaced(self, obj: Any, path: str, place: StatePlace | None) -> bool:
+        return place is not None and path in self._replaced and is_replaceable(obj)
+
+    def _items(self, obj: Any, path: str, place: StatePlace | None) -> None:
+        """What is in a tuple, or in an object that each call replaces, at places under its own."""
+        if place is not None and isinstance(obj, (dict, list)):
+            label = label_of(path) if place.items[-1:] == (vars,) else None
+            self.containers.append(Container(obj, path, label=label))
+            self.containers[-1].outer, self.containers[-1].frozen = place, True
+        for at, item in followed_items(obj):
+            inner = place and place.inside(at)
+            visit = self._items if at is vars else self._visit
+            visit(item, inner.path if inner else path if at is vars else f"{path}[{at!r}]", inner)
 
     def _container(self, container: Container, role: Role | None = None) -> None:
         self.containers.append(container)
@@ -397,7 +397,7 @@ class ReachableState:
             self.plain_leaves.append((tensor, path))
 
     def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
-        self.sites += (sites := self.sites_of(leaf, path))
+        self.sites += (sites := sites_of(leaf, path))
         for site in sites:
             if (hooks := site.read()) and id(hooks) not in self._seen:
                 self._seen[id(hooks)] = hooks

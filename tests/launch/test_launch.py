@@ -31,7 +31,10 @@ rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 names = [*json.loads(sys.argv[1]), "CUDA_VISIBLE_DEVICES", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
 values = [os.environ.get(name) for name in names]
 print("rank", rank, "of", os.environ["WORLD_SIZE"], "attempt", attempt, values, flush=True)
+open(f"printed_{rank}_{attempt}", "w").close()
 if sys.argv[2] == "fail" and rank == "1":
+    while not os.path.exists(f"printed_0_{attempt}"):  # a rank that fails ends the others
+        time.sleep(0.01)
     raise ValueError(f"planted in attempt {attempt}")
 if sys.argv[2] == "sleep":
     time.sleep(120)

@@ -265,11 +265,11 @@ def test_files_are_not_opened_once_only(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_a_module_that_is_imported_in_a_step_opens_files_and_prints_as_in_eager(
+def test_a_module_that_is_opens_files_when_imported_opens_files_and_prints_as_in_eager(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "settings.txt").write_text("3")
-    (tmp_path / "imported_in_a_step.py").write_text(
+    (tmp_path / "opens_files_when_imported.py").write_text(
         "import pathlib\n"
         "def read():\n"
         "    return int((pathlib.Path(__file__).parent / 'settings.txt').read_text())\n"
@@ -279,9 +279,9 @@ def test_a_module_that_is_imported_in_a_step_opens_files_and_prints_as_in_eager(
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        import imported_in_a_step  # type: ignore[missing-import]
+        import opens_files_when_imported  # type: ignore[missing-import]
 
-        return x * imported_in_a_step.FACTOR
+        return x * opens_files_when_imported.FACTOR
 
     compiled = weft.compile(step)
     for _ in range(3):

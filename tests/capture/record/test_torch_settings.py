@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,17 +38,6 @@ def settings() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         torch.backends.cudnn.benchmark,
     )
-
-
-@pytest.fixture(autouse=True)
-def _settings_restored() -> Iterator[None]:
-    deterministic, dtype, precision, benchmark = settings()
-    yield
-    torch.use_deterministic_algorithms(deterministic)
-    torch.set_default_dtype(dtype)
-    torch.set_float32_matmul_precision(precision)
-    if torch.backends.cudnn.benchmark is not benchmark:
-        torch.backends.cudnn.benchmark = benchmark
 
 
 CHANGES = [_deterministic, _default_dtype, _matmul_precision, _benchmark]

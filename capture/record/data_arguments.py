@@ -1,0 +1,81 @@
+"""Arguments that are data: objects of the user's classes with tensors inside, a batch among them.
+
+Pytrees are taught their classes, so that what such an object holds are arguments of their own: its tensors are inputs
+of the graph, and each call may bring another object. An object with a model inside is no data: it is walked as Python
+state is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import UserDict
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+from weft.capture.state.object_parts import TAUGHT, ObjectForm, parts_of, structure_of
+from weft.capture.state.type_facts import SIMPLE_KINDS
+
+# A choice: how many objects are looked at for a tensor. Batches have few; configurations may have many.
+_MOST_LOOKED_AT = 200
+
+
+def register_data(tree: Any) -> None:
+    """Teach pytrees the classes of all data in ``tree``."""
+    pending = [tree]
+    while pending:
+        for leaf in torch_adapter.flatten(pending.pop())[0]:
+            if not torch_adapter.is_registered(type(leaf)) and _is_data(leaf):
+                TAUGHT.add(type(leaf))
+                torch_adapter.register_parts(type(leaf), _flat, _made, _keys)
+                pending.append(leaf)
+
+
+def _is_data(obj: Any) -> bool:
+    if type(obj) in SIMPLE_KINDS or isinstance(obj, torch.Tensor) or parts_of(obj) is None:
+        return False
+    return is_dataclass(obj) or isinstance(obj, UserDict) or (not callable(obj) and _holds_tensors(obj))
+
+
+def _holds_tensors(obj: Any) -> bool:
+    """Whether tensors or arrays are in an object, and no module, optimizer or function."""
+    numpy = sys.modules.get("numpy")
+    data = torch.Tensor if numpy is None else (torch.Tensor, numpy.ndarray)
+    found, pending, seen = False, [obj], set[int]()
+    while pending and len(seen) < _MOST_LOOKED_AT:
+        each = pending.pop()
+        if isinstance(each, (torch.nn.Module, torch.optim.Optimizer)) or (
+            callable(each) and not isinstance(each, type)
+        ):
+            return False
+        if isinstance(each, data):
+            found = True
+        elif type(each) not in SIMPLE_KINDS and id(each) not in seen and (taken := parts_of(each)) is not None:
+            pending += taken.parts
+        seen.add(id(each))
+    return found and not pending
+
+
+_Context = tuple[ObjectForm, tuple[Any, ...]]
+
+
+def _flat(obj: Any) -> tuple[list[Any], _Context]:
+    form, keys, parts = structure_of(obj)  # type: ignore[misc]
+    return parts, (form, tuple(keys))
+
+
+def _made(parts: Any, context: _Context) -> Any:
+    form, keys = context
+    if form.is_fixed:
+        return form.fixed(list(parts))
+    made = form.empty()
+    form.put(made, list(keys), list(parts))
+    return made
+
+
+def _keys(context: _Context, count: int) -> list[Any]:
+    form, keys = context
+    names = [(name,) for name in (*form.names, *(each.__name__ for each in form.slots))]
+    return [*(keys or range(count - len(names))), *names]

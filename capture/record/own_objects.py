@@ -1,0 +1,149 @@
+"""Which of the objects that leave a step it made, and which it began with.
+
+``s.last = s.metrics`` makes both names lead to one object, and ``return s.metrics`` gives the caller that very one. A
+template (:mod:`weft.capture.record.templates`) that copied it would part what eager keeps together: a later change of
+one would not be seen in the other. An object that the step made is another one at each call.
+
+The walk of the Python state meets what the step reaches by names. What a library returned, it may not have met: such an
+object is older than the capture, which Python's garbage collector knows, or something outside keeps it, as
+``logging.getLogger`` does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from weft.capture.record.argument_containers import PassedObject
+from weft.capture.record.live_values import references
+from weft.capture.state.containers import Container, StatePlace
+from weft.capture.state.object_parts import ObjectParts, parts_of
+from weft.capture.state.reachable_state import ReachableState
+from weft.capture.state.type_facts import SIMPLE_KINDS
+
+# Steps make nearly all objects of these types that they leave, and the collector does not list each of them.
+_LITERALS = frozenset({dict, list, tuple})
+
+
+class OwnObject:
+    """Takes an object that each call finds at its place, in the arguments or where an earlier call left it."""
+
+    def __init__(self, place: StatePlace | PassedObject) -> None:
+        self._place = place
+
+    def fill(self, outputs: list[Any]) -> Any:
+        """The object of the present call."""
+        return self._place.outer()
+
+
+class OwnObjects:
+    """The objects that the captured call began with.
+
+    Args:
+        met: ids of the objects that the walk of the Python state met before the step ran.
+        state: what the walk found.
+        made: tells the ids of the objects of a type that were made since the capture began.
+        passed: the objects in the arguments.
+
+    Attributes:
+        held: ids of the objects that were made since then, and that something outside keeps.
+    """
+
+    def __init__(
+        self,
+        met: Collection[int],
+        state: ReachableState,
+        made: Callable[[type], set[int]],
+        passed: Iterable[PassedObject] = (),
+    ) -> None:
+        self._made = functools.cache(made)
+        self._kept = {id(each.obj) for each in state.containers}.union(met)
+        self._places: dict[int, StatePlace | PassedObject] = {id(each.obj): each for each in passed}
+        for place, obj in state.replaced_places:
+            self._places.setdefault(id(obj), place)
+        # The attributes of an object that each call replaces are an object, too.
+        outer = ((id(each.obj), each.outer) for each in state.containers)
+        self._places = {at: place for at, place in outer if place is not None} | self._places
+        self.held: frozenset[int] = frozenset()
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._places or id(value) in self._kept
+
+    def note_left(
+        self,
+        results: list[Any],
+        changes: list[tuple[Container, Any, Any, Any]],
+        appended: list[tuple[Container, Any, Any]],
+        collect: Callable[[], object],
+    ) -> None:
+        """Find out which objects in what a step leaves something outside keeps.
+
+        Args:
+            results: what the step returned, which no variable holds.
+            changes: (container, key, before, after) of what it left in the Python state and in arguments.
+            appended: (container, key, value) of what it appended to lists with stand-ins.
+            collect: collects garbage, which may refer to some of them.
+        """
+        # References that are none from outside: of these lists, of the user's own objects, and of the stand-ins.
+        entries = {(id(container.obj), key): id(new) for container, key, _, new in changes}
+        holders = Counter([*map(id, results), *(id(new) for *_, new in changes), *entries.values()])
+        holders.update(3 * [id(value) for *_, value in appended])  # the stand-in holds each twice
+        values = [*results, *(new for *_, new in changes), *(value for *_, value in appended)]
+        self._note(values, holders, collect)
+
+    def note_passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The same for the arguments of a call inside the step: what the step holds is kept, too."""
+        values = [*args, *kwargs.values()]
+        self._note(values, Counter(map(id, values)), lambda: None)
+
+    def _note(self, values: list[Any], holders: Counter[int], collect: Callable[[], object]) -> None:
+        found: dict[int, Any] = {}
+        while values:
+            value = values.pop()
+            if type(value) in SIMPLE_KINDS or isinstance(value, torch.Tensor) or id(value) in found or value in self:
+                continue
+            if (taken := self.took_apart(value)) is not None:
+                found[id(value)] = value
+                holders.update(map(id, (*taken.keys, *taken.parts)))
+                values += (*taken.keys, *taken.parts)
+        value = taken = None
+        asked = [each for each in found.values() if type(each) not in _LITERALS]
+        found.clear()
+
+        def held() -> frozenset[int]:
+            counts = [references(asked, at) - holders[id(asked[at])] for at in range(len(asked))]
+            return frozenset(id(asked[at]) for at, more in enumerate(counts) if more > 0)
+
+        if held():
+            collect()
+        self.held = held()
+
+    def took_apart(self, value: Any) -> ObjectParts | None:
+        """What an object is made of that was made since the capture began; None of one that is taken as a whole."""
+        taken = parts_of(value)
+        known = taken is None or type(value) in _LITERALS or taken.form.node is not None
+        return taken if known or id(value) in self._made(type(value)) else None
+
+    def slot(self, value: Any) -> Any:
+        """What stands for one of them in a template: itself, or where each call finds another one, an
+        :class:`OwnObject`."""
+        place = self._places.get(id(value))
+        return value if place is None else OwnObject(place)
+
+    def inside(self, value: Any) -> list[Any]:
+        """Those of them that a value is or holds."""
+        found, pending, seen = [], [value], set()
+        while pending:
+            each = pending.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            if each in self and not isinstance(each, tuple):
+                found.append(each)
+            elif (taken := self.took_apart(each)) is not None:
+                pending += taken.parts
+        return found
