@@ -265,7 +265,7 @@ def test_files_are_not_opened_once_only(tmp_path: pathlib.Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
-def test_a_module_that_is_opens_files_when_imported_opens_files_and_prints_as_in_eager(
+def test_a_module_that_is_imported_in_a_step_opens_files_and_prints_as_in_eager(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "settings.txt").write_text("3")
