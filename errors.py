@@ -610,6 +610,16 @@ class RememberedFunctionWrites(WeftError):
         )
 
 
+class RememberedFunctionReads(WeftError):
+    """A function that remembers its results computes one with values that only this call of the step has."""
+
+    def __init__(self, function: str, line: str) -> None:
+        super().__init__(
+            f"{function}, a function with functools.lru_cache, computes with values of this call at {line}, and "
+            "remembers what comes of them. Call it before the compiled step, or compute the result in the step"
+        )
+
+
 class MarkedDynamicSpecialised(WeftError):
     """A size marked with `mark_dynamic` was fixed to a number by the step."""
 

@@ -80,7 +80,7 @@ class OutsideValues:
         self._types = EagerTypes(recorder, self._intercepts)
         # Most values of the user's modules are functions and classes: their types are asked once a capture.
         self._no_generators: set[type] = set()  # types of which no object has a stand-in as a generator
-        self._note_call = remembering.add
+        self._remembering_all = remembering
         self._remembering_functions: dict[int, RememberingFunction] = {}
         self._plain: set[type] = set()  # types of which no object has any stand-in
 
@@ -106,7 +106,7 @@ class OutsideValues:
     def _remembering(self, value: Any) -> Any | None:
         if type(value) is not REMEMBERING:
             return None
-        return self._remembering_functions.setdefault(id(value), RememberingFunction(value, self._note_call))
+        return self._remembering_functions.setdefault(id(value), RememberingFunction(value, self._remembering_all))
 
     def _of_generator(self, value: Any) -> Any | None:
         kind = type(value)

@@ -125,7 +125,7 @@ class OwnObjects:
     def took_apart(self, value: Any) -> ObjectParts | None:
         """What an object is made of that was made since the capture began; None of one that is taken as a whole."""
         taken = parts_of(value)
-        known = taken is None or type(value) in _LITERALS or taken.form.node is not None
+        known = taken is None or taken.form.is_fixed or type(value) in _LITERALS
         return taken if known or id(value) in self._made(type(value)) else None
 
     def slot(self, value: Any) -> Any:

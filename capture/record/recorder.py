@@ -195,11 +195,11 @@ class OpRecorder(TorchDispatchMode):
     @contextmanager
     def paused(self, *modes: TorchDispatchMode) -> Iterator[None]:
         """Operations inside are not recorded and run for real, under ``modes`` alone."""
-        self._paused_in = modes
+        outer, self._paused_in = self._paused_in, modes
         try:
             yield
         finally:
-            self._paused_in = None
+            self._paused_in = outer
 
     def end(self) -> None:
         """Let go of all values, and of the user's tensors: only the graph holds values from here on."""

@@ -21,11 +21,16 @@ from weft.capture.node_kinds import is_ordered, is_random
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.held_references import StandIn
 from weft.capture.record.host_draws import GeneratorDraw, draw_numpy, draw_python
+from weft.capture.record.operands import tensors_in
 from weft.capture.record.plain_keys import keep_entries, plain_key
 from weft.capture.record.recorder import check, recording
+from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import Container
-from weft.capture.user_code import REMEMBERING, cache_of
-from weft.errors import RememberedFunctionWrites
+from weft.capture.state.object_parts import parts_of
+from weft.capture.state.tensor_memory import inner_tensor
+from weft.capture.user_code import REMEMBERING, cache_of, user_line
+from weft.errors import RememberedFunctionReads, RememberedFunctionWrites
+from weft.torch_adapter import TorchDispatchMode
 
 
 class RememberingFunction(StandIn):
@@ -34,18 +39,18 @@ class RememberingFunction(StandIn):
 
     Args:
         original: the function.
-        noted: called with it before each call of the step.
+        functions: makes each call of the step.
     """
 
-    def __init__(self, original: Any, noted: Callable[[Any], object]) -> None:
+    def __init__(self, original: Any, functions: RememberingFunctions) -> None:
         super().__init__(original)
-        self.weft_noted = noted
+        self.weft_functions = functions
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if recording() is not None:
-            self.weft_noted(self.weft_original)
-            args, kwargs = tuple(map(plain_key, args)), {name: plain_key(value) for name, value in kwargs.items()}
-        return self.weft_original(*args, **kwargs)
+        if recording() is None:
+            return self.weft_original(*args, **kwargs)
+        args, kwargs = tuple(map(plain_key, args)), {name: plain_key(value) for name, value in kwargs.items()}
+        return self.weft_functions.call(self.weft_original, args, kwargs)
 
     def __get__(self, obj: Any, kind: Any = None) -> Any:
         return self if obj is None else types.MethodType(self, obj)
@@ -62,18 +67,34 @@ class RememberingFunctions:
 
     Attributes:
         watched: whether to compare the state before and after their bodies.
+        for_real: whether bodies compute with real tensors, once, as in eager.
         changed: what the bodies changed, as the user would write it.
+        once: those of which each call would compute another result than the one that eager remembers: the step writes
+            to it, or it depends on the Python state.
     """
 
-    def __init__(self, *, watched: bool = False, known: Iterable[Any] = ()) -> None:
-        self.watched = watched
+    def __init__(self, *, watched: bool = False, for_real: bool = False, known: Iterable[Any] = ()) -> None:
+        self.watched, self.for_real = watched, for_real
+        self.once: set[str] = set()
+        self._computed: list[tuple[str, Any, list[int]]] = []  # by bodies: function, object, what it was made of
         self._known = list(known)
         self.changed: set[str] = set()
         self._misses: list[tuple[Any, int]] = []
-        self._remembered: dict[int, list[Any]] = {}  # arguments, by function, where the number of results has no limit
+        self._remembered: dict[int, list[Any]] = {}  # the keys of results, by function
+        self._walk: Callable[[Any, str], object] = lambda result, path: None
+        self._modes: tuple[TorchDispatchMode, ...] = ()
 
-    def note(self, objects: Iterable[Any]) -> None:
-        """Begin with those among ``objects``."""
+    def note(
+        self, objects: Iterable[Any], walk: Callable[[Any, str], object], modes: tuple[TorchDispatchMode, ...]
+    ) -> None:
+        """Begin with those among ``objects``.
+
+        Args:
+            walk: follows a result that the step can change, under a path.
+            modes: those of a fake world.
+        """
+        self._walk, self._modes = walk, modes
+        self._computed.clear()
         self._misses.clear()
         self._remembered.clear()
         for each in (*objects, *self._known):
@@ -85,8 +106,40 @@ class RememberingFunctions:
         if any(function is known for known, _ in self._misses):
             return
         self._misses.append((function, function.cache_info().misses))
-        if function.cache_parameters()["maxsize"] is None:
-            self._remembered[id(function)] = list(cache_of(function) or ())
+        self._remembered[id(function)] = list(cache_of(function) or ())
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call of the step."""
+        recorder: Any = recording()
+        self.add(function)
+        misses, known = function.cache_info().misses, set(recorder.graph.nodes)
+        plain = not _of_the_call([*args, *kwargs.values()])
+        alone = (
+            _alone(recorder, function.__qualname__, self._modes)
+            if plain and self.for_real
+            else contextlib.nullcontext()
+        )
+        with alone:
+            result = function(*args, **kwargs)
+        if not _holds_values(result):
+            if _can_be_changed(result):
+                given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+                self._walk(result, f"{function.__name__}({', '.join(given)})")
+        elif plain and function.cache_info().misses != misses:
+            computed = {node for node in recorder.graph.nodes if node.op != "placeholder"} - known
+            self._note_computed(function.__qualname__, result, computed)
+        return result
+
+    def _note_computed(self, name: str, result: Any, nodes: set[torch.fx.Node]) -> None:
+        """Note what a body computed in the capture, and whether it depends on more than its arguments."""
+        if not all(nodes.issuperset(node.all_input_nodes) for node in nodes):
+            self.once.add(name)
+        self._computed += [(name, each, _content(each)) for each in _parts_in(result)]
+
+    def check_written(self) -> None:
+        """After the step: note which functions' results it changed."""
+        self.once |= {name for name, each, before in self._computed if _content(each) != before}
+        self._computed.clear()
 
     def ran(self) -> list[Any]:
         """Those whose body ran since."""
@@ -95,15 +148,15 @@ class RememberingFunctions:
     def forget(self) -> None:
         """Have those whose body ran run it again when they are called next: in another attempt, or in eager.
 
-        Of a function with a limit, Python can only take away all results.
+        What they remembered before stays. Python's function of a limited size finds its results in a dictionary, too,
+        and copes with entries that are no longer there: the code of the user that it calls may have removed them.
         """
         for function in self.ran():
-            known = self._remembered.get(id(function))
-            if known is None:
+            if known := self._remembered.get(id(function)):
+                ids = set(map(id, known))
+                keep_entries(cache_of(function) or {}, lambda key, value, ids=ids: id(key) in ids)
+            else:
                 function.cache_clear()
-                continue
-            ids = set(map(id, known))
-            keep_entries(cache_of(function) or {}, lambda key, value, ids=ids: id(key) in ids)
 
     @contextlib.contextmanager
     def compared(
@@ -158,18 +211,81 @@ def attempt_with_checked_bodies(
         functions.forget()
         raise
     ran = functions.ran()
+    once = functions.once
     if not captured.complete:
         functions.forget()  # the capture of the path to its end shall see what the bodies change
     changes = any(each.key != "grad" for each in captured.effects + captured.appends)
-    if not ran or not captured.complete or not (changes or any(_actions(captured.graph.graph))):
+    if ran and captured.complete and (changes or any(_actions(captured.graph.graph))):
+        functions.forget()
+        functions = RememberingFunctions(watched=True, known=ran)
+        captured = attempt(*args, remembering=functions, **how)
+        if functions.changed:
+            functions.forget()
+            raise RememberedFunctionWrites([each.__qualname__ for each in ran], sorted(functions.changed))
+    if not once:
         return captured
     functions.forget()
-    watched = RememberingFunctions(watched=True, known=ran)
-    captured = attempt(*args, remembering=watched, **how)
-    if watched.changed:
-        watched.forget()
-        raise RememberedFunctionWrites([each.__qualname__ for each in ran], sorted(watched.changed))
-    return captured
+    if captured.outcomes or not captured.complete:  # another path may have the same beginning
+        raise RememberedFunctionReads(sorted(once)[0], user_line())
+    functions = RememberingFunctions(for_real=True, known=ran)
+    try:
+        return attempt(*args, remembering=functions, **how)
+    except BaseException:
+        functions.forget()
+        raise
+
+
+@contextlib.contextmanager
+def _alone(recorder: Any, function: str, modes: tuple[TorchDispatchMode, ...]) -> Iterator[None]:
+    """Inside, a body computes with real tensors and is not recorded.
+
+    Raises:
+        RememberedFunctionReads: it takes a value that the step has computed or written before.
+    """
+    with recorder.paused(*modes), _KnownBefore(recorder, function):
+        yield
+
+
+class _KnownBefore(TorchDispatchMode):
+    """Lets operations take only tensors that have the values of the beginning of the call."""
+
+    def __init__(self, recorder: Any, function: str) -> None:
+        super().__init__()
+        self._recorder, self._function = recorder, function
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            plain = inner_tensor(tensor)[0]
+            is_written = (
+                self._recorder.input_fake(plain) is not None and self._recorder.current_value(plain).op != "placeholder"
+            )
+            if is_tracked(plain) or is_written:
+                raise RememberedFunctionReads(self._function, user_line())
+        return func(*args, **(kwargs or {}))
+
+
+def _parts_in(result: Any) -> list[Any]:
+    """A result and the tensors and objects in it that can be changed."""
+    found, pending, seen = [], [result], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif (taken := parts_of(each)) is not None:
+            found += [] if taken.form.is_fixed else [each]
+            pending += (*taken.keys, *taken.parts)
+    return found
+
+
+def _content(value: Any) -> list[int]:
+    """What tells whether an object was changed: how often a tensor was written to, and the parts of others."""
+    if isinstance(value, torch.Tensor):
+        return [value._version]
+    taken = parts_of(value)
+    return [] if taken is None else [*map(id, (*taken.keys, *taken.parts))]
 
 
 def _of_the_call(arguments: Any) -> bool:
@@ -177,6 +293,23 @@ def _of_the_call(arguments: Any) -> bool:
     return any(
         isinstance(each, FakeTensor) or (isinstance(each, (tuple, list)) and _of_the_call(each)) for each in arguments
     )
+
+
+def _holds_values(result: Any) -> bool:
+    """Whether a tensor or number of the capture is in a result."""
+    pending, seen = [result], set[int]()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return True
+        if id(each) not in seen and (taken := parts_of(each)) is not None:
+            seen.add(id(each))
+            pending += (*taken.keys, *taken.parts)
+    return False
+
+
+def _can_be_changed(result: Any) -> bool:
+    return any(not isinstance(each, torch.Tensor) for each in _parts_in(result))
 
 
 def _labels(changes: Iterable[tuple[Container, Any, Any, Any]]) -> dict[tuple[int, Any, int], str]:

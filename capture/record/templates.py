@@ -36,7 +36,8 @@ from weft.capture.record.template_parts import (
 from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.record.unread_arguments import UnreadValue, count_as_read
 from weft.capture.state.containers import StatePlace
-from weft.capture.state.object_parts import ObjectParts
+from weft.capture.state.contents import attributes_of
+from weft.capture.state.object_parts import ObjectParts, parts_of
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.state.type_facts import SIMPLE_KINDS
 from weft.errors import EscapedTensor
@@ -214,9 +215,11 @@ def _copied_kinds() -> tuple[type, ...]:
 
 
 def _inside(leaf: Any) -> list[Any]:
-    """The attributes of an object, and the variables that a function closes over."""
+    """What an object is made of, and the variables that a function closes over."""
+    taken = parts_of(leaf)
+    parts = [*attributes_of(leaf).values()] if taken is None else taken.parts
     cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or () if cell != _EMPTY_CELL]
-    return [*getattr(leaf, "__dict__", {}).values(), *cells]
+    return [*parts, *cells]
 
 
 _EMPTY_CELL = types.CellType()

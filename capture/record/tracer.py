@@ -51,6 +51,7 @@ from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, refuse_writes_to_shared_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
+from weft.capture.record.new_leaves import refuse_new_leaves
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
@@ -193,7 +194,7 @@ class _StepCapture:
         found.unread = {self.arguments.paths[at] for at in self.arguments.not_to_be_read}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
-        self.met = frozenset(map(id, state.objects))  # before the step makes any
+        self.met = set(map(id, state.objects))  # before the step makes any
         self.made, self.collect = escapes.made, escapes.collect
         self.dynamic = dynamic | self.arguments.marked_dynamic()
         self.recorder.input_name = self._input_name
@@ -206,7 +207,7 @@ class _StepCapture:
         self.tables = NumberTables(changing.tables, changing.plain_tables, found)
         self.large_arrays = LargeArrays(self.state, changing.tables)
         self.remembering = remembering
-        remembering.note(self.state.objects)
+        remembering.note(self.state.objects, self._walk_result, self.modes)
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
         self.outside = OutsideValues(self.recorder, self.state, remembering, watched=watched, arrays=followed)
         self.path = ModulePath(self.state)
@@ -245,6 +246,7 @@ class _StepCapture:
                 self.specialised = self.sizes.specialised()
             self.optimizer_states.check()
             self.outside.arrays.check_unreached()
+            self.remembering.check_written()
             captured = self._finish(results, raised)
         except BaseException:
             self._restore_state()
@@ -359,6 +361,12 @@ class _StepCapture:
                     after_write = not any(node.op == "placeholder" for node in cast.all_input_nodes)
                     self.autocast_copies.append(AutocastCopy(name, places[id(leaf)], copy.dtype, after_write))
 
+    def _walk_result(self, result: Any, path: str) -> None:
+        """Follow what a function remembers: it is Python state that the step reaches by calling the function."""
+        self.state.add(result, path)
+        self.met.update(map(id, self.state.objects))
+        self.numbers.put_into(self.state.containers)
+
     def _restore_state(self) -> None:
         self.state.notice_new_hooks()
         self.state.notice_new_attributes()
@@ -396,7 +404,7 @@ class _StepCapture:
             if complete := not self.branches.undecided:
                 if raised is None:
                     self.hooks.check()
-                self._refuse_new_leaves()
+                refuse_new_leaves(self.state.plain_leaves)
             self.state.notice_new_hooks()
             self.state.notice_new_attributes()
             self.graphs.check([tensor for _, tensor in recorder.placeholders])
@@ -466,17 +474,6 @@ class _StepCapture:
             moved,
             self.graphs.updated if complete else [],
         )
-
-    def _refuse_new_leaves(self) -> None:
-        """Raise where the step made a tensor of the user's, which is no parameter, require grad."""
-        changed = [
-            (tensor, path) for tensor, path in self.state.plain_leaves if tensor.requires_grad and tensor.is_leaf
-        ]
-        for tensor, _ in changed:
-            tensor.requires_grad = False
-        if changed:
-            path = f"{changed[0][1]}.requires_grad"
-            raise PythonStateChanged(path, "False -> True", "call requires_grad_() before the step")
 
     def _effects(
         self,

@@ -161,7 +161,16 @@ def objects_of_the_library(s: State, loss: Any, logits: Any) -> Any:
     default["a"].update(loss.item())
     count = collections.Counter({"a": loss.item(), "b": 2})
     chain = collections.ChainMap({"a": loss}, collections.UserDict(a=logits))  # type: ignore[arg-type]
-    return types.SimpleNamespace(loss=[loss]), count, chain, default, collections.deque([loss], 3), {"x": {3, 4}}
+    results = torch.topk(logits, 1), logits.max(0), logits.shape
+    return (
+        types.SimpleNamespace(loss=[loss]),
+        count,
+        chain,
+        default,
+        collections.deque([loss], 3),
+        {"x": {3, 4}},
+        results,
+    )
 
 
 def sets_of_tensors(s: State, loss: Any, logits: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.errors import RememberedFunctionWrites
+from weft.errors import EscapedTensor, RememberedFunctionReads, RememberedFunctionWrites
 
 
 def counts(s: Any) -> Any:
@@ -281,3 +281,134 @@ def test_wherever_it_is_held_a_body_that_draws_is_refused(kind: str) -> None:
     inside, _ = held(kind, torch.randn, functools.lru_cache)
     with pytest.raises(RememberedFunctionWrites, match="random generator"):
         weft.compile(lambda x: x + inside(3))(torch.ones(3))
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.n = 0
+
+
+def counts_in_a_dictionary(remember: Any) -> Any:
+    meter = remember(lambda key: {"n": 0})
+
+    def step(x: Tensor) -> Any:
+        meter("a")["n"] += 1
+        return x * meter("a")["n"], meter("a")
+
+    return step, lambda: meter("a")
+
+
+def counts_in_an_object(remember: Any) -> Any:
+    meter = remember(lambda key: Counter())
+
+    def step(x: Tensor) -> Any:
+        meter("a").n += 1
+        return x * meter("a").n, meter("a")
+
+    return step, lambda: meter("a")
+
+
+def adds_to_a_buffer(remember: Any) -> Any:
+    buffer = remember(lambda key: torch.zeros(2))
+
+    def step(x: Tensor) -> Any:
+        buffer("a").add_(x)
+        return buffer("a") * 2, buffer("a")
+
+    return step, lambda: buffer("a")
+
+
+def replaces_a_tensor(remember: Any) -> Any:
+    held = remember(lambda key: [1, {"a": torch.ones(2)}])
+
+    def step(x: Tensor) -> Any:
+        held("a")[1]["a"] = held("a")[1]["a"] * 2 + x
+        return held("a")[1]["a"].sum(), held("a")
+
+    return step, lambda: held("a")
+
+
+def reads_a_weight(remember: Any) -> Any:
+    weight = nn.Parameter(torch.ones(2))
+    first = remember(lambda key: weight.detach().clone())
+
+    def step(x: Tensor) -> Any:
+        distance = (weight - first("a")).sum()
+        (weight * x).sum().backward()
+        with torch.no_grad():
+            weight.sub_(weight.grad)
+        weight.grad = None
+        return distance.detach(), first("a")
+
+    return step, lambda: first("a")
+
+
+CHANGED = [counts_in_a_dictionary, counts_in_an_object, adds_to_a_buffer, replaces_a_tensor, reads_a_weight]
+
+
+@pytest.mark.parametrize("remember", [functools.cache, functools.lru_cache], ids=["unlimited", "limited"])
+@pytest.mark.parametrize("before", [False, True], ids=["first called in the step", "called before"])
+@pytest.mark.parametrize("make", CHANGED, ids=lambda make: make.__name__)
+def test_what_a_step_changes_of_a_result_stays_changed(make: Any, before: bool, remember: Any) -> None:
+    def run(wrap: Any) -> list[Any]:
+        step, result = make(remember)
+        if before:
+            result()
+        called, found = wrap(step), []
+        for at in range(4):
+            value, returned = called(torch.full((2,), at + 1.0))
+            assert returned is result()
+            found.append((value.tolist(), repr(getattr(returned, "__dict__", returned))))
+        return found
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_a_capture_that_fails_leaves_earlier_results(limit: int | None) -> None:
+    @functools.lru_cache(maxsize=limit)
+    def table(key: str) -> dict[str, int]:
+        return {"n": 0}
+
+    earlier = {key: table(key) for key in "ab"}
+
+    def step(x: Tensor) -> Any:
+        table("c")["n"] += 1
+        return functools.partial(print, x * 2)
+
+    for _ in range(2):
+        with pytest.raises(EscapedTensor):
+            weft.compile(step)(torch.ones(1))
+    assert all(table(key) is earlier[key] for key in "ab")
+    assert [table(key)["n"] for key in "cdef"] == [0] * 4  # and it goes on remembering
+    assert table("f") is table("f")
+
+
+def test_a_body_that_reads_what_the_step_wrote_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    remembered = functools.cache(lambda: weight.detach().clone())
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            weight.mul_(x)
+        return remembered() * 2
+
+    with pytest.raises(RememberedFunctionReads, match=r"test_remembered_results\.py:\d+.*before the compiled step"):
+        weft.compile(step)(torch.full((2,), 3.0))
+    assert torch.equal(weight, torch.ones(2))
+
+
+def test_a_result_that_a_step_with_a_branch_changes_is_refused() -> None:
+    buffer = functools.cache(lambda: torch.zeros(2))
+
+    def step(x: Tensor) -> Tensor:
+        buffer().add_(x)
+        return x if x.sum() > 3 else buffer() * 1
+
+    with pytest.raises(RememberedFunctionReads):
+        weft.compile(step)(torch.ones(2))
+    buffer()
+    compiled, expected = weft.compile(step), torch.zeros(2)
+    for at in range(3):
+        expected += at
+        assert torch.equal(compiled(torch.full((2,), float(at))), torch.full((2,), float(at)) if at > 1 else expected)
