@@ -544,9 +544,9 @@ class PythonStateChanged(WeftError):
 class EscapedTensor(WeftError):
     """A tensor made by the step was stored inside an object that cannot be rebuilt from its parts."""
 
-    def __init__(self, kind: type, where: str) -> None:
+    def __init__(self, kind: type, where: str, why: str = "") -> None:
         lazy = any(hasattr(kind, name) for name in ("__next__", "__await__", "__anext__"))
-        remedy = (
+        remedy = why or (
             "it computes its values after the step has ended, where nothing is captured: make them a list in the step"
             if lazy
             else "register the type with torch.utils._pytree.register_pytree_node or use a dataclass, dict, list or "
@@ -573,9 +573,9 @@ class CaptureValueEscaped(WeftError):
 class UnregisteredType(WeftError):
     """An argument of the step is an object with tensors inside that pytrees do not know."""
 
-    def __init__(self, kind: type, where: str) -> None:
+    def __init__(self, kind: type, where: str, why: str = "make it a dataclass or ") -> None:
         super().__init__(
-            f"{where} is a {kind.__module__}.{kind.__qualname__} with tensors inside; make it a dataclass or "
+            f"{where} is a {kind.__module__}.{kind.__qualname__} with tensors inside; {why}"
             "register it with torch.utils._pytree.register_pytree_node so that its tensors become inputs of the step"
         )
 
@@ -615,8 +615,8 @@ class RememberedFunctionReads(WeftError):
 
     def __init__(self, function: str, line: str) -> None:
         super().__init__(
-            f"{function}, a function with functools.lru_cache, computes with values of this call at {line}, and "
-            "remembers what comes of them. Call it before the compiled step, or compute the result in the step"
+            f"{function}, which has functools.lru_cache, computes with values of this call at {line}, and remembers "
+            "what comes of them. Call it before the compiled step, or compute the result in the step"
         )
 
 

@@ -866,9 +866,18 @@ def node_registrations(
         yield
 
 
-def is_registered(kind: type) -> bool:
-    """Whether pytrees know what the objects of a type hold."""
-    return kind in _pytree.SUPPORTED_NODES
+# Classes that the functions below take apart. Pytrees do not know them: code of the user's may ask.
+_taught: dict[type, Any] = {}
+
+
+def _as_taught(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function of pytrees, which knows those classes meanwhile."""
+    new = {kind: node for kind, node in _taught.items() if kind not in _pytree.SUPPORTED_NODES}
+    _pytree.SUPPORTED_NODES.update(new)
+    try:
+        return function(*args, **options)
+    finally:
+        [_pytree.SUPPORTED_NODES.pop(kind, None) for kind in new]
 
 
 def register_parts(
@@ -877,13 +886,8 @@ def register_parts(
     made: Callable[..., Any],
     keys: Callable[[Any, int], Iterable[Any]],
 ) -> None:
-    """Teach pytrees a class.
-
-    Args:
-        flat: gives what an object holds, and what else makes it.
-        made: makes it again of both.
-        keys: of the second and the number of parts: for each part a key or position, or ``(name,)`` of an attribute.
-    """
+    """Have :func:`flatten` take the objects of a class apart: ``flat`` gives what one holds and what else makes it,
+    ``made`` makes it of both, ``keys`` gives of the second and the number of parts a key or ``(name,)`` for each."""
 
     def named(obj: Any) -> tuple[list[Any], Any]:
         parts, context = flat(obj)
@@ -891,12 +895,12 @@ def register_parts(
         each = [_pytree.GetAttrKey(*at) if isinstance(at, tuple) else _pytree.MappingKey(at) for at in named]
         return list(zip(each, parts, strict=True)), context
 
-    _pytree.register_pytree_node(kind, flat, made, flatten_with_keys_fn=cast(Any, named))
+    _taught[kind] = _pytree.NodeDef(kind, flat, made, cast(Any, named))
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves of a pytree in order, and the spec that :func:`unflatten` needs."""
-    return _pytree.tree_flatten(tree)
+    return _as_taught(_pytree.tree_flatten, tree)
 
 
 def registered_parts(obj: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -911,8 +915,8 @@ def registered_parts(obj: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] |
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """Leaves of a pytree with their key paths (numbers, if a type has no keys), and the spec to put it together."""
     with contextlib.suppress(ValueError):
-        return _pytree.tree_flatten_with_path(tree)
-    key, (leaves, spec) = _pytree.SequenceKey, _pytree.tree_flatten(tree)
+        return _as_taught(_pytree.tree_flatten_with_path, tree)
+    key, (leaves, spec) = _pytree.SequenceKey, flatten(tree)
     return [((key(0), key(at)), leaf) for at, leaf in enumerate(leaves)], spec
 
 
@@ -926,14 +930,15 @@ _pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda size
 def exact_spec(tree: Any) -> Any:
     """The spec of a tree for :func:`unflatten`, which gives back sizes of tensors as ``torch.Size`` too."""
     is_size = lambda node: isinstance(node, torch.Size)
-    if any(map(is_size, _pytree.tree_leaves(tree, is_leaf=is_size))):
-        tree = _pytree.tree_map(lambda leaf: _Size(leaf) if is_size(leaf) else leaf, tree, is_leaf=is_size)
-    return _pytree.tree_flatten(tree)[1]
+    if any(map(is_size, _as_taught(_pytree.tree_leaves, tree, is_leaf=is_size))):
+        exact = lambda leaf: _Size(leaf) if is_size(leaf) else leaf
+        tree = _as_taught(_pytree.tree_map, exact, tree, is_leaf=is_size)
+    return flatten(tree)[1]
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """The pytree of ``spec`` with ``leaves`` as its leaves."""
-    return _pytree.tree_unflatten(leaves, spec)
+    return _as_taught(_pytree.tree_unflatten, leaves, spec)
 
 
 def describe_group(name: str) -> str:

@@ -193,7 +193,9 @@ def matches(value: Any, expected: Any) -> bool:
         if type(value) is not expected.kind or factory_of(value) is not expected.factory:
             return False
         items, known = followed_items(value), expected.items
-        return len(items) == len(known) and all(key in known and matches(item, known[key]) for key, item in items)
+        # The order counts: a step may go through the entries.
+        same_keys = len(items) == len(known) and all(map(_same_key, items, known))
+        return same_keys and all(matches(item, each) for (_, item), each in zip(items, known.values(), strict=True))
     if isinstance(expected, tuple):  # nobody can change one, so that its items are guarded with it
         return (
             type(value) is type(expected)
@@ -204,6 +206,11 @@ def matches(value: Any, expected: Any) -> bool:
         is_method = type(value) is types.MethodType
         return is_method and value.__self__ is expected.__self__ and value.__func__ is expected.__func__
     return same_simple(value, expected)
+
+
+def _same_key(item: tuple[Any, Any], known: Any) -> bool:
+    key = item[0]
+    return key is known or (not isinstance(key, torch.Tensor) and type(key) is type(known) and key == known)
 
 
 def _flags(leaf: Any) -> tuple[Any, ...]:

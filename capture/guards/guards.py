@@ -73,7 +73,8 @@ class Guards:
         # A list or dictionary that each call replaces is at the same places in each call, and is none that is guarded.
         replaced = captured.state.replaced_places
         self._replaced = [place for place, _ in replaced]
-        self._kept = frozenset(id(each.obj) for each in captured.state.containers if each.outer is None)
+        kept = [each.obj for each in captured.state.containers if each.outer is None]
+        self._kept = frozenset(map(id, (*kept, *(obj for obj, _ in captured.state.with_attributes))))
         self._sharing = self._numbered([obj for _, obj in replaced])
         self._tensors = [TensorGuard(place, arguments.vals[at]) for at, place in arguments.tensors.items()]
         self._tensors += [

@@ -56,7 +56,9 @@ class MemoryGuard:
         self._paths += [labels[at] for at in self._nested for _ in _tensors(entries[at])]
         self._paths += [place.path for place in self._arguments]
         self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
-        self._paths += [each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key))]
+        self._paths += [
+            each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key), each.by_value[key])
+        ]
         self._find()
         self._overlapping = self._compare()
         self._new_overlap = any(at >= len(self._tensors) for at in self._overlapping)

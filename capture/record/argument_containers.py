@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +67,13 @@ class TensorAttributes(ArgumentContainer):
         vars(self.obj).pop(key, None)
 
 
+@dataclass(frozen=True)
+class _Slot:
+    """Leads from an object to what is in a slot of it."""
+
+    name: str
+
+
 class ArgumentContainers:
     """All of them in the arguments of a captured call.
 
@@ -103,7 +111,7 @@ class ArgumentContainers:
             self._times[id(passed)] += 1
             self._identity.append(id(passed))
             for name, item in slots.before.items():
-                self._walk(item, getattr(passed, name), (*steps, (name,)), f"{path}.{name}")
+                self._walk(item, getattr(passed, name), (*steps, _Slot(name)), f"{path}.{name}")
 
     def _items(self, given: Any, passed: Any, steps: tuple[Any, ...], path: str, label: Callable[[Any], str]) -> None:
         container = ArgumentContainer(given, path, label=label)
@@ -193,6 +201,8 @@ def _changed_twice(path: str, what: str) -> PythonStateChanged:
 def _at(call: tuple[Any, Any], steps: tuple[Any, ...]) -> Any:
     found: Any = call
     for step in steps:
-        is_slot = isinstance(step, tuple) and hasattr(found, "__slots__")
-        found = getattr(found, *step) if is_slot else vars(found) if step is vars else item_of(found, step)
+        if isinstance(step, _Slot):
+            found = getattr(found, step.name)
+        else:
+            found = vars(found) if step is vars else item_of(found, step)
     return found

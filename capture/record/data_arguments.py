@@ -1,8 +1,8 @@
 """Arguments that are data: objects of the user's classes with tensors inside, a batch among them.
 
-Pytrees are taught their classes, so that what such an object holds are arguments of their own: its tensors are inputs
-of the graph, and each call may bring another object. An object with a model inside is no data: it is walked as Python
-state is.
+They are taken apart as pytrees are, so that what such an object holds are arguments of their own: its tensors are
+inputs of the graph, and each call may bring another object. An object with a model inside is no data: it is walked as
+Python state is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ import torch
 from weft import torch_adapter
 from weft.capture.state.object_parts import TAUGHT, ObjectForm, parts_of, structure_of
 from weft.capture.state.type_facts import SIMPLE_KINDS
+from weft.errors import UnregisteredType
 
 # A choice: how many objects are looked at for a tensor. Batches have few; configurations may have many.
 _MOST_LOOKED_AT = 200
 
 
 def register_data(tree: Any) -> None:
-    """Teach pytrees the classes of all data in ``tree``."""
+    """Have :func:`torch_adapter.flatten` take the data in ``tree`` apart.
+
+    Raises:
+        UnregisteredType: an object holds itself.
+    """
     pending = [tree]
     while pending:
         for leaf in torch_adapter.flatten(pending.pop())[0]:
-            if not torch_adapter.is_registered(type(leaf)) and _is_data(leaf):
+            if _is_data(leaf):
+                if _holds_itself(leaf):
+                    raise UnregisteredType(type(leaf), "an argument", "it holds itself: ")
                 TAUGHT.add(type(leaf))
                 torch_adapter.register_parts(type(leaf), _flat, _made, _keys)
                 pending.append(leaf)
@@ -37,6 +44,23 @@ def _is_data(obj: Any) -> bool:
     if type(obj) in SIMPLE_KINDS or isinstance(obj, torch.Tensor) or parts_of(obj) is None:
         return False
     return is_dataclass(obj) or isinstance(obj, UserDict) or (not callable(obj) and _holds_tensors(obj))
+
+
+def _holds_itself(obj: Any) -> bool:
+    """Whether a walk down from an object comes back to one that it came through."""
+    pending: list[tuple[Any, bool]] = [(obj, False)]
+    above, done = set[int](), set[int]()
+    while pending:
+        each, is_left = pending.pop()
+        if is_left:
+            above.discard(id(each))
+            done.add(id(each))
+        elif id(each) in above:
+            return True
+        elif id(each) not in done and (taken := parts_of(each)) is not None:
+            above.add(id(each))
+            pending += [(each, True), *((part, False) for part in taken.parts)]
+    return False
 
 
 def _holds_tensors(obj: Any) -> bool:

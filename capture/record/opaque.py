@@ -20,7 +20,13 @@ import torch
 
 from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
-from weft.capture.record.opaque_changes import OpaqueChanges, held_elsewhere, names_in, names_read_later
+from weft.capture.record.opaque_changes import (
+    OpaqueChanges,
+    held_elsewhere,
+    made_in_closure,
+    names_in,
+    names_read_later,
+)
 from weft.capture.record.recorder import recording
 from weft.capture.record.shown_gradients import Showing
 from weft.capture.record.state_snapshot import StateSnapshot
@@ -48,7 +54,7 @@ class OpaqueCall:
         function: the user's function.
         arguments: its arguments, over the first ``argument_count`` of the node's operands.
         argument_count: how many operands are arguments.
-        held: parts for the objects in them that the step made and still holds.
+        held: objects that the step made and still holds: the part in the template, what is the same at each call.
         snapshot: the other state that it can reach at this point of the step, over all operands.
         changes: checks what the function changes.
     """
@@ -58,7 +64,7 @@ class OpaqueCall:
         function: Callable[..., Any],
         arguments: Template,
         argument_count: int,
-        held: list[Any],
+        held: list[tuple[Any, Any]],
         snapshot: StateSnapshot,
         changes: OpaqueChanges,
     ) -> None:
@@ -77,7 +83,7 @@ class OpaqueCall:
         passed = [value.detach() if isinstance(value, torch.Tensor) else value for value in passed]
         made: dict[int, Any] = {}
         args, kwargs = self.arguments.fill(passed, made)
-        held = [made.get(id(part), part) for part in self.held]
+        held = [made.get(id(part), same) for part, same in self.held]
         with (
             self.snapshot.restored(list(operands)) as left,
             torch.set_grad_enabled(self._grad_enabled),
@@ -144,9 +150,12 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         templates = snapshots.templates()
         templates.own.note_passed(args, kwargs)
         own = templates.own.inside((args, kwargs))
-        template = templates.of((args, kwargs), add_operand, f"an argument of {name}")
+        both = args, kwargs
+        template = templates.of(both, add_operand, f"an argument of {name}")
         # What is only shown, as a record of a log, is read by nothing later.
-        held = [] if isinstance(function, Showing) else held_elsewhere(templates.made)
+        shows = isinstance(function, Showing)
+        held = [] if shows else held_elsewhere(templates.made, both, args, kwargs)
+        held += [] if shows else [(None, each) for each in made_in_closure(function, templates.own)]
         argument_count = len(operands)
         roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
         snapshot, reached = snapshots.take([function, *own, *roots], add_operand)

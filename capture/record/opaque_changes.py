@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import pickle
 import re
 import types
 from collections import Counter
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.capture.record.live_values import references
-from weft.capture.record.template_parts import MadeObject
+from weft.capture.record.own_objects import OwnObjects
+from weft.capture.record.template_parts import MadeObject, copied_kinds
 from weft.capture.state.code_names import code_names, functions_in
 from weft.capture.state.containers import Container
 from weft.capture.state.object_parts import parts_of
@@ -74,8 +76,9 @@ class OpaqueChanges:
 
 
 def _ids(value: Any) -> list[Any]:
-    taken = parts_of(value)
-    return [] if taken is None else [*taken.form.names, *map(id, (*taken.keys, *taken.parts))]
+    if (taken := parts_of(value)) is not None:
+        return [*taken.form.names, *map(id, (*taken.keys, *taken.parts))]
+    return [pickle.dumps(value)] if isinstance(value, copied_kinds()) else []
 
 
 def _name(container: Container, key: Any) -> str:
@@ -85,24 +88,48 @@ def _name(container: Container, key: Any) -> str:
     return found.group() if found else ""
 
 
-def held_elsewhere(made: Mapping[int, tuple[Any, Any]]) -> list[Any]:
-    """The parts for those objects that can be changed and that more than the others hold.
+def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[tuple[Any, Any]]:
+    """Those objects that can be changed and that more than the others hold, and what is in them: the part for each, and
+    itself where it is the same at each call.
 
     Args:
         made: the objects that the step made for a call, and their parts in its template, by id.
+        of_call: the containers that the call itself makes of its arguments.
     """
     values = [value for value, _ in made.values()]
-    within = Counter(id(part) for value in values if (taken := parts_of(value)) for part in taken.parts)
+    # By id: a list of the parts would refer to them.
+    inside = [[] if (taken := parts_of(value)) is None else [*map(id, taken.parts)] for value in values]
+    taken = None
+    within = Counter(each for parts in inside for each in parts)
     within.update(id(each) for pair in made.values() for each in pair)
-    held = [references(values, at) > within[id(values[at])] for at in range(len(values))]
-    parts = [part for _, part in made.values()]
-    return [part for part, more in zip(parts, held, strict=True) if more and _can_be_changed(part)]
+    calls = set(map(id, of_call))
+    pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
+    pending = [at for at in pending if id(values[at]) not in calls]
+    numbers = {id(value): at for at, value in enumerate(values)}
+    found: dict[int, tuple[Any, Any]] = {}
+    while pending:
+        at = pending.pop()
+        if at not in found:
+            part = made[id(values[at])][1]
+            found[at] = part, None if type(part) is MadeObject and part.varies else values[at]
+            pending += (numbers[each] for each in inside[at] if each in numbers)
+    return list(found.values())
 
 
-def _can_be_changed(part: Any) -> bool:
-    taken = parts_of(part)
-    form = part.form if type(part) is MadeObject else None if taken is None else taken.form
-    return form is not None and not form.is_fixed
+def made_in_closure(function: Any, own: OwnObjects) -> list[Any]:
+    """The objects that the step made and that an opaque function closes over."""
+    cells = getattr(function, "__closure__", None) or ()
+    found, pending, seen = [], [cell.cell_contents for cell in cells if cell != _EMPTY_CELL], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) not in seen and each not in own and own.is_new(each) and (taken := parts_of(each)) is not None:
+            seen.add(id(each))
+            found.append(each)
+            pending += taken.parts
+    return found
+
+
+_EMPTY_CELL = types.CellType()
 
 
 def names_read_later(frame: types.FrameType | None, functions: Iterable[types.FunctionType]) -> frozenset[str]:

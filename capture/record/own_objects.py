@@ -128,6 +128,10 @@ class OwnObjects:
         known = taken is None or taken.form.is_fixed or type(value) in _LITERALS
         return taken if known or id(value) in self._made(type(value)) else None
 
+    def is_new(self, value: Any) -> bool:
+        """Whether the collector lists an object among those that were made since the capture began."""
+        return id(value) in self._made(type(value))
+
     def slot(self, value: Any) -> Any:
         """What stands for one of them in a template: itself, or where each call finds another one, an
         :class:`OwnObject`."""

@@ -8,6 +8,8 @@ one object is at all places where the step put it.
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +141,13 @@ class CopiedObject:
         if id(self) not in made:
             made[id(self)] = copy.deepcopy(self.original)
         return made[id(self)]
+
+
+def copied_kinds() -> tuple[type, ...]:
+    """Types written in C whose objects can be changed and hold no others."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)
+    return bytearray, random.Random, *of_numpy
 
 
 # What each call computes or looks up, and what it makes: once, for all places.

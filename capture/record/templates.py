@@ -6,9 +6,8 @@ Both may hold tensors at any depth, in containers and in objects of the user's c
 from __future__ import annotations
 
 import operator
-import random
-import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +30,7 @@ from weft.capture.record.template_parts import (
     StateReference,
     SubclassParts,
     Template,
+    copied_kinds,
     is_constant,
 )
 from weft.capture.record.tracked_storages import is_tracked
@@ -74,7 +74,11 @@ class Templates:
             EscapedTensor: a tensor of the capture sits inside an object that cannot be made again.
         """
         making = _Making(self, keep, where)
-        return Template(making.part(value), where, tuple(making.constants))
+        try:
+            return Template(making.part(value), where, tuple(making.constants))
+        except RecursionError:
+            why = "the objects in it are too deep inside each other: a list of them can be followed"
+            raise EscapedTensor(type(value), where, why) from None
 
     def of_memory(self, tensor: torch.Tensor, keep: Callable[[Any], int], where: str) -> Template:
         """The template of a tensor whose memory another one takes, be it the user's own or not."""
@@ -128,7 +132,7 @@ class _Making:
         count_as_read(value)
         if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(value))):
             raise EscapedTensor(type(value), self._where)
-        if not isinstance(value, _copied_kinds()):
+        if not isinstance(value, copied_kinds()):
             return self._constant(value)
         self._all.made[id(value)] = value, (copied := CopiedObject(value))
         return copied
@@ -141,6 +145,10 @@ class _Making:
         made.parts += map(self.part, taken.parts)
         self.part(form.argument)
         made.varies = any(map(_varies, (*made.keys, *made.parts)))
+        if made.varies and weakref.getweakrefcount(value):
+            raise EscapedTensor(
+                type(value), self._where, "something refers to it weakly, and would see none of the calls"
+            )
         # What something outside keeps is the same at each call, as a tuple is of which each call finds the same one.
         kept = id(value) in own.held and not made.varies
         if kept or (form.is_fixed and value in own and all(map(operator.is_, made.parts, taken.parts))):
@@ -205,13 +213,6 @@ class _Making:
 def _varies(part: Any) -> bool:
     """Whether the call computes something in a part, or looks it up."""
     return part.varies if isinstance(part, MadeObject) else not (is_constant(part) or isinstance(part, CopiedObject))
-
-
-def _copied_kinds() -> tuple[type, ...]:
-    """Types written in C whose objects can be changed and hold no others."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else (numpy.ndarray, numpy.random.Generator, numpy.random.RandomState)
-    return bytearray, random.Random, *of_numpy
 
 
 def _inside(leaf: Any) -> list[Any]:

@@ -213,7 +213,7 @@ def _found_base(kind: type) -> type | None:
     for each in kind.__mro__:
         if each in _BASES:
             # One with a `__new__` may be the only object of its class, or a member of an enumeration.
-            return each if each is tuple or kind.__new__ is each.__new__ else None
+            return each if each is tuple or is_dataclass(kind) or kind.__new__ is each.__new__ else None
         if not _is_python_class(each) and not issubclass(each, tuple):
             return None
     return None

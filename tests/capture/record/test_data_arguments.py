@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import weft
-from weft.errors import PythonStateChanged
+from weft.errors import PythonStateChanged, UnregisteredType
 
 CALLS = 5
 
@@ -155,3 +156,19 @@ def test_what_is_an_argument_and_state_is_read_both_ways() -> None:
     compiled = weft.compile(step)
     for at in range(1, 4):
         assert torch.equal(compiled(torch.ones(2), known), torch.full((2,), 2.0 * at))
+
+
+def test_the_users_own_code_sees_no_more_pytrees_than_in_eager() -> None:
+    class Own(Batch):
+        pass
+
+    step = lambda b: tree_map(lambda each: each * 2 if isinstance(each, torch.Tensor) else each, b).x * 1
+    for called in (step, weft.compile(step), step):
+        assert torch.equal(called(Own(torch.ones(2))), torch.ones(2))
+
+
+def test_an_argument_that_holds_itself_is_refused() -> None:
+    node = Batch(torch.ones(2))
+    node.y = [node]
+    with pytest.raises(UnregisteredType, match="it holds itself"):
+        weft.compile(lambda b: b.y[0].x * 2)(node)

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -476,3 +477,143 @@ def test_an_opaque_function_may_change_what_it_alone_has() -> None:
 def test_what_cannot_be_made_again_names_its_place() -> None:
     with pytest.raises(EscapedTensor, match="the step's return value holds a partial"):
         weft.compile(lambda x: Out(functools.partial(print, x * 2), 1))(torch.ones(2))
+
+
+class Log:
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    @weft.opaque
+    def add(self, loss: torch.Tensor) -> None:
+        self.rows.append(loss.item())
+
+
+@weft.opaque
+def adds_to_the_first(made: list[Any], loss: torch.Tensor) -> None:
+    made[0].rows.append(loss.item())
+
+
+@weft.opaque
+def adds_to_an_array(array: Any, loss: torch.Tensor) -> None:
+    array += loss.item()
+
+
+def through_another_object(x: torch.Tensor) -> Any:
+    made = [Log(), x * 2]
+    adds_to_the_first(made, x.sum())
+    return made[0].rows
+
+
+def through_itself(x: torch.Tensor) -> Any:
+    log = Log()
+    log.add(x.sum())
+    return log
+
+
+def through_a_closure(x: torch.Tensor) -> Any:
+    rows: list[float] = []
+
+    @weft.opaque
+    def add(loss: torch.Tensor) -> None:
+        rows.append(loss.item())
+
+    add(x.sum())
+    return rows
+
+
+def an_array(x: torch.Tensor) -> Any:
+    array = np.zeros(2)
+    adds_to_an_array(array, x.sum())
+    return array
+
+
+@pytest.mark.parametrize("step", [through_another_object, through_itself, through_a_closure, an_array])
+def test_wherever_an_opaque_function_finds_what_the_step_made(step: Callable[..., Any]) -> None:
+    compiled = weft.compile(step)
+    with pytest.raises(PythonStateChanged, match="an object that it made"):
+        compiled(torch.ones(2))
+
+
+def test_an_object_with_weak_references_is_refused() -> None:
+    class Child:
+        def __init__(self, parent: Out) -> None:
+            self.parent = weakref.ref(parent)
+
+    def step(x: torch.Tensor) -> Out:
+        out = Out(x * 2, None)
+        out.logits = Child(out)
+        return out
+
+    with pytest.raises(EscapedTensor, match="refers to it weakly"):
+        weft.compile(step)(torch.ones(2))
+
+
+def test_a_chain_without_end_is_refused() -> None:
+    def step(x: torch.Tensor) -> Any:
+        out = Out(x * 2, None)
+        for _ in range(3000):
+            out = Out(1, out)
+        return out
+
+    with pytest.raises(EscapedTensor, match="too deep"):
+        weft.compile(step)(torch.ones(2))
+
+
+def test_a_place_that_gets_an_object_of_another_place_is_noticed() -> None:
+    def run(wrap: Callable[..., Any]) -> list[float]:
+        s = State()
+        s.own, s.second = Out(1, 1), Out(2, 2)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            result = x * (10 if s.own is s.second else 1) * s.own.loss
+            s.second = Out(s.second.loss + 1, 0)
+            return result
+
+        called, found = wrap(step), []
+        for at in range(5):
+            if at == 3:
+                s.second = s.own
+            found.append(called(torch.ones(())).item())
+        return found
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+def test_the_order_of_entries_is_noticed() -> None:
+    def run(wrap: Callable[..., Any]) -> list[float]:
+        s = State()
+        s.entries = {"a": torch.ones(()), "b": torch.ones(()) * 2}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            result = x * 0
+            for value in s.entries.values():
+                result = result * 2 + value
+            s.entries = {"a": x, "b": x * 2}
+            return result
+
+        called, found = wrap(step), []
+        for at in range(4):
+            if at == 3:
+                s.entries = dict(reversed(s.entries.items()))
+            found.append(called(torch.ones(())).item())
+        return found
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+def test_one_tensor_at_two_attributes_of_a_replaced_object() -> None:
+    def run(wrap: Callable[..., Any]) -> list[float]:
+        s = State()
+        s.own = Out(torch.zeros(2), torch.zeros(2))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            s.own.loss.add_(1)
+            result = s.own.logits.sum() + x.sum()
+            twice = x * 2
+            s.own = Out(twice, twice)
+            return result
+
+        called = wrap(step)
+        return [called(torch.ones(2)).item() for _ in range(4)]
+
+    assert run(weft.compile) == run(lambda step: step)
