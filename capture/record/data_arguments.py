@@ -23,6 +23,22 @@ from weft.errors import UnregisteredType
 _MOST_LOOKED_AT = 200
 
 
+def flat_arguments(call: Any) -> tuple[list[Any], Any]:
+    """The leaves of arguments, and their structure.
+
+    Raises:
+        UnregisteredType: an object holds itself.
+    """
+    try:
+        return torch_adapter.flatten(call)
+    except RecursionError:
+        if not _holds_itself(call):
+            raise
+        top = (*call[0], *call[1].values()) if type(call) is tuple else (call,)
+        kinds = [type(each) for each in top if _holds_itself(each)]
+        raise UnregisteredType([*kinds, object][0], "an argument", "it holds itself: ") from None
+
+
 def register_data(tree: Any) -> None:
     """Have :func:`torch_adapter.flatten` take the data in ``tree`` apart.
 
@@ -31,7 +47,7 @@ def register_data(tree: Any) -> None:
     """
     pending = [tree]
     while pending:
-        for leaf in torch_adapter.flatten(pending.pop())[0]:
+        for leaf in flat_arguments(pending.pop())[0]:
             if _is_data(leaf):
                 if _holds_itself(leaf):
                     raise UnregisteredType(type(leaf), "an argument", "it holds itself: ")

@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from weft import torch_adapter
+from weft.capture.record.data_arguments import flat_arguments
 from weft.capture.record.dynamic_sizes import sizes_of
 from weft.capture.record.number_lists import NumberList, Steps, folded, may_be_folded
 from weft.capture.record.python_numbers import ChangingState
@@ -51,7 +52,7 @@ class ListHistory:
         """The leaves of the positional and keyword arguments of a call, and their structure."""
         if self.folded:
             call = folded(call, self.folded, self.values)
-        leaves, spec = torch_adapter.flatten(call)
+        leaves, spec = flat_arguments(call)
         found = apart(leaves, spec)
         return (leaves, spec) if found is None else torch_adapter.flatten(found)
 
