@@ -611,12 +611,12 @@ class RememberedFunctionWrites(WeftError):
 
 
 class RememberedFunctionReads(WeftError):
-    """A function that remembers its results computes one with values that only this call of the step has."""
+    """The result that a function remembers is one of the captured call: the next call would compute another one."""
 
     def __init__(self, function: str, line: str) -> None:
         super().__init__(
-            f"{function}, which has functools.lru_cache, computes with values of this call at {line}, and remembers "
-            "what comes of them. Call it before the compiled step, or compute the result in the step"
+            f"{function}, which has functools.lru_cache, is first called at {line}: its result depends on values that "
+            "the step changes, or the step writes to it. Call it before the compiled step, or without the cache"
         )
 
 

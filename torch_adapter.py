@@ -866,18 +866,19 @@ def node_registrations(
         yield
 
 
-# Classes that the functions below take apart. Pytrees do not know them: code of the user's may ask.
-_taught: dict[type, Any] = {}
+# Classes that the functions below flatten. They are not registered with pytrees: code of the user's would flatten them.
+_unregistered: dict[type, Any] = {}
 
 
-def _as_taught(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call a function of pytrees, which knows those classes meanwhile."""
-    new = {kind: node for kind, node in _taught.items() if kind not in _pytree.SUPPORTED_NODES}
+def _with_unregistered(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a function of pytrees while those classes are registered."""
+    new = {kind: node for kind, node in _unregistered.items() if kind not in _pytree.SUPPORTED_NODES}
     _pytree.SUPPORTED_NODES.update(new)
     try:
         return function(*args, **options)
     finally:
-        [_pytree.SUPPORTED_NODES.pop(kind, None) for kind in new]
+        for kind in new:
+            _pytree.SUPPORTED_NODES.pop(kind, None)
 
 
 def register_parts(
@@ -891,16 +892,15 @@ def register_parts(
 
     def named(obj: Any) -> tuple[list[Any], Any]:
         parts, context = flat(obj)
-        named = keys(context, len(parts))
-        each = [_pytree.GetAttrKey(*at) if isinstance(at, tuple) else _pytree.MappingKey(at) for at in named]
-        return list(zip(each, parts, strict=True)), context
+        key = lambda at: _pytree.GetAttrKey(*at) if isinstance(at, tuple) else _pytree.MappingKey(at)
+        return list(zip(map(key, keys(context, len(parts))), parts, strict=True)), context
 
-    _taught[kind] = _pytree.NodeDef(kind, flat, made, cast(Any, named))
+    _unregistered[kind] = _pytree.NodeDef(kind, flat, made, cast(Any, named))
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves of a pytree in order, and the spec that :func:`unflatten` needs."""
-    return _as_taught(_pytree.tree_flatten, tree)
+    return _with_unregistered(_pytree.tree_flatten, tree)
 
 
 def registered_parts(obj: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -915,7 +915,7 @@ def registered_parts(obj: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] |
 def flatten_with_paths(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """Leaves of a pytree with their key paths (numbers, if a type has no keys), and the spec to put it together."""
     with contextlib.suppress(ValueError):
-        return _as_taught(_pytree.tree_flatten_with_path, tree)
+        return _with_unregistered(_pytree.tree_flatten_with_path, tree)
     key, (leaves, spec) = _pytree.SequenceKey, flatten(tree)
     return [((key(0), key(at)), leaf) for at, leaf in enumerate(leaves)], spec
 
@@ -930,15 +930,15 @@ _pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda size
 def exact_spec(tree: Any) -> Any:
     """The spec of a tree for :func:`unflatten`, which gives back sizes of tensors as ``torch.Size`` too."""
     is_size = lambda node: isinstance(node, torch.Size)
-    if any(map(is_size, _as_taught(_pytree.tree_leaves, tree, is_leaf=is_size))):
+    if any(map(is_size, _with_unregistered(_pytree.tree_leaves, tree, is_leaf=is_size))):
         exact = lambda leaf: _Size(leaf) if is_size(leaf) else leaf
-        tree = _as_taught(_pytree.tree_map, exact, tree, is_leaf=is_size)
+        tree = _with_unregistered(_pytree.tree_map, exact, tree, is_leaf=is_size)
     return flatten(tree)[1]
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
     """The pytree of ``spec`` with ``leaves`` as its leaves."""
-    return _as_taught(_pytree.tree_unflatten, leaves, spec)
+    return _with_unregistered(_pytree.tree_unflatten, leaves, spec)
 
 
 def describe_group(name: str) -> str:

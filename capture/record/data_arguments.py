@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.state.object_parts import TAUGHT, ObjectForm, parts_of, structure_of
+from weft.capture.state.object_parts import ObjectForm, parts_of, structure_of
 from weft.capture.state.type_facts import SIMPLE_KINDS
 from weft.errors import UnregisteredType
 
@@ -51,7 +51,6 @@ def register_data(tree: Any) -> None:
             if _is_data(leaf):
                 if _holds_itself(leaf):
                     raise UnregisteredType(type(leaf), "an argument", "it holds itself: ")
-                TAUGHT.add(type(leaf))
                 torch_adapter.register_parts(type(leaf), _flat, _made, _keys)
                 pending.append(leaf)
 

@@ -21,7 +21,7 @@ from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.template_parts import MadeObject, copied_kinds
 from weft.capture.state.code_names import code_names, functions_in
 from weft.capture.state.containers import Container
-from weft.capture.state.object_parts import parts_of
+from weft.capture.state.object_parts import closure_of, identity_of_parts, objects_in, parts_of
 from weft.capture.user_code import user_line
 from weft.errors import PythonStateChanged
 from weft.source_files import is_user_file
@@ -76,9 +76,7 @@ class OpaqueChanges:
 
 
 def _ids(value: Any) -> list[Any]:
-    if (taken := parts_of(value)) is not None:
-        return [*taken.form.names, *map(id, (*taken.keys, *taken.parts))]
-    return [pickle.dumps(value)] if isinstance(value, copied_kinds()) else []
+    return [pickle.dumps(value)] if isinstance(value, copied_kinds()) else identity_of_parts(value)
 
 
 def _name(container: Container, key: Any) -> str:
@@ -118,18 +116,8 @@ def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[t
 
 def made_in_closure(function: Any, own: OwnObjects) -> list[Any]:
     """The objects that the step made and that an opaque function closes over."""
-    cells = getattr(function, "__closure__", None) or ()
-    found, pending, seen = [], [cell.cell_contents for cell in cells if cell != _EMPTY_CELL], set[int]()
-    while pending:
-        each = pending.pop()
-        if id(each) not in seen and each not in own and own.is_new(each) and (taken := parts_of(each)) is not None:
-            seen.add(id(each))
-            found.append(each)
-            pending += taken.parts
-    return found
-
-
-_EMPTY_CELL = types.CellType()
+    parts = lambda each: parts_of(each) if each not in own and own.is_new(each) else None
+    return [each for value in closure_of(function) for each in objects_in(value, parts) if parts(each) is not None]
 
 
 def names_read_later(frame: types.FrameType | None, functions: Iterable[types.FunctionType]) -> frozenset[str]:

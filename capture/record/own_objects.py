@@ -21,7 +21,7 @@ import torch
 from weft.capture.record.argument_containers import PassedObject
 from weft.capture.record.live_values import references
 from weft.capture.state.containers import Container, StatePlace
-from weft.capture.state.object_parts import ObjectParts, parts_of
+from weft.capture.state.object_parts import ObjectParts, objects_in, parts_of
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.type_facts import SIMPLE_KINDS
 
@@ -106,7 +106,7 @@ class OwnObjects:
             value = values.pop()
             if type(value) in SIMPLE_KINDS or isinstance(value, torch.Tensor) or id(value) in found or value in self:
                 continue
-            if (taken := self.took_apart(value)) is not None:
+            if (taken := self.new_parts(value)) is not None:
                 found[id(value)] = value
                 holders.update(map(id, (*taken.keys, *taken.parts)))
                 values += (*taken.keys, *taken.parts)
@@ -122,11 +122,11 @@ class OwnObjects:
             collect()
         self.held = held()
 
-    def took_apart(self, value: Any) -> ObjectParts | None:
+    def new_parts(self, value: Any) -> ObjectParts | None:
         """What an object is made of that was made since the capture began; None of one that is taken as a whole."""
         taken = parts_of(value)
         known = taken is None or taken.form.is_fixed or type(value) in _LITERALS
-        return taken if known or id(value) in self._made(type(value)) else None
+        return taken if known or self.is_new(value) else None
 
     def is_new(self, value: Any) -> bool:
         """Whether the collector lists an object among those that were made since the capture began."""
@@ -140,14 +140,6 @@ class OwnObjects:
 
     def inside(self, value: Any) -> list[Any]:
         """Those of them that a value is or holds."""
-        found, pending, seen = [], [value], set()
-        while pending:
-            each = pending.pop()
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            if each in self and not isinstance(each, tuple):
-                found.append(each)
-            elif (taken := self.took_apart(each)) is not None:
-                pending += taken.parts
-        return found
+        own = lambda each: each in self and not isinstance(each, tuple)
+        parts = lambda each: None if own(each) else self.new_parts(each)
+        return [each for each in objects_in(value, parts) if own(each)]

@@ -3,11 +3,16 @@
 The body runs once, and what it changes in the Python state belongs to the captured call alone. Each later call would
 change it again. So where such a body ran and the state changed, the capture is made once more, and the changes are
 compared before and after each run of a body.
+
+A result that can be changed is Python state from the call that returned it. Operations that the body records are
+repeated by each call of the program. Where that would give another result than the remembered one, the capture is made
+once more, and the body runs eagerly in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +31,7 @@ from weft.capture.record.plain_keys import keep_entries, plain_key
 from weft.capture.record.recorder import check, recording
 from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import Container
-from weft.capture.state.object_parts import parts_of
+from weft.capture.state.object_parts import identity_of_parts, objects_in, parts_of
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.user_code import REMEMBERING, cache_of, user_line
 from weft.errors import RememberedFunctionReads, RememberedFunctionWrites
@@ -67,16 +72,16 @@ class RememberingFunctions:
 
     Attributes:
         watched: whether to compare the state before and after their bodies.
-        for_real: whether bodies compute with real tensors, once, as in eager.
+        eagerly: whether bodies run on real tensors and are not recorded.
         changed: what the bodies changed, as the user would write it.
-        once: those of which each call would compute another result than the one that eager remembers: the step writes
-            to it, or it depends on the Python state.
+        impure: where the step calls those whose recorded operations would give another result at the next call,
+            because the step writes to the result or because it depends on the Python state; by name.
     """
 
-    def __init__(self, *, watched: bool = False, for_real: bool = False, known: Iterable[Any] = ()) -> None:
-        self.watched, self.for_real = watched, for_real
-        self.once: set[str] = set()
-        self._computed: list[tuple[str, Any, list[int]]] = []  # by bodies: function, object, what it was made of
+    def __init__(self, *, watched: bool = False, eagerly: bool = False, known: Iterable[Any] = ()) -> None:
+        self.watched, self.eagerly = watched, eagerly
+        self.impure: dict[str, str] = {}
+        self._computed: list[tuple[str, str, Any, list[Any]]] = []  # name, line, an object in the result, its version
         self._known = list(known)
         self.changed: set[str] = set()
         self._misses: list[tuple[Any, int]] = []
@@ -112,33 +117,33 @@ class RememberingFunctions:
         """The result of a call of the step."""
         recorder: Any = recording()
         self.add(function)
-        misses, known = function.cache_info().misses, set(recorder.graph.nodes)
+        misses, last = function.cache_info().misses, next(iter(reversed(recorder.graph.nodes)), None)
         plain = not _of_the_call([*args, *kwargs.values()])
-        alone = (
-            _alone(recorder, function.__qualname__, self._modes)
-            if plain and self.for_real
-            else contextlib.nullcontext()
-        )
-        with alone:
+        with contextlib.ExitStack() as stack:
+            if plain and self.eagerly:
+                stack.enter_context(recorder.paused(*self._modes))
+                stack.enter_context(_ValuesBeforeTheStep(recorder, function.__qualname__))
             result = function(*args, **kwargs)
         if not _holds_values(result):
             if _can_be_changed(result):
                 given = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
                 self._walk(result, f"{function.__name__}({', '.join(given)})")
         elif plain and function.cache_info().misses != misses:
-            computed = {node for node in recorder.graph.nodes if node.op != "placeholder"} - known
-            self._note_computed(function.__qualname__, result, computed)
+            recorded = itertools.takewhile(lambda node: node is not last, reversed(recorder.graph.nodes))
+            nodes = {node for node in recorded if node.op != "placeholder"}
+            self._note_computed(function.__qualname__, result, nodes)
         return result
 
     def _note_computed(self, name: str, result: Any, nodes: set[torch.fx.Node]) -> None:
-        """Note what a body computed in the capture, and whether it depends on more than its arguments."""
+        """Note what a body recorded, and whether that depends on more than the body's arguments."""
+        line = user_line()
         if not all(nodes.issuperset(node.all_input_nodes) for node in nodes):
-            self.once.add(name)
-        self._computed += [(name, each, _content(each)) for each in _parts_in(result)]
+            self.impure[name] = line
+        self._computed += [(name, line, each, _version(each)) for each in objects_in(result)]
 
     def check_written(self) -> None:
         """After the step: note which functions' results it changed."""
-        self.once |= {name for name, each, before in self._computed if _content(each) != before}
+        self.impure |= {name: line for name, line, each, before in self._computed if _version(each) != before}
         self._computed.clear()
 
     def ran(self) -> list[Any]:
@@ -204,6 +209,8 @@ def attempt_with_checked_bodies(
 
     Raises:
         RememberedFunctionWrites: the body changes the Python state.
+        RememberedFunctionReads: the body cannot run eagerly, because it takes what the step has computed before, or
+            because the step branches on a value.
     """
     try:
         captured = attempt(*args, remembering=functions, **how)
@@ -211,7 +218,7 @@ def attempt_with_checked_bodies(
         functions.forget()
         raise
     ran = functions.ran()
-    once = functions.once
+    impure = functions.impure
     if not captured.complete:
         functions.forget()  # the capture of the path to its end shall see what the bodies change
     changes = any(each.key != "grad" for each in captured.effects + captured.appends)
@@ -222,12 +229,12 @@ def attempt_with_checked_bodies(
         if functions.changed:
             functions.forget()
             raise RememberedFunctionWrites([each.__qualname__ for each in ran], sorted(functions.changed))
-    if not once:
+    if not impure:
         return captured
     functions.forget()
     if captured.outcomes or not captured.complete:  # another path may have the same beginning
-        raise RememberedFunctionReads(sorted(once)[0], user_line())
-    functions = RememberingFunctions(for_real=True, known=ran)
+        raise RememberedFunctionReads(*min(impure.items()))
+    functions = RememberingFunctions(eagerly=True, known=ran)
     try:
         return attempt(*args, remembering=functions, **how)
     except BaseException:
@@ -235,19 +242,12 @@ def attempt_with_checked_bodies(
         raise
 
 
-@contextlib.contextmanager
-def _alone(recorder: Any, function: str, modes: tuple[TorchDispatchMode, ...]) -> Iterator[None]:
-    """Inside, a body computes with real tensors and is not recorded.
+class _ValuesBeforeTheStep(TorchDispatchMode):
+    """Refuses operations of a body on tensors that the step has computed or written to.
 
     Raises:
-        RememberedFunctionReads: it takes a value that the step has computed or written before.
+        RememberedFunctionReads: names the function and the line.
     """
-    with recorder.paused(*modes), _KnownBefore(recorder, function):
-        yield
-
-
-class _KnownBefore(TorchDispatchMode):
-    """Lets operations take only tensors that have the values of the beginning of the call."""
 
     def __init__(self, recorder: Any, function: str) -> None:
         super().__init__()
@@ -264,28 +264,9 @@ class _KnownBefore(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _parts_in(result: Any) -> list[Any]:
-    """A result and the tensors and objects in it that can be changed."""
-    found, pending, seen = [], [result], set[int]()
-    while pending:
-        each = pending.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-        elif (taken := parts_of(each)) is not None:
-            found += [] if taken.form.is_fixed else [each]
-            pending += (*taken.keys, *taken.parts)
-    return found
-
-
-def _content(value: Any) -> list[int]:
+def _version(value: Any) -> list[Any]:
     """What tells whether an object was changed: how often a tensor was written to, and the parts of others."""
-    if isinstance(value, torch.Tensor):
-        return [value._version]
-    taken = parts_of(value)
-    return [] if taken is None else [*map(id, (*taken.keys, *taken.parts))]
+    return [value._version] if isinstance(value, torch.Tensor) else identity_of_parts(value)
 
 
 def _of_the_call(arguments: Any) -> bool:
@@ -297,19 +278,13 @@ def _of_the_call(arguments: Any) -> bool:
 
 def _holds_values(result: Any) -> bool:
     """Whether a tensor or number of the capture is in a result."""
-    pending, seen = [result], set[int]()
-    while pending:
-        each = pending.pop()
-        if isinstance(each, (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return True
-        if id(each) not in seen and (taken := parts_of(each)) is not None:
-            seen.add(id(each))
-            pending += (*taken.keys, *taken.parts)
-    return False
+    kinds = FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool
+    return any(isinstance(each, kinds) for each in objects_in(result))
 
 
 def _can_be_changed(result: Any) -> bool:
-    return any(not isinstance(each, torch.Tensor) for each in _parts_in(result))
+    """Whether an object in a result can be changed, other than a tensor."""
+    return any((taken := parts_of(each)) is not None and not taken.form.is_fixed for each in objects_in(result))
 
 
 def _labels(changes: Iterable[tuple[Container, Any, Any, Any]]) -> dict[tuple[int, Any, int], str]:

@@ -6,7 +6,6 @@ Both may hold tensors at any depth, in containers and in objects of the user's c
 from __future__ import annotations
 
 import operator
-import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,7 +36,7 @@ from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.record.unread_arguments import UnreadValue, count_as_read
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.contents import attributes_of
-from weft.capture.state.object_parts import ObjectParts, parts_of
+from weft.capture.state.object_parts import ObjectParts, closure_of, parts_of
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.state.type_facts import SIMPLE_KINDS
 from weft.errors import EscapedTensor
@@ -77,7 +76,7 @@ class Templates:
         try:
             return Template(making.part(value), where, tuple(making.constants))
         except RecursionError:
-            why = "the objects in it are too deep inside each other: a list of them can be followed"
+            why = "the objects in it are nested too deeply: put them in a list"
             raise EscapedTensor(type(value), where, why) from None
 
     def of_memory(self, tensor: torch.Tensor, keep: Callable[[Any], int], where: str) -> Template:
@@ -127,7 +126,7 @@ class _Making:
             return self._all.own.slot(value)
         if id(value) in self._all.made:
             return self._all.made[id(value)][1]
-        if (taken := self._all.own.took_apart(value)) is not None:
+        if (taken := self._all.own.new_parts(value)) is not None:
             return self._made(value, taken)
         count_as_read(value)
         if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(value))):
@@ -146,9 +145,8 @@ class _Making:
         self.part(form.argument)
         made.varies = any(map(_varies, (*made.keys, *made.parts)))
         if made.varies and weakref.getweakrefcount(value):
-            raise EscapedTensor(
-                type(value), self._where, "something refers to it weakly, and would see none of the calls"
-            )
+            why = "an object refers to it weakly (weakref), and each call makes another one"
+            raise EscapedTensor(type(value), self._where, why)
         # What something outside keeps is the same at each call, as a tuple is of which each call finds the same one.
         kept = id(value) in own.held and not made.varies
         if kept or (form.is_fixed and value in own and all(map(operator.is_, made.parts, taken.parts))):
@@ -219,8 +217,4 @@ def _inside(leaf: Any) -> list[Any]:
     """What an object is made of, and the variables that a function closes over."""
     taken = parts_of(leaf)
     parts = [*attributes_of(leaf).values()] if taken is None else taken.parts
-    cells = [cell.cell_contents for cell in getattr(leaf, "__closure__", None) or () if cell != _EMPTY_CELL]
-    return [*parts, *cells]
-
-
-_EMPTY_CELL = types.CellType()
+    return [*parts, *closure_of(leaf)]

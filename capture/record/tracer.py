@@ -363,6 +363,8 @@ class _StepCapture:
 
     def _walk_result(self, result: Any, path: str) -> None:
         """Follow what a function remembers: it is Python state that the step reaches by calling the function."""
+        if id(result) in self.met:
+            return
         self.state.add(result, path)
         self.met.update(map(id, self.state.objects))
         self.numbers.put_into(self.state.containers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from weft.capture.state.contents import attributes_of
 _HEAP_TYPE, _NO_INSTANCES, _IMMUTABLE = 1 << 9, 1 << 7, 1 << 8
 # Python's own types whose objects are their items and attributes.
 _BASES = frozenset({object, dict, OrderedDict, defaultdict, list, deque, set, frozenset, tuple, types.SimpleNamespace})
-# Objects of these have parts that refer to them by other ways than attributes.
+# Objects of these are referred to by hooks and handles outside of them: a copy would have none.
 _WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
 
@@ -110,17 +111,13 @@ def slot_names(kind: type) -> frozenset[str]:
     return frozenset(each.__name__ for each in _slots_of(kind, _base_of(kind) or object))
 
 
-# Classes that pytrees know by weft, which asks here for what their objects hold.
-TAUGHT: set[type] = set()
-
-
 def parts_of(obj: Any) -> ObjectParts | None:
     """What an object is made of; None of an object whose type is written in C, of a module, an optimizer, a function
     and a class: such an object is taken as a whole."""
     kind = type(obj)
     base = _base_of(kind)
-    # The author of a type that is registered with pytrees has said what it is made of.
-    by_author = base in (None, object) and not (is_dataclass(kind) or issubclass(kind, UserDict) or kind in TAUGHT)
+    # The author of a type that is registered with pytrees has said what its objects are made of.
+    by_author = base in (None, object) and not (is_dataclass(kind) or issubclass(kind, UserDict))
     if by_author and (registered := torch_adapter.registered_parts(obj)) is not None:
         parts, make = registered
         return ObjectParts(ObjectForm(kind, object, node=make), [], parts)
@@ -128,7 +125,7 @@ def parts_of(obj: Any) -> ObjectParts | None:
 
 
 def structure_of(obj: Any) -> ObjectParts | None:
-    """The same, whether the type is registered with pytrees or not."""
+    """:func:`parts_of` by attributes and items, whether the type is registered with pytrees or not."""
     kind = type(obj)
     base = _base_of(kind)
     if base is None or isinstance(obj, _WHOLE):
@@ -149,6 +146,35 @@ def structure_of(obj: Any) -> ObjectParts | None:
     return ObjectParts(form, keys, [*items, *attributes.values(), *(value for _, value in slots)])
 
 
+def objects_in(value: Any, parts: Callable[[Any], ObjectParts | None] = parts_of) -> Iterator[Any]:
+    """An object and all objects in it, each once.
+
+    Args:
+        parts: gives what an object is made of; None of one whose parts are not wanted.
+    """
+    pending, seen = [value], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            yield each
+            if (taken := parts(each)) is not None:
+                pending += (*taken.keys, *taken.parts)
+
+
+def identity_of_parts(obj: Any) -> list[Any]:
+    """Names and ids that tell whether the parts of an object were exchanged; empty for one that is taken as a whole."""
+    taken = parts_of(obj)
+    return [] if taken is None else [*taken.form.names, *map(id, (*taken.keys, *taken.parts))]
+
+
+def closure_of(function: Any) -> list[Any]:
+    """The values of the variables that a function closes over; none of an object that is no function."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != _EMPTY_CELL]
+
+
+_EMPTY_CELL = types.CellType()
 # Python's own types of lists and dictionaries that a step may replace by others.
 _REPLACED = frozenset({dict, list, defaultdict, OrderedDict})
 

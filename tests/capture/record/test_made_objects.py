@@ -559,61 +559,60 @@ def test_a_chain_without_end_is_refused() -> None:
         weft.compile(step)(torch.ones(2))
 
 
-def test_a_place_that_gets_an_object_of_another_place_is_noticed() -> None:
-    def run(wrap: Callable[..., Any]) -> list[float]:
-        s = State()
-        s.own, s.second = Out(1, 1), Out(2, 2)
+def compare_with_eager(
+    begin: Callable[[State], None],
+    what: Callable[[State, torch.Tensor], torch.Tensor],
+    between: Callable[[State], None] = lambda s: None,
+) -> None:
+    """Call a step five times, eagerly and compiled, and change the state by ``between`` before the fourth call."""
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            result = x * (10 if s.own is s.second else 1) * s.own.loss
-            s.second = Out(s.second.loss + 1, 0)
-            return result
-
-        called, found = wrap(step), []
-        for at in range(5):
+    def run(wrap: Callable[..., Any]) -> list[list[float]]:
+        begin(s := State())
+        called, found = wrap(lambda x: what(s, x)), []
+        for at in range(CALLS):
             if at == 3:
-                s.second = s.own
-            found.append(called(torch.ones(())).item())
+                between(s)
+            found.append(called(torch.ones(2)).tolist())
         return found
 
     assert run(weft.compile) == run(lambda step: step)
+
+
+def test_a_place_that_gets_an_object_of_another_place_is_noticed() -> None:
+    def begin(s: State) -> None:
+        s.own, s.second = Out(1, 1), Out(2, 2)
+
+    def step(s: State, x: torch.Tensor) -> torch.Tensor:
+        result = x * (10 if s.own is s.second else 1) * s.own.loss
+        s.second = Out(s.second.loss + 1, 0)
+        return result
+
+    compare_with_eager(begin, step, lambda s: setattr(s, "second", s.own))
 
 
 def test_the_order_of_entries_is_noticed() -> None:
-    def run(wrap: Callable[..., Any]) -> list[float]:
-        s = State()
-        s.entries = {"a": torch.ones(()), "b": torch.ones(()) * 2}
+    def begin(s: State) -> None:
+        s.entries = {"a": torch.ones(2), "b": torch.ones(2) * 2}
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            result = x * 0
-            for value in s.entries.values():
-                result = result * 2 + value
-            s.entries = {"a": x, "b": x * 2}
-            return result
+    def step(s: State, x: torch.Tensor) -> torch.Tensor:
+        result = x * 0
+        for value in s.entries.values():
+            result = result * 2 + value
+        s.entries = {"a": x, "b": x * 2}
+        return result
 
-        called, found = wrap(step), []
-        for at in range(4):
-            if at == 3:
-                s.entries = dict(reversed(s.entries.items()))
-            found.append(called(torch.ones(())).item())
-        return found
-
-    assert run(weft.compile) == run(lambda step: step)
+    compare_with_eager(begin, step, lambda s: setattr(s, "entries", dict(reversed(s.entries.items()))))
 
 
 def test_one_tensor_at_two_attributes_of_a_replaced_object() -> None:
-    def run(wrap: Callable[..., Any]) -> list[float]:
-        s = State()
+    def begin(s: State) -> None:
         s.own = Out(torch.zeros(2), torch.zeros(2))
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            s.own.loss.add_(1)
-            result = s.own.logits.sum() + x.sum()
-            twice = x * 2
-            s.own = Out(twice, twice)
-            return result
+    def step(s: State, x: torch.Tensor) -> torch.Tensor:
+        s.own.loss.add_(1)
+        result = s.own.logits.sum() + x.sum()
+        twice = x * 2
+        s.own = Out(twice, twice)
+        return result
 
-        called = wrap(step)
-        return [called(torch.ones(2)).item() for _ in range(4)]
-
-    assert run(weft.compile) == run(lambda step: step)
+    compare_with_eager(begin, step)
