@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -93,6 +94,10 @@ class _Parameters:
     def __init__(self, step: StepGraph) -> None:
         self._parameters = {entry.name: entry.path for entry in step.inputs if entry.role is Role.PARAMETER}
         self._results: dict[Node, str] = {}
+        # Per call, computed once: a step has one collective a parameter, and each looks itself up in the optimizer's
+        # lists of all parameters.
+        self._lists: dict[Node, list[_ListOperand]] = {}
+        self._elements: dict[Node, dict[Any, list[Node]]] = {}
         inputs = {entry.name: entry for entry in step.inputs}
         for what, node in zip(step.outputs, step.results, strict=True):
             if isinstance(node, Node) and (path := _gradient(what, inputs)):
@@ -121,25 +126,50 @@ class _Parameters:
                 if path := self._beside(user, node):
                     found.add(path)
                     continue
-                after = {*_made_of(user, node)} - seen
+                after = {*self._made_of(user, node)} - seen
                 seen |= after
                 todo += after
         return found
 
     def _beside(self, call: Node, node: Node) -> str:
         """The parameter that an optimizer's call on lists has at the place of ``node``."""
-        first, *others = [given for given in call.args if isinstance(given, (list, tuple))] or [()]
-        at = next((given.index(node) for given in others if node in given), len(first))
-        beside = first[at] if at < len(first) else None
+        lists = self._lists_of(call)
+        at = next((others.places[node] for others in lists[1:] if node in others.places), None)
+        beside = None if at is None or at >= len(lists[0].items) else lists[0].items[at]
         return self._parameters.get(beside.name, "") if isinstance(beside, Node) else ""
 
+    def _made_of(self, call: Node, node: Node) -> list[Node]:
+        """What ``call`` makes of ``node`` element by element: of a call on lists, the elements at the same place."""
+        if _name(call).startswith("aten::_foreach_"):
+            at = next((given.places[node] for given in self._lists_of(call) if node in given.places), None)
+            if at is not None:
+                return self._elements_of(call).get(at, [])
+        return [call] if is_wait(call) or _moves_data(call) or _by_element(call) else []
 
-def _made_of(call: Node, node: Node) -> list[Node]:
-    """What ``call`` makes of ``node`` element by element: of a call on lists, the elements at the same place."""
-    lists = [given for given in call.args if isinstance(given, (list, tuple)) and node in given]
-    if lists and _name(call).startswith("aten::_foreach_"):
-        return [user for user in call.users if user.args[1:] == (lists[0].index(node),)]
-    return [call] if is_wait(call) or _moves_data(call) or _by_element(call) else []
+    def _lists_of(self, call: Node) -> list[_ListOperand]:
+        if (found := self._lists.get(call)) is None:
+            found = self._lists[call] = [
+                _ListOperand(given, {each: at for at, each in reversed([*enumerate(given)]) if isinstance(each, Node)})
+                for given in call.args
+                if isinstance(given, (list, tuple))
+            ]
+        return found
+
+    def _elements_of(self, call: Node) -> dict[Any, list[Node]]:
+        """The users that take one element of the list that ``call`` returns, by its place."""
+        if (found := self._elements.get(call)) is None:
+            found = self._elements[call] = {}
+            for user in call.users:
+                if user.target is operator.getitem:
+                    found.setdefault(user.args[1], []).append(user)
+        return found
+
+
+class _ListOperand(NamedTuple):
+    """A list that a call takes, and the first place of each node in it."""
+
+    items: Sequence[Any]
+    places: dict[Node, int]
 
 
 def _gradient(what: Any, inputs: dict[str, Any]) -> str:
