@@ -44,7 +44,7 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 from torch.utils._sympy.numbers import int_oo
 from torch.utils.hooks import RemovableHandle
 
-from weft import thread_patches
+from weft import dtensor_placements, thread_patches
 
 # ---- capture: what a recording dispatch mode needs
 
@@ -52,6 +52,11 @@ from weft import thread_patches
 def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
     """The ShapeEnv of a fake mode that was made with one."""
     return cast(ShapeEnv, fake_mode.shape_env)
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether torch computes ``op`` by other operations, with autograd and without, and has no kernel of its own."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def is_plain_tensor_type(kind: type) -> bool:
@@ -965,85 +970,21 @@ def force_eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def dtensors_in_captures() -> Iterator[None]:
-    """DTensors take numbers that have no value (a count of steps, in a capture). To place the result of an operation,
-    torch looks at all arguments, and would ask for the values: it gets 1.0, since no number decides on a placement.
-    Operations on lists are placed in time that does not grow with the square of the lists. Torch's table of placements
-    holds the numbers of a call, and compares those of later calls with them: that would ask for the value of a number
-    of another capture, so the table is emptied before and after."""
+    """DTensors take numbers that have no value (a count of steps), and equal operations are placed once, see
+    :mod:`weft.dtensor_placements`. Torch's table of placements holds the numbers of a call, and compares those of later
+    calls with them: that would ask for the value of a number of another capture, so it is emptied before and after."""
     if "torch.distributed.tensor" not in sys.modules:
         yield
         return
     propagator: Any = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
-
-    def placed(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def run(schema: Any) -> Any:
-            stand_in = lambda value: 1.0 if isinstance(value, torch.SymFloat) else value
-            args = tuple(map(stand_in, schema.args_schema))
-            kwargs = {key: stand_in(value) for key, value in schema.kwargs_schema.items()}
-            values = zip((*args, *kwargs.values()), (*schema.args_schema, *schema.kwargs_schema.values()), strict=True)
-            if all(new is old for new, old in values):
-                return place(schema)
-            found = place(dataclasses.replace(schema, args_schema=args, kwargs_schema=kwargs))
-            # Where something has to move, arguments are taken from the plan.
-            return place(schema) if found.needs_redistribute else found
-
-        return run
-
     forget = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
     forget()
     with contextlib.ExitStack() as stack:
         stack.callback(forget)
         for name in ("propagate_op_sharding", "propagate_op_sharding_non_cached"):
-            place = placed(_placed_once_a_column(thread_patches.present(propagator, name)))
+            place = dtensor_placements.placed_once(thread_patches.present(propagator, name))
             stack.enter_context(thread_patches.replaced(propagator, name, place))
         yield
-
-
-def _placed_once_a_column(place: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """``place`` for operations on lists (``_foreach_*``, fused optimizers). What torch does with one element depends on
-    that element of each list, a column, alone; but it looks at all lists again for each. Of columns that are alike one
-    is placed: a model has few kinds of parameters."""
-
-    def run(schema: Any) -> Any:
-        columns = _columns(schema)
-        try:
-            known: dict[Any, int] = {}
-            numbers = [known.setdefault(column, len(known)) for column in columns]
-        except TypeError:  # symbolic sizes
-            return place(schema)
-        if len(known) == len(columns):
-            return place(schema)
-        firsts = [numbers.index(number) for number in range(len(known))]
-        args = tuple(type(arg)(arg[at] for at in firsts) if _is_list(arg) else arg for arg in schema.args_schema)
-        found = place(dataclasses.replace(schema, args_schema=args))
-        specs = found.output_spec
-        if found.needs_redistribute:  # the plan for that is one of all elements
-            return place(schema)
-        if specs is None:
-            return found
-        return dataclasses.replace(found, output_spec=type(specs)(specs[number] for number in numbers))
-
-    return run
-
-
-def _columns(schema: Any) -> list[tuple[Any, ...]]:
-    """The columns of the lists that an operation is given; none for operations that do not work column by column."""
-    operation, args, named = schema.op, schema.args_schema, schema.kwargs_schema.values()
-    lists = [arg for arg in args if _is_list(arg)]
-    if not operation.name().startswith(("aten::_foreach_", "aten::_fused_")) or len(operation._schema.returns) > 1:
-        return []
-    if not args or not _is_list(args[0]):  # such as _fused_rms_norm
-        return []
-    of_all = any(getattr(arg, "ndim", 0) for arg in (*args, *named))  # a tensor with a number for each column
-    if of_all or any(map(_is_list, named)) or len({len(each) for each in lists}) != 1:
-        return []
-    if any(isinstance(entry, (torch.SymInt, torch.SymFloat)) for each in lists for entry in each):
-        return []  # two of them cannot be compared
-    return list(zip(*([(type(entry), entry) for entry in each] for each in lists), strict=True))
-
-
-def _is_list(value: Any) -> bool:
-    return type(value) in (list, tuple) and len(value) > 0
 
 
 @contextlib.contextmanager

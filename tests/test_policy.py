@@ -46,6 +46,7 @@ BASEMENT = [
     "gloo",
     "logs",
     "tensor_subclasses",
+    "dtensor_placements",
     "thread_patches",
     "torch_adapter",
     "triton_adapter",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft import torch_adapter
 from weft.capture.node_kinds import needs_check
 from weft.capture.record.functional_ops import WrittenArguments, executable_form, written_arguments
 from weft.torch_adapter import OpOverload
@@ -30,6 +31,8 @@ class OpFacts(NamedTuple):
         writes: the arguments that it writes, None where there are none.
         reads_data: whether the sizes or the number that it returns depend on data.
         needs_check: whether it is a collective whose operands torch checks only when it runs.
+        is_composite: whether torch computes it by other operations, with autograd and without, and has no kernel of
+            its own for it.
     """
 
     op: OpOverload
@@ -39,6 +42,7 @@ class OpFacts(NamedTuple):
     writes: WrittenArguments | None
     reads_data: bool
     needs_check: bool
+    is_composite: bool
 
 
 _known: dict[int, OpFacts] = {}
@@ -51,5 +55,5 @@ def facts_of(op: OpOverload) -> OpFacts:
         namespace, name = op._schema.name.split("::")
         reads_data = not _READS_DATA.isdisjoint(op.tags)
         asked = executable_form(op), written_arguments(op), reads_data, needs_check(op)
-        found = _known[id(op)] = OpFacts(op, namespace, name, *asked)
+        found = _known[id(op)] = OpFacts(op, namespace, name, *asked, torch_adapter.is_composite(op))
     return found

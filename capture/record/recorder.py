@@ -51,6 +51,11 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SAME_VALUE = (aten.detach.default, aten.alias.default, *LIFTS)
 _DEVICE = torch.ops.prim.device.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_OF_WRAPPERS = (
+    "torch's wrappers of modules issue it. Wrap the model with weft.replicate in place of DistributedDataParallel, and "
+    "with weft.fully_shard in place of torch's. A call of your own: use a function of torch.distributed that works on "
+    "tensors of all ranks"
+)
 
 
 def check(holds: bool, condition: str, names: str, *values: int) -> None:
@@ -91,19 +96,16 @@ class OpRecorder(TorchDispatchMode):
 
     Attributes:
         graph: the operations so far.
-        symbols: the symbolic numbers and the nodes that compute them.
-        storages: the current value of each tensor.
+        symbols: the symbolic numbers and the nodes that compute them; storages: the current value of each tensor.
         placeholders: each placeholder with the user's tensor that it stands for.
         recorded: number of operations recorded; passed: of those that ran while recording was paused.
-        module_path: asked for the module of a new node.
+        module_path, input_name: asked for the module of a new node and for the name of a new placeholder.
         optimizing: whether ``optimizer.step()`` is running.
         stream: asked for the number of the current CUDA stream; None where all work is on one stream.
-        input_name: asked for the name of a new placeholder.
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
         data_set: the user's tensors whose ``.data`` was assigned, by id.
         float_tags: floats that stand for symbolic numbers; late_texts: what marks in texts stand for.
-        snapshots: makes the snapshots of Python state that opaque calls need.
-        packed: knows of the packed sequences of the step; None where it has none.
+        snapshots: makes the snapshots of Python state that opaque calls need; packed: the step's packed sequences.
         runs_operation: whether a fake result is being computed: what is asked meanwhile, the step did not ask.
         computed: calls what computes a fake result, and answers what torch asks about numbers of the data meanwhile.
     """
@@ -137,7 +139,7 @@ class OpRecorder(TorchDispatchMode):
         self._last_input = self.graph._root
         self._paused_in: tuple[TorchDispatchMode, ...] | None = None
         self._asserted: set[Any] = set()
-        self._outer: OpRecorder | None = None
+        self._outer: list[OpRecorder | None] = []
         # Each rank has a GPU of its own. The graph says "cuda", the current one, so its text is equal on all ranks.
         self._own_device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
 
@@ -169,13 +171,11 @@ class OpRecorder(TorchDispatchMode):
         for tensor in tensors:
             if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
                 return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
+        if facts.is_composite:  # torch leaves it whole below autograd, and in inference mode
+            with self:
+                return op.decompose(*args, **kwargs)
         if facts.namespace == "c10d":
-            remedy = (
-                "torch's wrappers of modules issue it. Wrap the model with weft.replicate in place of "
-                "DistributedDataParallel, and with weft.fully_shard in place of torch's. A call of your own: use "
-                "a function of torch.distributed that works on tensors of all ranks"
-            )
-            raise UncapturableCollective(facts.name, user_line(), remedy)
+            raise UncapturableCollective(facts.name, user_line(), _OF_WRAPPERS)
         if self.packed is not None and (total := self.packed.sum_of(op, args)) is not None:
             return total
         self.runs_operation = True
@@ -185,11 +185,12 @@ class OpRecorder(TorchDispatchMode):
             self.runs_operation = False
 
     def __enter__(self) -> OpRecorder:
-        self._outer, _mine.recorder = _mine.recorder, self
+        self._outer.append(_mine.recorder)
+        _mine.recorder = self
         return super().__enter__()
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        _mine.recorder = self._outer
+        _mine.recorder = self._outer.pop()
         super().__exit__(exc_type, exc_val, exc_tb)
 
     @contextmanager

@@ -17,7 +17,7 @@ from weft.inductor.graph.operations import arguments
 from weft.inductor.loop_ir.axes import integer, size_hint
 from weft.inductor.loop_ir.ir import Index, Int, Position, Store, Value, register_dtype
 from weft.inductor.lowering.elementwise import store_result
-from weft.inductor.lowering.expressions import Expression, where
+from weft.inductor.lowering.expressions import Expression, constant, where
 from weft.inductor.lowering.registry import Lowering, Node, Operand, convert, register_lowering
 from weft.inductor.lowering.split import StagedReduction
 
@@ -184,6 +184,12 @@ def _index_put(out: Lowering, node: Node) -> bool:
     indices, target = list(args["indices"]), out.result().sizes
     if indices[-1] is not None and indices[-1].meta["val"].dtype == torch.bool:
         return _masked_put(out, args)
+    values = out.operand(args["values"])
+    if _one_place_a_row(indices, target) and len(values.sizes) < 2:
+        at = _wrapped(out.value(indices[1], target[:1], [0]), target[1])
+        value = Expression(values.load(values.index([0] if values.sizes == target[:1] else [None] * len(values.sizes))))
+        _put_at(out, args["self"], 1, at, value, args["accumulate"])
+        return True
     # Without accumulation the last of several values for one element would win, in an order that eager leaves
     # undefined too; ATen's own choice is kept.
     if not args["accumulate"] or len(indices) != 1 or indices[0].meta["val"].dtype == torch.uint8:
@@ -196,6 +202,50 @@ def _index_put(out: Lowering, node: Node) -> bool:
         return False
     at = Expression(_wrapped(sums.index(indices[0]).value, target[0]))
     sums.store(at, [0, *range(len(indexed) + 1, len(sizes) + 1)], args["self"])
+    return True
+
+
+def _one_place_a_row(indices: Sequence[Any], target: Sequence[Int]) -> bool:
+    """Whether ``x[indices]`` of a matrix is one element of each row: ``x[torch.arange(rows), columns]``."""
+    if len(target) != 2 or len(indices) != 2 or None in indices:
+        return False
+    rows, columns = indices
+    every = rows.target in (aten.arange.default, aten.arange.start, aten.arange.start_step)
+    given = {"start": 0, "step": 1, **arguments(rows)} if every else {}
+    if not every or (given["start"], given["step"], given["end"]) != (0, 1, target[0]):
+        return False
+    val = columns.meta["val"]
+    return val.dim() == 1 and val.dtype not in (torch.bool, torch.uint8) and val.shape[0] == rows.meta["val"].shape[0]
+
+
+def _put_at(out: Lowering, base: Any, dim: int, at: Value, value: Expression, accumulate: bool = False) -> None:
+    """``base`` with ``value`` at position ``at`` along ``dim``, one position for each point of the other dimensions: a
+    choice at each element, which other kernels compute in passing. One-hot rows are of this kind."""
+    x = Expression(out.value(base, out.result().sizes))
+    here = Expression(at) == Expression(Position(dim))
+    store_result(out, where(here, x + value if accumulate else value, x))
+
+
+@register_lowering(aten.scatter.value, aten.scatter.src)
+def _scatter(out: Lowering, node: Node) -> bool:
+    """Along a dimension where the index has one position, as in ``zeros.scatter(1, labels[:, None], 1.0)``."""
+    args = arguments(node)
+    target, index = out.result().sizes, out.operand(args["index"])
+    dim = args["dim"] % max(len(target), 1)
+    # A smaller index would leave the other points of the target alone.
+    one = [1 if axis == dim else size for axis, size in enumerate(target)]
+    if not target or list(index.sizes) != one:
+        return False
+    axes = [None if axis == dim else axis for axis in range(len(target))]
+    at = _whole(index.load(index.index(axes)))
+    if "src" in args:
+        source = out.operand(args["src"])
+        value = Expression(source.load(source.index(axes)))
+    elif isinstance(args["value"], (bool, int, float)):
+        value = constant(args["value"], out.fake().dtype)
+    else:  # a complex number, or one that the data decides
+        return False
+    _put_at(out, args["self"], dim, at, value)
     return True
 
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
-from weft.capture.graph import StepGraph, drop_dead
+from weft.capture.graph import StepGraph, calls, drop_dead
 from weft.capture.node_kinds import is_wait
 from weft.inductor.graph.collectives import ALL_REDUCE
+from weft.inductor.graph.emitter import emitter
+from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.operations import arguments
 from weft.inductor.graph.pass_runner import keeps_bits
 from weft.inductor.multi_tensor.adam import Adam
@@ -60,6 +62,11 @@ def fuse_optimizer(step: StepGraph) -> StepGraph:
             _fuse_sgd(step.graph, node)
         elif node.target in (aten.stack.default, aten.cat.default):
             _fuse_norms(step.graph, node)
+    drop_dead(step.graph)
+    kept = escaping(step)
+    for node in calls(step.graph):
+        if node.target is aten._foreach_norm.Scalar:
+            _fuse_single_norms(step.graph, node, kept)
     drop_dead(step.graph)
     fuse_foreach_chains(step.graph)
     drop_dead(step.graph)
@@ -119,6 +126,28 @@ def _fuse_norms(graph: torch.fx.Graph, node: Node) -> None:
     call = Norm(order, together=order == 2.0 and _read_together(node))
     ((norms,),) = multi_tensor_call(graph, node, call, (tensors,), [[node.meta["val"]]])
     node.replace_all_uses_with(norms)
+
+
+def _fuse_single_norms(graph: torch.fx.Graph, node: Node, kept: set[Node]) -> None:
+    """``_foreach_norm`` of which single norms are read: the norms are elements of one tensor. With tensor parallelism
+    those of replicated parameters are divided before all are stacked and their squares added up over the ranks.
+
+    Args:
+        kept: what the user's code holds after the step, which must not be a view of the other norms.
+    """
+    picked = list(node.users)
+    measured = [_norm_of(norm) for norm in picked]
+    if None in measured or not kept.isdisjoint(picked):
+        return
+    tensors, order = node.args[0], measured[0][1]  # type: ignore[index]
+    dtypes = {each.meta["val"].dtype for each in (*tensors, *picked)}  # type: ignore[union-attr,misc]
+    if order not in ORDERS or len(dtypes) > 1 or not iterable_by_kernels([tensors]):  # type: ignore[list-item]
+        return
+    result = picked[0].meta["val"].new_empty(len(tensors))  # type: ignore[arg-type]
+    ((norms,),) = multi_tensor_call(graph, picked[0], Norm(order), (tensors,), [[result]])
+    with graph.inserting_before(picked[0]):
+        emit = emitter(graph, picked[0])
+        replace_elements([(norm, emit(aten.select.int, norms, 0, norm.args[1])) for norm in picked])
 
 
 def _read_together(norms: Node) -> bool:

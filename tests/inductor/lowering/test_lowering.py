@@ -359,6 +359,38 @@ def test_sums_by_index_into_many_rows_stay_with_aten() -> None:
     assert result.reasons["aten.embedding_dense_backward.default"] == 1
 
 
+ONE_A_ROW: dict[str, Callable[..., torch.Tensor]] = {
+    "a value per row": lambda x, at, values: x.index_put([torch.arange(4), at], values),
+    "one value": lambda x, at, values: x.index_put([torch.arange(4), at], values[0]),
+    "one value with its own dimension": lambda x, at, values: x.index_put([torch.arange(4), at], values[:1]),
+    "counted from the end": lambda x, at, values: x.index_put([torch.arange(4), at - 6], values),
+    "added": lambda x, at, values: x.index_put([torch.arange(0, 4), at], values, accumulate=True),
+    "scattered": lambda x, at, values: x.scatter(1, at[:, None], values[:, None]),
+    "one number scattered": lambda x, at, values: x.scatter(-1, at[:, None], 0.1),
+    "scattered along rows": lambda x, at, values: x.t().scatter(0, at[None], values[None]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ONE_A_ROW)
+def test_an_assignment_of_one_element_a_row_is_a_choice_at_each_element(name: str, dtype: torch.dtype) -> None:
+    x, values, at = (10 * _x(4, 6)).to(dtype), (3 * _x(4)).to(dtype), torch.tensor([5, 0, 3, 0])
+    assert not check(ONE_A_ROW[name], x, at, values, tolerance=0.0).reasons
+
+
+def test_other_assignments_by_index_are_left_to_aten() -> None:
+    x, at = _x(4, 6), torch.tensor([5, 0, 3, 0])
+    others: list[Callable[..., torch.Tensor]] = [
+        lambda x, i: x.index_put([torch.arange(3, -1, -1), i], x[:, 0]),  # rows in another order
+        lambda x, i: x.index_put([torch.arange(1, 4), i[:3]], x[:3, 0]),  # not all rows
+        lambda x, i: x.index_put([i[:, None] % 4, i], x[0, :4]),  # several elements of a row
+    ]
+    for other in others:
+        assert lowered(other, x, at).reasons["aten.index_put.default"] == 1
+    assert lowered(lambda x, i: x.scatter(1, i[:2, None], 1.0), x, at).reasons["aten.scatter.value"] == 1
+    assert lowered(lambda x, i: x.scatter(1, i[None], x), x, at).reasons["aten.scatter.src"] == 1
+
+
 def test_dropout_applies_and_scales_its_mask() -> None:
     x = _x(64, 256)
     result = lowered(lambda x: aten.native_dropout(x, 0.25, True), x)

@@ -307,12 +307,24 @@ def test_tensors_with_gaps_and_other_dtypes_are_left_to_aten() -> None:
     assert calls(fused(build.build())) == []
 
 
-def test_norms_with_other_readers_are_left_alone() -> None:
+@pytest.mark.parametrize("view", [False, True])
+def test_norms_that_the_step_returns_are_left_alone(view: bool) -> None:
     build = StepBuilder()
     (a,) = lists(build, 1)
     norms = build.pick(build.call(aten._foreach_norm.Scalar, a, 2.0))
-    build.returns(build.call(aten.stack.default, norms), norms[0])
+    kept = build.call(aten.unsqueeze.default, norms[0], 0) if view else norms[0]
+    build.returns(build.call(aten.stack.default, norms), kept)
     assert calls(fused(build.build())) == []
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
+def test_norms_that_are_read_one_by_one_become_one_call(order: float) -> None:
+    build = StepBuilder()
+    (a,) = lists(build, 1)
+    first, *others = build.pick(build.call(aten._foreach_norm.Scalar, a, order))
+    divided = build.call(aten.div.Scalar, first, 3.0)
+    build.returns(build.call(aten.mul.Tensor, build.call(aten.stack.default, [divided, *others]), 2.0))
+    assert calls(both(build)) == ([Norm] if order < 3 else [])
 
 
 def test_stacked_and_concatenated_norms_become_one_call() -> None:
