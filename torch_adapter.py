@@ -56,7 +56,10 @@ def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
 
 def is_composite(op: OpOverload) -> bool:
     """Whether torch computes ``op`` by other operations, with autograd and without, and has no kernel of its own."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
+    # A build of torch without CUDA does not know of kernels for GPUs, and graphs must not depend on the build.
+    own = has("CPU") or has("CUDA") or op is torch.ops.aten._fused_rms_norm.default
+    return has("CompositeImplicitAutograd") and not own
 
 
 def is_plain_tensor_type(kind: type) -> bool:

@@ -37,6 +37,7 @@ from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
 from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
+from weft.capture.record.real_operations import operations_for_real
 from weft.capture.record.resized_outputs import written_by
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
@@ -95,16 +96,16 @@ class OpRecorder(TorchDispatchMode):
         fake_mode: the mode that computes fake results; must be active too, below this mode.
 
     Attributes:
-        graph: the operations so far.
+        graph: the operations so far; late_texts: what marks in texts stand for.
         symbols: the symbolic numbers and the nodes that compute them; storages: the current value of each tensor.
         placeholders: each placeholder with the user's tensor that it stands for.
         recorded: number of operations recorded; passed: of those that ran while recording was paused.
+        is_paused: whether what runs now is no part of the step.
         module_path, input_name: asked for the module of a new node and for the name of a new placeholder.
-        optimizing: whether ``optimizer.step()`` is running.
+        optimizing: whether ``optimizer.step()`` is running; float_tags: floats that stand for symbolic numbers.
         stream: asked for the number of the current CUDA stream; None where all work is on one stream.
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
         data_set: the user's tensors whose ``.data`` was assigned, by id.
-        float_tags: floats that stand for symbolic numbers; late_texts: what marks in texts stand for.
         snapshots: makes the snapshots of Python state that opaque calls need; packed: the step's packed sequences.
         runs_operation: whether a fake result is being computed: what is asked meanwhile, the step did not ask.
         computed: calls what computes a fake result, and answers what torch asks about numbers of the data meanwhile.
@@ -137,7 +138,7 @@ class OpRecorder(TorchDispatchMode):
         self._input_storages: dict[int, list[tuple[TrackedTensor, torch.Tensor]]] = {}
         self._forward_origins: dict[int, tuple[tuple[Frame, ...], str, int]] = {}
         self._last_input = self.graph._root
-        self._paused_in: tuple[TorchDispatchMode, ...] | None = None
+        self.is_paused = False
         self._asserted: set[Any] = set()
         self._outer: list[OpRecorder | None] = []
         # Each rank has a GPU of its own. The graph says "cuda", the current one, so its text is equal on all ranks.
@@ -163,10 +164,9 @@ class OpRecorder(TorchDispatchMode):
             if kind is not FakeTensor and not torch_adapter.is_plain_tensor_type(kind):
                 return NotImplemented  # the subclass takes its tensor apart; its operations on plain tensors come here
         facts = facts_of(op)
-        if self._paused_in is not None or facts.namespace == "profiler":
-            self.passed += facts.namespace != "profiler"
-            with torch_adapter.only_mode(*(self._paused_in or ())):
-                return self._results(op, args, kwargs) if self._paused_in else op(*args, **kwargs)
+        if facts.namespace == "profiler":
+            with torch_adapter.only_mode():
+                return op(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         for tensor in tensors:
             if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
@@ -196,11 +196,16 @@ class OpRecorder(TorchDispatchMode):
     @contextmanager
     def paused(self, *modes: TorchDispatchMode) -> Iterator[None]:
         """Operations inside are not recorded and run for real, under ``modes`` alone."""
-        outer, self._paused_in = self._paused_in, modes
+
+        def count() -> None:
+            self.passed += 1
+
+        outer, self.is_paused = self.is_paused, True
         try:
-            yield
+            with operations_for_real(count, modes):
+                yield
         finally:
-            self._paused_in = outer
+            self.is_paused = outer
 
     def end(self) -> None:
         """Let go of all values, and of the user's tensors: only the graph holds values from here on."""
@@ -210,11 +215,6 @@ class OpRecorder(TorchDispatchMode):
         known: tuple[Any, ...] = self._inputs, self._input_storages, self.data_set, self.float_tags, self.late_texts
         for each in (*known, self.placeholders):
             each.clear()
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether what runs now is no part of the step."""
-        return self._paused_in is not None
 
     # ---- operations that compute
 

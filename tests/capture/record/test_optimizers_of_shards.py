@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from norm_scaled import NormScaled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft
 from harness import run_ranks
@@ -30,6 +33,26 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 ]
 KINDS = vars(torch.optim) | {"NormScaled": NormScaled}
 WRAPPERS = {"fully_shard": weft.fully_shard, "replicate": weft.replicate}
+
+
+def test_state_is_made_of_shards_and_never_of_whole_parameters() -> None:
+    # A whole parameter has 4 TiB, a shard of it 64 MiB: torch would fail to allocate the former.
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2**16)
+    try:
+        mesh = init_device_mesh("cpu", (2**16,))
+        shard = DTensor.from_local(torch.zeros(16, 2**20), mesh, [Shard(0)], run_check=False)
+        weight = nn.Parameter(shard)
+        optimizer = torch.optim.AdamW([weight], fused=True)
+
+        def step() -> None:
+            weight.grad = weight.detach().clone()
+            optimizer.step()
+
+        graph = weft.capture(step)
+    finally:
+        dist.destroy_process_group()
+    assert any("_fused_adamw" in str(node.target) for node in graph.graph.nodes)
+    assert optimizer.state[weight]["exp_avg"].to_local().shape == (16, 2**20)
 
 
 def trained(
