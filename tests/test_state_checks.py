@@ -118,6 +118,51 @@ def test_a_change_of_a_tensor_is_seen(guard_checks: str, change: Callable[[torch
     assert not holds()
 
 
+@pytest.mark.parametrize("dims", range(8))
+def test_sizes_and_strides_of_any_number_of_dimensions_are_compared(guard_checks: str, dims: int) -> None:
+    """Torch keeps those of more than five dimensions elsewhere."""
+    others = [torch.ones([2] * each) for each in range(8)]
+    tensor = torch.zeros([3, 2, 3, 2, 2, 2, 2, 2][:dims])
+    holds = state_checks.unchanged_tensors([*others, tensor], [tensor])
+    assert holds()
+    layouts = [tensor.data, tensor.data.unsqueeze(0)]
+    for dim in range(dims):
+        layouts += [tensor.data.narrow(dim, 0, 1), torch.zeros(*tensor.shape, 2).select(-1, 0)]
+        for other in range(dim):
+            tensor.transpose_(dim, other)
+            assert not holds(), (dim, other)
+            tensor.transpose_(dim, other)
+            assert holds()
+    for layout in layouts[1:]:
+        tensor.data = layout
+        assert not holds()
+        tensor.data = layouts[0]
+        assert holds()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_change_of_one_among_many_tensors_that_are_alike_is_seen(guard_checks: str, at: int) -> None:
+    tensors = [nn.Parameter(torch.ones(4, 6)) for _ in range(4)]
+    holds = state_checks.unchanged_tensors(tensors, tensors)
+    for change in TENSOR_CHANGES:
+        assert holds()
+        change(tensors[at])
+        assert not holds(), change.__name__
+        tensors[at] = nn.Parameter(torch.ones(4, 6))
+        holds = state_checks.unchanged_tensors(tensors, tensors)
+
+
+def test_two_tensors_that_exchange_their_memory_are_seen(guard_checks: str) -> None:
+    first, second = tensors = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    holds = state_checks.unchanged_tensors(tensors, tensors)
+    first.data, second.data = second.data, first.data
+    assert not holds()
+    first.data, second.data = second.data, first.data
+    assert holds()
+    torch.utils.swap_tensors(first, second)
+    assert not holds()
+
+
 def test_other_values_in_tensors_are_no_change(guard_checks: str) -> None:
     tensors = _tensors()
     holds = state_checks.unchanged_tensors(tensors, tensors)
