@@ -14,7 +14,19 @@
 #include <vector>
 
 #include <ATen/core/TensorBase.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
+
+// As in ATen/autocast_mode.h, which takes long to compile.
+namespace at::autocast {
+bool is_autocast_enabled(c10::DeviceType);
+at::ScalarType get_autocast_dtype(c10::DeviceType);
+bool is_autocast_cache_enabled();
+int increment_nesting();
+int decrement_nesting();
+}  // namespace at::autocast
 
 namespace {
 
@@ -148,12 +160,12 @@ struct NoGradients final : Comparison {
 
   bool add(PyObject* leaf) {
     leaves.push_back(leaf);
-    return true;
+    return Members::are_known(*impl_of(leaf));
   }
 
   bool holds() const override {
     for (PyObject* leaf : leaves) {
-      const auto* meta = impl_of(leaf)->autograd_meta();
+      const auto* meta = Members::autograd(*impl_of(leaf));
       // A Tensor is a TensorBase without other members; its own header takes long to compile.
       if (meta && reinterpret_cast<const at::TensorBase&>(meta->grad()).defined()) return false;
     }
@@ -204,23 +216,35 @@ struct Empty final : Words {
   }
 };
 
-// Slots of objects hold what they held: triples of the object, the name of the slot and what is in it.
+// Slots of objects hold what they held: triples of the object, the name of the slot and what is in it. Cells and
+// functions have slots for their contents, code and defaults.
 struct Slots final : Words {
   bool add(PyObject* item) {
-    PyObject* object = PyTuple_GET_ITEM(item, 0);
-    PyObject* slot = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), PyTuple_GET_ITEM(item, 1));
-    if (!slot) PyErr_Clear();
-    const bool is_slot = slot && Py_IS_TYPE(slot, &PyMemberDescr_Type);
-    if (is_slot) {
-      const auto* member = reinterpret_cast<PyMemberDescrObject*>(slot)->d_member;
-      words.push_back({reinterpret_cast<char*>(object) + member->offset,
-                       reinterpret_cast<int64_t>(PyTuple_GET_ITEM(item, 2))});
-    }
-    Py_XDECREF(slot);
-    return is_slot && holds_last();
+    PyObject *object = PyTuple_GET_ITEM(item, 0), *name = PyTuple_GET_ITEM(item, 1), *value = PyTuple_GET_ITEM(item, 2);
+    const void* slot = PyFunction_Check(object) ? slot_of_function(object, name) : slot_of(object, name);
+    if (PyFunction_Check(object) && value == Py_None) value = nullptr;  // as a function keeps it
+    if (slot) words.push_back({slot, reinterpret_cast<int64_t>(value)});
+    return slot && read_word(slot) == words.back().value;
   }
 
-  bool holds_last() const { return read_word(words.back().word) == words.back().value; }
+  static const void* slot_of_function(PyObject* object, PyObject* name) {
+    const auto* function = reinterpret_cast<PyFunctionObject*>(object);
+    if (PyUnicode_CompareWithASCIIString(name, "__code__") == 0) return &function->func_code;
+    if (PyUnicode_CompareWithASCIIString(name, "__defaults__") == 0) return &function->func_defaults;
+    if (PyUnicode_CompareWithASCIIString(name, "__kwdefaults__") == 0) return &function->func_kwdefaults;
+    return nullptr;
+  }
+
+  static const void* slot_of(PyObject* object, PyObject* name) {
+    if (PyCell_Check(object)) return &reinterpret_cast<PyCellObject*>(object)->ob_ref;
+    const void* found = nullptr;
+    PyObject* slot = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), name);
+    if (!slot) PyErr_Clear();
+    if (slot && Py_IS_TYPE(slot, &PyMemberDescr_Type))
+      found = reinterpret_cast<char*>(object) + reinterpret_cast<PyMemberDescrObject*>(slot)->d_member->offset;
+    Py_XDECREF(slot);
+    return found;
+  }
 };
 
 // Nobody has changed these dictionaries since.
@@ -313,6 +337,35 @@ struct Attributes final : Comparison {
   }
 };
 
+// This thread has the settings that it had.
+struct Settings final : Comparison {
+  struct State {
+    bool grad, inference, on_cpu, on_gpu, in_region, cache;
+    at::ScalarType cpu_dtype, gpu_dtype;
+    caffe2::TypeMeta default_dtype;
+
+    bool operator==(const State&) const = default;
+  };
+  State before;
+
+  static State now() {
+    using namespace at::autocast;
+    constexpr auto cpu = c10::DeviceType::CPU, gpu = c10::DeviceType::CUDA;
+    increment_nesting();
+    const bool in_region = decrement_nesting() > 0;
+    return {c10::GradMode::is_enabled(), c10::InferenceMode::is_enabled(), is_autocast_enabled(cpu),
+            is_autocast_enabled(gpu),    in_region,                       is_autocast_cache_enabled(),
+            get_autocast_dtype(cpu),     get_autocast_dtype(gpu),         c10::get_default_dtype()};
+  }
+
+  bool add(PyObject*) {
+    before = now();
+    return true;
+  }
+
+  bool holds() const override { return now() == before; }
+};
+
 // Lists hold these objects.
 struct Items final : Comparison {
   std::vector<std::pair<PyObject*, PyObject*>> lists;
@@ -396,7 +449,8 @@ PyMethodDef functions[] = {
     {"no_gradients", make<NoGradients>, METH_O, nullptr}, {"empty", make<Empty>, METH_O, nullptr},
     {"versions", make<Versions>, METH_O, nullptr},        {"attributes", make<Attributes>, METH_O, nullptr},
     {"items", make<Items>, METH_O, nullptr},              {"slots", make<Slots>, METH_O, nullptr},
-    {"require_grad", make<RequireGrad>, METH_O, nullptr},              {nullptr, nullptr, 0, nullptr},
+    {"require_grad", make<RequireGrad>, METH_O, nullptr}, {"settings", make<Settings>, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyType_Slot slots[] = {
