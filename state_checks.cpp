@@ -7,12 +7,26 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/TensorBase.h>
+#include <c10/core/DefaultDtype.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
+
+// As in ATen/autocast_mode.h, which takes long to compile.
+namespace at::autocast {
+bool is_autocast_enabled(c10::DeviceType);
+at::ScalarType get_autocast_dtype(c10::DeviceType);
+bool is_autocast_cache_enabled();
+int increment_nesting();
+int decrement_nesting();
+}  // namespace at::autocast
 
 namespace {
 
@@ -37,56 +51,104 @@ struct Comparison {
   virtual bool holds() const = 0;
 };
 
+int64_t read_word(const void* word) {
+  int64_t value;
+  std::memcpy(&value, word, sizeof value);
+  return value;
+}
+
+// The members of a TensorImpl, which its own methods read after a look at whether a subclass has them elsewhere.
+struct Members : c10::TensorImpl {
+  static const c10::impl::SizesAndStrides& shape(const c10::TensorImpl& impl) {
+    return impl.*(&Members::sizes_and_strides_);
+  }
+  static int64_t offset(const c10::TensorImpl& impl) { return impl.*(&Members::storage_offset_); }
+  static uint64_t keys(const c10::TensorImpl& impl) { return (impl.*(&Members::key_set_)).raw_repr(); }
+  static int64_t storage(const c10::TensorImpl& impl) { return read_word(&(impl.*(&Members::storage_))); }
+  // The pointer to what autograd knows is private. It comes after `storage_`.
+  static const c10::AutogradMetaInterface* autograd(const c10::TensorImpl& impl) {
+    return reinterpret_cast<const c10::AutogradMetaInterface*>(read_word(&(impl.*(&Members::storage_)) + 1));
+  }
+  // The dtype, the device, and single bits, among them whether sizes are symbolic: all before `key_set_`.
+  static int64_t kind(const c10::TensorImpl& impl) { return read_word(&(impl.*(&Members::data_type_))); }
+
+  // Whether the members are where these functions look for them.
+  static bool are_known(const c10::TensorImpl& impl) {
+    const auto at = [](const auto& member) { return reinterpret_cast<const char*>(&member); };
+    return sizeof(c10::Storage) == sizeof(int64_t) && autograd(impl) == impl.autograd_meta() &&
+           at(impl.*(&Members::key_set_)) - at(impl.*(&Members::data_type_)) == sizeof(int64_t);
+  }
+};
+
 // Tensors are what they were, where they were: the type, the metadata and the address of each.
 struct Tensors final : Comparison {
-  struct Expected {  // in one cache line: what is compared is read from memory, all of it at each call
+  // What tensors of one kind have in common. A model has few kinds: compared kind by kind, it stays in registers.
+  struct Layout {
+    PyTypeObject* type;
+    uint64_t keys;
+    int64_t kind;
+    int64_t offset;
+    bool requires_grad;
+    std::vector<int64_t> sizes, strides;
+
+    auto operator<=>(const Layout&) const = default;
+  };
+  // Small, because what is compared is read from memory, all of it at each call.
+  struct Expected {
     PyObject* tensor;
     const c10::TensorImpl* impl;
     const c10::StorageImpl* storage;
     const void* data;
-    int64_t offset;
-    uint64_t keys;
-    uint32_t type;
-    caffe2::TypeMeta dtype;
-    c10::Device device;
-    bool requires_grad;
-    uint8_t dim;
+    const c10::AutogradMetaInterface* autograd;
   };
-  std::vector<Expected> tensors;
-  std::vector<PyTypeObject*> types;
-  std::vector<int64_t> numbers;  // sizes and strides of all
+  std::map<Layout, std::vector<Expected>> tensors;
 
   bool add(PyObject* tensor) {
     const auto* impl = impl_of(tensor);
-    if (!is_plain(*impl) || impl->dim() > 255) return false;
-    const auto type = std::find(types.begin(), types.end(), Py_TYPE(tensor)) - types.begin();
-    if (type == static_cast<ptrdiff_t>(types.size())) types.push_back(Py_TYPE(tensor));
+    if (!is_plain(*impl) || !Members::are_known(*impl)) return false;
+    const Layout layout{Py_TYPE(tensor), Members::keys(*impl), Members::kind(*impl), Members::offset(*impl),
+                        impl->requires_grad(), impl->sizes().vec(), impl->strides().vec()};
     const auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-    tensors.push_back({tensor, impl, storage, storage->data(), impl->storage_offset(), impl->key_set().raw_repr(),
-                       static_cast<uint32_t>(type), impl->dtype(), impl->device(), impl->requires_grad(),
-                       static_cast<uint8_t>(impl->dim())});
-    numbers.insert(numbers.end(), impl->sizes().begin(), impl->sizes().end());
-    numbers.insert(numbers.end(), impl->strides().begin(), impl->strides().end());
+    tensors[layout].push_back({tensor, impl, storage, storage->data(), impl->autograd_meta()});
     return true;
   }
 
   bool holds() const override {
-    const int64_t* number = numbers.data();
-    for (const auto& expected : tensors) {
-      const auto* impl = impl_of(expected.tensor);
-      if (Py_TYPE(expected.tensor) != types[expected.type] || impl != expected.impl) return false;
-      // The keys say which tensor has its metadata elsewhere; nothing else of such a one is asked.
-      if (impl->key_set().raw_repr() != expected.keys || impl->has_symbolic_sizes_strides()) return false;
-      const auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
-      if (storage != expected.storage || storage->data() != expected.data ||
-          impl->storage_offset() != expected.offset || impl->dtype() != expected.dtype ||
-          impl->device() != expected.device || impl->requires_grad() != expected.requires_grad)
+    for (const auto& [layout, alike] : tensors)
+      if (!hold(layout, alike, std::make_index_sequence<C10_SIZES_AND_STRIDES_MAX_INLINE_SIZE + 1>())) return false;
+    return true;
+  }
+
+  // By the number of dimensions: where it is a constant, sizes and strides are compared without a loop.
+  template <size_t... dims>
+  static bool hold(const Layout& layout, const std::vector<Expected>& alike, std::index_sequence<dims...>) {
+    const size_t dim = layout.sizes.size();
+    if (dim > C10_SIZES_AND_STRIDES_MAX_INLINE_SIZE) return are_same<-1>(layout, alike);
+    return ((dim == dims && are_same<dims>(layout, alike)) || ...);
+  }
+
+  template <int dims>
+  static bool are_same(const Layout& layout, const std::vector<Expected>& alike) {
+    const auto* type = layout.type;
+    const auto keys = layout.keys;
+    const auto kind = layout.kind, offset = layout.offset;
+    const size_t dim = dims < 0 ? layout.sizes.size() : dims;
+    const int64_t *sizes = layout.sizes.data(), *strides = layout.strides.data();
+    const Py_ssize_t at_impl = impl_offset;
+    for (const Expected& expected : alike) {
+      const auto& impl = *expected.impl;
+      // That the tensor still has this TensorImpl comes first, then that its metadata is still in it.
+      if (read_word(reinterpret_cast<char*>(expected.tensor) + at_impl) != reinterpret_cast<int64_t>(&impl) ||
+          Py_TYPE(expected.tensor) != type || Members::keys(impl) != keys || Members::kind(impl) != kind ||
+          Members::offset(impl) != offset || Members::storage(impl) != reinterpret_cast<int64_t>(expected.storage) ||
+          expected.storage->data() != expected.data || Members::autograd(impl) != expected.autograd)
         return false;
-      const auto sizes = impl->sizes(), strides = impl->strides();
-      if (sizes.size() != expected.dim) return false;
-      for (size_t dim = 0; dim < sizes.size(); ++dim)
-        if (sizes[dim] != number[dim] || strides[dim] != number[sizes.size() + dim]) return false;
-      number += 2 * sizes.size();
+      if (expected.autograd && expected.autograd->requires_grad() != layout.requires_grad) return false;
+      const auto& shape = Members::shape(impl);
+      if (shape.size() != dim) return false;
+#pragma GCC unroll 5
+      for (size_t at = 0; at < dim; ++at)
+        if (shape.sizes_data()[at] != sizes[at] || shape.strides_data()[at] != strides[at]) return false;
     }
     return true;
   }
@@ -98,12 +160,12 @@ struct NoGradients final : Comparison {
 
   bool add(PyObject* leaf) {
     leaves.push_back(leaf);
-    return true;
+    return Members::are_known(*impl_of(leaf));
   }
 
   bool holds() const override {
     for (PyObject* leaf : leaves) {
-      const auto* meta = impl_of(leaf)->autograd_meta();
+      const auto* meta = Members::autograd(*impl_of(leaf));
       // A Tensor is a TensorBase without other members; its own header takes long to compile.
       if (meta && reinterpret_cast<const at::TensorBase&>(meta->grad()).defined()) return false;
     }
@@ -135,15 +197,9 @@ struct Words : Comparison {
   };
   std::vector<Expected> words;
 
-  static int64_t read(const void* word) {
-    int64_t value;
-    std::memcpy(&value, word, sizeof value);
-    return value;
-  }
-
   bool holds() const override {
     for (const auto& expected : words)
-      if (read(expected.word) != expected.value) return false;
+      if (read_word(expected.word) != expected.value) return false;
     return true;
   }
 };
@@ -160,23 +216,35 @@ struct Empty final : Words {
   }
 };
 
-// Slots of objects hold what they held: triples of the object, the name of the slot and what is in it.
+// Slots of objects hold what they held: triples of the object, the name of the slot and what is in it. Cells and
+// functions have slots for their contents, code and defaults.
 struct Slots final : Words {
   bool add(PyObject* item) {
-    PyObject* object = PyTuple_GET_ITEM(item, 0);
-    PyObject* slot = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), PyTuple_GET_ITEM(item, 1));
-    if (!slot) PyErr_Clear();
-    const bool is_slot = slot && Py_IS_TYPE(slot, &PyMemberDescr_Type);
-    if (is_slot) {
-      const auto* member = reinterpret_cast<PyMemberDescrObject*>(slot)->d_member;
-      words.push_back({reinterpret_cast<char*>(object) + member->offset,
-                       reinterpret_cast<int64_t>(PyTuple_GET_ITEM(item, 2))});
-    }
-    Py_XDECREF(slot);
-    return is_slot && holds_last();
+    PyObject *object = PyTuple_GET_ITEM(item, 0), *name = PyTuple_GET_ITEM(item, 1), *value = PyTuple_GET_ITEM(item, 2);
+    const void* slot = PyFunction_Check(object) ? slot_of_function(object, name) : slot_of(object, name);
+    if (PyFunction_Check(object) && value == Py_None) value = nullptr;  // as a function keeps it
+    if (slot) words.push_back({slot, reinterpret_cast<int64_t>(value)});
+    return slot && read_word(slot) == words.back().value;
   }
 
-  bool holds_last() const { return read(words.back().word) == words.back().value; }
+  static const void* slot_of_function(PyObject* object, PyObject* name) {
+    const auto* function = reinterpret_cast<PyFunctionObject*>(object);
+    if (PyUnicode_CompareWithASCIIString(name, "__code__") == 0) return &function->func_code;
+    if (PyUnicode_CompareWithASCIIString(name, "__defaults__") == 0) return &function->func_defaults;
+    if (PyUnicode_CompareWithASCIIString(name, "__kwdefaults__") == 0) return &function->func_kwdefaults;
+    return nullptr;
+  }
+
+  static const void* slot_of(PyObject* object, PyObject* name) {
+    if (PyCell_Check(object)) return &reinterpret_cast<PyCellObject*>(object)->ob_ref;
+    const void* found = nullptr;
+    PyObject* slot = PyObject_GetAttr(reinterpret_cast<PyObject*>(Py_TYPE(object)), name);
+    if (!slot) PyErr_Clear();
+    if (slot && Py_IS_TYPE(slot, &PyMemberDescr_Type))
+      found = reinterpret_cast<char*>(object) + reinterpret_cast<PyMemberDescrObject*>(slot)->d_member->offset;
+    Py_XDECREF(slot);
+    return found;
+  }
 };
 
 // Nobody has changed these dictionaries since.
@@ -185,7 +253,7 @@ struct Versions final : Words {
   bool add(PyObject* dict) {
     if (!PyDict_Check(dict)) return false;
     const void* version = &reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-    words.push_back({version, read(version)});
+    words.push_back({version, read_word(version)});
     return true;
   }
 };
@@ -267,6 +335,35 @@ struct Attributes final : Comparison {
     }
     return true;
   }
+};
+
+// This thread has the settings that it had.
+struct Settings final : Comparison {
+  struct State {
+    bool grad, inference, on_cpu, on_gpu, in_region, cache;
+    at::ScalarType cpu_dtype, gpu_dtype;
+    caffe2::TypeMeta default_dtype;
+
+    bool operator==(const State&) const = default;
+  };
+  State before;
+
+  static State now() {
+    using namespace at::autocast;
+    constexpr auto cpu = c10::DeviceType::CPU, gpu = c10::DeviceType::CUDA;
+    increment_nesting();
+    const bool in_region = decrement_nesting() > 0;
+    return {c10::GradMode::is_enabled(), c10::InferenceMode::is_enabled(), is_autocast_enabled(cpu),
+            is_autocast_enabled(gpu),    in_region,                       is_autocast_cache_enabled(),
+            get_autocast_dtype(cpu),     get_autocast_dtype(gpu),         c10::get_default_dtype()};
+  }
+
+  bool add(PyObject*) {
+    before = now();
+    return true;
+  }
+
+  bool holds() const override { return now() == before; }
 };
 
 // Lists hold these objects.
@@ -352,7 +449,8 @@ PyMethodDef functions[] = {
     {"no_gradients", make<NoGradients>, METH_O, nullptr}, {"empty", make<Empty>, METH_O, nullptr},
     {"versions", make<Versions>, METH_O, nullptr},        {"attributes", make<Attributes>, METH_O, nullptr},
     {"items", make<Items>, METH_O, nullptr},              {"slots", make<Slots>, METH_O, nullptr},
-    {"require_grad", make<RequireGrad>, METH_O, nullptr},              {nullptr, nullptr, 0, nullptr},
+    {"require_grad", make<RequireGrad>, METH_O, nullptr}, {"settings", make<Settings>, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
 };
 
 PyType_Slot slots[] = {

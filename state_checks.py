@@ -88,7 +88,13 @@ def _has(obj: Any, kind: type, attributes: Any) -> bool:
 
 
 def same_slots(objects: list[tuple[Any, str, Any]]) -> Callable[[], bool]:
-    """A check that attributes of objects, each with its name and value, have these very values."""
+    """A check that attributes of objects, each with its name and value, have these very values.
+
+    Compiled for slots, for the contents of cells, and for the code and defaults of functions.
+
+    Raises:
+        ValueError: by the check, where a cell is empty. The compiled one says False.
+    """
 
     def in_python() -> Callable[[], bool]:
         holders, names, values = ([each[at] for each in objects] for at in range(3))
@@ -105,6 +111,21 @@ def require_grad(leaves: list[tuple[torch.Tensor, bool]]) -> Callable[[], bool]:
         return lambda: list(map(_requires_grad, tensors)) == expected
 
     return _check("require_grad", leaves, in_python)
+
+
+def same_settings(read: Callable[[], list[Any]]) -> Callable[[], bool]:
+    """A check that this thread has the settings of torch that it has now: grad mode, inference mode, the default dtype
+    and autocast.
+
+    Args:
+        read: reads them.
+    """
+
+    def in_python() -> Callable[[], bool]:
+        before = read()
+        return lambda: read() == before
+
+    return _check("settings", [None], in_python)
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -217,7 +238,7 @@ def _loaded() -> ModuleType:
     with tempfile.TemporaryDirectory(prefix="weft_") as folder:
         output = Path(folder, "state_checks.so")
         command = [*compiler, "-std=c++20", "-O2", "-w", "-shared", "-fPIC", *headers, str(_SOURCE), "-o", str(output)]
-        command += [f"-L{installed / 'lib'}", "-lc10"]
+        command += [f"-L{installed / 'lib'}", "-lc10", "-ltorch_cpu"]
         subprocess.run([*patient, *command], check=True, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         loader = ExtensionFileLoader(_MODULE, str(output))
         module = module_from_spec(ModuleSpec(_MODULE, loader, origin=str(output)))

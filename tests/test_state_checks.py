@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import tempfile
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 
 from weft import knobs, state_checks
+from weft.capture.guards import guards
 
 
 class Scaled(torch.Tensor):
@@ -115,6 +118,51 @@ def test_a_change_of_a_tensor_is_seen(guard_checks: str, change: Callable[[torch
     holds = state_checks.unchanged_tensors(tensors, tensors)
     assert holds()
     change(tensors[at])
+    assert not holds()
+
+
+@pytest.mark.parametrize("dims", range(8))
+def test_sizes_and_strides_of_any_number_of_dimensions_are_compared(guard_checks: str, dims: int) -> None:
+    """Torch keeps those of more than five dimensions elsewhere."""
+    others = [torch.ones([2] * each) for each in range(8)]
+    tensor = torch.zeros([3, 2, 3, 2, 2, 2, 2, 2][:dims])
+    holds = state_checks.unchanged_tensors([*others, tensor], [tensor])
+    assert holds()
+    layouts = [tensor.data, tensor.data.unsqueeze(0)]
+    for dim in range(dims):
+        layouts += [tensor.data.narrow(dim, 0, 1), torch.zeros(*tensor.shape, 2).select(-1, 0)]
+        for other in range(dim):
+            tensor.transpose_(dim, other)
+            assert not holds(), (dim, other)
+            tensor.transpose_(dim, other)
+            assert holds()
+    for layout in layouts[1:]:
+        tensor.data = layout
+        assert not holds()
+        tensor.data = layouts[0]
+        assert holds()
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_change_of_one_among_many_tensors_that_are_alike_is_seen(guard_checks: str, at: int) -> None:
+    tensors = [nn.Parameter(torch.ones(4, 6)) for _ in range(4)]
+    holds = state_checks.unchanged_tensors(tensors, tensors)
+    for change in TENSOR_CHANGES:
+        assert holds()
+        change(tensors[at])
+        assert not holds(), change.__name__
+        tensors[at] = nn.Parameter(torch.ones(4, 6))
+        holds = state_checks.unchanged_tensors(tensors, tensors)
+
+
+def test_two_tensors_that_exchange_their_memory_are_seen(guard_checks: str) -> None:
+    first, second = tensors = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    holds = state_checks.unchanged_tensors(tensors, tensors)
+    first.data, second.data = second.data, first.data
+    assert not holds()
+    first.data, second.data = second.data, first.data
+    assert holds()
+    torch.utils.swap_tensors(first, second)
     assert not holds()
 
 
@@ -320,6 +368,91 @@ def test_another_value_of_a_slot_or_attribute_is_seen(guard_checks: str, name: s
     assert not holds()
 
 
+def _function() -> Any:
+    value = 1.5
+
+    def function(a: float = 0.5, *, b: float = 0.25) -> float:
+        return value + a + b
+
+    return function
+
+
+FUNCTION_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "contents": lambda function: setattr(function.__closure__[0], "cell_contents", float("1.5")),
+    "code": lambda function: setattr(function, "__code__", function.__code__.replace(co_name="other")),
+    "defaults": lambda function: setattr(function, "__defaults__", (float("0.5"),)),
+    "no defaults": lambda function: setattr(function, "__defaults__", None),
+    "keyword defaults": lambda function: setattr(function, "__kwdefaults__", {"b": 0.25}),
+    "no keyword defaults": lambda function: setattr(function, "__kwdefaults__", None),
+}
+
+
+@pytest.mark.parametrize("change", FUNCTION_CHANGES)
+def test_a_change_of_a_function_or_a_cell_is_seen(guard_checks: str, change: str) -> None:
+    names = ("__code__", "__defaults__", "__kwdefaults__")
+    functions = [_function(), _function(), lambda: None]
+    entries = [(each, name, getattr(each, name)) for each in functions for name in names]
+    entries += [(each.__closure__[0], "cell_contents", 1.5) for each in functions[:2]]
+    entries[-2:] = [(cell, name, cell.cell_contents) for cell, name, _ in entries[-2:]]
+    holds = state_checks.same_slots(entries)
+    assert holds()
+    FUNCTION_CHANGES[change](functions[1])
+    assert not holds()
+
+
+def test_defaults_that_a_function_gets_and_loses_are_seen(guard_checks: str) -> None:
+    function = lambda *args: None
+    holds = state_checks.same_slots([(function, "__defaults__", None), (function, "__kwdefaults__", None)])
+    assert holds()
+    function.__kwdefaults__ = {}
+    assert not holds()
+    function.__kwdefaults__ = None
+    assert holds()
+    function.__defaults__ = ()
+    assert not holds()
+    del function.__defaults__
+    assert holds()
+
+
+@contextlib.contextmanager
+def _other_dtype_by_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu"),
+    "autocast on GPUs": lambda: torch.autocast("cuda", torch.bfloat16),
+    "no autocast": lambda: torch.autocast("cpu", enabled=False),
+    "another dtype for autocast": lambda: torch.autocast("cpu", torch.float16, enabled=False),
+    "autocast without a cache": lambda: torch.autocast("cpu", enabled=False, cache_enabled=False),
+    "default dtype": _other_dtype_by_default,
+}
+
+
+@pytest.mark.parametrize("around", SETTINGS)
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+def test_other_settings_of_torch_are_seen(guard_checks: str, around: str) -> None:
+    holds = state_checks.same_settings(guards._read_settings)
+    assert holds()
+    with SETTINGS[around]():
+        assert not holds()
+        within = state_checks.same_settings(guards._read_settings)
+        assert within()
+    assert holds()
+    assert not within()
+
+
+def test_settings_are_those_of_each_thread(guard_checks: str) -> None:
+    holds = state_checks.same_settings(guards._read_settings)
+    with torch.no_grad(), ThreadPoolExecutor(1) as pool:
+        assert not holds()
+        assert pool.submit(holds).result()
+
+
 def test_a_changed_requires_grad_is_seen(guard_checks: str) -> None:
     leaves = [torch.ones(2), nn.Parameter(torch.ones(2))]
     holds = state_checks.require_grad([(leaf, leaf.requires_grad) for leaf in leaves])
@@ -377,17 +510,18 @@ def test_checks_become_compiled_ones_when_these_are_there(monkeypatch: pytest.Mo
         state_checks.same_items([([1], (1,))]),
         state_checks.same_attributes([(holder, Holder, vars(holder))]),
         state_checks.require_grad([(tensors[0], False)]),
+        state_checks.same_settings(guards._read_settings),
     ]
     assert all(check is not None and check() for check in checks)
     now[0] = library
     tensors[1].resize_(2)  # what changed before is no part of what the compiled check knows
-    assert [check() for check in checks] == [False, *[True] * 6]
+    assert [check() for check in checks] == [False, *[True] * 7]
     tensors[1].resize_(3)
     assert all(check() for check in checks)
     monkeypatch.setattr(state_checks._UntilCompiled, "__call__", lambda self: self._check())
     holder.added = 1
     tensors[0].requires_grad_()
-    assert [check() for check in checks] == [False, True, False, True, True, True, False]
+    assert [check() for check in checks] == [False, True, False, True, True, True, False, True]
 
 
 def test_nothing_that_was_compiled_is_left_or_read(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

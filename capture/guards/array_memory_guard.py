@@ -37,6 +37,9 @@ class ArrayMemoryGuard:
         self._count = len(arrays)
         self._reader = PlaceReader(self._places)
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def failure(self) -> str | None:
         """Which inputs overlap, as text; None where none do that must not."""
         if not self._places:

@@ -63,6 +63,8 @@ class Guards:
         numbers = {each.place.key for each in captured.numbers if each.place.container is arguments.container}
         self._arguments = ArgumentGuard(arguments, numbers)
         self._settings = _settings()
+        self._same_settings = state_checks.same_settings(_read_settings)
+        self._other_settings = [read() for read in _OTHER_SETTINGS]
         self._environment = captured.environment
         self._outside = captured.outside
         counted = [each for each in captured.state.containers if not each.frozen]
@@ -196,21 +198,23 @@ class Guards:
     def _checks(self) -> dict[str, Callable[[], bool]]:
         """What :meth:`unchanged` asks besides the arguments, in this order: each relies on those before it."""
         found: dict[str, Callable[[], bool] | None] = {
+            "settings of torch": lambda: (
+                self._same_settings() and [read() for read in _OTHER_SETTINGS] == self._other_settings
+            ),
+            "functions of libraries": self._libraries.holds,
             "dictionaries, lists, attributes": self._containers.holds,
             "values": (lambda: self._value_failure() is None) if self._values or self._replaced else None,
             "classes and attributes of objects": self._objects.holds,
             "cached results": self._results.holds if self._results.listed() else None,
-            "functions of libraries": self._libraries.holds,
             "requires_grad": lambda: self._leaves_require_grad(),
             "tensors": self._tensors_hold,
+            "hooks": self._hooks_hold,
             "symbolic tensors": (lambda: all(guard.failure() is None for guard in self._symbolic))
             if self._symbolic
             else None,
             "sizes": (lambda: self._sizes.failure() is None) if len(self._sizes) else None,
             "memory": lambda: self._memory.holds(self._are_untouched),
-            "memory of arrays": lambda: self._array_memory.failure() is None,
-            "hooks": self._hooks_hold,
-            "settings of torch": lambda: _settings() == self._settings,
+            "memory of arrays": (lambda: self._array_memory.failure() is None) if len(self._array_memory) else None,
             "environment": (lambda: environment_failure(self._environment) is None) if self._environment else None,
             "outside": (lambda: outside_failure(self._outside) is None) if self._outside else None,
         }
@@ -304,8 +308,9 @@ def _listed(hooks: tuple[HookKey, ...]) -> str:
     return ", ".join(getattr(key.hook, "__qualname__", repr(key.hook)) for key in hooks) or "none"
 
 
-# Global settings of torch that change what a step computes. All are read before every call, so each by few calls.
-_SETTINGS: dict[str, Callable[[], Any]] = {
+# Global settings of torch that change what a step computes. All are read before every call. Those that the compiled
+# checks know of (:func:`state_checks.same_settings`):
+_READ_AT_ONCE: dict[str, Callable[[], Any]] = {
     "grad mode": torch.is_grad_enabled,
     "inference mode": torch.is_inference_mode_enabled,
     "default dtype": torch.get_default_dtype,
@@ -313,15 +318,25 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "autocast on GPUs": partial(torch.is_autocast_enabled, "cuda"),
     "autocast dtype on CPUs": partial(torch.get_autocast_dtype, "cpu"),
     "autocast dtype on GPUs": partial(torch.get_autocast_dtype, "cuda"),
+    "autocast region": torch_adapter.in_autocast_region,
+    "autocast cache": torch.is_autocast_cache_enabled,
+}
+_SETTINGS: dict[str, Callable[[], Any]] = {
+    **_READ_AT_ONCE,
     "anomaly mode with check_nan": lambda: torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled(),
     "function modes": torch_adapter.function_modes,
     "saved tensor hooks": torch_adapter.innermost_saved_tensor_hooks,
-    "autocast region": torch_adapter.in_autocast_region,
-    "autocast cache": torch.is_autocast_cache_enabled,
     "deterministic algorithms": torch_adapter.deterministic_algorithms,
     "float32 matmul precision": torch_adapter.float32_matmul_precision,
 }
 
 
+_OTHER_SETTINGS = [read for name, read in _SETTINGS.items() if name not in _READ_AT_ONCE]
+
+
 def _settings() -> list[Any]:
     return list(map(operator.call, _SETTINGS.values()))
+
+
+def _read_settings() -> list[Any]:
+    return list(map(operator.call, _READ_AT_ONCE.values()))

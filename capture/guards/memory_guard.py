@@ -23,6 +23,7 @@ from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.absent_graphs import AutogradRole
 from weft.capture.state.containers import Container, Pattern, StatePlace, TensorLike, items_of
 from weft.capture.state.object_parts import followed_items
+from weft.capture.state.state_reader import PlaceReader
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.strided_overlap import overlapping
 
@@ -50,11 +51,12 @@ class MemoryGuard:
             if isinstance(pattern, Pattern) or (isinstance(pattern, TensorLike) and pattern.is_read)
         ]
         arguments = captured.arguments
-        self._arguments = [place for _, place in sorted(arguments.tensors.items())]
+        passed = [place for _, place in sorted(arguments.tensors.items())]
+        self._arguments = PlaceReader(passed)
         self._gradients: list[Container] = [container for _, container in arguments.gradients]
         self._paths = [labels[at] for at in self._at]
         self._paths += [labels[at] for at in self._nested for _ in _tensors(entries[at])]
-        self._paths += [place.path for place in self._arguments]
+        self._paths += [place.path for place in passed]
         self._paths += [each.label("grad") for each in self._gradients if each.obj.grad is not None]
         self._paths += [
             each.label(key) for each, key in self._by_value for _ in _tensors(each.get(key), each.by_value[key])
@@ -144,9 +146,12 @@ class MemoryGuard:
     def _new_tensors(self) -> list[torch.Tensor]:
         """The tensors that are other objects at every call: the arguments, their gradients, and those in lists and
         dictionaries that each call replaces."""
+        passed = self._arguments.read()
+        if not self._gradients and not self._by_value:
+            return passed
         found = [each.obj.grad for each in self._gradients if each.obj.grad is not None]
         found += [tensor for each, key in self._by_value for tensor in _tensors(each.get(key), each.by_value[key])]
-        return [*(place.get() for place in self._arguments), *(inner_tensor(tensor)[0] for tensor in found)]
+        return [*passed, *(inner_tensor(tensor)[0] for tensor in found)]
 
 
 def _is_first(value: Any, leaves: dict[int, int], at: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, islice, pairwise, repeat
 from operator import attrgetter, getitem, is_
-from types import MappingProxyType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from weft.capture.state.containers import (
     part_of,
     without_overrides,
 )
+from weft.capture.state.type_facts import OF_FUNCTIONS
 
 
 class PlaceReader:
@@ -53,17 +54,17 @@ class PlaceReader:
         inner = [(at, name) for at, place in enumerate(places) for name in place.inner]
         self._inner = [each for each in inner if each[1] not in SPARSE_PARTS]  # of DTensors: as many as parameters
         self._parts = [each for each in inner if each[1] in SPARSE_PARTS]
+        self._only = "other" if inner else "lists" if all(in_lists) else "dictionaries" if all(in_dicts) else "other"
 
     def read(self) -> list[Any]:
         """The values, aligned with the places; MISSING where there is none."""
+        if self._only == "lists":
+            return self._read_lists()
+        if self._only == "dictionaries":
+            return list(map(dict.get, self._dicts, self._keys, repeat(MISSING)))
         values = list(map(dict.get, self._dicts, self._keys, repeat(MISSING)))
-        try:
-            items = map(getitem, map(_object_of, self._list_containers), self._positions)
-            for (at, _), value in zip(self._in_lists, items, strict=True):
-                values[at] = value
-        except IndexError:  # a list is shorter than it was
-            for at, place in self._in_lists:
-                values[at] = place.outer()
+        for (at, _), value in zip(self._in_lists, self._read_lists(), strict=True):
+            values[at] = value
         for at, place in self._elsewhere:
             values[at] = place.outer()
         for at, name in self._inner:
@@ -71,6 +72,12 @@ class PlaceReader:
         for at, name in self._parts:
             values[at] = part_of(values[at], name)
         return values
+
+    def _read_lists(self) -> list[Any]:
+        try:
+            return list(map(getitem, map(_object_of, self._list_containers), self._positions))
+        except IndexError:  # a list is shorter than it was
+            return [place.outer() for _, place in self._in_lists]
 
 
 _object_of = attrgetter("obj")
@@ -87,19 +94,21 @@ class EntryReader:
     def __init__(self, containers: Sequence[Container]) -> None:
         plain = [each for each in containers if not isinstance(each, (Attributes, Content))]
         sequences = [each for each in plain if isinstance(each.obj, (list, deque))]
-        sequences.sort(key=_is_whole, reverse=True)
         leaves = [each for each in plain if isinstance(each.obj, torch.Tensor) and list(each.guarded()) == ["grad"]]
         known = {id(each) for each in (*sequences, *leaves)}
         others = [each for each in plain if id(each) not in known]
         attributes = [each for each in containers if isinstance(each, Attributes)]
         objects = [*others, *(each for each in attributes if not isinstance(each.obj, type))]
+        slotted = [each for each in objects if _is_in_slots(each)]
+        objects = [each for each in objects if not _is_in_slots(each)]
         classes = [each for each in attributes if isinstance(each.obj, type)]
         contents = [each for each in containers if isinstance(each, Content)]
-        self.containers = [*sequences, *objects, *classes, *contents, *leaves]
         whole = [each for each in sequences if _is_whole(each)]
+        parts = [each for each in sequences if not _is_whole(each)]
+        self.containers = [*whole, *slotted, *parts, *objects, *classes, *contents, *leaves]
         self._whole = [without_overrides(each.obj) for each in whole]
         self._counts = [len(each.before) for each in whole]
-        parts = [each for each in sequences if not _is_whole(each)]
+        self._slots = [(each.obj, _attribute(each, key)) for each in slotted for key in each.guarded()]
         list_parts = list(map(without_overrides, _objects(parts))), [key for each in parts for key in each.guarded()]
         holders = _objects(objects)
         names = [_attribute(each, key) for each in objects for key in each.guarded()]
@@ -117,6 +126,7 @@ class EntryReader:
         self._compared: Sequence[Any] | None = None
         self._expects_none = False
         self._same_lists: Callable[[], bool] = lambda: False
+        self._same_slots: Callable[[], bool] = lambda: False
         self._others: Sequence[Any] = ()  # what is expected of all that is in no list and no gradient
 
     def read(self) -> list[Any]:
@@ -133,7 +143,9 @@ class EntryReader:
         all entries are guarded must have kept its length."""
         if expected is not self._compared:
             self._compare_with(expected)
-        if not self._same_lists() or not all(map(is_, self._other_values(), self._others)):
+        if not self._same_lists() or not self._same_slots():
+            return False
+        if self._other_readers and not all(map(is_, self._other_values(), self._others)):
             return False
         if self._expects_none and self._no_gradients is not None:
             return self._no_gradients()
@@ -149,10 +161,14 @@ class EntryReader:
         starts = list(accumulate(self._counts, initial=0))
         known = [tuple(expected[start:end]) for start, end in pairwise(starts)]
         self._same_lists = state_checks.same_items(list(zip(self._whole, known, strict=True)))
-        self._others = expected[starts[-1] : count]
+        slots_end = starts[-1] + len(self._slots)
+        slots = zip(self._slots, expected[starts[-1] : slots_end], strict=True)
+        self._same_slots = state_checks.same_slots([(obj, name, value) for (obj, name), value in slots])
+        self._others = expected[slots_end:count]
 
     def _values(self) -> Iterator[Any]:
-        return chain(chain.from_iterable(self._whole), self._other_values(), map(_gradient, self._leaves))
+        in_slots = (getattr(obj, name, MISSING) for obj, name in self._slots)
+        return chain(chain.from_iterable(self._whole), in_slots, self._other_values(), map(_gradient, self._leaves))
 
     def _other_values(self) -> Iterator[Any]:
         return chain.from_iterable(read() for read in self._other_readers)
@@ -164,6 +180,13 @@ def _objects(containers: Sequence[Container]) -> list[Any]:
 
 
 _gradient = attrgetter("grad")
+
+
+def _is_in_slots(container: Container) -> bool:
+    """Whether the entries are the contents of a cell, or what :func:`state_checks.same_slots` knows of functions."""
+    if type(container.obj) is FunctionType:
+        return isinstance(container, Attributes) and container.guarded().keys() <= OF_FUNCTIONS
+    return type(container.obj) is CellType
 
 
 def _is_whole(container: Container) -> bool:

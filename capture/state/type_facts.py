@@ -31,7 +31,7 @@ BOOKKEEPING = frozenset(
     }
 )
 # What counts of a function of the user's, of Python itself, and of a logger.
-OF_FUNCTIONS = frozenset({"__code__", "__defaults__"})
+OF_FUNCTIONS = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
 OF_SYS = frozenset({"argv", "path"})
 OF_LOGGERS = frozenset({"level", "disabled", "parent"})
 # What tells whether a lock is held.

@@ -130,13 +130,17 @@ def _others(value: Any) -> list[Any]:
     return [object(), None]
 
 
+# Python takes no other types.
+_OF_FUNCTIONS: dict[Any, list[Any]] = {"__defaults__": [(), (1,)], "__kwdefaults__": [{}, {"more": 1}]}
+
+
 def _containers_missed(probe: Probe) -> list[str]:
     wrong = []
     for container in probe.containers:
         for key, value in container.entries().items():
             if key not in container.before or value is MISSING:
                 continue
-            for other in [(), (1,)] if key == "__defaults__" else _others(value):
+            for other in _OF_FUNCTIONS.get(key) or _others(value):
                 if key in container.by_value and type(other) is type(value):
                     continue  # another value of an input
                 if isinstance(container.obj, torch.Tensor) and not _may_be_gradient(container.obj, other):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import weft
+from weft import torch_adapter
+from weft.capture.record.data_arguments import flat_arguments
 from weft.errors import PythonStateChanged, UnregisteredType
 
 CALLS = 5
@@ -172,3 +175,26 @@ def test_an_argument_that_holds_itself_is_refused() -> None:
     node.y = [node]
     with pytest.raises(UnregisteredType, match="it holds itself"):
         weft.compile(lambda b: b.y[0].x * 2)(node)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ((), {}),
+        ((1, 2.5, "text", True, torch.ones(2)), {}),
+        ((None, torch.ones(2)), {}),
+        ((nn.Parameter(torch.ones(2)), torch.Size([2])), {}),
+        (([torch.ones(2)], (1, 2)), {}),
+        ((torch.ones(2),), {"by": 1}),
+        ([torch.ones(2)], []),
+        ([1], {}),
+        ((1,), OrderedDict()),
+    ],
+)
+def test_structures_of_all_kinds_of_arguments_are_those_of_pytrees(call: Any) -> None:
+    leaves, spec = flat_arguments(call)
+    expected, expected_spec = torch_adapter.flatten(call)
+    assert list(map(id, leaves)) == list(map(id, expected))
+    assert spec == expected_spec
+    made = torch_adapter.unflatten(leaves, spec)
+    assert [type(each) for each in (made, *made)] == [type(each) for each in (call, *call)]
