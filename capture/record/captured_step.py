@@ -108,6 +108,12 @@ class CapturedStep:
     left_with_graph: list[StatePlace] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def changing_paths(self) -> Iterator[str]:
+        """Paths of the numbers that are symbols, and of lists, dictionaries and objects that each call may replace."""
+        yield from (number.place.path for number in self.numbers)
+        yield from (place.path for place, _ in self.state.replaced_places)
+
     def fakes(self) -> Iterator[Any]:
         """The fake tensors and symbolic numbers that the captured step holds, once for each reference."""
         pending: list[Any] = [*self.arguments.vals.values(), *(node.meta.get("val") for node in self.graph.graph.nodes)]

@@ -177,7 +177,6 @@ class _StepCapture:
         self.recorder = OpRecorder(self.fake_mode)
         self.branches = Branches(self.recorder, *outcomes)
         self.branches.is_constant = lambda tensor: self._known_place(tensor) is None
-        self.changing = changing
         self.state = state = ReachableState(step, replaced=changing.numbers, growing=changing.growing)
         shared: set[str] = set()
         while state.shared:
@@ -188,13 +187,15 @@ class _StepCapture:
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
         self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
-        self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values, changing.lists)
+        self.met = set(map(id, state.objects))  # before the step makes any
+        self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values, changing.lists, self.met)
+        self.changing = replace(changing, values=changing.values | self.arguments.unfolded)
         found.inputs, found.constants = self.arguments.paths_of_arrays()
         self.found, self.arguments.asked = found, found.asked
         found.unread = {self.arguments.paths[at] for at in self.arguments.not_to_be_read}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
-        self.met = set(map(id, state.objects))  # before the step makes any
+        self.met |= set(map(id, state.objects))
         self.made, self.collect = escapes.made, escapes.collect
         self.dynamic = dynamic | self.arguments.marked_dynamic()
         self.recorder.input_name = self._input_name
@@ -224,6 +225,7 @@ class _StepCapture:
                 args, kwargs = self.arguments.as_fakes(
                     self.recorder, self.dynamic, self.sizes, self._plain_argument, self._array_argument
                 )
+                self.lists.check_arguments(known for _, known in self.arguments.objects_in_call)
                 self.graphs.follow_arguments(self.arguments.faked)
                 self.branches.whole_numbers = self.arguments.whole_numbers
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
