@@ -413,10 +413,18 @@ class CallArguments:
     def containers_of(self, call: tuple[Any, Any]) -> Iterator[None]:
         """Inside, what the step changes of lists, dictionaries and data objects is changed in those of this call:
         (positional, keyword arguments)."""
+        with self.bound_to(call):
+            yield
+            self._containers.order_entries()
+
+    @contextlib.contextmanager
+    def bound_to(self, call: tuple[Any, Any]) -> Iterator[None]:
+        """Inside, the objects among the arguments are those of this call: (positional, keyword arguments)."""
         self._containers.bind(call)
-        yield
-        self._containers.order_entries()
-        self._containers.forget()
+        try:
+            yield
+        finally:
+            self._containers.forget()
 
     def restore(self) -> None:
         """Undo changes of tensors; what the step got in place of a list or dictionary is the capture's own."""

@@ -76,6 +76,7 @@ class CapturedStep:
         unread_gradients: parameters whose gradient each call replaces and none reads.
         left_with_graph: the places of the tensors that the step writes in place, which eager leaves with a grad_fn.
         moved: dictionaries, with the keys that each call moves to their end after the effects, one by one.
+        changed_for_opaque: objects that the step changes after an opaque function got them.
         seconds: duration of the capture.
     """
 
@@ -106,6 +107,7 @@ class CapturedStep:
     unread_gradients: list[Container] = field(default_factory=list)
     moved: list[tuple[Container, list[Any]]] = field(default_factory=list)
     left_with_graph: list[StatePlace] = field(default_factory=list)
+    changed_for_opaque: list[Template] = field(default_factory=list)
     seconds: float = 0.0
 
     @property

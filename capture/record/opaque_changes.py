@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.capture.record.live_values import references
 from weft.capture.record.own_objects import OwnObjects
-from weft.capture.record.template_parts import MadeObject, copied_kinds
+from weft.capture.record.template_parts import copied_kinds
 from weft.capture.state.code_names import code_names, functions_in
 from weft.capture.state.containers import Container
 from weft.capture.state.object_parts import closure_of, identity_of_parts, objects_in, parts_of
@@ -86,12 +86,12 @@ def _name(container: Container, key: Any) -> str:
     return found.group() if found else ""
 
 
-def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[tuple[Any, Any]]:
-    """Those objects that can be changed and that more than the others hold, and what is in them: the part for each, and
-    itself where it is the same at each call.
+def held_elsewhere(made: Mapping[int, tuple[Any, Any]], known: Iterable[int], *of_call: Any) -> list[Any]:
+    """Those objects that can be changed and that more than the others hold, and what is in them: (object, its part).
 
     Args:
         made: the objects that the step made for a call, and their parts in its template, by id.
+        known: ids of objects for which other references are known, once for each.
         of_call: the containers that the call itself makes of its arguments.
     """
     values = [value for value, _ in made.values()]
@@ -100,6 +100,7 @@ def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[t
     taken = None
     within = Counter(each for parts in inside for each in parts)
     within.update(id(each) for pair in made.values() for each in pair)
+    within.update(known)
     calls = set(map(id, of_call))
     pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
     pending = [at for at in pending if id(values[at]) not in calls]
@@ -108,8 +109,7 @@ def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[t
     while pending:
         at = pending.pop()
         if at not in found:
-            part = made[id(values[at])][1]
-            found[at] = part, None if type(part) is MadeObject and part.varies else values[at]
+            found[at] = values[at], made[id(values[at])][1]
             pending += (numbers[each] for each in inside[at] if each in numbers)
     return list(found.values())
 

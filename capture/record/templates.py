@@ -138,7 +138,7 @@ class _Making:
 
     def _made(self, value: Any, taken: ObjectParts) -> Any:
         own, form = self._all.own, taken.form
-        made = MadeObject(form)
+        made = MadeObject(form, number=own.given.number(value))
         self._all.made[id(value)] = value, made  # before its parts, which may hold it
         made.keys += (self.part(plain_key(key)) for key in taken.keys)
         made.parts += map(self.part, taken.parts)

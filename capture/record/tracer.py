@@ -67,19 +67,20 @@ from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
+from weft.capture.record.replaced_memory import memory_replaced
 from weft.capture.record.result_aliases import result_aliases
 from weft.capture.record.sharding_text import sharding_text
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
+from weft.capture.record.template_parts import Template
 from weft.capture.record.templates import Templates
 from weft.capture.record.tools_around import refuse_tools_around
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import scripts_interpreted
-from weft.capture.record.tracked_storages import is_tensor
 from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments, caught_exceptions_noted
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
-from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
+from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.library_names import RunningCode
 from weft.capture.state.reachable_state import ReachableState
@@ -89,7 +90,6 @@ from weft.capture.step_threads import capturing
 from weft.capture.user_code import user_line
 from weft.errors import (
     PythonStateChanged,
-    UncapturableMutation,
     UsedDuringCapture,
     WeftError,
 )
@@ -276,11 +276,7 @@ class _StepCapture:
         return HookCounts(self.state, self.path, leaves)
 
     def _snapshots(self) -> StateSnapshots:
-        arguments = self.arguments
-        places = {id(arguments.leaves[at]): place for at, place in arguments.tensors.items()}
-        return StateSnapshots(
-            self.recorder, self.state, [container for _, container in arguments.gradients], places, self.met, self.made
-        )
+        return StateSnapshots(self.recorder, self.state, self.arguments, self.met, self.made)
 
     # ---- around the run
 
@@ -416,7 +412,8 @@ class _StepCapture:
             self.numbers.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
             known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
-            begun_with = OwnObjects(self.met, self.state, self.made, self.arguments.passed_objects)
+            given, for_opaque = recorder.snapshots.given, list[Template]()
+            begun_with = OwnObjects(self.met, self.state, self.made, self.arguments.passed_objects, given)
             appended = list(self.lists.appended()) if complete else []
             begun_with.note_left(results, changes, appended, self.collect)
             templates = Templates(recorder, known, begun_with)
@@ -425,7 +422,13 @@ class _StepCapture:
                 moved = [(each, keys) for each in own if (keys := each.moved())]
                 appends = self._appends(appended, keep, templates)
             returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
-            replaced = self._memory_replaced(effects, keep, nodes, templates) if complete else set()
+            replaced: set[tuple[Any, ...]] = set()
+            if complete:
+                create = lambda value, path: keep(lambda _: Create(path), value)
+                replaced = memory_replaced(recorder, self.state.places_by_id, effects, create, nodes, templates)
+                what = "an object that an opaque function got"
+                for_opaque = [templates.of(each, lambda value: create(value, what), what) for each in given.changed()]
+            given.end()
             templates.end()
             self.arguments.forget_fakes()
             self._restore_state()
@@ -477,6 +480,7 @@ class _StepCapture:
             release_replaced(effects, [*places, *known.referred], recorder.graph),
             moved,
             self.graphs.updated if complete else [],
+            for_opaque,
         )
 
     def _effects(
@@ -518,42 +522,6 @@ class _StepCapture:
             appends.append(Append(container, key, templates.of(value, kept, path)))
         return appends
 
-    def _memory_replaced(
-        self,
-        effects: list[Effect],
-        keep: Callable[[Callable[[int], Output], Any], int],
-        nodes: list[Any],
-        templates: Templates,
-    ) -> set[tuple[Any, ...]]:
-        """Add an effect for each tensor that gets other memory by ``tensor.data = ...``; their memory keys.
-
-        Where nothing else has the memory that it had, nor that of its new value, nobody can tell this from an update of
-        its old memory, which the tracer takes instead.
-
-        Raises:
-            UncapturableMutation: the tensor is an argument.
-        """
-        leaving = {
-            torch_adapter.storage_key(node.meta["val"])
-            for node in nodes
-            if isinstance(node, torch.fx.Node) and is_tensor(node)
-        }
-        replaced = set()
-        for target, source, own in self.recorder.data_set.values():
-            tracked = self.recorder.storages.of(target)
-            alone = torch_adapter.storage_users(target) <= _ALONE
-            if tracked.storage is own or (alone and torch_adapter.storage_key(tracked.val) not in leaving):
-                continue
-            if id(target) not in self.state.places_by_id:
-                what = "`tensor.data = ...` of an argument whose memory other tensors share"
-                raise UncapturableMutation(f"{what}; assign to a clone of the argument")
-            path = self.state.places_by_id[id(target)].path
-            kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            template = templates.of_memory(source, kept, f"{path}.data")
-            effects.append(Effect(TensorData(target, path), "data", template))
-            replaced.add(memory_key(target))
-        return replaced
-
     def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[tuple[Any, ...]]) -> None:
         """Add an update to ``outputs``, and its value to ``nodes``, for each input whose value is no longer its
         placeholder; not for tensors with other memory, whose keys are ``replaced``."""
@@ -593,7 +561,3 @@ class _StepCapture:
 
     def _place(self, tensor: torch.Tensor) -> StatePlace:
         return self._known_place(tensor) or StatePlace(Container([tensor], "constant"), 0, "constant", Role.BUFFER)
-
-
-# The use count of a storage that one tensor has: the tensor, and the handle with which the count is asked.
-_ALONE = 2
