@@ -26,7 +26,7 @@ from weft.capture.record.live_values import references
 from weft.capture.record.made_for_opaque import MadeForOpaque
 from weft.capture.record.template_parts import OwnObject
 from weft.capture.state.containers import Container, StatePlace
-from weft.capture.state.object_parts import ObjectParts, objects_in, parts_of
+from weft.capture.state.object_parts import ObjectForm, ObjectParts, objects_in, parts_of
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.type_facts import SIMPLE_KINDS
 
@@ -130,9 +130,26 @@ class OwnObjects:
 
     def new_parts(self, value: Any) -> ObjectParts | None:
         """What an object is made of that was made since the capture began; None of one that is taken as a whole."""
-        taken = parts_of(value)
-        known = taken is None or taken.form.is_fixed or type(value) in _LITERALS
+        if (taken := parts_of(value)) is None:
+            return self._bound(value)
+        known = taken.form.is_fixed or type(value) in _LITERALS
         return taken if known or self.is_new(value) else None
+
+    def _bound(self, value: Any) -> ObjectParts | None:
+        """What a bound method or a ``functools.partial`` is made of, if the step made both it and something in it."""
+        if type(value) is types.MethodType:
+            inside, function = [value.__self__], value.__func__
+            make = lambda parts: types.MethodType(function, *parts)
+        elif type(value) is functools.partial and not vars(value):
+            names, count = list(value.keywords), 1 + len(value.args)
+            inside = [value.func, *value.args, *value.keywords.values()]
+            make = lambda parts: functools.partial(*parts[:count], **dict(zip(names, parts[count:], strict=True)))
+        else:
+            return None
+        made = (each for each in inside if each not in self and self.is_new(each))
+        changeable = any((taken := parts_of(each)) is not None and not taken.form.is_fixed for each in made)
+        form = ObjectForm(type(value), object, node=make)
+        return ObjectParts(form, [], inside) if changeable and self.is_new(value) else None
 
     def is_new(self, value: Any) -> bool:
         """Whether the collector lists an object among those that were made since the capture began."""
