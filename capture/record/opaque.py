@@ -26,6 +26,7 @@ from weft.capture.record.opaque_changes import (
     held_elsewhere,
     made_in_closure,
     names_in,
+    names_in_texts,
     names_read_later,
 )
 from weft.capture.record.recorder import recording
@@ -155,9 +156,8 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         own = templates.own.inside((args, kwargs))
         both = args, kwargs
         template = templates.of(both, add_operand, f"an argument of {name}")
-        # What is only shown, as a record of a log, is read by nothing later.
         shows = isinstance(function, Showing)
-        found = [] if shows else held_elsewhere(templates.made, templates.own.given.ids, both, args, kwargs)
+        found = held_elsewhere(templates.made, templates.own.given.ids, both, args, kwargs)
         templates.own.given.add(found)
         held = [(part, None if type(part) is MadeObject else value) for value, part in found]
         del found
@@ -165,10 +165,11 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         argument_count = len(operands)
         roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
         snapshot, reached = snapshots.take([function, *own, *roots], add_operand)
-        names = names_in(function)
+        names = names_in_texts(both) if shows else names_in(function)
+        reached += snapshots.containers_in(both) if shows and names else []
         if reached and names:
             names &= names_read_later(sys._getframe(1), snapshots.functions)
-        changes = OpaqueChanges(name, reached, names)
+        changes = OpaqueChanges(name, reached, names, shows=shows)
         recorder.emit_effect(OpaqueCall(function, template, argument_count, held, snapshot, changes), *operands)
 
     setattr(called, OPAQUE, True)

@@ -37,9 +37,13 @@ class OpaqueChanges:
         function: its name.
         containers: of the state that it can reach and that the step's code names.
         names: what both read or write.
+        shows: whether the function prints its arguments, whose classes may have a `__repr__` that changes something.
     """
 
-    def __init__(self, function: str, containers: Iterable[Container], names: frozenset[str]) -> None:
+    def __init__(
+        self, function: str, containers: Iterable[Container], names: frozenset[str], *, shows: bool = False
+    ) -> None:
+        self._shows = shows
         self._function, self._line = function, user_line()
         self._names = names
         self._watched = [each for each in containers if self._may_count(each)]
@@ -66,7 +70,8 @@ class OpaqueChanges:
                     raise self._error(container.label(key))
 
     def _error(self, path: str) -> PythonStateChanged:
-        where = f"in {self._function}, which is marked @weft.opaque, called at {self._line}; it uses that later"
+        how = "in a `__repr__` or `__str__` run by {}" if self._shows else "in {}, which is marked @weft.opaque"
+        where = f"{how.format(self._function)}, called at {self._line}; it uses that later"
         remedy = "make the change in the step itself, use the value in an opaque function too, or pass a copy"
         return PythonStateChanged(path, where, remedy, "the capture runs no opaque function and did not see the change")
 
@@ -159,3 +164,11 @@ def names_in(function: Any) -> frozenset[str]:
     code = getattr(function, "__code__", None)
     codes = [code] if code is not None else [each.__code__ for each in functions_in(type(function).__call__)]
     return frozenset().union(*(code_names(each) | set(each.co_freevars) for each in codes))
+
+
+def names_in_texts(values: Any) -> frozenset[str]:
+    """The names in the code that makes the texts of objects, and of those in them."""
+    methods = ("__repr__", "__str__", "__format__")
+    kinds = {type(each) for each in objects_in(values)}
+    found = [function for kind in kinds for name in methods for function in functions_in(getattr(kind, name))]
+    return frozenset().union(*(code_names(each.__code__) for each in found if is_user_file(each.__code__.co_filename)))

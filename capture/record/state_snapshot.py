@@ -28,6 +28,8 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.template_parts import Template
 from weft.capture.record.templates import Templates
 from weft.capture.state.containers import MISSING, Container, StatePlace
+from weft.capture.state.contents import attributes_of
+from weft.capture.state.object_parts import objects_in
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 
@@ -123,6 +125,12 @@ class StateSnapshots:
         """Makes the templates of one call."""
         own = OwnObjects(self._met, self._state, self._made, self._passed.passed_objects, self.given)
         return Templates(self._recorder, self.places_by_id, own)
+
+    def containers_in(self, value: Any) -> list[Container]:
+        """Those of the state that an object is or holds, or that have the attributes of such an object."""
+        objects = list(objects_in(value))
+        ids = {id(each) for each in (*objects, *map(attributes_of, objects))}
+        return [each for each in self._state.containers if id(each.obj) in ids]
 
     def take(self, roots: Iterable[Any], add_operand: AddOperand) -> tuple[StateSnapshot, list[Container]]:
         """The snapshot of what ``roots`` lead to, now, and those containers there that the step's code names.
