@@ -132,3 +132,13 @@ def test_a_function_bound_to_an_object_of_the_state_is_bound_to_that_object() ->
         assert method.__self__ is s.last
         assert made.args[0] is s.last
         assert made() == at + 1
+
+
+def test_values_in_a_partial_are_those_of_each_call() -> None:
+    step = lambda x: {"a": functools.partial(list, [x * 2]), "b": functools.partial(float, x.sum().item())}
+    compiled = weft.compile(step)
+    for at in range(CALLS):
+        x = torch.full((2,), float(at))
+        found, expected = compiled(x), step(x)
+        assert found["a"]()[0].tolist() == expected["a"]()[0].tolist()
+        assert found["b"]() == expected["b"]()
