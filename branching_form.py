@@ -31,6 +31,7 @@ from weft.capture.record.arguments import CallArguments
 from weft.capture.record.autocast_copies import check_copies
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.generator_states import GeneratorStates
+from weft.capture.record.made_for_opaque import begin_call
 from weft.capture.record.python_numbers import ChangingState
 from weft.capture.record.recorder import check
 from weft.capture.segments import Outcome, Segment, is_branch, segments_of
@@ -238,13 +239,15 @@ class BranchingForm:
             PathEnded: a branch cannot be captured, or the step raises there and the uncompiled step can do it instead.
         """
         self.busy = True
+        before = begin_call(for_opaque := {})
         try:
-            return self._run(leaves, call, capture)
+            return self._run(leaves, call, capture, for_opaque)
         finally:
+            begin_call(before)
             self._values.clear()
             self.busy = False
 
-    def _run(self, leaves: list[Any], call: tuple[Any, Any], capture: CapturePath) -> Any:
+    def _run(self, leaves: list[Any], call: tuple[Any, Any], capture: CapturePath, for_opaque: dict[int, Any]) -> Any:
         if self.captured.autocast_copies:
             check_copies(self.captured.autocast_copies)
         undo = _Undo(self.captured.state.objects if self._draws else None, self._undoes)
@@ -255,7 +258,8 @@ class BranchingForm:
             undo.before(here)
             run.append(here)
             here.arguments.bind(leaves)
-            outcome, *kept = here.placed.run()
+            with here.arguments.bound_to(call):  # opaque functions get them
+                outcome, *kept = here.placed.run()
             here.placed.tell_autocast()
             self._values.update(zip(here.segment.kept, kept, strict=True))
             for name in self._values.keys() - here.segment.used:
@@ -279,7 +283,7 @@ class BranchingForm:
             undo.restore()
             raise PathEnded(here.path.raises, True)
         try:
-            result = here.form.run(leaves, call)
+            result = here.form.run(leaves, call, for_opaque)
         except StaleAutocastCopy as error:  # raised before the last program ran
             if undo.possible:
                 undo.restore()

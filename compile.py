@@ -482,7 +482,7 @@ class CompiledStep(Generic[P, R]):
             return replace(self._lists.changing(()), closed=True)
         leaves, spec = self._lists.flatten((args, kwargs))
         for captured in (entry.captured for entry in self.entries):
-            self._numbers.update(number.place.path for number in captured.numbers)
+            self._numbers.update(captured.changing_paths)
             self._numbers.update(differing_numbers(captured.state.containers))
             if spec == captured.arguments.spec:
                 self._numbers.update(captured.arguments.changed(leaves, captured.state.containers))

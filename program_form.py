@@ -14,6 +14,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.guards.guards import Guards
 from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
 from weft.capture.record.captured_step import CapturedStep
+from weft.capture.record.made_for_opaque import begin_call
 from weft.capture.state.absent_graphs import mark_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.state_reader import PlaceReader
@@ -94,15 +95,21 @@ class ProgramForm:
     def program(self, program: Any) -> None:
         self._placed.program = program
 
-    def run(self, leaves: list[Any], call: tuple[Any, Any]) -> Any:
+    def run(self, leaves: list[Any], call: tuple[Any, Any], kept: dict[int, Any] | None = None) -> Any:
         """Run the program for a call with these positional and keyword arguments, which have these leaves.
 
         Must not be busy.
+
+        Args:
+            kept: objects that opaque functions kept in programs before this one.
         """
         self.busy = True
+        kept = {} if kept is None else kept
+        before = begin_call(kept)
         try:
-            return self._run(leaves, call)
+            return self._run(leaves, call, kept)
         finally:
+            begin_call(before)
             self.busy = False
 
     def _compute(self) -> list[Any]:
@@ -118,7 +125,7 @@ class ProgramForm:
         self._hashed.first_difference(self._name, once, again, linked=self.event is not None)
         return outputs
 
-    def _run(self, leaves: list[Any], call: tuple[Any, Any]) -> Any:
+    def _run(self, leaves: list[Any], call: tuple[Any, Any], made: dict[int, Any]) -> Any:
         captured = self.captured
         captured.arguments.bind(leaves)
         if captured.autocast_copies:
@@ -126,17 +133,18 @@ class ProgramForm:
         # The call replaces these gradients and reads none. Held until its end, they would add to the peak memory.
         for container in captured.unread_gradients:
             container.obj.grad = None
-        outputs = self._compute()
-        for at in captured.aliases:
-            outputs[at] = outputs[at].detach()
-        for place in captured.left_with_graph:
-            mark_absent_graph(place.outer(), place.path)
-        made: dict[int, Any] = {}
-        with captured.arguments.containers_of(call):
+        with captured.arguments.containers_of(call):  # opaque functions in the program get them, too
+            outputs = self._compute()
+            for at in captured.aliases:
+                outputs[at] = outputs[at].detach()
+            for place in captured.left_with_graph:
+                mark_absent_graph(place.outer(), place.path)
             # All values first: one effect may move what another one replaces.
             appended = [append.template.fill(outputs, made) for append in captured.appends]
             values = [effect.template and effect.template.fill(outputs, made) for effect in captured.effects]
             result = captured.result.fill(outputs, made)
+            for changed in captured.changed_for_opaque:
+                changed.fill(outputs, made)
             for append, value in zip(captured.appends, appended, strict=True):
                 append.container.get(append.key).append(value)
             for container, place in self._replaced:

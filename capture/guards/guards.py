@@ -25,6 +25,7 @@ from weft.capture.guards.library_guard import LibraryGuard
 from weft.capture.guards.memory_guard import MemoryGuard
 from weft.capture.guards.object_guard import ObjectGuard
 from weft.capture.guards.result_cache_guard import ResultCacheGuard
+from weft.capture.guards.sharing_guard import SharingGuard
 from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
@@ -62,6 +63,7 @@ class Guards:
         arguments = captured.arguments
         numbers = {each.place.key for each in captured.numbers if each.place.container is arguments.container}
         self._arguments = ArgumentGuard(arguments, numbers)
+        self._same_objects = SharingGuard(captured)
         self._settings = _settings()
         self._same_settings = state_checks.same_settings(_read_settings)
         self._other_settings = [read() for read in _OTHER_SETTINGS]
@@ -134,6 +136,7 @@ class Guards:
     def listed(self) -> list[Guard]:
         """Every condition, grouped by kind, cheapest check first."""
         found = [Guard("argument", condition) for condition in self._arguments.listed()]
+        found.append(Guard("argument", "the same arguments are one object, or an object of the Python state"))
         found += [Guard("python state", condition) for condition in self._containers.listed()]
         for _, path, requires_grad, hooks in self._flags:
             found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
@@ -153,7 +156,7 @@ class Guards:
         """Why the captured graph cannot serve a call with these argument leaves; None where it can."""
         if self.unchanged(leaves, spec):
             return None
-        why = self._arguments.failure(leaves, spec) or self._containers.failure()
+        why = self._arguments.failure(leaves, spec) or self._same_objects.failure(leaves) or self._containers.failure()
         if why is None:
             self._watch_tensors()
             why = self._other_failure()
@@ -167,6 +170,7 @@ class Guards:
             if (
                 self._kept_alike is None
                 or self._arguments.failure(leaves, spec) is not None
+                or self._same_objects.failure(leaves) is not None
                 or not all(holds() for holds in self.checks.values())
             ):
                 return False

@@ -6,14 +6,14 @@ copy. What changed is an effect of the step, which each call repeats on the obje
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from weft.capture.state.containers import Attributes, Container, item_of, items_of
+from weft.capture.record.shared_arguments import Slot, at_steps
+from weft.capture.state.containers import Attributes, Container, items_of
 from weft.capture.state.object_parts import slot_names
 from weft.capture.state.tensor_memory import own_attributes
 from weft.errors import PythonStateChanged
@@ -67,24 +67,18 @@ class TensorAttributes(ArgumentContainer):
         vars(self.obj).pop(key, None)
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """Leads from an object to what is in a slot of it."""
-
-    name: str
-
-
 class ArgumentContainers:
     """All of them in the arguments of a captured call.
 
     Args:
         given: the positional and the keyword arguments that the step gets in the capture.
         passed: those that the caller passed.
+        held: ids of the objects of the Python state.
     """
 
-    def __init__(self, given: tuple[Any, Any], passed: tuple[Any, Any]) -> None:
+    def __init__(self, given: tuple[Any, Any], passed: tuple[Any, Any], held: Collection[int]) -> None:
         self._found: list[tuple[tuple[Any, ...], ArgumentContainer]] = []
-        self._times: Counter[int] = Counter()
+        self._met = set(held)  # an object that is passed twice has one copy
         self._identity: list[int] = []  # of what the caller passed, for each that was found
         self._tensors: list[tuple[tuple[Any, ...], TensorAttributes]] = []
         self._orders: list[tuple[ArgumentContainer, list[Any]]] = []  # of dictionaries whose entries moved
@@ -95,11 +89,15 @@ class ArgumentContainers:
             self._walk(mine, passed[1][name], (1, name), name)
 
     def _walk(self, given: Any, passed: Any, steps: tuple[Any, ...], path: str) -> None:
+        if id(given) in self._met:
+            return
         if isinstance(given, torch.Tensor):
+            self._met.add(id(given))
             self._tensors.append((steps, TensorAttributes(given, path, label=lambda key: f"{path}.{key}")))
             return
         if given is passed or type(given) is not type(passed):
             return  # another leaf
+        self._met.add(id(given))
         if isinstance(given, (list, tuple, dict, deque)):
             self._items(given, passed, steps, path, lambda key: f"{path}[{key!r}]")
         if not isinstance(given, tuple):
@@ -108,16 +106,14 @@ class ArgumentContainers:
             self._items(vars(given), vars(passed), (*steps, vars), path, lambda key: f"{path}.{key}")
         if names := slot_names(type(given)):
             self._found.append((steps, slots := ArgumentSlots(given, path, names, lambda key: f"{path}.{key}")))
-            self._times[id(passed)] += 1
             self._identity.append(id(passed))
             for name, item in slots.before.items():
-                self._walk(item, getattr(passed, name), (*steps, _Slot(name)), f"{path}.{name}")
+                self._walk(item, getattr(passed, name), (*steps, Slot(name)), f"{path}.{name}")
 
     def _items(self, given: Any, passed: Any, steps: tuple[Any, ...], path: str, label: Callable[[Any], str]) -> None:
         container = ArgumentContainer(given, path, label=label)
         if not isinstance(given, tuple):
             self._found.append((steps, container))
-            self._times[id(passed)] += 1
             self._identity.append(id(passed))
         theirs = dict(items_of(passed))
         for key, item in container.before.items():
@@ -140,8 +136,8 @@ class ArgumentContainers:
             state: the containers of the Python state.
 
         Raises:
-            PythonStateChanged: the caller passed an object twice, or one that the step also reaches otherwise, and the
-                step changed it there, or the copy that it got.
+            PythonStateChanged: the caller passed an object that the step came to reach otherwise while it ran, and
+                the step changed it there, or the copy that it got.
         """
         paths = {identity: found.path for (_, found), identity in zip(self._found, self._identity, strict=True)}
         reached = {id(each.obj): each for each in state if id(each.obj) in paths}
@@ -154,8 +150,6 @@ class ArgumentContainers:
                 self._identity.append(id(attributes))
         for (_, container), identity in zip(self._found, self._identity, strict=True):
             for key, old, new in container.changes():
-                if self._times[identity] > 1:
-                    raise _changed_twice(container.label(key), "of an object that is passed twice")
                 if identity in reached:
                     how = reached[identity].path or "a variable"
                     raise _changed_twice(container.label(key), f"of an object that the step also reaches as {how}")
@@ -190,19 +184,9 @@ class ArgumentContainers:
     def bind(self, call: tuple[Any, Any]) -> None:
         """Refer to the objects in the arguments of another call: (positional, keyword)."""
         for steps, each in (*self._found, *self._objects):
-            each.obj = _at(call, steps)
+            each.obj = at_steps(call, steps)
 
 
 def _changed_twice(path: str, what: str) -> PythonStateChanged:
     why = "in the capture, arguments are copies of what the caller passes"
     return PythonStateChanged(path, what, "let the step reach it in one way only, or pass a copy", why)
-
-
-def _at(call: tuple[Any, Any], steps: tuple[Any, ...]) -> Any:
-    found: Any = call
-    for step in steps:
-        if isinstance(step, _Slot):
-            found = getattr(found, step.name)
-        else:
-            found = vars(found) if step is vars else item_of(found, step)
-    return found

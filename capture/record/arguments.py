@@ -27,6 +27,7 @@ from weft.capture.record.numpy_arguments import (
 from weft.capture.record.python_numbers import differing
 from weft.capture.record.readable_names import argument_path
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.shared_arguments import SharedArguments, Steps
 from weft.capture.record.unread_arguments import Asked, may_be_unread
 from weft.capture.state.containers import SIMPLE, Attributes, Container, StatePlace, same_simple
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes
@@ -44,6 +45,7 @@ class CallArguments:
         changing: paths of the arguments that change from call to call. Arrays among them are inputs.
         values: paths of arguments that are guarded by their values all the same.
         lists: by path, the lists of numbers that are one leaf each.
+        held: ids of the objects of the Python state. One that is passed is given to the step as it is.
 
     Attributes:
         leaves: the flattened arguments, with tensors in the place of the arrays that are inputs.
@@ -57,6 +59,8 @@ class CallArguments:
         places: the same places by the memory of the tensor.
         gradients: number of each leaf of autograd that requires grad, and the container of its ``.grad``.
         numbers: the leaves of the captured call that are Python numbers, by their number.
+        unfolded: paths of lists that are no leaf, although they are among ``lists``, because the state holds them.
+        objects_in_call: what leads to each list, tuple, dictionary and data object passed, and its id.
 
     Raises:
         UnregisteredType: an argument is an object with tensors inside that is not registered as a pytree.
@@ -70,24 +74,33 @@ class CallArguments:
         changing: Collection[str] = (),
         values: Collection[str] = (),
         lists: Mapping[str, tuple[Any, ...]] | None = None,
+        held: Collection[int] = (),
     ) -> None:
         register_data((args, kwargs))
         call = folded((args, kwargs), lists or {}, values)
         keyed, self.spec = torch_adapter.flatten_with_paths(call)
+        of_state = (path for path, leaf in keyed if type(leaf) is NumberList and id(leaf.items) in held)
+        if unfolded := frozenset(map(argument_path, of_state)):
+            call = folded((args, kwargs), lists or {}, unfolded.union(values))
+            keyed, self.spec = torch_adapter.flatten_with_paths(call)
+        self.unfolded, self._held = unfolded, held
+        self.objects_in_call: list[tuple[Steps, int]] = []
         self.paths = [argument_path(path) for path, _ in keyed]
         self._capture_spec = torch_adapter.exact_spec(call)
         self._call = args, kwargs
-        self._containers = ArgumentContainers(self._call, self._call)
+        self._containers = ArgumentContainers(self._call, self._call, held)
         passed = [leaf for _, leaf in keyed]
         self.arrays: dict[int, tuple[Any, ...]] = {
             at: kind_of(leaf)
             for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
-            if (path in changing and path not in values and may_be_input(leaf)) or must_be_input(leaf)
+            if (path in changing and path not in values and id(leaf) not in held and may_be_input(leaf))
+            or must_be_input(leaf)
         }
         self.unread = {
             at: type(leaf)
             for at, (leaf, path) in enumerate(zip(passed, self.paths, strict=True))
-            if path in changing and path not in values and may_be_unread(leaf) and _is_once(leaf, passed)
+            if path in changing and path not in values and id(leaf) not in held
+            if may_be_unread(leaf) and _is_once(leaf, passed)
         }
         self.asked: list[Asked] = []
         self.container = Container(self._with_tensors(passed), "args", label=lambda at: self.paths[at])
@@ -278,18 +291,23 @@ class CallArguments:
             for leaf, place in zip(self.leaves, places, strict=True)
         ]
         parts = self._parts()
-        dynamic -= {(at, dim) for at, dim in dynamic if at in (*parts, *parts.values())}  # how they overlap is fixed
+        # How they overlap is fixed, and so are the sizes of the state.
+        fixed = {*parts, *parts.values(), *(at for at in self.tensors if id(self.leaves[at]) in self._held)}
+        dynamic -= {(at, dim) for at, dim in dynamic if at in fixed}
         for at in sorted(self.tensors, key=lambda at: at in parts):  # made after what they are a part of
             leaves[at] = self._fake(self.leaves[at], at, recorder, {d for a, d in dynamic if a == at}, sizes)
         made: dict[int, Any] = {}
         for at in self.arrays:
             real = self.passed.obj[at]
-            if id(real) not in made:
-                made[id(real)] = self._passed[at] = array(leaves[at], real, self.paths[at])
-                self.fakes[id(made[id(real)])] = StatePlace(self.passed, at, self.paths[at], Role.BATCH)
-            leaves[at] = made[id(real)]
-        given = torch_adapter.unflatten(leaves, self._capture_spec)
-        self._containers = ArgumentContainers(given, self._call)
+            known = id(real.items if type(real) is NumberList else real)
+            if known not in made:
+                made[known] = self._passed[at] = array(leaves[at], real, self.paths[at])
+                self.fakes[id(made[known])] = StatePlace(self.passed, at, self.paths[at], Role.BATCH)
+            leaves[at] = made[known]
+        shared = SharedArguments(self._held)
+        given = shared.of_call(torch_adapter.unflatten(leaves, self._capture_spec), self._call)
+        self.objects_in_call = [(steps, id(obj)) for steps, obj in shared.objects]
+        self._containers = ArgumentContainers(given, self._call, self._held)
         return given
 
     def _parts(self) -> dict[int, int]:
@@ -313,7 +331,7 @@ class CallArguments:
     ) -> torch.Tensor:
         path = self.paths[at]
         inner, names = inner_tensor(leaf)
-        if leaf.requires_grad and leaf.is_leaf:
+        if (leaf.requires_grad and leaf.is_leaf) or id(leaf) in self._held:
             self.vals[at] = inner
             self.fakes.setdefault(id(leaf), self.tensors[at])
             for dim in sorted(dims):
@@ -331,12 +349,19 @@ class CallArguments:
                 shape, sizes.strides(at, path, inner, shape), dtype=inner.dtype, device=inner.device
             )
         self.vals[at] = val
+        same = (each for each in self.tensors if each in self._passed and self.leaves[each] is leaf)
+        if (first := next(same, None)) is not None:
+            self._passed[at] = self._passed[first]
+            return self._passed[at]
         known = recorder.input_fake(inner)
         if known is None:
             part = recorder.view_of_input(inner) if not dims else None
             known = (part or recorder.new_input(inner, val)).val
-        fake = known
-        passed = Shell.of(leaf).around({names: fake}) if names else fake
+        if not names and any(known is each for each in self._passed.values()):
+            # Another tensor in the same memory: the step may ask whether both are one object.
+            with torch_adapter.only_mode(recorder.fake_mode):
+                known = recorder.storages.share(known.detach(), recorder.storages.of(known))
+        passed = Shell.of(leaf).around({names: known}) if names else known
         if at in self.arrays:
             return passed  # which the step does not get
         self._passed[at] = passed
@@ -350,10 +375,11 @@ class CallArguments:
         self.fakes.clear()
         self._passed.clear()
         self._containers.forget()
-        self._call = (), {}
+        self._call, self._held = ((), {}), ()
 
     def bind(self, leaves: list[Any]) -> None:
         """Bind the leaves of another call: places and gradients refer to them from now on."""
+        leaves = list(leaves)  # and not the call, which has them as an attribute
         self.passed.obj, self.container.obj = leaves, self._with_tensors(leaves)
         leaves = self.container.obj
         for at, container in (*self.gradients, *self._constants, *self._holders):
@@ -387,10 +413,18 @@ class CallArguments:
     def containers_of(self, call: tuple[Any, Any]) -> Iterator[None]:
         """Inside, what the step changes of lists, dictionaries and data objects is changed in those of this call:
         (positional, keyword arguments)."""
+        with self.bound_to(call):
+            yield
+            self._containers.order_entries()
+
+    @contextlib.contextmanager
+    def bound_to(self, call: tuple[Any, Any]) -> Iterator[None]:
+        """Inside, the objects among the arguments are those of this call: (positional, keyword arguments)."""
         self._containers.bind(call)
-        yield
-        self._containers.order_entries()
-        self._containers.forget()
+        try:
+            yield
+        finally:
+            self._containers.forget()
 
     def restore(self) -> None:
         """Undo changes of tensors; what the step got in place of a list or dictionary is the capture's own."""

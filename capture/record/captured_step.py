@@ -76,6 +76,7 @@ class CapturedStep:
         unread_gradients: parameters whose gradient each call replaces and none reads.
         left_with_graph: the places of the tensors that the step writes in place, which eager leaves with a grad_fn.
         moved: dictionaries, with the keys that each call moves to their end after the effects, one by one.
+        changed_for_opaque: objects that the step changes after an opaque function got them.
         seconds: duration of the capture.
     """
 
@@ -106,7 +107,14 @@ class CapturedStep:
     unread_gradients: list[Container] = field(default_factory=list)
     moved: list[tuple[Container, list[Any]]] = field(default_factory=list)
     left_with_graph: list[StatePlace] = field(default_factory=list)
+    changed_for_opaque: list[Template] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def changing_paths(self) -> Iterator[str]:
+        """Paths of the numbers that are symbols, and of lists, dictionaries and objects that each call may replace."""
+        yield from (number.place.path for number in self.numbers)
+        yield from (place.path for place, _ in self.state.replaced_places)
 
     def fakes(self) -> Iterator[Any]:
         """The fake tensors and symbolic numbers that the captured step holds, once for each reference."""

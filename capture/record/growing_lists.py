@@ -170,6 +170,18 @@ class GrowingLists:
                 if path in self._paths and type(value) in GROWING_KINDS and key not in container.stand_ins:
                     container.stand_in(key, self._stand_in(value, path, container, key))
 
+    def check_arguments(self, passed: Iterable[int]) -> None:
+        """Raise where the step gets one of the lists as an argument, too, which no stand-in can be.
+
+        Args:
+            passed: ids of the objects among the arguments.
+
+        Raises:
+            ListsRead: names them.
+        """
+        if paths := {self._places[each][1] for each in passed if each in self._places}:
+            raise ListsRead(paths)
+
     def check_changed(self, changes: Iterable[tuple[Container, Any, Any, Any]]) -> None:
         """Raise where the step changed lists that it may only append to.
 

@@ -13,6 +13,7 @@ of the step are results of such an operation from the start.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.state.absent_graphs import AutogradRole, restore_absent_graph
 from weft.capture.state.containers import StatePlace
+from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.user_code import user_line
 from weft.errors import GraphOutsideStep
 
@@ -86,12 +88,15 @@ class KeptGraphs:
                 requires grad.
 
         Raises:
-            GraphOutsideStep: another argument without a grad_fn is in the same memory, or has it inside.
+            GraphOutsideStep: another argument is in the same memory, or has it inside.
         """
         passed = list(passed)
         computed = {id(fake): argument.requires_grad for _, argument, fake in passed}
+        fakes = {id(fake): torch_adapter.storage_key(inner_tensor(fake)[0]) for _, _, fake in passed}
+        times = Counter(fakes.values())
         for place, argument, fake in passed:
-            if argument.requires_grad is not computed[id(fake)] or (argument.requires_grad and fake._is_view()):
+            shares = fake._is_view() or times[fakes[id(fake)]] > 1
+            if argument.requires_grad is not computed[id(fake)] or (argument.requires_grad and shares):
                 raise GraphOutsideStep(place.path)
             if argument.requires_grad and fake.grad_fn is None:
                 remedy = f"to where it was computed. Pass {place.path}.detach(), or compute it inside the step"

@@ -22,6 +22,7 @@ from weft.capture.record.dynamic_sizes import sizes_of
 from weft.capture.record.number_lists import NumberList, Steps, folded, may_be_folded
 from weft.capture.record.python_numbers import ChangingState
 from weft.capture.record.readable_names import argument_path
+from weft.capture.record.shared_arguments import CallLeaves
 from weft.capture.record.sparse_arguments import apart
 from weft.capture.state.containers import MISSING, item_of, same_simple
 
@@ -50,11 +51,11 @@ class ListHistory:
 
     def flatten(self, call: tuple[Any, Any]) -> tuple[list[Any], Any]:
         """The leaves of the positional and keyword arguments of a call, and their structure."""
-        if self.folded:
-            call = folded(call, self.folded, self.values)
-        leaves, spec = flat_arguments(call)
-        found = apart(leaves, spec)
-        return (leaves, spec) if found is None else torch_adapter.flatten(found)
+        tree = folded(call, self.folded, self.values) if self.folded else call
+        leaves, spec = flat_arguments(tree)
+        if (found := apart(leaves, spec)) is not None:
+            leaves, spec = torch_adapter.flatten(found)
+        return CallLeaves(leaves, call), spec
 
     def changing(self, numbers: Collection[str]) -> ChangingState:
         """What a capture takes for changing, with these numbers and what is known of lists."""

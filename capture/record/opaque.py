@@ -20,17 +20,19 @@ import torch
 
 from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
+from weft.capture.record.made_for_opaque import kept_in_call, note_kept
 from weft.capture.record.opaque_changes import (
     OpaqueChanges,
     held_elsewhere,
     made_in_closure,
     names_in,
+    names_in_texts,
     names_read_later,
 )
 from weft.capture.record.recorder import recording
 from weft.capture.record.shown_gradients import Showing
 from weft.capture.record.state_snapshot import StateSnapshot
-from weft.capture.record.template_parts import Template
+from weft.capture.record.template_parts import MadeObject, Template
 from weft.capture.state.code_names import OPAQUE, mark_opaque
 from weft.capture.state.containers import SIMPLE
 from weft.short_tracebacks import shortens_tracebacks
@@ -81,16 +83,18 @@ class OpaqueCall:
     def __call__(self, *operands: Any) -> None:
         passed = operands[: self.argument_count]
         passed = [value.detach() if isinstance(value, torch.Tensor) else value for value in passed]
-        made: dict[int, Any] = {}
+        made = dict(kept_in_call())
         args, kwargs = self.arguments.fill(passed, made)
         held = [made.get(id(part), same) for part, same in self.held]
         with (
-            self.snapshot.restored(list(operands)) as left,
+            self.snapshot.restored(list(operands), made) as left,
             torch.set_grad_enabled(self._grad_enabled),
             self.changes.checked([*held, *left]),
         ):
             self.function(*args, **kwargs)
-        del args, kwargs, made, held, left
+        del args, kwargs, held, left
+        note_kept(made)
+        del made
         _copy_kept_tensors(passed)
 
 
@@ -152,17 +156,20 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         own = templates.own.inside((args, kwargs))
         both = args, kwargs
         template = templates.of(both, add_operand, f"an argument of {name}")
-        # What is only shown, as a record of a log, is read by nothing later.
         shows = isinstance(function, Showing)
-        held = [] if shows else held_elsewhere(templates.made, both, args, kwargs)
+        found = held_elsewhere(templates.made, templates.own.given.ids, both, args, kwargs)
+        templates.own.given.add(found)
+        held = [(part, None if type(part) is MadeObject else value) for value, part in found]
+        del found
         held += [] if shows else [(None, each) for each in made_in_closure(function, templates.own)]
         argument_count = len(operands)
         roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
         snapshot, reached = snapshots.take([function, *own, *roots], add_operand)
-        names = names_in(function)
+        names = names_in_texts(both) if shows else names_in(function)
+        reached += snapshots.containers_in(both) if shows and names else []
         if reached and names:
             names &= names_read_later(sys._getframe(1), snapshots.functions)
-        changes = OpaqueChanges(name, reached, names)
+        changes = OpaqueChanges(name, reached, names, shows=shows)
         recorder.emit_effect(OpaqueCall(function, template, argument_count, held, snapshot, changes), *operands)
 
     setattr(called, OPAQUE, True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.capture.record.live_values import references
 from weft.capture.record.own_objects import OwnObjects
-from weft.capture.record.template_parts import MadeObject, copied_kinds
+from weft.capture.record.template_parts import copied_kinds
 from weft.capture.state.code_names import code_names, functions_in
 from weft.capture.state.containers import Container
 from weft.capture.state.object_parts import closure_of, identity_of_parts, objects_in, parts_of
@@ -37,9 +37,13 @@ class OpaqueChanges:
         function: its name.
         containers: of the state that it can reach and that the step's code names.
         names: what both read or write.
+        shows: whether the function prints its arguments, whose classes may have a `__repr__` that changes something.
     """
 
-    def __init__(self, function: str, containers: Iterable[Container], names: frozenset[str]) -> None:
+    def __init__(
+        self, function: str, containers: Iterable[Container], names: frozenset[str], *, shows: bool = False
+    ) -> None:
+        self._shows = shows
         self._function, self._line = function, user_line()
         self._names = names
         self._watched = [each for each in containers if self._may_count(each)]
@@ -66,7 +70,8 @@ class OpaqueChanges:
                     raise self._error(container.label(key))
 
     def _error(self, path: str) -> PythonStateChanged:
-        where = f"in {self._function}, which is marked @weft.opaque, called at {self._line}; it uses that later"
+        how = "in a `__repr__` or `__str__` run by {}" if self._shows else "in {}, which is marked @weft.opaque"
+        where = f"{how.format(self._function)}, called at {self._line}; it uses that later"
         remedy = "make the change in the step itself, use the value in an opaque function too, or pass a copy"
         return PythonStateChanged(path, where, remedy, "the capture runs no opaque function and did not see the change")
 
@@ -86,12 +91,12 @@ def _name(container: Container, key: Any) -> str:
     return found.group() if found else ""
 
 
-def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[tuple[Any, Any]]:
-    """Those objects that can be changed and that more than the others hold, and what is in them: the part for each, and
-    itself where it is the same at each call.
+def held_elsewhere(made: Mapping[int, tuple[Any, Any]], known: Iterable[int], *of_call: Any) -> list[Any]:
+    """Those objects that can be changed and that more than the others hold, and what is in them: (object, its part).
 
     Args:
         made: the objects that the step made for a call, and their parts in its template, by id.
+        known: ids of objects for which other references are known, once for each.
         of_call: the containers that the call itself makes of its arguments.
     """
     values = [value for value, _ in made.values()]
@@ -100,6 +105,7 @@ def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[t
     taken = None
     within = Counter(each for parts in inside for each in parts)
     within.update(id(each) for pair in made.values() for each in pair)
+    within.update(known)
     calls = set(map(id, of_call))
     pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
     pending = [at for at in pending if id(values[at]) not in calls]
@@ -108,8 +114,7 @@ def held_elsewhere(made: Mapping[int, tuple[Any, Any]], *of_call: Any) -> list[t
     while pending:
         at = pending.pop()
         if at not in found:
-            part = made[id(values[at])][1]
-            found[at] = part, None if type(part) is MadeObject and part.varies else values[at]
+            found[at] = values[at], made[id(values[at])][1]
             pending += (numbers[each] for each in inside[at] if each in numbers)
     return list(found.values())
 
@@ -159,3 +164,11 @@ def names_in(function: Any) -> frozenset[str]:
     code = getattr(function, "__code__", None)
     codes = [code] if code is not None else [each.__code__ for each in functions_in(type(function).__call__)]
     return frozenset().union(*(code_names(each) | set(each.co_freevars) for each in codes))
+
+
+def names_in_texts(values: Any) -> frozenset[str]:
+    """The names in the code that makes the texts of objects, and of those in them."""
+    methods = ("__repr__", "__str__", "__format__")
+    kinds = {type(each) for each in objects_in(values)}
+    found = [function for kind in kinds for name in methods for function in functions_in(getattr(kind, name))]
+    return frozenset().union(*(code_names(each.__code__) for each in found if is_user_file(each.__code__.co_filename)))

@@ -12,6 +12,9 @@ object is older than the capture, which Python's garbage collector knows, or som
 from __future__ import annotations
 
 import functools
+import gc
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -20,24 +23,15 @@ import torch
 
 from weft.capture.record.argument_containers import PassedObject
 from weft.capture.record.live_values import references
+from weft.capture.record.made_for_opaque import MadeForOpaque
+from weft.capture.record.template_parts import OwnObject
 from weft.capture.state.containers import Container, StatePlace
-from weft.capture.state.object_parts import ObjectParts, objects_in, parts_of
+from weft.capture.state.object_parts import ObjectForm, ObjectParts, objects_in, parts_of
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.type_facts import SIMPLE_KINDS
 
 # Steps make nearly all objects of these types that they leave, and the collector does not list each of them.
 _LITERALS = frozenset({dict, list, tuple})
-
-
-class OwnObject:
-    """Takes an object that each call finds at its place, in the arguments or where an earlier call left it."""
-
-    def __init__(self, place: StatePlace | PassedObject) -> None:
-        self._place = place
-
-    def fill(self, outputs: list[Any]) -> Any:
-        """The object of the present call."""
-        return self._place.outer()
 
 
 class OwnObjects:
@@ -48,6 +42,7 @@ class OwnObjects:
         state: what the walk found.
         made: tells the ids of the objects of a type that were made since the capture began.
         passed: the objects in the arguments.
+        given: what opaque functions got so far.
 
     Attributes:
         held: ids of the objects that were made since then, and that something outside keeps.
@@ -59,7 +54,9 @@ class OwnObjects:
         state: ReachableState,
         made: Callable[[type], set[int]],
         passed: Iterable[PassedObject] = (),
+        given: MadeForOpaque | None = None,
     ) -> None:
+        self.given = MadeForOpaque() if given is None else given
         self._made = functools.cache(made)
         self._kept = {id(each.obj) for each in state.containers}.union(met)
         self._places: dict[int, StatePlace | PassedObject] = {id(each.obj): each for each in passed}
@@ -96,11 +93,18 @@ class OwnObjects:
         self._note(values, holders, collect)
 
     def note_passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The same for the arguments of a call inside the step: what the step holds is kept, too."""
+        """The same for the arguments of a call inside the step, whose variables and objects are nothing outside it."""
         values = [*args, *kwargs.values()]
-        self._note(values, Counter(map(id, values)), lambda: None)
+        self._note(values, Counter(map(id, values)), lambda: None, sys._getframe(1))
 
-    def _note(self, values: list[Any], holders: Counter[int], collect: Callable[[], object]) -> None:
+    def _note(
+        self,
+        values: list[Any],
+        holders: Counter[int],
+        collect: Callable[[], object],
+        frame: types.FrameType | None = None,
+    ) -> None:
+        holders.update(self.given.ids)
         found: dict[int, Any] = {}
         while values:
             value = values.pop()
@@ -120,13 +124,32 @@ class OwnObjects:
 
         if held():
             collect()
+            if frame is not None and (now := held()):
+                holders += _held_by_step([each for each in asked if id(each) in now], frame)
         self.held = held()
 
     def new_parts(self, value: Any) -> ObjectParts | None:
         """What an object is made of that was made since the capture began; None of one that is taken as a whole."""
-        taken = parts_of(value)
-        known = taken is None or taken.form.is_fixed or type(value) in _LITERALS
+        if (taken := parts_of(value)) is None:
+            return self._bound(value)
+        known = taken.form.is_fixed or type(value) in _LITERALS
         return taken if known or self.is_new(value) else None
+
+    def _bound(self, value: Any) -> ObjectParts | None:
+        """What a bound method or a ``functools.partial`` is made of, if the step made both it and something in it."""
+        if type(value) is types.MethodType:
+            inside, function = [value.__self__], value.__func__
+            make = lambda parts: types.MethodType(function, *parts)
+        elif type(value) is functools.partial and not vars(value):
+            names, count = list(value.keywords), 1 + len(value.args)
+            inside = [value.func, *value.args, *value.keywords.values()]
+            make = lambda parts: functools.partial(*parts[:count], **dict(zip(names, parts[count:], strict=True)))
+        else:
+            return None
+        made = (each for each in inside if each not in self and self.is_new(each))
+        changeable = any((taken := parts_of(each)) is not None and not taken.form.is_fixed for each in made)
+        form = ObjectForm(type(value), object, node=make)
+        return ObjectParts(form, [], inside) if changeable and self.is_new(value) else None
 
     def is_new(self, value: Any) -> bool:
         """Whether the collector lists an object among those that were made since the capture began."""
@@ -143,3 +166,19 @@ class OwnObjects:
         own = lambda each: each in self and not isinstance(each, tuple)
         parts = lambda each: None if own(each) else self.new_parts(each)
         return [each for each in objects_in(value, parts) if own(each)]
+
+
+def _held_by_step(asked: list[Any], frame: types.FrameType | None) -> Counter[int]:
+    """How many references to each of these objects the variables of the running functions have, and objects that were
+    made since the capture began: the collector lists no others then."""
+    ids = set(map(id, asked))
+    found = Counter[int]()
+    while frame is not None and frame.f_globals.get("__name__") != "weft.capture.record.tracer":
+        in_cells = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
+        if frame.f_code.co_filename != __file__:
+            found.update(id(each) for name, each in frame.f_locals.items() if name not in in_cells)
+        frame = frame.f_back
+    for holder in gc.get_referrers(*asked):
+        if holder is not asked and not isinstance(holder, types.FrameType):
+            found.update(map(id, gc.get_referents(holder)))
+    return Counter({each: found[each] for each in ids})

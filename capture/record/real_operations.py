@@ -6,9 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from weft import torch_adapter
+from weft.torch_adapter import TorchDispatchMode
 
 
 @contextlib.contextmanager

@@ -96,14 +96,13 @@ class OpRecorder(TorchDispatchMode):
         fake_mode: the mode that computes fake results; must be active too, below this mode.
 
     Attributes:
-        graph: the operations so far; late_texts: what marks in texts stand for.
+        graph: the operations so far; late_texts: what marks in texts stand for; is_paused: whether recording is paused.
         symbols: the symbolic numbers and the nodes that compute them; storages: the current value of each tensor.
         placeholders: each placeholder with the user's tensor that it stands for.
         recorded: number of operations recorded; passed: of those that ran while recording was paused.
-        is_paused: whether what runs now is no part of the step.
         module_path, input_name: asked for the module of a new node and for the name of a new placeholder.
         optimizing: whether ``optimizer.step()`` is running; float_tags: floats that stand for symbolic numbers.
-        stream: asked for the number of the current CUDA stream; None where all work is on one stream.
+        stream: asked for the number of the current CUDA stream; None where there is one alone.
         shares_memory: asked for the user's tensors in a storage, when one of them is met for the first time.
         data_set: the user's tensors whose ``.data`` was assigned, by id.
         snapshots: makes the snapshots of Python state that opaque calls need; packed: the step's packed sequences.

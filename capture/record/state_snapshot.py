@@ -20,12 +20,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.record.arguments import CallArguments
 from weft.capture.record.growing_lists import AppendedList
+from weft.capture.record.made_for_opaque import MadeForOpaque
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.template_parts import Template
 from weft.capture.record.templates import Templates
 from weft.capture.state.containers import MISSING, Container, StatePlace
+from weft.capture.state.contents import attributes_of
+from weft.capture.state.object_parts import objects_in
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 
@@ -57,11 +61,15 @@ class StateSnapshot:
     tensors: list[_WrittenTensor]
 
     @contextlib.contextmanager
-    def restored(self, operands: list[Any]) -> Iterator[list[Any]]:
-        """Inside, the user's objects are as they were at this point; ``operands`` are the values of the node's. Gives
-        the objects of the step that are in them."""
+    def restored(self, operands: list[Any], made: dict[int, Any]) -> Iterator[list[Any]]:
+        """Inside, the user's objects are as they were at this point. Gives the objects of the step that are in them.
+
+        Args:
+            operands: the values of the node's operands.
+            made: what the call made so far, see :func:`weft.capture.record.template_parts.filled`.
+        """
         tensors = [(each.place.get(), operands[each.index]) for each in self.tensors]
-        made: dict[int, Any] = {}
+        arguments = set(made)
         entries = [
             (e.container, e.key, MISSING if e.template is None else e.template.fill(operands, made))
             for e in self.entries
@@ -74,7 +82,7 @@ class StateSnapshot:
             for container, key, value in entries:
                 stack.callback(_put, container, key, container.entries().get(key, MISSING))
                 _put(container, key, value)
-            yield [*made.values()]
+            yield [each for key, each in made.items() if key not in arguments or key < 0]
 
 
 class StateSnapshots:
@@ -83,8 +91,7 @@ class StateSnapshots:
     Args:
         recorder: of the capture.
         state: what the step can reach.
-        gradients: the containers of the arguments' ``.grad``.
-        arguments: the places of the arguments that are tensors, by their ids.
+        arguments: of the call.
         met: ids of the objects that the call began with.
         made: tells the ids of the objects of a type that were made since the capture began.
     """
@@ -93,16 +100,16 @@ class StateSnapshots:
         self,
         recorder: OpRecorder,
         state: ReachableState,
-        gradients: Iterable[Container],
-        arguments: Mapping[int, StatePlace],
+        arguments: CallArguments,
         met: Collection[int],
         made: Callable[[type], set[int]],
     ) -> None:
         self._recorder = recorder
         self._state = state
-        self._gradients = list(gradients)
-        self._arguments = arguments
+        self._passed = arguments
+        self._arguments = {id(arguments.leaves[at]): place for at, place in arguments.tensors.items()}
         self._met, self._made = met, made
+        self.given = MadeForOpaque()
 
     @property
     def places_by_id(self) -> dict[int, StatePlace]:
@@ -116,7 +123,14 @@ class StateSnapshots:
 
     def templates(self) -> Templates:
         """Makes the templates of one call."""
-        return Templates(self._recorder, self.places_by_id, OwnObjects(self._met, self._state, self._made))
+        own = OwnObjects(self._met, self._state, self._made, self._passed.passed_objects, self.given)
+        return Templates(self._recorder, self.places_by_id, own)
+
+    def containers_in(self, value: Any) -> list[Container]:
+        """Those of the state that an object is or holds, or that have the attributes of such an object."""
+        objects = list(objects_in(value))
+        ids = {id(each) for each in (*objects, *map(attributes_of, objects))}
+        return [each for each in self._state.containers if id(each.obj) in ids]
 
     def take(self, roots: Iterable[Any], add_operand: AddOperand) -> tuple[StateSnapshot, list[Container]]:
         """The snapshot of what ``roots`` lead to, now, and those containers there that the step's code names.
@@ -127,7 +141,8 @@ class StateSnapshots:
         """
         places_by_id, templates = self.places_by_id, self.templates()
         known: dict[int, list[Container]] = {}
-        for container in [*self._state.containers, *self._gradients]:
+        gradients = [container for _, container in self._passed.gradients]
+        for container in [*self._state.containers, *gradients, *self._passed.containers]:
             known.setdefault(id(container.obj), []).append(container)
         entries: list[_ChangedEntry] = []
         met: list[Container] = []
@@ -149,6 +164,10 @@ class StateSnapshots:
             places.update(reached.places)
             if isinstance(root, torch.Tensor) and id(root) in places_by_id:
                 places[memory_key(inner_tensor(root)[0])] = places_by_id[id(root)]
+        for container in self._passed.containers:  # the function may have got the object that it is in
+            if id(container.obj) in known:
+                entries += self._changed(container, templates, add_operand)
+        self.given.add(list(templates.made.values()))
         return StateSnapshot(entries, [*self._written(places, add_operand)]), met
 
     def _changed(self, container: Container, templates: Templates, add_operand: AddOperand) -> Iterator[_ChangedEntry]:
@@ -158,10 +177,13 @@ class StateSnapshots:
     def _new_in_step(
         self, container: Container, templates: Templates, add_operand: AddOperand
     ) -> Iterator[_ChangedEntry]:
-        """Entries of a container that the step created (a cell of a function), if tensors are in them."""
+        """Entries of a container that the step created (a cell of a function), if tensors or other objects that it
+        made are in them."""
         for key, value in container.before.items():
             tensors = [leaf for leaf in torch_adapter.flatten(value)[0] if isinstance(leaf, torch.Tensor)]
-            if any(id(t) in self._arguments or self._is_captured(t) for t in tensors):
+            is_made = isinstance(container.obj, types.CellType) and templates.own.is_new(container.obj)
+            is_made = is_made and value not in templates.own and templates.own.new_parts(value) is not None
+            if is_made or any(id(t) in self._arguments or self._is_captured(t) for t in tensors):
                 yield self._entry(container, key, value, templates, add_operand)
 
     @staticmethod

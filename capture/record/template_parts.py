@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from weft.capture.record.argument_containers import PassedObject
 from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.iterator_arguments import IteratorSlot
 from weft.capture.record.late_text import LateTextSlot
-from weft.capture.record.own_objects import OwnObject
 from weft.capture.record.plain_numbers import numpy_float
 from weft.capture.state.absent_graphs import with_absent_graph
 from weft.capture.state.containers import StatePlace
@@ -100,6 +100,17 @@ class StateReference:
         return self.place.outer()
 
 
+class OwnObject:
+    """Takes an object that each call finds at its place, in the arguments or where an earlier call left it."""
+
+    def __init__(self, place: StatePlace | PassedObject) -> None:
+        self._place = place
+
+    def fill(self, outputs: list[Any]) -> Any:
+        """The object of the present call."""
+        return self._place.outer()
+
+
 @dataclass(eq=False)
 class MadeObject:
     """An object that the step made.
@@ -109,12 +120,14 @@ class MadeObject:
         keys: parts for those of a dictionary, in order.
         parts: for what it is made of, in the order of the form.
         varies: whether something in it is computed by the call, or looked up.
+        number: of an object that an opaque function got, too, by which a call finds the one that it kept; 0 of others.
     """
 
     form: ObjectForm
     keys: list[Any] = field(default_factory=list)
     parts: list[Any] = field(default_factory=list)
     varies: bool = False
+    number: int = 0
 
     def of_call(self, outputs: list[Any], made: dict[int, Any]) -> Any:
         """What it stands for in one call; see :func:`filled`."""
@@ -124,7 +137,12 @@ class MadeObject:
             new = self.form.fixed([filled(part, outputs, made) for part in self.parts])
             made[id(self)] = new
             return new
-        made[id(self)] = new = self.form.empty()  # before its parts, which may hold it
+        new = made.get(self.number) if self.number else None
+        new = self.form.empty() if new is None else new
+        made[id(self)] = new  # before its parts, which may hold it
+        if self.number:
+            self.form.clear(new)
+            made[self.number] = new
         keys = [filled(key, outputs, made) for key in self.keys]
         self.form.put(new, keys, [filled(part, outputs, made) for part in self.parts])
         return new
@@ -160,7 +178,7 @@ def filled(part: Any, outputs: list[Any], made: dict[int, Any]) -> Any:
 
     Args:
         outputs: of the graph.
-        made: what the call made so far, by the ids of the parts.
+        made: what the call made so far, by the ids of the parts, and by the numbers of those that have one.
     """
     if isinstance(part, _MADE):
         return part.of_call(outputs, made)

@@ -36,7 +36,7 @@ from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.record.unread_arguments import UnreadValue, count_as_read
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.contents import attributes_of
-from weft.capture.state.object_parts import ObjectParts, closure_of, parts_of
+from weft.capture.state.object_parts import ObjectParts, closure_of, objects_in, parts_of
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.state.type_facts import SIMPLE_KINDS
 from weft.errors import EscapedTensor
@@ -60,6 +60,7 @@ class Templates:
         self.places = places_by_id
         self.own = own
         self.outputs: dict[int, int] = {}  # number of the output of each tensor object of the capture, by id
+        self.unfinished = set[int]()  # ids of the objects whose parts are being made
         self.made: dict[int, tuple[Any, Any]] = {}  # by id: an object, held so that no other one gets the id; its part
 
     def of(self, value: Any, keep: Callable[[Any], int], where: str) -> Template:
@@ -138,11 +139,14 @@ class _Making:
 
     def _made(self, value: Any, taken: ObjectParts) -> Any:
         own, form = self._all.own, taken.form
-        made = MadeObject(form)
+        made = MadeObject(form, number=own.given.number(value))
         self._all.made[id(value)] = value, made  # before its parts, which may hold it
+        self._refuse_unfinished(taken)
+        self._all.unfinished.add(id(value))
         made.keys += (self.part(plain_key(key)) for key in taken.keys)
         made.parts += map(self.part, taken.parts)
         self.part(form.argument)
+        self._all.unfinished.discard(id(value))
         made.varies = any(map(_varies, (*made.keys, *made.parts)))
         if made.varies and weakref.getweakrefcount(value):
             why = "an object refers to it weakly (weakref), and each call makes another one"
@@ -153,6 +157,16 @@ class _Making:
             self._all.made[id(value)] = value, value
             return self._constant(value)
         return made
+
+    def _refuse_unfinished(self, taken: ObjectParts) -> None:
+        """Refuse an object as a key of a dictionary, or in a set, that it holds itself: a call makes what an object
+        holds before it has its attributes, and a hash of its own may need them."""
+        hashed = taken.keys if taken.form.base is not set else taken.parts
+        for each in (each for key in hashed if type(key) not in SIMPLE_KINDS for each in objects_in(key)):
+            if id(each) in self._all.unfinished and type(each).__hash__ is not object.__hash__:
+                why = "its class has a `__hash__` of its own, and it is a key of a dictionary, or in a set, that it "
+                why += "holds: put it in a list"
+                raise EscapedTensor(type(each), self._where, why)
 
     def _constant(self, value: Any) -> Any:
         self.constants.append(value)

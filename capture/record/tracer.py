@@ -67,19 +67,20 @@ from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
+from weft.capture.record.replaced_memory import memory_replaced
 from weft.capture.record.result_aliases import result_aliases
 from weft.capture.record.sharding_text import sharding_text
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
+from weft.capture.record.template_parts import Template
 from weft.capture.record.templates import Templates
 from weft.capture.record.tools_around import refuse_tools_around
 from weft.capture.record.torch_functions import TorchFunctionInterceptor
 from weft.capture.record.torchscript import scripts_interpreted
-from weft.capture.record.tracked_storages import is_tensor
 from weft.capture.record.unread_arguments import UnreadValue, ValuesOfArguments, caught_exceptions_noted
 from weft.capture.record.wrappers import wrapping_refused
 from weft.capture.segments import Outcome
-from weft.capture.state.containers import MISSING, Container, StatePlace, TensorData
+from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.hook_registrations import user_hook
 from weft.capture.state.library_names import RunningCode
 from weft.capture.state.reachable_state import ReachableState
@@ -89,7 +90,6 @@ from weft.capture.step_threads import capturing
 from weft.capture.user_code import user_line
 from weft.errors import (
     PythonStateChanged,
-    UncapturableMutation,
     UsedDuringCapture,
     WeftError,
 )
@@ -177,7 +177,6 @@ class _StepCapture:
         self.recorder = OpRecorder(self.fake_mode)
         self.branches = Branches(self.recorder, *outcomes)
         self.branches.is_constant = lambda tensor: self._known_place(tensor) is None
-        self.changing = changing
         self.state = state = ReachableState(step, replaced=changing.numbers, growing=changing.growing)
         shared: set[str] = set()
         while state.shared:
@@ -188,13 +187,15 @@ class _StepCapture:
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
         self.recorder.shares_memory = lambda storage: self.state.in_memory.get(storage, ())
-        self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values, changing.lists)
+        self.met = set(map(id, state.objects))  # before the step makes any
+        self.arguments = CallArguments(args, kwargs, changing.numbers, changing.values, changing.lists, self.met)
+        self.changing = replace(changing, values=changing.values | self.arguments.unfolded)
         found.inputs, found.constants = self.arguments.paths_of_arrays()
         self.found, self.arguments.asked = found, found.asked
         found.unread = {self.arguments.paths[at] for at in self.arguments.not_to_be_read}
         for obj, path in self.arguments.objects:
             self.state.add(obj, path)
-        self.met = set(map(id, state.objects))  # before the step makes any
+        self.met |= set(map(id, state.objects))
         self.made, self.collect = escapes.made, escapes.collect
         self.dynamic = dynamic | self.arguments.marked_dynamic()
         self.recorder.input_name = self._input_name
@@ -224,6 +225,7 @@ class _StepCapture:
                 args, kwargs = self.arguments.as_fakes(
                     self.recorder, self.dynamic, self.sizes, self._plain_argument, self._array_argument
                 )
+                self.lists.check_arguments(known for _, known in self.arguments.objects_in_call)
                 self.graphs.follow_arguments(self.arguments.faked)
                 self.branches.whole_numbers = self.arguments.whole_numbers
                 functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
@@ -274,11 +276,7 @@ class _StepCapture:
         return HookCounts(self.state, self.path, leaves)
 
     def _snapshots(self) -> StateSnapshots:
-        arguments = self.arguments
-        places = {id(arguments.leaves[at]): place for at, place in arguments.tensors.items()}
-        return StateSnapshots(
-            self.recorder, self.state, [container for _, container in arguments.gradients], places, self.met, self.made
-        )
+        return StateSnapshots(self.recorder, self.state, self.arguments, self.met, self.made)
 
     # ---- around the run
 
@@ -414,7 +412,8 @@ class _StepCapture:
             self.numbers.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
             known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
-            begun_with = OwnObjects(self.met, self.state, self.made, self.arguments.passed_objects)
+            given, for_opaque = recorder.snapshots.given, list[Template]()
+            begun_with = OwnObjects(self.met, self.state, self.made, self.arguments.passed_objects, given)
             appended = list(self.lists.appended()) if complete else []
             begun_with.note_left(results, changes, appended, self.collect)
             templates = Templates(recorder, known, begun_with)
@@ -423,7 +422,13 @@ class _StepCapture:
                 moved = [(each, keys) for each in own if (keys := each.moved())]
                 appends = self._appends(appended, keep, templates)
             returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
-            replaced = self._memory_replaced(effects, keep, nodes, templates) if complete else set()
+            replaced: set[tuple[Any, ...]] = set()
+            if complete:
+                create = lambda value, path: keep(lambda _: Create(path), value)
+                replaced = memory_replaced(recorder, self.state.places_by_id, effects, create, nodes, templates)
+                what = "an object that an opaque function got"
+                for_opaque = [templates.of(each, lambda value: create(value, what), what) for each in given.changed()]
+            given.end()
             templates.end()
             self.arguments.forget_fakes()
             self._restore_state()
@@ -475,6 +480,7 @@ class _StepCapture:
             release_replaced(effects, [*places, *known.referred], recorder.graph),
             moved,
             self.graphs.updated if complete else [],
+            for_opaque,
         )
 
     def _effects(
@@ -516,42 +522,6 @@ class _StepCapture:
             appends.append(Append(container, key, templates.of(value, kept, path)))
         return appends
 
-    def _memory_replaced(
-        self,
-        effects: list[Effect],
-        keep: Callable[[Callable[[int], Output], Any], int],
-        nodes: list[Any],
-        templates: Templates,
-    ) -> set[tuple[Any, ...]]:
-        """Add an effect for each tensor that gets other memory by ``tensor.data = ...``; their memory keys.
-
-        Where nothing else has the memory that it had, nor that of its new value, nobody can tell this from an update of
-        its old memory, which the tracer takes instead.
-
-        Raises:
-            UncapturableMutation: the tensor is an argument.
-        """
-        leaving = {
-            torch_adapter.storage_key(node.meta["val"])
-            for node in nodes
-            if isinstance(node, torch.fx.Node) and is_tensor(node)
-        }
-        replaced = set()
-        for target, source, own in self.recorder.data_set.values():
-            tracked = self.recorder.storages.of(target)
-            alone = torch_adapter.storage_users(target) <= _ALONE
-            if tracked.storage is own or (alone and torch_adapter.storage_key(tracked.val) not in leaving):
-                continue
-            if id(target) not in self.state.places_by_id:
-                what = "`tensor.data = ...` of an argument whose memory other tensors share"
-                raise UncapturableMutation(f"{what}; assign to a clone of the argument")
-            path = self.state.places_by_id[id(target)].path
-            kept = lambda value, path=path: keep(lambda _: Create(path), value)
-            template = templates.of_memory(source, kept, f"{path}.data")
-            effects.append(Effect(TensorData(target, path), "data", template))
-            replaced.add(memory_key(target))
-        return replaced
-
     def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[tuple[Any, ...]]) -> None:
         """Add an update to ``outputs``, and its value to ``nodes``, for each input whose value is no longer its
         placeholder; not for tensors with other memory, whose keys are ``replaced``."""
@@ -591,7 +561,3 @@ class _StepCapture:
 
     def _place(self, tensor: torch.Tensor) -> StatePlace:
         return self._known_place(tensor) or StatePlace(Container([tensor], "constant"), 0, "constant", Role.BUFFER)
-
-
-# The use count of a storage that one tensor has: the tensor, and the handle with which the count is asked.
-_ALONE = 2

@@ -216,6 +216,8 @@ class AttributeNames(set[str]):
         """Add the names of one function's code."""
         names = _whole(code)
         self.update(names.all)
+        if "__repr__" not in self and (not _TEXTS.isdisjoint(names.all) or makes_text(code)):
+            self.add("__repr__")
         self.read.update(names.read)
         self.looked_for.update(names.texts)
         self.modules.update(names.asked)
@@ -281,6 +283,17 @@ def may_run(name: str, names: set[str]) -> bool:
     """Whether code with these names can run a method called ``name``, by an operator for one."""
     unnamed = name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _CALLED_OUTSIDE)
     return unnamed or name in names
+
+
+# Functions that call the `__repr__` of what they get.
+_TEXTS = frozenset({"print", "repr", "str", "format", "ascii"})
+_FORMATS = dis.opmap["FORMAT_VALUE"] if "FORMAT_VALUE" in dis.opmap else dis.opmap["FORMAT_SIMPLE"]
+
+
+def makes_text(code: types.CodeType) -> bool:
+    """Whether the code, functions that it defines included, has an f-string with a value in it."""
+    found = _FORMATS in code.co_code[::2]
+    return found or any(makes_text(each) for each in code.co_consts if isinstance(each, types.CodeType))
 
 
 # Methods that take entries out of a list or deque.

@@ -76,6 +76,16 @@ class ObjectForm:
         elif self.base is set:
             set.update(obj, items)
 
+    def clear(self, obj: Any) -> None:
+        """Take all parts out of an object, of a form that is not fixed."""
+        if (holder := holder_of(self.kind)) is not None:
+            holder.clear(obj)
+        if hasattr(obj, "__dict__"):
+            object.__getattribute__(obj, "__dict__").clear()
+        for descriptor in _slots_of(self.kind, self.base):
+            if _value(descriptor, obj) is not _UNSET:
+                descriptor.__delete__(obj)
+
     def fixed(self, parts: list[Any]) -> Any:
         """A new object with its parts, of a form that is fixed."""
         if self.node is not None:

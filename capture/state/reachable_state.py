@@ -57,6 +57,7 @@ from weft.capture.state.contents import (
     unsaved_buffers,
     value_of,
 )
+from weft.capture.state.deep_walks import WaitingVisits, waits_when_deep
 from weft.capture.state.followed_names import FollowedByObject, FollowedNames
 from weft.capture.state.hook_registrations import HookSite, sites_of, user_hook
 from weft.capture.state.object_parts import followed_items, is_replaceable
@@ -111,8 +112,8 @@ class ReachableState:
         growing: frozenset[str] = frozenset(),
     ) -> None:
         self.step = step
-        self._growing = growing
-        self._replaced = replaced
+        self._growing, self._replaced = growing, replaced
+        self.waiting_visits = WaitingVisits()
         self._replaced_at: dict[int, str] = {}
         self.shared: set[str] = set()
         self.replaced_places: list[tuple[StatePlace, Any]] = []
@@ -128,18 +129,16 @@ class ReachableState:
         self.plain_leaves: list[tuple[torch.Tensor, str]] = []
         self._seen: dict[int, Any] = {}
         self.sites: list[HookSite] = []
-        self._attributes: list[tuple[torch.nn.Module, str]] = []
         self._counted_attributes: dict[int, frozenset[str]] = {}  # by id of a module
-        self._later: list[tuple[torch.optim.Optimizer, str]] = []
+        self._attributes, self._later = list[tuple[torch.nn.Module, str]](), list[tuple[torch.optim.Optimizer, str]]()
         self._keys: list[tuple[Any, str]] = []
         self._locks: list[Container] = []
         self._tensors: dict[int, tuple[torch.Tensor, str, dict[str, Any]]] = {}  # by id, with their attributes
         self._modules_asked: frozenset[str] = frozenset()
         self._objects: dict[int, tuple[Any, str, FollowedByObject]] = {}
         self._kinds = FactsOfTypes()
-        self._classes: set[type] = set()
         self._functions: dict[int, types.FunctionType] = {}
-        self._codes: set[tuple[int, int]] = set()
+        self._classes, self._codes = set[type](), set[tuple[int, int]]()
         self._inside_walked = 0
         self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
         self.names = AttributeNames(step)
@@ -257,6 +256,7 @@ class ReachableState:
 
     # ---- the walk
 
+    @waits_when_deep
     def _visit(self, obj: Any, path: str, place: StatePlace | None) -> None:
         obj = unproxied(obj)
         kind = type(obj)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 import weft
 from weft import torch_adapter
 from weft.capture.record.data_arguments import flat_arguments
-from weft.errors import PythonStateChanged, UnregisteredType
+from weft.errors import UnregisteredType
 
 CALLS = 5
 
@@ -136,17 +136,6 @@ def test_an_object_with_a_model_is_state() -> None:
         assert torch.equal(compiled(trainer), trainer.y(trainer.x))
         trainer.y.weight.data.add_(1)
     assert len(compiled.captures) == 1
-
-
-@pytest.mark.parametrize("known", [{0: torch.zeros(())}, [torch.zeros(())]], ids=["dictionary", "list"])
-@pytest.mark.parametrize("through", ["argument", "state"])
-def test_what_is_an_argument_and_state_is_not_changed(known: Any, through: str) -> None:
-    def step(x: torch.Tensor, passed: Any) -> Any:
-        (passed if through == "argument" else known)[0] = x.sum()
-        return known[0] + passed[0]
-
-    with pytest.raises(PythonStateChanged, match=r"in the capture, arguments are copies.*one way only"):
-        weft.compile(step)(torch.ones(2), known)
 
 
 def test_what_is_an_argument_and_state_is_read_both_ways() -> None:

@@ -89,8 +89,6 @@ RETURNED: dict[str, Callable[[torch.Tensor], Any]] = {
     "list iterator": lambda x: iter([x * 2]),
     "reversed": lambda x: reversed([x * 2]),
     "function": lambda x: _closure(x),
-    "partial": lambda x: Slots(functools.partial(print, [x * 2])),
-    "number in a partial": lambda x: Slots({"loss": functools.partial(print, x.sum().item())}),
     "bound method": lambda x: [x * 2].append,
 }
 

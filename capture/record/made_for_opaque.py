@@ -1,0 +1,97 @@
+"""Objects that a step makes, gives to an opaque function, and still holds: one object for both, as in eager.
+
+``history.append(metrics)`` in an opaque function keeps the very dictionary that the step returns afterwards. In a
+compiled step the function runs in the middle of the program, and what the step leaves is made at its end. So what a
+function has kept is not made again: it gets the parts that the object has at the end. Each such object has a number,
+which all templates of the capture give it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from weft.capture.record.live_values import references
+from weft.capture.record.template_parts import MadeObject
+from weft.capture.state.object_parts import identity_of_parts, parts_of
+
+
+class MadeForOpaque:
+    """Those of one capture."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, list[Any]] = {}  # by id: the object, its number, what it was made of
+
+    def number(self, value: Any) -> int:
+        """The number of an object, below 0; 0 of one that no function got."""
+        known = self._objects.get(id(value))
+        return 0 if known is None else known[1]
+
+    def add(self, made: Iterable[tuple[Any, Any]]) -> None:
+        """Give numbers to those of these objects, each with its part in a template, that a function can get."""
+        for value, part in made:
+            if type(part) is MadeObject and not part.form.is_fixed:
+                known = self._objects.setdefault(id(value), [value, -1 - len(self._objects), []])
+                known[2] = identity_of_parts(value)
+                part.number = known[1]
+
+    @property
+    def ids(self) -> Iterator[int]:
+        """Ids of the objects, once for each reference."""
+        return iter(self._objects)
+
+    def changed(self) -> list[Any]:
+        """Those that are made of other parts than the last function saw."""
+        return [value for value, _, before in self._objects.values() if identity_of_parts(value) != before]
+
+    def end(self) -> None:
+        """Let go of them."""
+        self._objects.clear()
+
+
+class _KeptInThread(threading.local):
+    """What opaque functions have kept in the call that the running thread makes, by number."""
+
+    kept: dict[int, Any] | None = None
+
+
+_mine = _KeptInThread()
+
+
+def begin_call(kept: dict[int, Any] | None) -> dict[int, Any] | None:
+    """Begin a call of a step, or end one with what this returned: what functions keep is in ``kept`` from now on."""
+    before, _mine.kept = _mine.kept, kept
+    return before
+
+
+def kept_in_call() -> dict[int, Any]:
+    """What functions have kept so far, by number."""
+    return {} if _mine.kept is None else _mine.kept
+
+
+def note_kept(made: dict[int, Any]) -> None:
+    """After a function: note which objects it keeps, and what is in them.
+
+    Args:
+        made: what was made for it, by the ids of the parts of templates and by number. Nothing else holds it.
+    """
+    if _mine.kept is None or not (numbers := [key for key in made if key < 0]):
+        return
+    values = [made[number] for number in numbers]
+    within = Counter(map(id, made.values()))
+    within.update(map(id, _mine.kept.values()))
+    at_id = {id(value): at for at, value in enumerate(values)}
+    inside: dict[int, list[int]] = {}
+    for each in {id(value): value for value in made.values()}.values():
+        inside[id(each)] = [] if (taken := parts_of(each)) is None else [*map(id, taken.parts)]
+        within.update(inside[id(each)])
+    each = taken = None
+    pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
+    found = set[int]()
+    while pending:
+        if (at := pending.pop()) not in found:
+            found.add(at)
+            pending += [at_id[inner] for inner in inside[id(values[at])] if inner in at_id]
+    _mine.kept.update((numbers[at], values[at]) for at in found)

@@ -1,0 +1,258 @@
+"""What an opaque function keeps is the object that the step leaves, as in eager."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.errors import PythonStateChanged
+
+CALLS = 5
+
+
+class Out:
+    def __init__(self, x: Any) -> None:
+        self.x: Any = x
+        self.y: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: Any
+    y: Any = None
+
+
+class State:
+    last: Any = None
+
+
+log: list[Any] = []
+lengths: list[int] = []
+s = State()
+
+
+@weft.opaque
+def keep(*made: Any) -> None:
+    log.extend(made)
+    lengths.extend(len(vars(each)) if hasattr(each, "__dict__") else 0 for each in made)
+
+
+@weft.opaque
+def keep_state() -> None:
+    log.append(s.last)
+
+
+def shown(value: Any) -> Any:
+    """A value as plain data."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return [(key, shown(each)) for key, each in value.items()]
+    if isinstance(value, (list, tuple, collections.deque)):
+        return [shown(each) for each in value]
+    if isinstance(value, Slotted):
+        return shown(value.x), shown(value.y)
+    return [(name, shown(each)) for name, each in vars(value).items()] if hasattr(value, "__dict__") else repr(value)
+
+
+def returned(x: Any) -> Any:
+    made = [x * 2]
+    keep(made)
+    return made
+
+
+def without_tensors(x: Any) -> Any:
+    made = {"a": [1]}
+    keep(made["a"])
+    return made["a"], x + 1
+
+
+def of_a_class(x: Any) -> Any:
+    made = Out(x * 2)
+    keep(made)
+    return made
+
+
+def of_a_class_without_tensors(x: Any) -> Any:
+    made = Out(1)
+    keep(made)
+    made.y = 3
+    return made
+
+
+def left_in_the_state(x: Any) -> Any:
+    s.last = {"x": x * 2}
+    keep(s.last)
+    return s.last
+
+
+def found_in_the_state(x: Any) -> Any:
+    s.last = Out([x * 2])
+    keep_state()
+    s.last.x.append(3)
+    return s.last
+
+
+def given_twice(x: Any) -> Any:
+    made = {"a": x * 2}
+    keep(made)
+    made["b"] = [x * 3]
+    keep(made)
+    del made["a"]
+    made["b"].append(1)
+    keep(made["b"], made)
+    return made
+
+
+def not_left_and_changed_afterwards(x: Any) -> Any:
+    made = [x * 2]
+    keep(made)
+    made.append(x * 3)
+    return None
+
+
+def in_a_closure(x: Any) -> Any:
+    made = {"y": x * 2}
+
+    @weft.opaque
+    def inner() -> None:
+        log.append(made)
+
+    inner()
+    return made
+
+
+def in_a_closure_without_tensors(x: Any) -> Any:
+    made = {"y": 1}
+
+    @weft.opaque
+    def inner() -> None:
+        log.append(made)
+
+    inner()
+    return made
+
+
+def of_many_types(x: Any) -> Any:
+    made = Slotted(x * 2), collections.OrderedDict(a=x), collections.deque([x], maxlen=3), types.SimpleNamespace(a=1)
+    keep(*made)
+    made[0].y = x
+    made[1]["z"] = 1
+    made[2].append(2)
+    del made[3].a
+    return made[at_type]
+
+
+at_type = 0
+
+
+def before_a_branch(x: Any) -> Any:
+    made = {"a": x * 2}
+    keep(made)
+    if x.sum() > 3:
+        made["large"] = x * 5
+    else:
+        made["small"] = 1
+    return made
+
+
+STEPS = (
+    returned,
+    without_tensors,
+    of_a_class,
+    of_a_class_without_tensors,
+    left_in_the_state,
+    found_in_the_state,
+    given_twice,
+    not_left_and_changed_afterwards,
+    in_a_closure,
+    in_a_closure_without_tensors,
+    of_many_types,
+    before_a_branch,
+)
+
+
+def run(step: Callable[[Any], Any], argument: Callable[[int], Any]) -> list[Any]:
+    log.clear()
+    lengths.clear()
+    s.last = None
+    found: list[Any] = []
+    for at in range(CALLS):
+        passed = argument(at)
+        result = step(passed)
+        result = result[0] if isinstance(result, tuple) else result
+        same = [each is result or each is passed for each in log]
+        found += [shown(result), shown(log), same, len(set(map(id, log))), list(lengths), s.last is result]
+        if isinstance(result, list):
+            result.append("by the caller")
+            found.append(shown(log))
+    return found
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_it_keeps_is_what_the_step_leaves(step: Callable[[Any], Any]) -> None:
+    argument = lambda at: torch.full((2,), float(at % 4))
+    assert run(weft.compile(step), argument) == run(step, argument)
+
+
+def changed_before_and_after(passed: Any) -> Any:
+    passed.other = passed.x * 2
+    keep(passed)
+    passed.y = [passed]
+    return passed.x + 1
+
+
+def written(passed: Any) -> Any:
+    passed["a"].add_(1)
+    passed["b"] = [passed["a"] * 2]
+    keep(passed, passed["b"])
+    passed["a"].mul_(2)
+    del passed["b"]
+    return passed["a"] + 1
+
+
+def before_a_branch_of_an_argument(passed: Any) -> Any:
+    passed["b"] = passed["a"] * 2
+    keep(passed)
+    if passed["b"].sum() > 3:
+        passed["c"] = 3
+    return passed["a"] + 1
+
+
+@pytest.mark.parametrize("step", [changed_before_and_after, written, before_a_branch_of_an_argument])
+def test_an_argument_that_it_keeps_is_the_callers(step: Callable[[Any], Any]) -> None:
+    def found(step: Any) -> list[Any]:
+        log.clear()
+        lengths.clear()
+        seen: list[Any] = []
+        for at in range(CALLS):
+            x = torch.full((2,), float(at))
+            passed = Out(x) if step_is_of_objects else {"a": x}
+            seen += [shown(step(passed)), [each is passed for each in log], list(lengths)]
+            seen.append(len(vars(passed)) if step_is_of_objects else shown(passed))
+        return seen
+
+    step_is_of_objects = step is changed_before_and_after
+    assert found(weft.compile(step)) == found(step)
+
+
+def test_a_later_function_that_changes_what_an_earlier_one_kept_is_refused() -> None:
+    @weft.opaque
+    def change() -> None:
+        log[-1]["t"] = 1
+
+    def step(x: torch.Tensor) -> Any:
+        made = {"a": x * 2}
+        keep(made)
+        change()
+        return made
+
+    with pytest.raises(PythonStateChanged, match=r"an object that it made.*change"):
+        weft.compile(step)(torch.ones(2))
