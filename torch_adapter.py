@@ -54,12 +54,20 @@ def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
     return cast(ShapeEnv, fake_mode.shape_env)
 
 
-def is_composite(op: OpOverload) -> bool:
-    """Whether torch computes ``op`` by other operations, with autograd and without, and has no kernel of its own."""
-    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, op.name())
-    # A build of torch without CUDA does not know of kernels for GPUs, and graphs must not depend on the build.
-    own = has("CPU") or has("CUDA") or op is torch.ops.aten._fused_rms_norm.default
-    return has("CompositeImplicitAutograd") and not own
+def is_composite_view(op: OpOverload) -> bool:
+    """Whether torch computes ``op`` by other operations, with autograd and without, and its results may be views of its
+    operands (``chunk``, ``to``, ``reshape``). Other composite operations may choose kernels by what their operands are,
+    and would choose others for fakes (LSTMs, ``linalg.svdvals``)."""
+    results = op._schema.returns
+    may_be_views = bool(results) and all(each.alias_info and not each.alias_info.is_write for each in results)
+    # TorchScript has operations of its own, which the dispatcher does not know.
+    known = may_be_views and torch._C._dispatch_has_kernel(op.name())
+    return known and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def run_composite(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """A composite operation by the C++ function that eager runs; ``op.decompose`` prefers decompositions in Python."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def is_plain_tensor_type(kind: type) -> bool:

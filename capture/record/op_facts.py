@@ -31,8 +31,7 @@ class OpFacts(NamedTuple):
         writes: the arguments that it writes, None where there are none.
         reads_data: whether the sizes or the number that it returns depend on data.
         needs_check: whether it is a collective whose operands torch checks only when it runs.
-        is_composite: whether torch computes it by other operations, with autograd and without, and has no kernel of
-            its own for it.
+        is_composite_view: whether torch computes it by other operations, and its results may be views.
     """
 
     op: OpOverload
@@ -42,7 +41,7 @@ class OpFacts(NamedTuple):
     writes: WrittenArguments | None
     reads_data: bool
     needs_check: bool
-    is_composite: bool
+    is_composite_view: bool
 
 
 _known: dict[int, OpFacts] = {}
@@ -55,5 +54,5 @@ def facts_of(op: OpOverload) -> OpFacts:
         namespace, name = op._schema.name.split("::")
         reads_data = not _READS_DATA.isdisjoint(op.tags)
         asked = executable_form(op), written_arguments(op), reads_data, needs_check(op)
-        found = _known[id(op)] = OpFacts(op, namespace, name, *asked, torch_adapter.is_composite(op))
+        found = _known[id(op)] = OpFacts(op, namespace, name, *asked, torch_adapter.is_composite_view(op))
     return found

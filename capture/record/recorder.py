@@ -170,9 +170,9 @@ class OpRecorder(TorchDispatchMode):
         for tensor in tensors:
             if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
                 return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
-        if facts.is_composite:  # torch leaves it whole below autograd, and in inference mode
+        if facts.is_composite_view:  # torch leaves it whole below autograd, and in inference mode
             with self:
-                return op.decompose(*args, **kwargs)
+                return torch_adapter.run_composite(op, args, kwargs)
         if facts.namespace == "c10d":
             raise UncapturableCollective(facts.name, user_line(), _OF_WRAPPERS)
         if self.packed is not None and (total := self.packed.sum_of(op, args)) is not None:

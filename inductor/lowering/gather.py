@@ -214,8 +214,9 @@ def _one_place_a_row(indices: Sequence[Any], target: Sequence[Int]) -> bool:
     given = {"start": 0, "step": 1, **arguments(rows)} if every else {}
     if not every or (given["start"], given["step"], given["end"]) != (0, 1, target[0]):
         return False
-    val = columns.meta["val"]
-    return val.dim() == 1 and val.dtype not in (torch.bool, torch.uint8) and val.shape[0] == rows.meta["val"].shape[0]
+    # Of bytes, an index is a mask.
+    whole = all(index.meta["val"].dtype in (torch.int32, torch.int64) for index in indices)
+    return whole and columns.meta["val"].shape == rows.meta["val"].shape
 
 
 def _put_at(out: Lowering, base: Any, dim: int, at: Value, value: Expression, accumulate: bool = False) -> None:

@@ -135,9 +135,9 @@ def _fuse_single_norms(graph: torch.fx.Graph, node: Node, kept: set[Node]) -> No
     Args:
         kept: what the user's code holds after the step, which must not be a view of the other norms.
     """
-    picked = list(node.users)
+    picked = sorted(node.users)  # the first in the graph first
     measured = [_norm_of(norm) for norm in picked]
-    if None in measured or not kept.isdisjoint(picked):
+    if not picked or None in measured or not kept.isdisjoint(picked):
         return
     tensors, order = node.args[0], measured[0][1]  # type: ignore[index]
     dtypes = {each.meta["val"].dtype for each in (*tensors, *picked)}  # type: ignore[union-attr,misc]
