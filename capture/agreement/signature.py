@@ -147,6 +147,7 @@ class _Parameters:
         return [call] if is_wait(call) or _moves_data(call) or _by_element(call) else []
 
     def _lists_of(self, call: Node) -> list[_ListOperand]:
+        """The lists among the positional operands of ``call``."""
         if (found := self._lists.get(call)) is None:
             found = self._lists[call] = [
                 _ListOperand(given, {each: at for at, each in reversed([*enumerate(given)]) if isinstance(each, Node)})

@@ -42,7 +42,7 @@ def flat_arguments(call: Any) -> tuple[list[Any], Any]:
         raise UnregisteredType([*kinds, object][0], "an argument", "it holds itself: ") from None
 
 
-# Nobody takes these apart. The arguments of most steps are tensors and numbers, and pytrees take 6 us for one of them.
+# Types that are leaves of every pytree. Most steps get only these, and torch takes 6 us to flatten one of them.
 _PLAIN = frozenset({torch.Tensor, bool, int, float, str})
 
 

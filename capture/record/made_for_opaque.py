@@ -19,13 +19,13 @@ from weft.capture.state.object_parts import identity_of_parts, parts_of
 
 
 class MadeForOpaque:
-    """Those of one capture."""
+    """The objects that one capture makes and gives to opaque functions, with their numbers."""
 
     def __init__(self) -> None:
         self._objects: dict[int, list[Any]] = {}  # by id: the object, its number, what it was made of
 
     def number(self, value: Any) -> int:
-        """The number of an object, below 0; 0 of one that no function got."""
+        """The number of an object, which is negative; 0 for an object that no opaque function got."""
         known = self._objects.get(id(value))
         return 0 if known is None else known[1]
 
@@ -43,7 +43,7 @@ class MadeForOpaque:
         return iter(self._objects)
 
     def changed(self) -> list[Any]:
-        """Those that are made of other parts than the last function saw."""
+        """The objects whose parts differ from those that the last opaque function saw."""
         return [value for value, _, before in self._objects.values() if identity_of_parts(value) != before]
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ def note_kept(made: dict[int, Any]) -> None:
     for each in {id(value): value for value in made.values()}.values():
         inside[id(each)] = [] if (taken := parts_of(each)) is None else [*map(id, taken.parts)]
         within.update(inside[id(each)])
-    each = taken = None
+    each = taken = None  # these variables would count as references below
     pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
     found = set[int]()
     while pending:
