@@ -322,12 +322,13 @@ class RankWatch:
             for rank, (_, since) in wait.heard.items()
         }
         if max(silences.values(), default=0.0) > wait.silent_s:
-            # The last beats of ranks that stopped together were read up to one beat apart, and a little more.
-            together = wait.silent_s - 1.5 * self._beat_s()
-            wait.silent = sorted(rank for rank, silence in silences.items() if silence > together)
+            # Ranks that stop together write their last states a beat apart, or more on a busy host or network. A rank
+            # that runs is never silent for half of the limit, which is two beats or more.
+            wait.silent = sorted(rank for rank, silence in silences.items() if silence > wait.silent_s / 2)
+            seconds = int(min(silences[rank] for rank in wait.silent))
             known = {states[rank] for rank in wait.silent}
             what = {"stopped": "stopped by a signal", "running": "running, and its threads are held up"}
-            wait.why = f"{listed(wait.silent)} did not answer for {wait.silent_s:g} s: the process is "
+            wait.why = f"{listed(wait.silent)} did not answer for {seconds} s: the process is "
             wait.why += what.get(known.pop(), "dead or stopped") if len(known) == 1 else "dead or stopped"
 
 
