@@ -162,14 +162,15 @@ def balanced_bucket_bytes(sizes: Sequence[int], price: Price) -> float:
     of a step, and the latencies of all calls.
 
     With B bytes in all, a seconds of a call without bytes (the planner's price of it, which is more than the latency of
-    the link) and bandwidth b, the sum s/b + a B/s is smallest at s = sqrt(a b B).
+    the link) and bandwidth b, the sum s/b + a B/s is smallest at s = sqrt(a b B). At most B; infinity where bytes cost
+    nothing.
 
     Args:
         sizes, price: as for :func:`cut_into_buckets`.
     """
     total, latency = sum(sizes), price(0, 1)
     wire = price(total, 1) - latency
-    return total * math.sqrt(latency / wire) if wire > 0 else math.inf
+    return total * min(math.sqrt(latency / wire), 1.0) if wire > 0 else math.inf
 
 
 def merge_buckets(step: StepGraph, buckets: Iterable[Sequence[BucketEntry]]) -> StepGraph:

@@ -10,8 +10,8 @@ the fastest.
 Gathering again costs communication, so as few parameters as possible are resharded. Of the gathered values that are
 held at the peak without being used, those go first that hold most byte-seconds per second of communication: the first
 layers' parameters, which backward needs last. How many must go is estimated from the memory over time in an order that
-needs little memory. If no order of the candidate fits, more parameters go. *Regathers* are the all-gathers of a value
-after its first.
+needs little memory. If no order of the candidate fits, more parameters go; if none fits with any, buckets get smaller.
+*Regathers* are the all-gathers of a value after its first.
 
 Orders are searched with the times of the chosen transports, and as if no result lay in the symmetric arena, since the
 size of the arena follows from the order. The arena is then laid out for the order that was found. If the sum exceeds
@@ -79,6 +79,11 @@ Node = torch.fx.Node
 
 # Candidates for the largest bucket, as multiples of `balanced_bucket_bytes`, the most promising first. A choice.
 _BUCKET_SCALES = (1.0, 0.7, 1.4, 0.5)
+# Candidates where no order with the balanced size is within the limit, from the largest. A choice.
+_SMALLER_SCALES = (0.5, 0.25, 0.125, 1 / 16, 1 / 32, 1 / 64)
+# Buckets of gathered parameters that are live at a time: one in use, one prefetched. It decides which of the smaller
+# sizes are tried.
+_LIVE_BUCKETS = 2
 # Nodes of all candidates with other bucket sizes together: bounds the time of scheduling. A choice.
 _MAX_TRIAL_NODES = 8_000
 # If the low-memory order peaks below this fraction of the limit, an order is first searched without a limit. A choice.
@@ -325,7 +330,8 @@ class _Planner:
         # would take a product of candidates, and predicted times differ little between bucket sizes.
         candidates = [self.within_limit_or_least()]
         for scale in _BUCKET_SCALES[1 : 1 + _MAX_TRIAL_NODES // len(self.step)]:
-            other = self.evaluate(replace(candidates[0].applied.candidate, scale=scale))
+            first = candidates[0].applied.candidate
+            other = self.evaluate(replace(first, scale=scale * first.scale)) if first.scale else None
             candidates += [other] if other is not None else []
         # Candidates are in the order of preference, so differences that are not significant do not change the schedule.
         slowest = min(candidate.simulation.seconds for candidate in candidates) * (1 + TIME_TOLERANCE)
@@ -349,8 +355,8 @@ class _Planner:
         """
         if self.infeasible:
             self.refused = allowed_transports(self.cluster)  # their memory would only add to the peak
-            self.evaluate(replace(self.candidate(len(self.gaps)), scale=0.0), last=True)
-        while (found := None if self.infeasible else self.few_regathers()) is None and self.by_peers:
+            self.evaluate(self.candidate(len(self.gaps), 0.0), last=True)
+        while (found := None if self.infeasible else self.within_limit()) is None and self.by_peers:
             # `by_peers` lists transports in use, and each round refuses some of them. So the loop ends, at the latest
             # when the library carries everything.
             # The arena stays allocated for the whole step. Results in it live longest, so their transports go first.
@@ -375,34 +381,46 @@ class _Planner:
         # order may be larger.
         return self.evaluate(found.applied.candidate) or found
 
-    def few_regathers(self) -> _OrderedCandidate | None:
-        """A candidate that fits, with few regathers; None where none fits. Estimates that are too low are answered with
-        a lower target, and what that skips is bisected."""
+    def within_limit(self) -> _OrderedCandidate | None:
+        """A candidate that fits, with buckets as large as the limit allows; None where none fits."""
+        if (found := self.few_regathers(_BUCKET_SCALES[0])) is not None:
+            return found
+        # The lowest peak: every regather that lowers it, and no buckets, whose results are live together. Its many
+        # small calls are slow, so it is the last resort.
+        smallest = self.candidate(len(self.gaps), 0.0)
+        room = self.limit - self.applied(smallest).low_memory_peak
+        for scale in _SMALLER_SCALES:
+            if _LIVE_BUCKETS * scale * self.reserve <= room and (found := self.few_regathers(scale)) is not None:
+                return found
+        return self.evaluate(smallest, last=True)
+
+    def few_regathers(self, scale: float) -> _OrderedCandidate | None:
+        """A candidate of this bucket scale that fits, with few regathers; None where none fits. Estimates that are too
+        low are answered with a lower target, and what that skips is bisected."""
         target, decrement, tried = self.limit, int(self.limit * _TARGET_STEP), -1
         count = self.gaps.fewest(target)
         # Regathers are prefetched, which needs room for a bucket that the low-memory order does not count.
         if count:
-            tight, target = count, target - self.reserve
+            tight, target = count, target - int(scale * self.reserve)
             count = self.gaps.fewest(target)
             # No regathers leave that much room. Those that do without it are few, so they are tried before all others.
             if count is None:
                 tried = tight
-                if (found := self.evaluate(self.candidate(tight))) is not None:
+                if (found := self.evaluate(self.candidate(tight, scale))) is not None:
                     return found
         # The most regathers that were refused. Fewer than the first that are tried leave no room for prefetching.
         refused = None
         while count is not None:
-            if count != tried and (found := self.evaluate(self.candidate(count), far_bytes=decrement)) is not None:
+            candidate = self.candidate(count, scale)
+            if count != tried and (found := self.evaluate(candidate, far_bytes=decrement)) is not None:
                 return found if refused is None else self.fewer(found, refused, count, decrement)
             # Lower the target by the excess of the candidate, and by a step so that the loop ends.
             tried, refused, target = count, count, target - max(self.excess, 0) - decrement
             count = self.gaps.fewest(target)
-        # The last resorts: every regather that lowers the peak, then without buckets, whose results are live together.
-        # The loop has searched `tried` for an order, unless it was dismissed by its estimate. Then it still deserves a
-        # search.
+        # At last, every regather that lowers the peak. The loop has searched `tried` for an order, unless it was
+        # dismissed by its estimate. Then it still deserves a search.
         most = len(self.gaps)
-        found = self.evaluate(self.candidate(most)) if most != tried or self.estimated else None
-        return found or self.evaluate(replace(self.candidate(most), scale=0.0), last=True)
+        return self.evaluate(self.candidate(most, scale)) if most != tried or self.estimated else None
 
     def fewer(self, found: _OrderedCandidate, refused: int, fits: int, far_bytes: float) -> _OrderedCandidate:
         """The candidate that fits with the fewest regathers between ``refused``, which do not, and ``fits``, which are
@@ -410,13 +428,13 @@ class _Planner:
         # The orders that exceeded the limit have fewer regathers, so they show how fast the step can get.
         while fits - refused > 1 and found.simulation.seconds > self.too_large_seconds * (1 + _WORTH_A_BISECTION):
             middle = (refused + fits) // 2
-            other = self.evaluate(self.candidate(middle), far_bytes=far_bytes)
+            other = self.evaluate(self.candidate(middle, found.applied.candidate.scale), far_bytes=far_bytes)
             refused, fits, found = (middle, fits, found) if other is None else (refused, middle, other)
         return found
 
-    def candidate(self, count: int) -> ScheduleCandidate:
+    def candidate(self, count: int, scale: float) -> ScheduleCandidate:
         """The candidate with the first ``count`` regathers."""
-        return ScheduleCandidate(self.gaps.regathers(count), _BUCKET_SCALES[0])
+        return ScheduleCandidate(self.gaps.regathers(count), scale)
 
     def evaluate(
         self, candidate: ScheduleCandidate, *, last: bool = False, far_bytes: float = math.inf

@@ -24,7 +24,14 @@ from weft.inductor.graph.node_order import waits_of
 from weft.inductor.graph.sizes import node_bytes
 from weft.inductor.runtime.aten import compile_aten
 from weft.inductor.schedule import bucketing
-from weft.inductor.schedule.bucketing import BucketEntry, bucketable_sequences, cut_into_buckets, merge_buckets
+from weft.inductor.schedule.bucketing import (
+    BucketEntry,
+    Price,
+    balanced_bucket_bytes,
+    bucketable_sequences,
+    cut_into_buckets,
+    merge_buckets,
+)
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -359,3 +366,12 @@ def on_ranks(rank: int, world: int, seeds: range) -> list[str]:
 @pytest.mark.parametrize(("world", "steps"), [(2, 40), (4, 15)])
 def test_random_steps_keep_their_bits_on_processes(world: int, steps: int) -> None:
     assert run_ranks(on_ranks, world, range(steps), timeout=150) == [[]] * world
+
+
+def test_a_balanced_bucket_is_no_larger_than_all_members() -> None:
+    def price(latency: float) -> Price:
+        return lambda size, members: latency + size * 1e-9
+
+    sizes = [1_000_000] * 100
+    assert balanced_bucket_bytes(sizes, price(1e-3)) == pytest.approx(1e7)
+    assert balanced_bucket_bytes(sizes, price(10.0)) == sum(sizes)

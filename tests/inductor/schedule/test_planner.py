@@ -33,7 +33,7 @@ from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import WAIT, group_of
 from weft.inductor.compiler import kernel_graph, schedule_of
 from weft.inductor.cost.build_task_graph import build
-from weft.inductor.cost.cluster import load_cluster
+from weft.inductor.cost.cluster import Cluster, load_cluster
 from weft.inductor.cost.collective_cost import collective_of
 from weft.inductor.cost.simulate import simulate
 from weft.inductor.cost.task_graph import Kind
@@ -163,8 +163,8 @@ def test_a_rank_that_follows_predicts_when_it_is_asked(llama: StepGraph, unbound
     assert len(followed.nodes) == len(unbounded.nodes)
 
 
-def planner_within(llama: StepGraph, limit: int) -> planner._Planner:
-    return planner._Planner(llama, H200, limit, keep_bits=False)
+def planner_within(llama: StepGraph, limit: int, cluster: Cluster = H200) -> planner._Planner:
+    return planner._Planner(llama, cluster, limit, keep_bits=False)
 
 
 def gathered_once(llama: StepGraph) -> int:
@@ -182,9 +182,9 @@ def test_without_room_for_prefetching_the_fewest_regathers_are_tried_first(llama
         fewest = within.gaps.fewest(limit)
         assert fewest is not None
         assert 0 < fewest < len(within.gaps)
-        found = within.few_regathers()
+        found = within.few_regathers(1.0)
     assert found is not None
-    assert found.applied.candidate == within.candidate(fewest)
+    assert found.applied.candidate == within.candidate(fewest, 1.0)
     assert found.simulation.peak <= limit
     assert within.evaluated == 1
 
@@ -203,7 +203,7 @@ def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
         first = within.gaps.fewest(limit - within.reserve)
         assert first
         twelve = within.gaps._peaks[first] - within.gaps._peaks[first + 12]
-        counts = {within.candidate(at).regathers: at for at in range(first, len(within.gaps) + 1)}
+        counts = {within.candidate(at, 1.0).regathers: at for at in range(first, len(within.gaps) + 1)}
 
         def evaluate(candidate: ScheduleCandidate, **how: Any) -> mock.Mock | None:
             within.excess, within.too_large_seconds = twelve, 1.0
@@ -211,7 +211,7 @@ def test_what_a_lower_target_skips_is_tried_before_more_regathers_are_taken(
             return mock.Mock(at=at, simulation=mock.Mock(seconds=seconds)) if at >= first + enough else None
 
         with mock.patch.object(within, "evaluate", evaluate):
-            found: Any = within.few_regathers()
+            found: Any = within.few_regathers(1.0)
     skipped = seconds == 1.0 and enough > 0
     assert found.at == first + enough if not skipped else found.at >= first + 12
 
@@ -225,15 +225,34 @@ def test_what_hardly_fits_beside_the_arena_of_the_last_order_is_not_searched(lla
         fewest = within.gaps.fewest(limit)
         assert fewest is not None
         within.unpredicted = limit
-        assert within.evaluate(within.candidate(fewest), far_bytes=limit // 128) is None
+        assert within.evaluate(within.candidate(fewest, 1.0), far_bytes=limit // 128) is None
         assert within.estimated
         assert not searches.called
         # The last resort is searched for all that: arenas differ between orders.
-        found = within.few_regathers()
-        most = within.candidate(len(within.gaps))
+        found = within.few_regathers(1.0)
+        most = within.candidate(len(within.gaps), 1.0)
     assert searches.called
     assert found is not None
     assert found.applied.candidate.regathers == most.regathers
+
+
+def test_buckets_get_smaller_before_they_are_given_up(llama: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between distant nodes, few large buckets are fastest. A limit with room for smaller ones only gets those."""
+    monkeypatch.setattr(planner, "_MAX_TRIAL_NODES", 0)
+    distant = tuple(replace(each, latency=1e-2) if each.crosses else each for each in H200.transports)
+    cluster = replace(H200, gpus_per_node=1, node=None, transports=distant)
+    with torch_adapter.only_mode():
+        within = planner_within(llama, H200.gpu.memory, cluster)
+        unmerged = within.evaluate(within.candidate(len(within.gaps), 0.0))
+    assert unmerged is not None
+    least = unmerged.applied.low_memory_peak
+    room = within.reserve // 3
+    found = schedule(llama, cluster, least + room)
+    assert found.simulation.peak <= least + room
+    assert found.simulation.seconds < 0.6 * unmerged.simulation.seconds
+    merged = [report.bytes for report in found.reports if report.kind == "all_gather" and len(report.members) > 1]
+    assert merged
+    assert max(merged) <= within.reserve / 6
 
 
 @pytest.mark.usefixtures("llama")  # its world
@@ -380,7 +399,7 @@ def random_schedules(rank: int, world: int, seeds: range) -> list[str]:
         number_collectives(step)
         made = {"captured order": in_captured_order(step.copy()), "free": schedule(step, H200, keep_bits=True).step}
         made_by = planner._Planner(step, H200, 0, keep_bits=True)
-        made_by.evaluate(replace(made_by.candidate(len(made_by.gaps)), scale=0.0))
+        made_by.evaluate(made_by.candidate(len(made_by.gaps), 0.0))
         least, most = made_by.excess, schedule(step, H200, keep_bits=True).simulation.peak
         for limit in {least, max(least, (least + most) // 2)}:
             found = schedule(step, H200, limit, keep_bits=True)

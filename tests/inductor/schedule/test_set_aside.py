@@ -228,7 +228,7 @@ def test_transports_with_results_in_the_arena_are_dropped_first(llama: StepGraph
             planner.applied(ScheduleCandidate((), 1.0))
             tried.append(planner.by_peers)
 
-        with mock.patch.object(planner, "few_regathers", nothing_fits), pytest.raises(AssertionError):
+        with mock.patch.object(planner, "within_limit", nothing_fits), pytest.raises(AssertionError):
             planner.within_limit_or_least()
     assert tried[-1] == []
     assert not any(map(results_in_arena, tried[-2]))
