@@ -24,7 +24,7 @@ from weft.capture.agreement.agreement import agree
 from weft.capture.agreement.claims import claims_of
 from weft.capture.agreement.lockstep import RankEvent
 from weft.capture.agreement.signature import signature
-from weft.capture.agreement.text_difference import REMARK, without_remarks
+from weft.capture.agreement.text_difference import REMARK, without_lines
 from weft.capture.guards.guards import Guards
 from weft.capture.node_kinds import is_collective, is_random
 from weft.capture.record.arguments import CallArguments
@@ -368,7 +368,7 @@ class BranchingForm:
 
     def _options(self, segment: Segment) -> tuple[str, int | None, AgreedCollectives]:
         """How to compile a segment."""
-        agreed = self._agreed.setdefault(without_remarks(signature(segment.graph)), AgreedCollectives())
+        agreed = self._agreed.setdefault(without_lines(signature(segment.graph)), AgreedCollectives())
         return self._mode, self._memory_limit, agreed
 
     def _places(self, segment: Segment, path: CapturedStep, available: frozenset[str]) -> list[StatePlace]:

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from weft import errors, knobs, torch_adapter
-from weft.capture.agreement.claims import Claims, Disagreement, disagreement, linked
+from weft.capture.agreement.claims import Claims, Disagreement, disagreement, linked, shared_orders
 from weft.capture.agreement.store_rendezvous import StoreRendezvous
 from weft.capture.agreement.text_difference import difference, without_remarks
 from weft.capture.fake.fake_world import current_fake_world
@@ -64,7 +64,7 @@ def agree(
 
     Args:
         name: of the comparison. Calls are matched by name and by how often each rank has called with this name.
-        text: of this rank. Remarks in it (text_difference.REMARK) are shown and not compared.
+        text: of this rank. Remarks in it (see text_difference.py) are shown and not compared.
         claims: what members of one process group must hold alike beside the text.
         place: what calls are matched by, in place of the name and the number of calls.
         group: the ranks that compare.
@@ -150,7 +150,10 @@ class _TextComparison:
             verdict: dict[str, Any] = {"missing": missing, "by": here.rank, "waited": here.timeout_s}
         else:
             posted = [json.loads(each) for each in here.read_all(list(keys))]
-            groups = _groups([digest for digest, _ in posted], here.ranks)
+            orders = shared_orders([claims for _, claims in posted])
+            groups = _groups(
+                [f"{digest} {order}" for (digest, _), order in zip(posted, orders, strict=True)], here.ranks
+            )
             verdict = {"groups": [(group.digest, group.ranks) for group in groups]}
             if len(groups) == 1:
                 claims = dict(zip(here.ranks, (claims for _, claims in posted), strict=True))
@@ -168,8 +171,8 @@ class _TextComparison:
         Ranks of the majority see the difference of the first other group.
         """
         majority, *others = groups
-        here, digest = self.rendezvous, _digest(self.text)
-        shown_group = next((group for group in others if group.digest == digest), others[0])
+        here = self.rendezvous
+        shown_group = next((group for group in others if group.digest and here.rank in group.ranks), others[0])
         if here.rank == majority.first:
             here.post("text", base64.b64encode(zlib.compress(self.text.encode())).decode())
         if here.rank == shown_group.first:
@@ -199,7 +202,7 @@ class _TextComparison:
 
 @dataclass(frozen=True)
 class _RankGroup:
-    """Ranks, ascending, whose texts have the same hash."""
+    """Ranks, ascending, whose texts have the same hash, and which communicate parameters in the same order."""
 
     digest: str
     ranks: list[int]

@@ -1,15 +1,15 @@
 """What the members of one process group must hold alike, and members of different groups need not.
 
 Ranks of different groups hold the same text of a step, in which a group is named by its mesh axis. Beside the text they
-compare claims: which group each rank means by each name, and how many elements it sends to and receives from each
-member in an exchange of unequal parts.
+compare claims: which group each rank means by each name, how many elements it sends to and receives from each member in
+an exchange of unequal parts, and in which order it communicates its parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from weft import torch_adapter
+from weft.capture.agreement.carried_parameters import parameter_orders
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import group_of, sizes_differ_by_rank
 
@@ -37,14 +38,16 @@ class Claims:
         groups: by the name of a group, an identity that all of its members share, and how many they are.
         exchanges: by the position of an all-to-all among the collectives, the elements that this rank sends and
             receives, by the number of the partner in the world as text. Only those of unequal parts that are known.
+        orders: see :func:`weft.capture.agreement.carried_parameters.parameter_orders`.
     """
 
     groups: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     exchanges: Mapping[str, tuple[Mapping[str, int], Mapping[str, int]]] = field(default_factory=dict)
+    orders: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def posted(self) -> list[Any]:
         """As JSON holds it."""
-        return [self.groups, self.exchanges]
+        return [self.groups, self.exchanges, self.orders]
 
 
 NO_CLAIMS = Claims()
@@ -60,7 +63,8 @@ def claims_of(step: StepGraph) -> Claims:
         if sends is not None and receives is not None:
             partners = [str(rank) for rank in torch_adapter.group_ranks(step.groups[group_of(node)])]
             exchanges[str(at)] = dict(zip(partners, sends, strict=True)), dict(zip(partners, receives, strict=True))
-    return Claims({name: _identity(group) for name, group in sorted(step.groups.items())}, exchanges)
+    groups = {name: _identity(group) for name, group in sorted(step.groups.items())}
+    return Claims(groups, exchanges, parameter_orders(step))
 
 
 def _identity(group: str) -> tuple[str, int]:
@@ -95,7 +99,7 @@ def disagreement(posted: Mapping[int, list[Any]]) -> Disagreement | None:
         # Whoever claims an identity is a member, so as many must claim it as there are members.
         if odd := [rank for rank, (identity, size) in claimed.items() if counts[identity, size] != size]:
             return Disagreement(odd, f"mean different process groups by {name!r}", f"={name}")
-    for rank, (_, exchanges) in posted.items():
+    for rank, (_, exchanges, _) in posted.items():
         for at, (sends, _) in exchanges.items():
             for partner, size in sends.items():
                 expected = posted[int(partner)][1].get(at, [{}, {}])[1].get(str(rank))
@@ -106,10 +110,18 @@ def disagreement(posted: Mapping[int, list[Any]]) -> Disagreement | None:
     return None
 
 
+def shared_orders(posted: Sequence[list[Any]]) -> list[str]:
+    """What each rank has to have in common with the others because all communicate the same parameters: their order,
+    by kind of collective; from what each rank has posted, as one text for each."""
+    kinds = sorted({kind for _, _, orders in posted for kind in orders})
+    same = [kind for kind in kinds if len({orders.get(kind, [""])[0] for _, _, orders in posted}) == 1]
+    return [" ".join(orders[kind][1] for kind in same) for _, _, orders in posted]
+
+
 def linked(posted: Mapping[int, list[Any]]) -> bool:
     """Whether the groups that ranks have posted link all ranks to each other, directly or through other ranks."""
     parts: list[tuple[set[int], set[str]]] = []  # ranks that are linked, and their groups
-    for rank, (groups, _) in posted.items():
+    for rank, (groups, *_) in posted.items():
         ranks, names = {rank}, {identity for identity, _ in groups.values()}
         apart = []
         for part in parts:

@@ -186,6 +186,48 @@ def muon(rank: int, world: int) -> Any:
     return step, [(rows(rank, 4 + rank),), (rows(rank + 2, 4 + rank),)]
 
 
+def owners(kind: str) -> Case:
+    """Each parameter has a rank that updates it; the others get it from there."""
+
+    def make(rank: int, world: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(world + 1)])
+        parameters = list(model.parameters())
+        momenta = {p: torch.zeros_like(p) for p in parameters[rank::world]}
+
+        @torch.no_grad()
+        def update(p: Tensor, gradient: Tensor) -> None:
+            momenta[p].mul_(0.9).add_(gradient)
+            p.sub_(momenta[p], alpha=0.1)
+
+        @torch.no_grad()
+        def gather_in_rows() -> None:
+            padded = [*parameters, *[torch.empty(3, 3)] * (world - 1)]
+            for at in range(0, len(parameters), world):
+                if at + rank < len(parameters):
+                    update(padded[at + rank], padded[at + rank].grad)
+                dist.all_gather(padded[at : at + world], padded[at + rank])
+
+        @torch.no_grad()
+        def broadcast_each() -> None:
+            for p in momenta:
+                update(p, p.grad)
+            for at, p in enumerate(parameters):
+                dist.broadcast(p.data, at % world)
+
+        def step(x: Tensor) -> Any:
+            model(x).square().mean().backward()
+            for at, p in enumerate(parameters):
+                dist.reduce(p.grad, at % world) if kind == "reduced" else dist.all_reduce(p.grad)
+            gather_in_rows() if kind == "gathered" else broadcast_each()
+            model.zero_grad()
+            return [p.detach().clone() for p in parameters]
+
+        return step, [(rows(rank),), (rows(rank + 2),), (rows(rank + 4),)]
+
+    return make
+
+
 def logged_on_one(rank: int, world: int) -> Any:
     seen: list[float] = []
     log = weft.opaque(lambda value: seen.append(value.item()))
@@ -206,6 +248,9 @@ LOCAL: dict[str, Case] = {
     "a dictionary keyed by a parameter": keyed_by_parameter,
     "a generator": generator_of_the_rank,
     "Muon": muon,
+    "an owner's parameters are gathered": owners("gathered"),
+    "an owner broadcasts its parameter": owners("broadcast"),
+    "gradients are reduced to the owner": owners("reduced"),
     "a rank logs": logged_on_one,
     **{
         f"{kind}, {what}": training(kind, sizes)
@@ -315,6 +360,13 @@ def other_parameters(rank: int, world: int) -> Any:
     return step, [(rows(rank),)]
 
 
+def parameters_in_another_order(rank: int, world: int) -> Any:
+    """Parameters of equal sizes, gathered in an order of the rank's."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.full((3, 3), float(at))) for at in range(2)]
+    return lambda x: [all_gather(p.data) for p in parameters[:: -1 if rank else 1]], [(rows(rank),)]
+
+
 def other_layers_sharded(rank: int, world: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
@@ -328,6 +380,7 @@ FOREIGN: dict[str, Case] = {
     "parts that the partner does not expect": of_one(lambda rank, x: unequal_parts(x, 3 + rank)),
     "parts on one rank": of_one(lambda rank, x: unequal_parts(x, 5) if rank else all_to_all(x)),
     "gradients in another order": other_parameters,
+    "parameters in another order": parameters_in_another_order,
     "another layer is sharded": other_layers_sharded,
 }
 

@@ -443,12 +443,9 @@ def mistakes_body(rank: int, world: int) -> dict[str, str]:
     refused = errors.UncapturableCollective
     expect(refused, "send", lambda: dist.send(t, 1 - rank))
     expect(refused, "isend", lambda: dist.isend(t, 1 - rank))
-    expect(refused, "batch_isend_irecv", lambda: dist.batch_isend_irecv([]))
     expect(refused, "barrier", lambda: dist.barrier())
     expect(refused, "monitored_barrier", lambda: dist.monitored_barrier())
     expect(refused, "all_gather_object", lambda: dist.all_gather_object([None] * world, 1))
-    expect(refused, "reduce", lambda: dist.reduce(t, 0))
-    expect(refused, "gather", lambda: dist.gather(t))
     wrong = errors.InvalidCollective
     expect(wrong, "size", lambda: dist.all_gather_into_tensor(torch.ones(5), t))
     expect(wrong, "dtype", lambda: dist.all_gather_into_tensor(torch.ones(8, dtype=torch.int32), t))
