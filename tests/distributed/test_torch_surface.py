@@ -12,6 +12,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule as TorchReplicateModule
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -460,9 +461,12 @@ def refused(rank: int, world: int) -> list[str]:
     """The errors for wrappers that a step cannot hold, or cannot apply."""
     mesh, x = init_device_mesh("cpu", (world,)), batch(rank)
     by_torch, flat = torch_fully_shard(net()), FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    hooked = DistributedDataParallel(net())
+    hooked.register_comm_hook(None, allreduce_hook)
     steps: dict[str, tuple[type[Exception], Callable[..., Any]]] = {
         "torch.distributed.fsdp.fully_shard": (UncapturableWrapper, lambda x: by_torch(x).sum()),
         "FullyShardedDataParallel": (UncapturableWrapper, lambda x: flat(x).sum()),
+        "weft.replicate on the module inside": (UncapturableWrapper, lambda x: hooked(x).sum().backward()),
         "fsdp.fully_shard at": (WrappedInStep, lambda x: torch_fully_shard(net(), mesh=mesh)(x).sum()),
         "fsdp.FullyShardedDataParallel at": (WrappedInStep, lambda x: FullyShardedDataParallel(net())(x).sum()),
         "DistributedDataParallel at": (WrappedInStep, lambda x: DistributedDataParallel(net())(x).sum()),
@@ -481,6 +485,9 @@ def refused(rank: int, world: int) -> list[str]:
             weft.compile(step)(x)
         if text not in str(caught.value) or (kind is WrappedInStep and __file__ not in str(caught.value)):
             wrong.append(str(caught.value))
+    evaluate = torch.no_grad()(lambda x: hooked(x))
+    if not torch.equal(weft.compile(evaluate)(x), evaluate(x)):
+        wrong.append("evaluation through DistributedDataParallel")
     return wrong
 
 
