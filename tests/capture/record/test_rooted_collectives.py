@@ -19,14 +19,13 @@ from harness import run_ranks
 from weft import errors
 from weft.capture.record.intercept_collectives import functional_collectives
 
-pytestmark = pytest.mark.gloo
-
 Tensor = torch.Tensor
 Step = Callable[[Tensor], Any]
 
 
 def rows(rank: int, at: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * at + rank))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * at + rank))
+    return x.cuda() if dist.get_backend() == "nccl" else x
 
 
 def exchange(operations: list[P2POp]) -> None:
@@ -69,7 +68,7 @@ def gathered(rank: int, world: int) -> Step:
     def step(x: Tensor) -> Any:
         out = [torch.zeros_like(x) for _ in range(world)] if rank == world - 1 else None
         dist.gather(x + 1, out, dst=world - 1)
-        sums = [torch.zeros(()) for _ in range(world)] if rank == 0 else None
+        sums = [x.new_zeros(()) for _ in range(world)] if rank == 0 else None
         dist.gather(x.sum(), sums)
         return out, sums
 
@@ -78,11 +77,11 @@ def gathered(rank: int, world: int) -> Step:
 
 def scattered(rank: int, world: int) -> Step:
     def step(x: Tensor) -> Any:
-        out = torch.empty(2, 3)
+        out = x.new_empty(2, 3)
         parts = [x[:2, :3] * each for each in range(world)] if rank == 1 else None
         work = dist.scatter(out, parts, src=1, async_op=True)
         work.wait()
-        first = torch.empty(6)
+        first = x.new_empty(6)
         dist.scatter(first, list(x.repeat(world, 1)[:world]) if rank == 0 else [])
         return out, first
 
@@ -94,7 +93,7 @@ def ring(rank: int, world: int) -> Step:
 
     def step(x: Tensor) -> Any:
         following, previous = (rank + 1) % world, (rank - 1) % world
-        key, value, count = torch.empty(4, 6), torch.empty(4, 6), torch.empty((), dtype=torch.int64)
+        key, value, count = x.new_empty(4, 6), x.new_empty(4, 6), x.new_empty((), dtype=torch.int64)
         exchange(
             [
                 P2POp(imported_isend, x, following),
@@ -125,7 +124,7 @@ def stages(rank: int, world: int) -> Step:
 
 def ring_attention(rank: int, world: int) -> Step:
     """Keys go round, and the gradients of keys come back, in an autograd.Function."""
-    weight = nn.Parameter(torch.eye(6))
+    weight = nn.Parameter(torch.eye(6, device=rows(rank, 0).device))
     optimizer = torch.optim.SGD([weight], lr=0.1)
 
     def rotate(x: Tensor) -> Tensor:
@@ -163,11 +162,11 @@ def ring_attention(rank: int, world: int) -> Step:
 STEPS = (reduced, metrics_of_rank_0, gathered, scattered, ring, stages, ring_attention)
 
 
-def both_ways(rank: int, world: int) -> dict[str, bool]:
+def both_ways(rank: int, world: int, mode: str) -> dict[str, bool]:
     """By step, whether three compiled calls return what eager ones do."""
     equal = {}
     for make in STEPS:
-        eager, compiled = make(rank, world), weft.compile(make(rank, world))
+        eager, compiled = make(rank, world), weft.compile(make(rank, world), mode=mode)
         calls = [(detached(eager(rows(rank, at))), detached(compiled(rows(rank, at)))) for at in range(3)]
         equal[make.__name__] = all(
             torch.equal(a, b) if isinstance(a, Tensor) else a == b
@@ -177,9 +176,16 @@ def both_ways(rank: int, world: int) -> dict[str, bool]:
     return equal
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("world", [2, 4])
 def test_compiled_steps_return_what_eager_ones_do(world: int) -> None:
-    assert run_ranks(both_ways, world, timeout=120) == [{make.__name__: True for make in STEPS}] * world
+    assert run_ranks(both_ways, world, "default", timeout=120) == [{make.__name__: True for make in STEPS}] * world
+
+
+@pytest.mark.gpu(2)
+def test_compiled_steps_return_what_eager_ones_do_on_gpus() -> None:
+    expected = {make.__name__: True for make in STEPS}
+    assert run_ranks(both_ways, 2, "bitwise", timeout=120, backend="nccl") == [expected] * 2
 
 
 def in_a_subgroup(rank: int, world: int) -> list[Tensor]:
@@ -204,6 +210,7 @@ def in_a_subgroup(rank: int, world: int) -> list[Tensor]:
     return [torch.stack([a, b]) for a, b in zip(weft.compile(step)(x), step(x), strict=True)]
 
 
+@pytest.mark.gloo
 def test_peers_are_ranks_of_the_group() -> None:
     for found in run_ranks(in_a_subgroup, 4, timeout=120):
         assert all(torch.equal(*pair) for pair in found)
@@ -224,6 +231,7 @@ def on_some_ranks(rank: int, world: int) -> str:
     return ""
 
 
+@pytest.mark.gloo
 def test_a_rank_that_does_not_take_part_is_named() -> None:
     assert all("What rank 2 captured differs" in said for said in run_ranks(on_some_ranks, 3))
 
@@ -241,6 +249,7 @@ def unmatched(rank: int, world: int) -> str:
     return ""
 
 
+@pytest.mark.gloo
 def test_a_receive_of_another_size_than_is_sent_is_named() -> None:
     assert all("rank 0 sends 24 elements to rank 1, which expects 18" in said for said in run_ranks(unmatched, 2))
 
@@ -264,6 +273,7 @@ def mistakes(rank: int, world: int) -> dict[str, str]:
     return said
 
 
+@pytest.mark.gloo
 def test_mistakes_name_the_line_and_the_argument() -> None:
     first, second = run_ranks(mistakes, 2)
     for said in (first, second):
