@@ -20,6 +20,7 @@ import torch
 
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
+from weft.capture.record.computed_names import computed_names_followed, whole_reads_followed
 from weft.capture.record.control_flow import cond_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
@@ -152,6 +153,7 @@ class OutsideValues:
                     *self._objects.replacements(),
                     *self._generators.replacements(),
                     *self._types.replacements(),
+                    *whole_reads_followed(self._state, self._intercepts),
                     *tensor_class_replacements(self._state.objects),
                 ]
                 for owner, name, new in replacements:
@@ -162,7 +164,7 @@ class OutsideValues:
                     if isinstance(new, types.FunctionType):
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
-                builtins = self._types.builtins()
+                builtins = self._types.builtins() | computed_names_followed(self._state, self._intercepts)
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 own = lambda value: functions.get(id(value)) or self._remembering(value)
                 held = lambda value: own(value) or self._of_generator(value)

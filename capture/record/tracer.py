@@ -13,6 +13,7 @@ The outputs of the graph are of three kinds. ``Create``: a tensor that the step 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -177,12 +178,14 @@ class _StepCapture:
         self.recorder = OpRecorder(self.fake_mode)
         self.branches = Branches(self.recorder, *outcomes)
         self.branches.is_constant = lambda tensor: self._known_place(tensor) is None
-        self.state = state = ReachableState(step, replaced=changing.numbers, growing=changing.growing)
+        followed = functools.partial(ReachableState, step, computed=changing.names)
+        self.state = state = followed(replaced=changing.numbers, growing=changing.growing)
         shared: set[str] = set()
         while state.shared:
             shared |= state.shared
             numbers, growing = changing.numbers - shared, changing.growing - shared
-            self.state = state = ReachableState(step, replaced=numbers, growing=growing)
+            self.state = state = followed(replaced=numbers, growing=growing)
+        found.names = state.computed
         escapes.containers = lambda: state.containers
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
