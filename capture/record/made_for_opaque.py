@@ -77,21 +77,19 @@ def note_kept(made: dict[int, Any]) -> None:
     Args:
         made: what was made for it, by the ids of the parts of templates and by number. Nothing else holds it.
     """
-    if _mine.kept is None or not (numbers := [key for key in made if key < 0]):
+    if _mine.kept is None or all(key >= 0 for key in made):
         return
-    values = [made[number] for number in numbers]
+    values = list({id(value): value for value in made.values()}.values())
     within = Counter(map(id, made.values()))
     within.update(map(id, _mine.kept.values()))
+    inside = [[] if (taken := parts_of(value)) is None else [*map(id, taken.parts)] for value in values]
+    taken = None  # it would count as a reference below
+    within.update(each for parts in inside for each in parts)
     at_id = {id(value): at for at, value in enumerate(values)}
-    inside: dict[int, list[int]] = {}
-    for each in {id(value): value for value in made.values()}.values():
-        inside[id(each)] = [] if (taken := parts_of(each)) is None else [*map(id, taken.parts)]
-        within.update(inside[id(each)])
-    each = taken = None  # these variables would count as references below
     pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
     found = set[int]()
     while pending:
         if (at := pending.pop()) not in found:
             found.add(at)
-            pending += [at_id[inner] for inner in inside[id(values[at])] if inner in at_id]
-    _mine.kept.update((numbers[at], values[at]) for at in found)
+            pending += [at_id[inner] for inner in inside[at] if inner in at_id]
+    _mine.kept.update((key, value) for key, value in made.items() if key < 0 and at_id[id(value)] in found)

@@ -45,6 +45,11 @@ def keep(*made: Any) -> None:
 
 
 @weft.opaque
+def keep_call(*made: Any, **named: Any) -> None:
+    log.append((made, named))
+
+
+@weft.opaque
 def keep_state() -> None:
     log.append(s.last)
 
@@ -153,6 +158,19 @@ def of_many_types(x: Any) -> Any:
 at_type = 0
 
 
+def in_a_tuple(x: Any) -> Any:
+    made = [x * 2]
+    keep((made, 1))
+    made.append(3)
+    return made
+
+
+def in_an_argument_that_is_kept_whole(x: Any) -> Any:
+    made = [x * 2]
+    keep_call(made, named=(made, 1))
+    return made
+
+
 def before_a_branch(x: Any) -> Any:
     made = {"a": x * 2}
     keep(made)
@@ -174,6 +192,8 @@ STEPS = (
     not_left_and_changed_afterwards,
     in_a_closure,
     in_a_closure_without_tensors,
+    in_a_tuple,
+    in_an_argument_that_is_kept_whole,
     of_many_types,
     before_a_branch,
 )
