@@ -27,6 +27,7 @@ from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
 from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of, users_modules
 from weft.capture.record.host_draws import HostDraws
+from weft.capture.record.object_ids import id_followed
 from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
@@ -165,6 +166,7 @@ class OutsideValues:
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
                 builtins = self._types.builtins() | computed_names_followed(self._state, self._intercepts)
+                builtins |= id_followed(self._intercepts)
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 own = lambda value: functions.get(id(value)) or self._remembering(value)
                 held = lambda value: own(value) or self._of_generator(value)

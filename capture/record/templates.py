@@ -18,6 +18,7 @@ from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.iterator_arguments import slot_of_iterator
 from weft.capture.record.late_text import LateTextSlot, is_late
+from weft.capture.record.object_ids import refuse_ids
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.plain_keys import plain_key
 from weft.capture.record.plain_numbers import NumpyFloat
@@ -141,6 +142,7 @@ class _Making:
         if (taken := self._all.own.new_parts(value)) is not None:
             return self._made(value, taken)
         count_as_read(value)
+        refuse_ids(value)
         if isinstance(value, weakref.ref):
             self._all.weak.append((value, self._where))
         if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(value))):

@@ -56,6 +56,7 @@ from weft.capture.record.new_leaves import refuse_new_leaves
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
+from weft.capture.record.object_ids import refuse_ids
 from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.own_objects import OwnObjects
@@ -499,6 +500,7 @@ class _StepCapture:
             if container.outer is None and container is not self.state.types:
                 container.frozen = False  # guarded after all: the step changes it (a scheduler that the step steps)
             path = container.label(key)
+            refuse_ids(*key) if isinstance(key, tuple) else refuse_ids(key)
             if new is MISSING:
                 removals.append(Effect(container, key, None))
                 continue
