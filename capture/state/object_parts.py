@@ -77,6 +77,8 @@ class ObjectForm:
             self.base.extend(obj, items)  # type: ignore[attr-defined]
         elif self.base is set:
             set.update(obj, items)
+        elif self.base is types.CellType and items:
+            obj.cell_contents = items[0]
 
     def clear(self, obj: Any) -> None:
         """Take all parts out of an object, of a form that is not fixed."""
