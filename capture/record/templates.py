@@ -228,6 +228,7 @@ class _Making:
             tuple((name, self._under(name).part(each)) for name, each in own_attributes(value).items()),
             isinstance(value, torch.nn.Parameter),
             computed_at,
+            number=self._all.own.given.number(value) if type(index) is int else 0,
         )
 
     def _under(self, name: str) -> _Making:
