@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.capture.record.computed_names import ASKS
 from weft.capture.user_code import called_by_user
 from weft.short_tracebacks import users_mistake
 
@@ -26,7 +25,7 @@ def missing_attributes_noted(note: Callable[[torch.Tensor, str], None]) -> Itera
     thread = threading.get_ident()
 
     def missing(tensor: torch.Tensor, name: str) -> Any:
-        if threading.get_ident() == thread and called_by_user(ASKS):
+        if threading.get_ident() == thread and called_by_user():
             note(tensor, name)
         kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # as eager says it
         text = f"{kind.__name__!r} object has no attribute {name!r}"

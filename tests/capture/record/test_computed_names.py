@@ -259,3 +259,19 @@ def test_a_loop_over_the_layers_of_a_module_needs_no_second_attempt(attempts: li
     step = lambda x: functools.reduce(lambda y, at: getattr(model, f"layer{at}")(y), range(3), x)
     weft.compile(step)(torch.ones(2))
     assert len(attempts) == 1
+
+
+def test_what_stands_for_getattr_is_not_seen() -> None:
+    seen: list[Any] = []
+    missing = "_".join(["main", "grad"])
+
+    def step(x: torch.Tensor) -> Any:
+        kinds = getattr(x, "__class__"), getattr(x * 2, f"__{'class'}__")  # noqa: B009
+        return x if hasattr(x, missing) or kinds != (torch.Tensor, torch.Tensor) else x * 2
+
+    compiled = weft.compile(step)
+    x = torch.ones(2)
+    seen.append(compiled(x).tolist())
+    setattr(x, missing, 1)
+    seen.append(compiled(x).tolist())
+    assert seen == [[2.0, 2.0], [1.0, 1.0]]
