@@ -292,7 +292,7 @@ class CompiledStep(Generic[P, R]):
         self._begin_capture(reasons)
         dynamic = self._dynamic_dims(args, kwargs)
         captured, guards, event, agreed = self._capture_agreed(args, kwargs, dynamic)
-        self._lists.values |= captured.changing.values
+        self._lists.note(captured.changing)
         if captured.complete and not captured.outcomes:
             replayed = self.__name__ if self.replay_every is not None else ""
             form: Form = ProgramForm(captured, guards, self.mode, self.memory_limit, agreed, replayed)
@@ -486,7 +486,7 @@ class CompiledStep(Generic[P, R]):
             self._numbers.update(differing_numbers(captured.state.containers))
             if spec == captured.arguments.spec:
                 self._numbers.update(captured.arguments.changed(leaves, captured.state.containers))
-            self._lists.values |= captured.changing.values
+            self._lists.note(captured.changing)
         self._numbers |= self._lists.varying(args, kwargs)[1]
         return self._lists.changing(self._numbers)
 

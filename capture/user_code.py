@@ -23,6 +23,8 @@ REMEMBERING = type(functools.lru_cache(lambda: None))
 _ASK_FOR_THEMSELVES = frozenset(
     {"logging", "warnings", "linecache", "inspect", "tokenize", "importlib", "zipimport", "sympy", "mpmath", "triton"}
 )
+# Its functions stand for those of Python that take a name as text.
+_COMPUTED_NAMES = "weft.capture.record.computed_names"
 _FORMATS = "weft.capture.record.percent_formats"
 # Where the step is called.
 _TRACER = "weft.capture.record.tracer"
@@ -174,10 +176,17 @@ def nearest_package(*skipped: str) -> str:
 def called_by_user(*skipped: str) -> bool:
     """Whether the code that called the caller of this function is the user's, not counting files that end like
     ``skipped``. The standard library reads clocks and the environment for its own ends."""
-    frame = sys._getframe(2)
+    frame = _asking(sys._getframe(2))
     while frame is not None and skipped and frame.f_code.co_filename.endswith(skipped):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """The frame that calls ``getattr`` and the like, where what stands for that runs in ``frame``."""
+    while frame is not None and frame.f_globals.get("__name__") == _COMPUTED_NAMES:
+        frame = frame.f_back
+    return frame
 
 
 def cache_of(function: Any) -> dict[Any, Any] | None:
@@ -203,6 +212,9 @@ def called_for_user(*skipped: str) -> bool:
         package = module.split(".")[0]
         if package in _ASK_FOR_THEMSELVES:
             return False
+        if module == _COMPUTED_NAMES:
+            frame = frame.f_back
+            continue
         if module == "__main__" or not (package in sys.stdlib_module_names or module in skipped):
             return is_user_file(frame.f_code.co_filename) and not _runs_once(frame)
         frame = frame.f_back

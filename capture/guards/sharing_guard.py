@@ -1,7 +1,8 @@
 """Guard on which arguments are the same object, and which are objects of the Python state.
 
 A step may ask ``a is b`` or ``batch is self.last``, and what it changes of one is changed in the other. Tensors that
-share no memory are no same object, which other guards see to: only those that did are compared here.
+share no memory are no same object, which other guards see to: only those that did, and those without elements, are
+compared here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from weft.capture.record.shared_arguments import Steps, at_steps, numbers_of
 from weft.capture.state.containers import ANY, Container, StatePlace
 from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.state.type_facts import SIMPLE_KINDS
+from weft.capture.step_interface import Role
+
+_EMPTY = ()  # the key of a tensor without elements
 
 
 class SharingGuard:
@@ -113,17 +117,29 @@ class SharingGuard:
     @staticmethod
     def _tensors_in_state(captured: CapturedStep) -> Iterator[tuple[int, StatePlace, bool, str]]:
         """(number of an argument, place of a tensor of the state that shares its memory, whether it is that tensor, how
-        the user would write the argument)."""
+        the user would write the argument). Tensors without elements have no memory that could be compared: an
+        argument without any is compared with each of them."""
         arguments, state = captured.arguments, captured.state
         shared: dict[tuple[Any, ...], list[int]] = {}
         for at in arguments.tensors:
-            key = memory_key(inner_tensor(arguments.leaves[at])[0])
-            if at not in arguments.arrays and key[0] in state.in_memory:
-                shared.setdefault(key, []).append(at)
+            inner = inner_tensor(arguments.leaves[at])[0]
+            if at not in arguments.arrays and (0 in inner.shape or memory_key(inner)[0] in state.in_memory):
+                shared.setdefault(_key(inner), []).append(at)
         if not shared:
             return
-        for place in state.places_by_id.values():
+        # The walk notes one place of each tensor. At the others there may be another one without elements later.
+        others = (
+            each.place_of(key, Role.BUFFER)
+            for each in (state.containers if _EMPTY in shared else ())
+            for key, value in each.before.items()
+            if isinstance(value, torch.Tensor) and 0 in value.shape
+        )
+        for place in (*state.places_by_id.values(), *others):
             outer = place.outer()
             if isinstance(outer, torch.Tensor) and place.container is not arguments.container:
-                for at in shared.get(memory_key(inner_tensor(outer)[0]), ()):
+                for at in shared.get(_key(inner_tensor(outer)[0]), ()):
                     yield at, place, arguments.leaves[at] is outer, arguments.paths[at]
+
+
+def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return _EMPTY if 0 in tensor.shape else memory_key(tensor)

@@ -80,6 +80,11 @@ def _with_what_changes(
         how = functools.partial(attempt, changing, earlier, made=made, found=arguments)
         try:
             captured = _with_what_it_draws(how, {}, collect)
+            if arguments.names:
+                functions.forget()
+                changing = replace(changing, names=changing.names | arguments.names)
+                made = []
+                continue
             if arguments.tables - changing.tables:
                 functions.forget()
                 changing = replace(changing, tables=changing.tables | arguments.tables)
@@ -111,6 +116,10 @@ def _with_what_changes(
         except UsedDuringCapture:
             raise
         except Exception as error:
+            if arguments.names:
+                changing = replace(changing, names=changing.names | arguments.names)
+                made = []
+                continue
             if new := (arguments.tables or arguments.arrays) - changing.tables - changing.plain_tables:
                 changing = replace(changing, tables=changing.tables | new)
                 made = []
@@ -138,7 +147,8 @@ def _with_what_changes(
                 raise
             log.info("captured with numbers as constants: %s", str(error).split("\n")[0])
             plain = changing.plain_floats
-            changing = replace(CONSTANTS, values=changing.values | changing.lists.keys(), plain_floats=plain)
+            values = changing.values | changing.lists.keys()
+            changing = replace(CONSTANTS, values=values, plain_floats=plain, names=changing.names)
         made = []  # the attempt has removed it
 
 

@@ -24,6 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.record.computed_names import ASKS
 from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.held_references import ORIGINAL, StandIn, original_of
 from weft.capture.record.host_arrays import HostArray
@@ -93,13 +94,15 @@ class EagerTypes:
 
         What an attribute of Python's own is, only a class before ``object`` in the order of bases can say.
         """
-        seen_as, kind_of_file, frame = self.of, KIND_OF_FILE, sys._getframe
+        seen_as, kind_of_file, frame, asks = self.of, KIND_OF_FILE, sys._getframe, ASKS
 
         class ShownAs(torch.Tensor):
             @property
             def __class__(self) -> type:
                 # Each isinstance that is false asks for it, in torch ten times for an operation.
-                return (seen_as(self) if kind_of_file[frame(1).f_code.co_filename] else None) or type(self)
+                file = frame(1).f_code.co_filename
+                file = frame(2).f_code.co_filename if file == asks else file
+                return (seen_as(self) if kind_of_file[file] else None) or type(self)
 
         FakeTensor.__bases__ = (ShownAs,)
         try:

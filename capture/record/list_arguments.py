@@ -30,16 +30,18 @@ _ENTRY = "[*]"
 
 
 class ListHistory:
-    """What varied among the entries of the lists in the arguments of one step, over its captures.
+    """What varied among the entries of the lists in the arguments of one step, over its captures, and what these found.
 
     Attributes:
         folded: by path, the lists of numbers that are one leaf each, because their length changes.
         values: paths of arguments that must be guarded by their values, and lists that must not be folded.
+        names: those of attributes that the step computes.
     """
 
     def __init__(self) -> None:
         self.folded: dict[str, Steps] = {}
         self.values: set[str] = set()
+        self.names: set[str] = set()
         self._counts: dict[str, int] = {}  # by the name of a list: how many entries it had first
         self._open: set[str] = set()  # lists that had another number of entries
         self._sizes: dict[tuple[str, int], tuple[Any, ...]] = {}  # by list and number of dimensions: the first sizes
@@ -59,7 +61,13 @@ class ListHistory:
 
     def changing(self, numbers: Collection[str]) -> ChangingState:
         """What a capture takes for changing, with these numbers and what is known of lists."""
-        return ChangingState(frozenset(numbers), values=frozenset(self.values), lists=dict(self.folded))
+        values, names = frozenset(self.values), frozenset(self.names)
+        return ChangingState(frozenset(numbers), values=values, lists=dict(self.folded), names=names)
+
+    def note(self, found: ChangingState) -> None:
+        """Note what a capture found."""
+        self.values |= found.values
+        self.names |= found.names
 
     def note_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note which lists have another length in this call, and fold those of numbers."""

@@ -2,19 +2,22 @@
 
 ``history.append(metrics)`` in an opaque function keeps the very dictionary that the step returns afterwards. In a
 compiled step the function runs in the middle of the program, and what the step leaves is made at its end. So what a
-function has kept is not made again: it gets the parts that the object has at the end. Each such object has a number,
-which all templates of the capture give it.
+function has kept is not made again: it gets the parts that the object has at the end, and a tensor the memory. Each
+such object has a number, which all templates of the capture give it.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from weft.capture.record.live_values import references
-from weft.capture.record.template_parts import MadeObject
+from weft.capture.record.template_parts import MadeObject, OutputSlot
 from weft.capture.state.object_parts import identity_of_parts, parts_of
 
 
@@ -23,23 +26,32 @@ class MadeForOpaque:
 
     def __init__(self) -> None:
         self._objects: dict[int, list[Any]] = {}  # by id: the object, its number, what it was made of
+        # A reference to a tensor would make it look used.
+        self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def number(self, value: Any) -> int:
         """The number of an object, which is negative; 0 for an object that no opaque function got."""
+        if isinstance(value, torch.Tensor):
+            tensor, number = self._tensors.get(id(value), (lambda: None, 0))
+            return number if tensor() is value else 0
         known = self._objects.get(id(value))
         return 0 if known is None else known[1]
 
     def add(self, made: Iterable[tuple[Any, Any]]) -> None:
         """Give numbers to those of these objects, each with its part in a template, that a function can get."""
         for value, part in made:
+            new = self.number(value) or -1 - len(self._objects) - len(self._tensors)
             if type(part) is MadeObject and not part.form.is_fixed:
-                known = self._objects.setdefault(id(value), [value, -1 - len(self._objects), []])
+                known = self._objects.setdefault(id(value), [value, new, []])
                 known[2] = identity_of_parts(value)
-                part.number = known[1]
+                part.number = new
+            elif type(part) is OutputSlot and type(part.index) is int and isinstance(value, torch.Tensor):
+                self._tensors[id(value)] = weakref.ref(value), new
+                part.number = new
 
     @property
     def ids(self) -> Iterator[int]:
-        """Ids of the objects, once for each reference."""
+        """Ids of the objects other than tensors, once for each reference."""
         return iter(self._objects)
 
     def changed(self) -> list[Any]:
@@ -49,6 +61,7 @@ class MadeForOpaque:
     def end(self) -> None:
         """Let go of them."""
         self._objects.clear()
+        self._tensors.clear()
 
 
 class _KeptInThread(threading.local):
@@ -71,27 +84,31 @@ def kept_in_call() -> dict[int, Any]:
     return {} if _mine.kept is None else _mine.kept
 
 
-def note_kept(made: dict[int, Any]) -> None:
+def note_kept(made: dict[int, Any], passed: Iterable[Any]) -> list[torch.Tensor]:
     """After a function: note which objects it keeps, and what is in them.
 
     Args:
-        made: what was made for it, by the ids of the parts of templates and by number. Nothing else holds it.
+        made: what was made for it, by the ids of the parts of templates and by number.
+        passed: the tensors that may be in it. Nothing else holds any of both.
+
+    Returns:
+        The tensors that it keeps, of those that have a number.
     """
-    if _mine.kept is None or not (numbers := [key for key in made if key < 0]):
-        return
-    values = [made[number] for number in numbers]
+    if _mine.kept is None or all(key >= 0 for key in made):
+        return []
+    values = list({id(value): value for value in made.values()}.values())
     within = Counter(map(id, made.values()))
-    within.update(map(id, _mine.kept.values()))
+    within.update(map(id, (*_mine.kept.values(), *passed)))
+    inside = [[] if (taken := parts_of(value)) is None else [*map(id, taken.parts)] for value in values]
+    taken = None  # it would count as a reference below
+    within.update(each for parts in inside for each in parts)
     at_id = {id(value): at for at, value in enumerate(values)}
-    inside: dict[int, list[int]] = {}
-    for each in {id(value): value for value in made.values()}.values():
-        inside[id(each)] = [] if (taken := parts_of(each)) is None else [*map(id, taken.parts)]
-        within.update(inside[id(each)])
-    each = taken = None  # these variables would count as references below
     pending = [at for at in range(len(values)) if references(values, at) > within[id(values[at])]]
     found = set[int]()
     while pending:
         if (at := pending.pop()) not in found:
             found.add(at)
-            pending += [at_id[inner] for inner in inside[id(values[at])] if inner in at_id]
-    _mine.kept.update((numbers[at], values[at]) for at in found)
+            pending += [at_id[inner] for inner in inside[at] if inner in at_id]
+    kept = {key: value for key, value in made.items() if key < 0 and at_id[id(value)] in found}
+    _mine.kept.update(kept)
+    return [value for value in kept.values() if isinstance(value, torch.Tensor)]

@@ -7,7 +7,6 @@ notes who was asked for what. That the attribute is missing is a guard then.
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.capture.user_code import called_by_user
 from weft.short_tracebacks import users_mistake
-from weft.source_files import is_user_file
 
 
 @contextlib.contextmanager
@@ -26,7 +25,7 @@ def missing_attributes_noted(note: Callable[[torch.Tensor, str], None]) -> Itera
     thread = threading.get_ident()
 
     def missing(tensor: torch.Tensor, name: str) -> Any:
-        if threading.get_ident() == thread and is_user_file(sys._getframe(1).f_code.co_filename):
+        if threading.get_ident() == thread and called_by_user():
             note(tensor, name)
         kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # as eager says it
         text = f"{kind.__name__!r} object has no attribute {name!r}"

@@ -93,15 +93,18 @@ class OpaqueCall:
         ):
             self.function(*args, **kwargs)
         del args, kwargs, held, left
-        note_kept(made)
+        kept = note_kept(made, passed)
         del made
-        _copy_kept_tensors(passed)
+        _copy_kept_tensors(passed, kept)
 
 
-def _copy_kept_tensors(passed: list[Any]) -> None:
+def _copy_kept_tensors(passed: list[Any], kept: list[torch.Tensor]) -> None:
     """Give tensors that the function kept a reference to memory of their own: the program may reuse the buffer."""
+    for each in kept:
+        each.data = each.clone()
+    known = set(map(id, kept))
     for at in range(len(passed)):
-        if isinstance(passed[at], torch.Tensor) and _references(passed, at) > _UNSHARED:
+        if id(passed[at]) not in known and isinstance(passed[at], torch.Tensor) and _references(passed, at) > _UNSHARED:
             passed[at].data = passed[at].clone()
 
 

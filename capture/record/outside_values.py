@@ -20,12 +20,14 @@ import torch
 
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
+from weft.capture.record.computed_names import computed_names_followed, whole_reads_followed
 from weft.capture.record.control_flow import cond_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
 from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of, users_modules
 from weft.capture.record.host_draws import HostDraws
+from weft.capture.record.object_ids import id_followed
 from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
@@ -152,6 +154,7 @@ class OutsideValues:
                     *self._objects.replacements(),
                     *self._generators.replacements(),
                     *self._types.replacements(),
+                    *whole_reads_followed(self._state, self._intercepts),
                     *tensor_class_replacements(self._state.objects),
                 ]
                 for owner, name, new in replacements:
@@ -162,7 +165,8 @@ class OutsideValues:
                     if isinstance(new, types.FunctionType):
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
-                builtins = self._types.builtins()
+                builtins = self._types.builtins() | computed_names_followed(self._state, self._intercepts)
+                builtins |= id_followed(self._intercepts)
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 own = lambda value: functions.get(id(value)) or self._remembering(value)
                 held = lambda value: own(value) or self._of_generator(value)

@@ -20,16 +20,20 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.record.argument_containers import PassedObject
 from weft.capture.record.live_values import references
 from weft.capture.record.made_for_opaque import MadeForOpaque
 from weft.capture.record.template_parts import OwnObject
 from weft.capture.state.containers import Container, StatePlace
-from weft.capture.state.object_parts import ObjectForm, ObjectParts, objects_in, parts_of
+from weft.capture.state.function_parts import cell_parts, function_parts
+from weft.capture.state.object_parts import ObjectForm, ObjectParts, closure_of, objects_in, parts_of
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.type_facts import SIMPLE_KINDS
 
+# What each call computes.
+_COMPUTED = (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 # Steps make nearly all objects of these types that they leave, and the collector does not list each of them.
 _LITERALS = frozenset({dict, list, tuple})
 
@@ -136,7 +140,12 @@ class OwnObjects:
         return taken if known or self.is_new(value) else None
 
     def _bound(self, value: Any) -> ObjectParts | None:
-        """What a bound method or a ``functools.partial`` is made of, if the step made both it and something in it."""
+        """What a function, a bound method or a ``functools.partial`` is made of, if the step made both it and something
+        in it."""
+        if type(value) is types.FunctionType:
+            return self._function(value)
+        if type(value) is types.CellType:
+            return cell_parts(value) if self.is_new(value) else None
         if type(value) is types.MethodType:
             inside, function = [value.__self__], value.__func__
             make = lambda parts: types.MethodType(function, *parts)
@@ -150,6 +159,22 @@ class OwnObjects:
         changeable = any((taken := parts_of(each)) is not None and not taken.form.is_fixed for each in made)
         form = ObjectForm(type(value), object, node=make)
         return ObjectParts(form, [], inside) if changeable and self.is_new(value) else None
+
+    def _function(self, function: types.FunctionType) -> ObjectParts | None:
+        """Its variables and defaults. One that closes over plain values alone is the same at each call."""
+        changes = not vars(function) and self.is_new(function) and self._has_new(function, set())
+        return function_parts(function) if changes else None
+
+    def _has_new(self, function: types.FunctionType, asked: set[int]) -> bool:
+        """Whether a function's variables and defaults hold what is another object at each call."""
+        asked.add(id(function))
+        named = (function.__kwdefaults__ or {}).values()
+        values = [*closure_of(function), *(function.__defaults__ or ()), *named]
+        for inner in [each for each in values if type(each) is types.FunctionType and id(each) not in asked]:
+            if self._has_new(inner, asked):
+                return True
+        others = [each for each in values if type(each) not in (*SIMPLE_KINDS, types.FunctionType) and each not in self]
+        return any(isinstance(each, _COMPUTED) or self.new_parts(each) is not None for each in others)
 
     def is_new(self, value: Any) -> bool:
         """Whether the collector lists an object among those that were made since the capture began."""

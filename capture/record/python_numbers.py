@@ -74,6 +74,7 @@ class ChangingState:
         tables: paths of tables of the state that the step indexes with symbolic numbers.
         plain_tables: paths of lists that must be plain all the same, because the step writes to them.
         plain_floats: whether functions in C++ get the values of symbolic floats, since one of them computes with these.
+        names: those of attributes that the step computes (:mod:`weft.capture.record.computed_names`).
         closed: whether what the step is found to change, and is not among these, is taken for constant.
     """
 
@@ -85,6 +86,7 @@ class ChangingState:
     tables: frozenset[str] = frozenset()
     plain_tables: frozenset[str] = frozenset()
     plain_floats: bool = False
+    names: frozenset[str] = frozenset()
     closed: bool = False
 
 

@@ -20,7 +20,7 @@ from weft.capture.record.array_calls import ArraySlot
 from weft.capture.record.iterator_arguments import IteratorSlot
 from weft.capture.record.late_text import LateTextSlot
 from weft.capture.record.plain_numbers import numpy_float
-from weft.capture.state.absent_graphs import with_absent_graph
+from weft.capture.state.absent_graphs import mark_absent_graph, with_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.object_parts import ObjectForm
 from weft.tensor_subclasses import Shell
@@ -31,7 +31,7 @@ class OutputSlot:
     """Takes output number ``index``, or of a tensor subclass the outputs inside; ``grad`` is the slot of its ``.grad``,
     ``attributes`` the parts that the step put on it, ``is_parameter`` whether the step made it a parameter,
     ``computed_at`` where it is to the user if eager leaves it there with a grad_fn, ``of_numpy`` whether it is a number
-    that numpy has made."""
+    that numpy has made, ``number`` as that of a :class:`MadeObject`."""
 
     index: int | SubclassParts
     requires_grad: bool = False
@@ -40,21 +40,29 @@ class OutputSlot:
     is_parameter: bool = False
     computed_at: str = ""
     of_numpy: bool = False
+    number: int = 0
 
     def of_call(self, outputs: list[Any], made: dict[int, Any]) -> Any:
         """What it stands for in one call; see :func:`filled`."""
         if id(self) not in made:
-            made[id(self)] = self._made(outputs, made)
+            made[id(self)] = value = self._made(outputs, made)
+            if self.number:
+                made[self.number] = value
         return made[id(self)]
 
     def _made(self, outputs: list[Any], made: dict[int, Any]) -> Any:
         if self.of_numpy:
             return numpy_float(outputs[self.index])  # type: ignore[bad-index]
         value = self.index.of_call(outputs, made) if isinstance(self.index, SubclassParts) else outputs[self.index]
+        kept = made.get(self.number) if self.number and not self.is_parameter else None
+        if kept is not None:
+            kept.data, value = value, kept
         if self.is_parameter and not isinstance(value, torch.nn.Parameter):
             value = torch.nn.Parameter(value, requires_grad=self.requires_grad)
         elif self.requires_grad:
             value.requires_grad_()
+        elif self.computed_at and kept is not None:
+            mark_absent_graph(value, self.computed_at)
         elif self.computed_at and not value.requires_grad:
             value = with_absent_graph(value, self.computed_at)
             if self.grad is not None:

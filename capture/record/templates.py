@@ -18,6 +18,7 @@ from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.iterator_arguments import slot_of_iterator
 from weft.capture.record.late_text import LateTextSlot, is_late
+from weft.capture.record.object_ids import refuse_ids
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.plain_keys import plain_key
 from weft.capture.record.plain_numbers import NumpyFloat
@@ -43,6 +44,7 @@ from weft.errors import EscapedTensor
 from weft.tensor_subclasses import Shell, plain_parts
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_WEAKLY = "an object refers to it weakly (weakref), and each call makes another one"
 
 
 class Templates:
@@ -61,6 +63,7 @@ class Templates:
         self.own = own
         self.outputs: dict[int, int] = {}  # number of the output of each tensor object of the capture, by id
         self.unfinished = set[int]()  # ids of the objects whose parts are being made
+        self.weak: list[tuple[weakref.ref[Any], str]] = []  # weak references that the step left, and where
         self.made: dict[int, tuple[Any, Any]] = {}  # by id: an object, held so that no other one gets the id; its part
 
     def of(self, value: Any, keep: Callable[[Any], int], where: str) -> Template:
@@ -86,7 +89,16 @@ class Templates:
         return Template(making.output(tensor, inner_tensor(tensor)[0], inner_tensor(tensor)[1]), where, ())
 
     def end(self) -> None:
-        """Let go of what the step made, after the last template."""
+        """Let go of what the step made, after the last template.
+
+        Raises:
+            EscapedTensor: the step leaves a weak reference to an object that it made, and the object too.
+        """
+        for reference, where in self.weak:
+            value, part = self.made.get(id(reference()), (None, None))
+            if value is not None and value is reference() and not is_constant(part):
+                kind = torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+                raise EscapedTensor(kind, where, _WEAKLY)
         self.made.clear()
 
 
@@ -130,6 +142,9 @@ class _Making:
         if (taken := self._all.own.new_parts(value)) is not None:
             return self._made(value, taken)
         count_as_read(value)
+        refuse_ids(value)
+        if isinstance(value, weakref.ref):
+            self._all.weak.append((value, self._where))
         if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(value))):
             raise EscapedTensor(type(value), self._where)
         if not isinstance(value, copied_kinds()):
@@ -149,8 +164,7 @@ class _Making:
         self._all.unfinished.discard(id(value))
         made.varies = any(map(_varies, (*made.keys, *made.parts)))
         if made.varies and weakref.getweakrefcount(value):
-            why = "an object refers to it weakly (weakref), and each call makes another one"
-            raise EscapedTensor(type(value), self._where, why)
+            raise EscapedTensor(type(value), self._where, _WEAKLY)
         # What something outside keeps is the same at each call, as a tuple is of which each call finds the same one.
         kept = id(value) in own.held and not made.varies
         if kept or (form.is_fixed and value in own and all(map(operator.is_, made.parts, taken.parts))):
@@ -214,6 +228,7 @@ class _Making:
             tuple((name, self._under(name).part(each)) for name, each in own_attributes(value).items()),
             isinstance(value, torch.nn.Parameter),
             computed_at,
+            number=self._all.own.given.number(value) if type(index) is int else 0,
         )
 
     def _under(self, name: str) -> _Making:

@@ -13,6 +13,7 @@ The outputs of the graph are of three kinds. ``Create``: a tensor that the step 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -55,6 +56,7 @@ from weft.capture.record.new_leaves import refuse_new_leaves
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
+from weft.capture.record.object_ids import refuse_ids
 from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.own_objects import OwnObjects
@@ -177,12 +179,14 @@ class _StepCapture:
         self.recorder = OpRecorder(self.fake_mode)
         self.branches = Branches(self.recorder, *outcomes)
         self.branches.is_constant = lambda tensor: self._known_place(tensor) is None
-        self.state = state = ReachableState(step, replaced=changing.numbers, growing=changing.growing)
+        followed = functools.partial(ReachableState, step, computed=changing.names)
+        self.state = state = followed(replaced=changing.numbers, growing=changing.growing)
         shared: set[str] = set()
         while state.shared:
             shared |= state.shared
             numbers, growing = changing.numbers - shared, changing.growing - shared
-            self.state = state = ReachableState(step, replaced=numbers, growing=growing)
+            self.state = state = followed(replaced=numbers, growing=growing)
+        found.names = state.computed
         escapes.containers = lambda: state.containers
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
@@ -496,6 +500,7 @@ class _StepCapture:
             if container.outer is None and container is not self.state.types:
                 container.frozen = False  # guarded after all: the step changes it (a scheduler that the step steps)
             path = container.label(key)
+            refuse_ids(*key) if isinstance(key, tuple) else refuse_ids(key)
             if new is MISSING:
                 removals.append(Effect(container, key, None))
                 continue

@@ -72,6 +72,7 @@ class ValuesOfArguments:
         tables: lists, tuples and arrays of the state that a symbolic number indexed, and had to be plain for.
         arrays: arrays of the state that are compared with what they held, of an attempt that failed.
         written: lists among those with a stand-in to which the step writes.
+        names: those of attributes that the step has computed, and that the walk of the state did not follow.
         caught: whether the user's code met an exception that reading one of them may have raised.
     """
 
@@ -83,6 +84,7 @@ class ValuesOfArguments:
     tables: set[str] = field(default_factory=set)
     arrays: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
     caught: bool = False
 
 

@@ -7,16 +7,18 @@ stand in code that the step can run. Code of functions that are marked opaque do
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from weft.capture.state.bytecode import ByCode, is_method_load, level_of_import, uses_of_names
-from weft.capture.state.origin import is_user_class
+from weft.capture.state.containers import BuiltinLike
+from weft.capture.state.origin import is_own, is_pythons_own, is_user_class
 
 _UNCALLABLE = (bool, int, float, complex, str, bytes)
 # Marks functions that weft.opaque made.
@@ -149,6 +151,15 @@ def globals_of(code: types.CodeType) -> frozenset[str]:
     return _whole(code).globals
 
 
+def globals_used(function: types.FunctionType) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables of its module whose values count for a function, and those of them that are not there."""
+    variables = function.__globals__
+    read = variables_of(function.__code__) if is_own(function) else ()
+    absent = frozenset(name for name in read if name not in variables and name not in vars(builtins))
+    named = [name for name in globals_of(function.__code__) if name in variables and not is_pythons_own(function, name)]
+    return frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent, absent
+
+
 def imported_by(code: types.CodeType, package: str) -> list[types.ModuleType]:
     """The modules that the code of a function in ``package`` imports and that are loaded already."""
     found = []
@@ -180,12 +191,13 @@ class AttributeNames(set[str]):
 
     Args:
         step: a function, a method, or an object with ``__call__``.
+        computed: names that its code is known to compute, and to give as text.
     """
 
-    def __init__(self, step: Callable[..., Any]) -> None:
-        super().__init__()
-        self.read: set[str] = set()
-        self.looked_for: set[str] = set()
+    def __init__(self, step: Callable[..., Any], computed: Iterable[str] = ()) -> None:
+        super().__init__(computed)
+        self.read: set[str] = set(self)
+        self.looked_for: set[str] = set(self)
         self.modules: set[str] = set()
         self._methods: dict[type, dict[str, list[types.FunctionType]]] = {}
         self._used: dict[type, tuple[int, list[types.FunctionType]]] = {}
@@ -221,6 +233,11 @@ class AttributeNames(set[str]):
         self.read.update(names.read)
         self.looked_for.update(names.texts)
         self.modules.update(names.asked)
+
+    def add_text(self, name: str) -> None:
+        """Add a name that code gives as text."""
+        for names in (self, self.read, self.looked_for):
+            names.add(name)
 
     def of(self, attributes: Mapping[str, Any]) -> frozenset[str]:
         """The names that count for an object with these attributes."""

@@ -11,8 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from weft.capture.state.code_names import AttributeNames
+import torch
+
+from weft.capture.state.code_names import AttributeNames, code_names
+from weft.capture.state.contents import attributes_of
+from weft.capture.state.origin import is_user_class
 from weft.capture.state.type_facts import FactsOfTypes, TypeFacts
+
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
 class FollowedNames:
@@ -29,10 +35,11 @@ class FollowedNames:
         self._absences: dict[tuple[Any, ...], frozenset[str]] = {}
         self._unions: dict[tuple[frozenset[str], frozenset[str]], frozenset[str]] = {}
         self._differences: _Differences = {}
+        self._whole: dict[type, tuple[int, bool]] = {}
 
     def forget(self) -> None:
         """Drop the sets, and the types among their keys."""
-        for known in (self._absences, self._unions, self._differences):
+        for known in (self._absences, self._unions, self._differences, self._whole):
             known.clear()
 
     def none(self, known: frozenset[str] = frozenset()) -> FollowedByObject:
@@ -45,7 +52,34 @@ class FollowedNames:
         if self._names.whole_dataclasses and dataclasses.is_dataclass(obj):
             fields = {field.name for field in dataclasses.fields(obj)}
             names = self.joined(names, frozenset(attributes.keys() & fields))
+        if "__dict__" in names and self._reads_whole(type(obj)):
+            names = self.joined(names, frozenset(each for each in attributes if type(each) is str))
         return self.joined(names, frozenset(kind.holder)), self._names.only_called(attributes)
+
+    def _reads_whole(self, kind: type) -> bool:
+        """Whether methods of a class that code can call read ``self.__dict__``."""
+        count, found = self._whole.get(kind, (-1, False))
+        if count != self._names.count:
+            found = any("__dict__" in code_names(each.__code__) for each in self._names.methods_used(kind))
+            self._whole[kind] = self._names.count, found
+        return found
+
+    def is_unknown(self, obj: Any, name: str, *, met: bool) -> bool:
+        """Whether code that asks an object for an attribute by a text may find something that is not followed.
+
+        Args:
+            met: whether the walk has followed the attributes of the object.
+        """
+        kind = type(obj)
+        of_class = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if of_class is not None and is_user_class(of_class):
+            return name not in self._names
+        if not met:
+            return False
+        if isinstance(obj, torch.nn.Module):
+            held = name in vars(obj) or any(name in vars(obj)[each] for each in _OF_MODULES)
+            return not held and name not in self._names.looked_for
+        return name not in (self._names.read if name in attributes_of(obj) else self._names.looked_for)
 
     def absent(self, obj: Any, attributes: Mapping[str, Any]) -> frozenset[str]:
         """Attributes that code looks for in an object of the user's, which lacks them: the class or a default serves;

@@ -24,6 +24,8 @@ from weft.capture.state.contents import attributes_of
 _HEAP_TYPE, _NO_INSTANCES, _IMMUTABLE = 1 << 9, 1 << 7, 1 << 8
 # Python's own types whose objects are their items and attributes.
 _BASES = frozenset({object, dict, OrderedDict, defaultdict, list, deque, set, frozenset, tuple, types.SimpleNamespace})
+# Those whose objects have attributes: torch keeps versions of modules in one of a ``state_dict()``.
+_WITH_NAMES = frozenset({OrderedDict, types.SimpleNamespace})
 # Objects of these are referred to by hooks and handles outside of them: a copy would have none.
 _WHOLE = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 
@@ -75,6 +77,8 @@ class ObjectForm:
             self.base.extend(obj, items)  # type: ignore[attr-defined]
         elif self.base is set:
             set.update(obj, items)
+        elif self.base is types.CellType and items:
+            obj.cell_contents = items[0]
 
     def clear(self, obj: Any) -> None:
         """Take all parts out of an object, of a form that is not fixed."""
@@ -150,7 +154,7 @@ def structure_of(obj: Any) -> ObjectParts | None:
     elif holder is not None:
         items = list(holder.__iter__(obj))
         argument = obj.maxlen if holder is deque else None
-    attributes = attributes_of(obj) if kind not in _BASES or base is types.SimpleNamespace else {}
+    attributes = attributes_of(obj) if kind not in _BASES or kind in _WITH_NAMES else {}
     slots = [(each, value) for each in _slots_of(kind, base) if (value := _value(each, obj)) is not _UNSET]
     form = ObjectForm(kind, base, tuple(attributes), tuple(each for each, _ in slots), argument)
     return ObjectParts(form, keys, [*items, *attributes.values(), *(value for _, value in slots)])
@@ -205,7 +209,7 @@ def is_replaceable(obj: Any) -> bool:
 def followed_items(value: Any) -> list[tuple[Any, Any]]:
     """(position or key, item) of a tuple, list or dictionary; after them ``vars`` and the attributes of an object."""
     items = [] if holder_of(type(value)) is None else items_of(value)
-    has_names = type(value) not in _BASES or type(value) is types.SimpleNamespace
+    has_names = type(value) not in _BASES or type(value) in _WITH_NAMES
     return [*items, (vars, vars(value))] if has_names and hasattr(value, "__dict__") else items
 
 

@@ -9,7 +9,6 @@ it is undone, and repeated by each compiled call. And the copies are guards of l
 
 from __future__ import annotations
 
-import builtins
 import contextvars
 import dataclasses
 import functools
@@ -29,9 +28,8 @@ from weft.capture.state.code_names import (
     AttributeNames,
     closed_over,
     functions_in,
-    globals_of,
+    globals_used,
     imported_by,
-    variables_of,
 )
 from weft.capture.state.containers import (
     GROWING_KINDS,
@@ -39,7 +37,6 @@ from weft.capture.state.containers import (
     SIMPLE,
     AllBut,
     Attributes,
-    BuiltinLike,
     Container,
     LoadedModules,
     StatePlace,
@@ -62,9 +59,10 @@ from weft.capture.state.followed_names import FollowedByObject, FollowedNames
 from weft.capture.state.hook_registrations import HookSite, sites_of, user_hook
 from weft.capture.state.object_parts import followed_items, is_replaceable
 from weft.capture.state.object_types import ObjectTypes
-from weft.capture.state.origin import is_foreign, is_own, is_pythons_own
+from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.script_modules import script_state
-from weft.capture.state.tensor_memory import inner_tensor, memory_key, own_attributes, parts_at, wrappers
+from weft.capture.state.tensor_attributes import AttributesOfTensors
+from weft.capture.state.tensor_memory import inner_tensor, memory_key, parts_at, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
     BOOKKEEPING,
@@ -89,6 +87,7 @@ class ReachableState:
         replaced: paths of lists and dictionaries that the step replaces by new ones. What is in them has its place
             under the entry that holds them, unless an entry that the step keeps holds them too.
         growing: paths of lists to which the step appends. What is in them is not walked.
+        computed: names of attributes that the step is known to compute.
 
     Attributes:
         places: the place where each tensor was found first, by its ``memory_key``.
@@ -96,6 +95,7 @@ class ReachableState:
         places_by_id: the place where each tensor object was found first, by its id.
         in_memory: the plain tensors found in each storage, by ``memory_key(tensor)[0]``.
         modules, optimizers, leaves: those found, with their paths. names: attributes that the code of the step names.
+        computed: those that it was found to compute.
         plain_leaves: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
         shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
@@ -110,6 +110,7 @@ class ReachableState:
         with_hooks: bool = True,
         replaced: frozenset[str] = frozenset(),
         growing: frozenset[str] = frozenset(),
+        computed: frozenset[str] = frozenset(),
     ) -> None:
         self.step = step
         self._growing, self._replaced = growing, replaced
@@ -133,7 +134,7 @@ class ReachableState:
         self._attributes, self._later = list[tuple[torch.nn.Module, str]](), list[tuple[torch.optim.Optimizer, str]]()
         self._keys: list[tuple[Any, str]] = []
         self._locks: list[Container] = []
-        self._tensors: dict[int, tuple[torch.Tensor, str, dict[str, Any]]] = {}  # by id, with their attributes
+        self._tensors = AttributesOfTensors()
         self._modules_asked: frozenset[str] = frozenset()
         self._objects: dict[int, tuple[Any, str, FollowedByObject]] = {}
         self._kinds = FactsOfTypes()
@@ -141,13 +142,28 @@ class ReachableState:
         self._classes, self._codes = set[type](), set[tuple[int, int]]()
         self._inside_walked = 0
         self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
-        self.names = AttributeNames(step)
+        self.names = AttributeNames(step, computed)
+        self.computed: set[str] = set()
         self._followed = FollowedNames(self.names, self._kinds)
         self.add(step, "")
 
     def add(self, obj: Any, path: str) -> None:
         """Walk ``obj`` too, a module or optimizer that the step was seen to use."""
         self._visit(obj, path, None)
+        self._walk()
+
+    def follow_computed(self, obj: Any, name: str) -> None:
+        """Follow attributes of a name that the step has computed, before it asks an object for one."""
+        met = id(obj) in self._objects or id(obj) in self.modules
+        if self._followed.is_unknown(obj, name, met=met):
+            self.names.add_text(name)
+            self.computed.add(name)
+            if met and isinstance(obj, torch.nn.Module):  # of which all attributes count that it has
+                path = self.modules[id(obj)][1]
+                self.containers.append(Container(vars(obj), path, frozenset({name}), label_of(path)))
+            self._walk()
+
+    def _walk(self) -> None:
         known = -1
         while self._attributes or self._later or self._keys or known != self.names.count:
             if self._attributes:
@@ -209,20 +225,12 @@ class ReachableState:
 
     def notice_new_attributes(self) -> None:
         """Treat attributes that the step put on tensors as changes of Python state, also where no code names them."""
-        for tensor, path, before in list(self._tensors.values()):
-            known = self._objects[id(tensor)][2] if id(tensor) in self._objects else self._followed.none()
-            now = own_attributes(tensor)
-            new = {name for name, value in now.items() if name not in known and value is not before.get(name, MISSING)}
-            if new:
-                container = Container(vars(tensor), path, frozenset(new), label_of(path))
-                container.before = {name: before[name] for name in new & before.keys()}
-                self.containers.append(container)
-                self._tensors[id(tensor)] = tensor, path, before | now
+        followed = lambda tensor: self._objects[id(tensor)][2] if id(tensor) in self._objects else ()
+        self.containers += self._tensors.new(followed)
 
     def note_missing_attribute(self, tensor: torch.Tensor, name: str) -> None:
         """Let it count that a tensor lacks an attribute, which the step looked for."""
-        known, path, _ = self._tensors.get(id(tensor), (None, "", None))
-        if known is tensor:
+        if (path := self._tensors.path_of(tensor)) is not None:
             followed = self._objects.setdefault(id(tensor), (tensor, path, self._followed.none()))[2]
             if name not in followed:
                 followed.add(name)
@@ -240,9 +248,7 @@ class ReachableState:
 
     def changes(self) -> Iterator[tuple[Container, Any, Any, Any]]:
         """(container, key, before, after) of each entry that differs from the walk."""
-        for container in self.containers:
-            for key, old, new in container.changes():
-                yield container, key, old, new
+        yield from ((container, *change) for container in self.containers for change in container.changes())
 
     def restore(self) -> None:
         """Undo the changes: every container gets back the entries that the walk found."""
@@ -383,7 +389,7 @@ class ReachableState:
             for where, names, part in parts_at(tensor, path):
                 self.places.setdefault(key := memory_key(part), dataclasses.replace(place, path=where, inner=names))
                 self.in_memory.setdefault(key[0], []).append(part)
-        self._tensors[id(tensor)] = tensor, path, dict(vars(tensor))
+        self._tensors.note(tensor, path)
         if vars(tensor):
             self._objects.setdefault(id(tensor), (tensor, path, self._followed.none()))
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
@@ -531,7 +537,11 @@ class ReachableState:
         # By identity: equal code of another module reads the variables of that module.
         if (code := (id(fn.__code__), id(fn.__globals__))) not in self._codes:
             self._codes.add(code)
-            self._globals(fn)
+            used, absent = globals_used(fn)
+            if used:
+                self._container(Container(fn.__globals__, "", used, str, absent))
+            for module in imported_by(fn.__code__, fn.__globals__.get("__package__") or ""):
+                self._visit(module, module.__name__, None)
         if is_own(fn):
             self._container(Attributes(fn, fn.__name__, OF_FUNCTIONS, label_of(fn.__name__)))
             self._visit(fn.__kwdefaults__, f"{fn.__name__}.__kwdefaults__", None)
@@ -539,18 +549,6 @@ class ReachableState:
                 self._object(fn, fn.__name__)
         else:
             self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
-
-    def _globals(self, fn: types.FunctionType) -> None:
-        """The variables of its module that a function names, and the modules that it imports."""
-        variables = fn.__globals__
-        read = variables_of(fn.__code__) if is_own(fn) else ()
-        absent = frozenset(name for name in read if name not in variables and name not in vars(builtins))
-        named = (name for name in globals_of(fn.__code__) if name in variables and not is_pythons_own(fn, name))
-        used = frozenset(name for name in named if not isinstance(variables[name], BuiltinLike)) | absent
-        if used:
-            self._container(Container(variables, "", used, str, absent))
-        for module in imported_by(fn.__code__, variables.get("__package__") or ""):
-            self._visit(module, module.__name__, None)
 
     def _own(self, owner: Any, path: str) -> None:
         """A module or a class of the user's that the step's code names."""

@@ -75,11 +75,6 @@ async def _later(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _closure(x: torch.Tensor) -> Callable[[], Any]:
-    kept = [x * 2]
-    return lambda: kept
-
-
 RETURNED: dict[str, Callable[[torch.Tensor], Any]] = {
     "generator": lambda x: _numbered(x * 1.0),
     "generator deep inside": lambda x: {"a": [(x, _numbered(x * 1.0))]},
@@ -88,7 +83,6 @@ RETURNED: dict[str, Callable[[torch.Tensor], Any]] = {
     "filter": lambda x: filter(None, [x.sum().item()]),
     "list iterator": lambda x: iter([x * 2]),
     "reversed": lambda x: reversed([x * 2]),
-    "function": lambda x: _closure(x),
     "bound method": lambda x: [x * 2].append,
 }
 

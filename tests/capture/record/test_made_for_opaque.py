@@ -45,6 +45,11 @@ def keep(*made: Any) -> None:
 
 
 @weft.opaque
+def keep_call(*made: Any, **named: Any) -> None:
+    log.append((made, named))
+
+
+@weft.opaque
 def keep_state() -> None:
     log.append(s.last)
 
@@ -153,6 +158,19 @@ def of_many_types(x: Any) -> Any:
 at_type = 0
 
 
+def in_a_tuple(x: Any) -> Any:
+    made = [x * 2]
+    keep((made, 1))
+    made.append(3)
+    return made
+
+
+def in_an_argument_that_is_kept_whole(x: Any) -> Any:
+    made = [x * 2]
+    keep_call(made, named=(made, 1))
+    return made
+
+
 def before_a_branch(x: Any) -> Any:
     made = {"a": x * 2}
     keep(made)
@@ -174,6 +192,8 @@ STEPS = (
     not_left_and_changed_afterwards,
     in_a_closure,
     in_a_closure_without_tensors,
+    in_a_tuple,
+    in_an_argument_that_is_kept_whole,
     of_many_types,
     before_a_branch,
 )
@@ -241,6 +261,91 @@ def test_an_argument_that_it_keeps_is_the_callers(step: Callable[[Any], Any]) ->
 
     step_is_of_objects = step is changed_before_and_after
     assert found(weft.compile(step)) == found(step)
+
+
+def a_tensor(x: Any) -> Any:
+    made = x * 2
+    keep(made)
+    return made
+
+
+def a_tensor_in_the_state(x: Any) -> Any:
+    made = {"x": x * 2}
+    keep(made["x"], s)
+    s.last = made["x"]
+    return s.last
+
+
+def a_tensor_twice(x: Any) -> Any:
+    made = x * 2
+    keep(made)
+    keep([made], made)
+    return made
+
+
+def a_tensor_that_is_written_after(x: Any) -> Any:
+    made = x * 2
+    keep(made)
+    made.add_(1)
+    keep(made)
+    made.mul_(3)
+    return made
+
+
+def a_tensor_with_a_graph(x: Any) -> Any:
+    made = weight * x
+    keep(made)
+    return made
+
+
+def a_tensor_before_a_branch(x: Any) -> Any:
+    made = x * 2
+    keep(made)
+    if x.sum() > 3:
+        made.add_(10)
+    return made
+
+
+weight = torch.nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        a_tensor,
+        a_tensor_in_the_state,
+        a_tensor_twice,
+        a_tensor_that_is_written_after,
+        a_tensor_with_a_graph,
+        a_tensor_before_a_branch,
+    ],
+)
+def test_a_tensor_that_it_keeps_is_the_one_that_the_step_leaves(step: Callable[[Any], Any]) -> None:
+    def run(step: Any) -> list[Any]:
+        log.clear()
+        s.last = None
+        found: list[Any] = []
+        for at in range(CALLS):
+            result = step(torch.full((2,), float(at)))
+            with torch.no_grad():
+                result.add_(100)
+            kept = [each for each in log if isinstance(each, torch.Tensor)]
+            found += [shown(kept), shown(result), [each is result for each in kept], kept[-1].requires_grad]
+        return found
+
+    assert run(weft.compile(step)) == run(step)
+
+
+def test_a_tensor_that_it_keeps_alone_has_the_value_of_the_call() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        keep(x * 2)
+        return (x * 2 + 1).relu_()
+
+    log.clear()
+    compiled = weft.compile(step)
+    for at in range(CALLS):
+        compiled(torch.full((2,), float(at)))
+    assert shown(log) == [[2.0 * at] * 2 for at in range(CALLS)]
 
 
 def test_a_later_function_that_changes_what_an_earlier_one_kept_is_refused() -> None:

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -546,6 +546,61 @@ def test_an_object_with_weak_references_is_refused() -> None:
 
     with pytest.raises(EscapedTensor, match="refers to it weakly"):
         weft.compile(step)(torch.ones(2))
+
+
+class Registered:
+    alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, lambda x: Out(1, 2)])
+def test_a_weak_reference_to_what_a_step_leaves_is_refused(make: Callable[[Any], Any]) -> None:
+    s = State()
+
+    def step(x: torch.Tensor) -> Any:
+        made = make(x)
+        s.last = weakref.ref(made)
+        return made
+
+    with pytest.raises(EscapedTensor, match=r"s\.last holds a (Tensor|Out) .*refers to it weakly"):
+        weft.compile(step)(torch.ones(2))
+
+
+def test_a_set_of_weak_references_to_what_a_step_leaves_is_refused() -> None:
+    with pytest.raises(EscapedTensor, match=r"alive holds a Registered .*refers to it weakly"):
+        weft.compile(lambda x: (Registered(), x * len(Registered.alive)))(torch.ones(2))
+
+
+def test_a_weak_reference_to_what_a_step_lets_go_of_is_dead() -> None:
+    s = State()
+    s.last = None
+
+    def step(x: torch.Tensor) -> Any:
+        dead = s.last is not None and s.last() is None
+        made = x * 2
+        s.last = weakref.ref(made)
+        return x + dead
+
+    compiled = weft.compile(step)
+    for at in range(CALLS):
+        assert compiled(torch.ones(2)).tolist() == [1.0 + (at > 0)] * 2
+        assert s.last() is None
+
+
+def test_the_versions_of_modules_in_a_state_dict_are_left() -> None:
+    model, s = nn.BatchNorm1d(2), State()
+
+    def step(x: torch.Tensor) -> Any:
+        s.last = model.state_dict()
+        return model(x)
+
+    compiled = weft.compile(step)
+    for _ in range(CALLS):
+        compiled(torch.randn(4, 2))
+        assert s.last._metadata == model.state_dict()._metadata
+        assert list(s.last) == list(model.state_dict())
 
 
 def test_a_chain_without_end_is_refused() -> None:

@@ -235,3 +235,23 @@ def test_a_list_to_which_the_step_appends_is_also_an_argument() -> None:
         assert compiled([], tensor(at))[0] == 0
     with pytest.raises(PythonStateChanged, match=r"s\.items"):  # it is read now, at another length at each call
         compiled(s.items, tensor())
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_a_tensor_of_the_state_as_an_argument_with_or_without_elements(size: int) -> None:
+    first, second = torch.empty(size).zero_(), torch.empty(size).zero_()
+
+    def run(wrap: Any) -> list[Any]:
+        state = {"last": None}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            value = 1.0 if x is state["last"] else 2.0 if x is first else 3.0
+            state["last"] = x
+            return torch.full((2,), value)
+
+        compiled = wrap(step)
+        other = torch.empty(size).zero_()
+        passed = (first, first, second, second, first, other, other, second, first, second)
+        return [compiled(each).tolist() for each in passed]
+
+    assert run(weft.compile) == run(lambda step: step)

@@ -1,0 +1,277 @@
+"""Attributes by names that stand in no code: a step computes them, or reads all attributes of an object."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft.capture.record import tracer
+
+CALLS = 5
+
+
+class State:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Callback:
+    def __init__(self) -> None:
+        self.steps, self.total = 0, torch.zeros(())
+
+    def on_batch_end(self, loss: torch.Tensor) -> None:
+        self.steps += 1
+        self.total += loss.detach() * self.steps
+
+
+class Stored:
+    """A descriptor that keeps its value under a name of its own."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, obj: Any, kind: Any) -> Any:
+        return getattr(obj, self.name)
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        setattr(obj, self.name, value)
+        obj.count += 1
+
+
+class Described:
+    value: Any = Stored()
+
+    def __init__(self) -> None:
+        self.count, self._value = 0, 0
+
+
+@dataclasses.dataclass
+class Settings:
+    a: int = 1
+    left: int = 0
+
+
+class Saved:
+    def __init__(self) -> None:
+        self.count, self.best = 0, 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+Made = tuple[Callable[[torch.Tensor], Any], Callable[[], Any]]
+
+
+def numbers_read() -> Made:
+    s = State(x0=1, x1=2)
+
+    def after() -> Any:
+        s.x1 += 1
+
+    return lambda x: functools.reduce(lambda y, at: y * getattr(s, f"x{at}"), range(2), x), after
+
+
+def numbers_written() -> Made:
+    s = State(x0=1, x1=2)
+
+    def step(x: torch.Tensor) -> Any:
+        for at in range(2):
+            setattr(s, f"x{at}", getattr(s, f"x{at}") + 1)
+            x = x * getattr(s, f"x{at}")
+        return x
+
+    return step, lambda: dict(vars(s))
+
+
+def tensors_written() -> Made:
+    s = State(x0=torch.zeros(2))
+
+    def step(x: torch.Tensor) -> Any:
+        for at in range(1):
+            setattr(s, f"x{at}", getattr(s, f"x{at}") + x)
+        return x
+
+    return step, lambda: dict(vars(s))
+
+
+def new_attributes_of_a_module() -> Made:
+    module = nn.Linear(2, 2)
+
+    def step(x: torch.Tensor) -> Any:
+        for at in range(2):
+            setattr(module, f"x{at}", getattr(module, f"x{at}", 0) + 1)
+            x = x * getattr(module, f"x{at}")
+        return x
+
+    return step, lambda: [vars(module)[name] for name in ("x0", "x1")]
+
+
+def attributes_that_come_and_go() -> Made:
+    s = State()
+
+    def step(x: torch.Tensor) -> Any:
+        name = "_".join(["is", "set"])
+        if hasattr(s, name):
+            delattr(s, name)
+            return x
+        setattr(s, name, 1)
+        return x * 2
+
+    return step, lambda: dict(vars(s))
+
+
+def methods_of_callbacks() -> Made:
+    callbacks = [Callback(), Callback()]
+
+    def notify(event: str, *arguments: Any) -> None:
+        for each in callbacks:
+            getattr(each, f"on_{event}")(*arguments)
+
+    def step(x: torch.Tensor) -> Any:
+        loss = (x * 2).sum()
+        notify("batch_end", loss)
+        return loss
+
+    return step, lambda: [(each.steps, each.total.clone()) for each in callbacks]
+
+
+def descriptors() -> Made:
+    described = Described()
+
+    def step(x: torch.Tensor) -> Any:
+        described.value = described.value + 1
+        return x * described.value
+
+    return step, lambda: (described.count, described.value)
+
+
+def all_variables() -> Made:
+    s = State(a=1, b=2)
+
+    def after() -> None:
+        s.b += 1
+
+    return lambda x: functools.reduce(lambda y, value: y * value, vars(s).values(), x), after
+
+
+def copied(copying: Callable[[Any], Any], make: Callable[..., Any]) -> Made:
+    s = State(config=make(a=1, left=0), snapshot=None)
+
+    def step(x: torch.Tensor) -> Any:
+        s.snapshot = copying(s.config)
+        return x * s.snapshot.a
+
+    def after() -> Any:
+        s.config.left += 1
+        return dict(vars(s.snapshot))
+
+    return step, after
+
+
+def inside_of_a_copy() -> Made:
+    s = State(config=State(a=1, items=[1], settings={"a": 1}), snapshot=None)
+
+    def step(x: torch.Tensor) -> Any:
+        s.snapshot = copy.copy(s.config)
+        return x
+
+    def after() -> Any:
+        s.snapshot.items.append(2)
+        s.snapshot.settings["a"] += 1
+        return list(s.config.items), dict(s.config.settings)
+
+    return step, after
+
+
+def own_dictionary() -> Made:
+    saved, s = Saved(), State(last=None)
+
+    def step(x: torch.Tensor) -> Any:
+        s.last = saved.state_dict()
+        return x
+
+    def after() -> Any:
+        saved.count += 1
+        return dict(s.last)
+
+    return step, after
+
+
+CASES = {
+    "numbers read": numbers_read,
+    "numbers written": numbers_written,
+    "tensors written": tensors_written,
+    "new attributes of a module": new_attributes_of_a_module,
+    "attributes that come and go": attributes_that_come_and_go,
+    "methods of callbacks": methods_of_callbacks,
+    "descriptors": descriptors,
+    "all variables": all_variables,
+    "copy": lambda: copied(copy.copy, State),
+    "deepcopy": lambda: copied(copy.deepcopy, State),
+    "replace": lambda: copied(lambda config: dataclasses.replace(config, a=3), Settings),
+    "inside of a copy": inside_of_a_copy,
+    "own dictionary": own_dictionary,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_call_does_as_eager_does(name: str) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        step, after = CASES[name]()
+        step, found = wrap(step), list[Any]()
+        for at in range(CALLS):
+            found += [step(torch.full((2,), float(at + 1))), after()]
+        return [str(each) for each in found]
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The attempts at captures that were made so far."""
+    made = list[Any]()
+    run = tracer._StepCapture.run
+    monkeypatch.setattr(tracer._StepCapture, "run", lambda self: made.append(1) or run(self))
+    return made
+
+
+def test_the_names_are_known_to_later_captures(attempts: list[Any]) -> None:
+    s = State(x0=1)
+    compiled = weft.compile(lambda x, flag: x * sum(getattr(s, f"x{at}") for at in range(1)) + flag)
+    compiled(torch.ones(2), True)
+    assert len(attempts) == 2
+    compiled(torch.ones(2), False)
+    assert len(attempts) == 3
+
+
+def test_a_loop_over_the_layers_of_a_module_needs_no_second_attempt(attempts: list[Any]) -> None:
+    model = nn.Module()
+    for at in range(3):
+        setattr(model, f"layer{at}", nn.Linear(2, 2))
+    step = lambda x: functools.reduce(lambda y, at: getattr(model, f"layer{at}")(y), range(3), x)
+    weft.compile(step)(torch.ones(2))
+    assert len(attempts) == 1
+
+
+def test_what_stands_for_getattr_is_not_seen() -> None:
+    seen: list[Any] = []
+    missing = "_".join(["main", "grad"])
+
+    def step(x: torch.Tensor) -> Any:
+        kinds = getattr(x, "__class__"), getattr(x * 2, f"__{'class'}__")  # noqa: B009
+        return x if hasattr(x, missing) or kinds != (torch.Tensor, torch.Tensor) else x * 2
+
+    compiled = weft.compile(step)
+    x = torch.ones(2)
+    seen.append(compiled(x).tolist())
+    setattr(x, missing, 1)
+    seen.append(compiled(x).tolist())
+    assert seen == [[2.0, 2.0], [1.0, 1.0]]
