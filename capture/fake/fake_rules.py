@@ -121,6 +121,11 @@ def _pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: b
     return x.new_empty((rows, *x.shape[2:])), torch.empty((steps,), dtype=torch.int64, device="cpu")
 
 
+def _dropout(*args: Any) -> torch.Tensor:
+    """The operand itself where nothing is dropped, as of the kernel; torch's rule copies it."""
+    return torch_adapter.run_composite(aten.dropout.default, args, {})
+
+
 def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> torch.Tensor:
     """Torch's rule asks whether the end lies behind that of the tensor, also where it cannot lie before it: the
     last rows of a loop over ``x[at : at + 4]`` would be two forms."""
@@ -182,6 +187,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.bmm.default: _bmm,
     aten.slice.Tensor: _slice,
+    aten.dropout.default: _dropout,
     aten.linspace.default: _spaced,
     aten.logspace.default: _spaced,
     **{getattr(aten._ctc_loss, name): _ctc_loss for name in ("default", "Tensor")},

@@ -68,7 +68,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.replaced_memory import memory_replaced
-from weft.capture.record.result_aliases import result_aliases
+from weft.capture.record.result_aliases import inference_results, result_aliases
 from weft.capture.record.sharding_text import sharding_text
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
@@ -434,6 +434,7 @@ class _StepCapture:
             self._restore_state()
             self.lists.settle(self.state.containers)
             aliases = result_aliases([node for node, _ in recorder.placeholders], nodes)
+            inference = inference_results([tensor for _, tensor in recorder.placeholders], templates.inference)
             if complete:
                 self._updates(outputs, nodes, replaced)
                 updated = {out.input for out in outputs if isinstance(out, Update)}
@@ -473,6 +474,7 @@ class _StepCapture:
             self.running.libraries(self.state),
             self.autocast_copies,
             aliases,
+            inference,
             self.changing,
             self.branches.taken,
             complete,
