@@ -593,8 +593,12 @@ def inference_mode_of(tensor: torch.Tensor) -> Iterator[None]:
     if (kind := tensor.is_inference()) is torch.is_inference_mode_enabled():
         yield
         return
-    with torch.inference_mode(kind), torch._C._AutoDispatchBelowAutograd():
+    with torch.inference_mode(kind), below_autograd():
         yield
+
+
+# Inside, operations go past autograd: nothing is recorded for a backward, and composite operations stay whole.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def detached_fake(fake: torch.Tensor) -> torch.Tensor:

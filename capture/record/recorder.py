@@ -236,7 +236,8 @@ class OpRecorder(TorchDispatchMode):
         if op is _WAIT:
             return self._record_wait(out, args[0])
         operands = map_operands(args, self.value)
-        node = self.emit(facts.executable, *operands, val=out, **map_operands(kwargs, self.value))
+        target = facts.executable if torch.is_grad_enabled() else op
+        node = self.emit(target, *operands, val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
         return out
 
