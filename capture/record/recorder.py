@@ -369,8 +369,7 @@ class OpRecorder(TorchDispatchMode):
         """``t.transpose_()`` and the like change what the tensor object is: from now on a view of what it was."""
         target = args[0]
         view = out_of_place(op)
-        given = is_tracked(target) and any(target is known.val for known in self._inputs.values())
-        if view is None or given or not is_tracked(target):
+        if view is None or self._is_argument(target) or not is_tracked(target):
             raise UncapturableMutation(f"{op} at {user_line()}: a tensor of your own cannot change its shape in a step")
         before = self.storages.of(target)
         sets = op is aten.set_.source_Tensor  # to the memory of another tensor, as ``t.data = ...``
@@ -385,6 +384,9 @@ class OpRecorder(TorchDispatchMode):
         after = self.storages.copy_of(now) if sets else self.storages.reshaped(now, before, layout_before)
         self.storages.mark(target, after)
         return target
+
+    def _is_argument(self, tensor: torch.Tensor) -> bool:
+        return is_tracked(tensor) and any(tensor is known.val for known in self._inputs.values())
 
     # ---- values
 
@@ -412,6 +414,9 @@ class OpRecorder(TorchDispatchMode):
 
     def set_data(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``target.data = source``: target stays the same object and shares the memory of source from here on."""
+        if self._is_argument(target):
+            what = f"`tensor.data = ...` of an argument at {user_line()}"
+            raise UncapturableMutation(f"{what}; copy the values with tensor.copy_(...), or assign to a clone of it")
         tracked = self.storages.copy_of(self.storages.of(source))
         if isinstance(target, FakeTensor):
             self.storages.mark(target, tracked)

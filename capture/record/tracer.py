@@ -504,7 +504,9 @@ class _StepCapture:
             # `add_param_group` is called once for each group. Where a step calls it each time, each is captured.
             is_groups = any(container.obj is each.param_groups for each, _ in self.state.optimizers)
             if container.grows_forever() and not is_groups and not takes_out_entries(self.state.functions):
-                remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
+                # Of a list that is an argument of the function, each call would compare the entries.
+                remedy = "give the value and the object that has the list to a function marked @weft.opaque, and append"
+                remedy += " and read there; or keep what is needed in a place of its own"
                 change = f"{len(container.before)} -> {len(container.obj)} entries"
                 raise PythonStateChanged(container.path, change, remedy)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)
