@@ -188,13 +188,16 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         """``target.data = value``: target keeps its identity and hooks and shares the memory of value from here on.
 
         Raises:
-            UncapturableMutation: value has another shape or dtype.
+            UncapturableMutation: value has another shape or dtype, or makes an inference tensor of target.
         """
         fake = self._recorder.storages.of(value).val
         if fake.shape != target.shape or fake.dtype != target.dtype:
             raise UncapturableMutation(
                 f"`tensor.data = ...` with another shape or dtype at {user_line()}; assign a new tensor instead"
             )
+        if fake.is_inference() and not target.is_inference():
+            what = f"`tensor.data = ...` with an inference tensor at {user_line()}"
+            raise UncapturableMutation(f"{what}; copy the values with tensor.copy_(...), or use torch.no_grad()")
         self._recorder.set_data(target, value)
 
 

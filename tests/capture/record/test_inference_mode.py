@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 import weft
 from both_ways import assert_equal, detached
+from weft.errors import UncapturableMutation
 
 Step = Callable[..., Any]
 
@@ -211,3 +212,23 @@ def test_errors_of_inference_tensors_are_those_of_eager() -> None:
 
     with pytest.raises(RuntimeError, match="Inplace update to inference tensor outside InferenceMode"):
         weft.compile(step)(torch.ones(3))
+
+
+def test_data_that_would_make_an_inference_tensor_of_a_state_is_refused_with_remedies_that_work() -> None:
+    state = torch.zeros(3)
+
+    def assigned(x: Tensor) -> None:
+        state.data = x * 2
+
+    def copied(x: Tensor) -> None:
+        state.copy_(x * 2)
+
+    with torch.inference_mode():
+        with pytest.raises(UncapturableMutation, match="with an inference tensor"):
+            weft.compile(assigned)(torch.ones(3))
+        weft.compile(copied)(torch.ones(3))
+    assert state.tolist() == [2, 2, 2]
+    with torch.no_grad():
+        weft.compile(assigned)(torch.ones(3) * 2)
+    assert state.tolist() == [4, 4, 4]
+    assert not state.is_inference()
