@@ -33,7 +33,7 @@ from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.generator_states import GeneratorStates
 from weft.capture.record.made_for_opaque import begin_call
 from weft.capture.record.python_numbers import ChangingState
-from weft.capture.record.recorder import check
+from weft.capture.record.runtime_checks import check
 from weft.capture.segments import Outcome, Segment, is_branch, segments_of
 from weft.capture.state.containers import Container, StatePlace
 from weft.capture.step_interface import Role

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from weft.capture.agreement.lockstep import RankEvent
 from weft.capture.graph import StepGraph
 from weft.capture.guards.guards import Guards
 from weft.capture.record.autocast_copies import check_copies, known_copies, weights_updated
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.made_for_opaque import begin_call
+from weft.capture.record.result_aliases import of_kind
 from weft.capture.state.absent_graphs import mark_absent_graph
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.state_reader import PlaceReader
@@ -45,9 +48,15 @@ class PlacedProgram:
         updated = {entry.name for entry, _ in graph.updates()}
         inputs = zip(graph.inputs, places, strict=True)
         self.updated = [place for entry, place in inputs if entry.name in updated and entry.role is not Role.SCALAR]
+        written = [node.meta["val"] for node in graph.placeholders if node.name in updated]
+        # Torch lets nobody write to an inference tensor outside of that mode.
+        self._writes_inference = any(isinstance(val, torch.Tensor) and val.is_inference() for val in written)
 
     def run(self) -> list[Any]:
         """Run with the present values; returns those of the outputs that update no input."""
+        if self._writes_inference:
+            with torch.inference_mode():
+                return self.program.boxed(self._inputs.read())
         return self.program.boxed(self._inputs.read())
 
     def tell_autocast(self) -> None:
@@ -137,6 +146,8 @@ class ProgramForm:
             outputs = self._compute()
             for at in captured.aliases:
                 outputs[at] = outputs[at].detach()
+            for at, inference in captured.inference:
+                outputs[at] = of_kind(outputs[at], inference)
             for place in captured.left_with_graph:
                 mark_absent_graph(place.outer(), place.path)
             # All values first: one effect may move what another one replaces.

@@ -54,15 +54,23 @@ def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
     return cast(ShapeEnv, fake_mode.shape_env)
 
 
-def is_composite_view(op: OpOverload) -> bool:
-    """Whether torch computes ``op`` by other operations, with autograd and without, and its results may be views of its
-    operands (``chunk``, ``to``, ``reshape``). Other composite operations may choose kernels by what their operands are,
-    and would choose others for fakes (LSTMs, ``linalg.svdvals``)."""
-    results = op._schema.returns
-    may_be_views = bool(results) and all(each.alias_info and not each.alias_info.is_write for each in results)
+def is_composite(op: OpOverload) -> bool:
+    """Whether torch computes ``op`` by other operations, with autograd and without."""
     # TorchScript has operations of its own, which the dispatcher does not know.
-    known = may_be_views and torch._C._dispatch_has_kernel(op.name())
-    return known and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    name = op.name()
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def is_taken_apart(op: OpOverload) -> bool:
+    """Whether a composite operation is recorded as those that it calls, also where torch leaves it whole: its results
+    may be views of its operands (``chunk``, ``to``, ``reshape``), or are no tensors (``bool(x)``), or it is a program's
+    own. Other composite operations may choose kernels by what their operands are, and would choose others for fakes
+    (LSTMs, ``linalg.svdvals``)."""
+    results = op._schema.returns
+    may_be_views = all(each.alias_info and not each.alias_info.is_write for each in results)
+    no_tensors = not any("Tensor" in str(each.type) for each in results)
+    return bool(results) and is_composite(op) and (may_be_views or no_tensors or op.namespace != "aten")
 
 
 def run_composite(op: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -572,7 +580,25 @@ def contiguous_fake(mode: FakeTensorMode, device: torch.device, dtype: torch.dty
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     """A fake tensor with the layout of a plain or a fake one, from the start of memory of its own."""
-    return new_fake(mode, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), 0, None)
+    with inference_mode_of(tensor):
+        return new_fake(mode, tensor.device, tensor.dtype, tensor.shape, tensor.stride(), 0, None)
+
+
+@contextlib.contextmanager
+def inference_mode_of(tensor: torch.Tensor) -> Iterator[None]:
+    """Inside, fakes are made as inference tensors if ``tensor`` is one, and else as ordinary ones.
+
+    Eager gives a view the kind of its base. Torch makes a new tensor for each fake, of the kind of the present mode.
+    """
+    if (kind := tensor.is_inference()) is torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(kind), below_autograd():
+        yield
+
+
+# Inside, operations go past autograd: nothing is recorded for a backward, and composite operations stay whole.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def detached_fake(fake: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,12 @@ class FakeResultCache:
         self._known: dict[Any, tuple[OpOverload, type | None, list[_ResultLayout]]] = {}
 
     def __call__(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not op.is_view or type(args[0]) is not FakeTensor:
+            return self._result(op, args, kwargs)
+        with torch_adapter.inference_mode_of(args[0]):
+            return self._result(op, args, kwargs)
+
+    def _result(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depends = self._met.get(id(op))
         if depends is None:
             depends = self._met[id(op)] = op, _depends_on_layouts(op)

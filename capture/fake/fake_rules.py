@@ -14,6 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.user_code import user_line
+from weft.errors import CannotCapture
 from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
@@ -121,6 +123,24 @@ def _pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: b
     return x.new_empty((rows, *x.shape[2:])), torch.empty((steps,), dtype=torch.int64, device="cpu")
 
 
+def _dropout(*args: Any) -> torch.Tensor:
+    """The operand itself where nothing is dropped, as of the kernel; torch's rule copies it."""
+    return torch_adapter.run_composite(aten.dropout.default, args, {})
+
+
+def _native_attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The kernel makes no weights where none are wanted; torch's rule does."""
+    out, weights = aten._native_multi_head_attention.default(*args)
+    wants_weights = len(args) < 11 or args[10]
+    return out, weights if wants_weights else None
+
+
+def _nested_tensor(*args: Any) -> torch.Tensor:
+    """An encoder of torch's leaves out the padding in eager, which only the data places."""
+    why = "nn.TransformerEncoder makes a nested tensor of the part that the padding mask leaves"
+    raise CannotCapture(user_line(), why, "Give it enable_nested_tensor=False")
+
+
 def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> torch.Tensor:
     """Torch's rule asks whether the end lies behind that of the tensor, also where it cannot lie before it: the
     last rows of a loop over ``x[at : at + 4]`` would be two forms."""
@@ -182,6 +202,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.bmm.default: _bmm,
     aten.slice.Tensor: _slice,
+    aten.dropout.default: _dropout,
+    aten._nested_tensor_from_mask.default: _nested_tensor,
+    aten._native_multi_head_attention.default: _native_attention,
     aten.linspace.default: _spaced,
     aten.logspace.default: _spaced,
     **{getattr(aten._ctc_loss, name): _ctc_loss for name in ("default", "Tensor")},

@@ -96,7 +96,8 @@ class TensorGuard:
     def __init__(self, place: StatePlace, val: torch.Tensor) -> None:
         self.place = place
         self.dtype, self.device = val.dtype, val.device
-        self.marks = val.is_conj(), val.is_neg()  # of values that are the conjugates or negatives of what memory holds
+        # Of values that are the conjugates or negatives of what memory holds, and of inference tensors.
+        self.marks = val.is_conj(), val.is_neg(), val.is_inference()
         self.static = all(isinstance(n, int) for n in (*val.shape, *val.stride()))
         self.shape = tuple(val.shape) if self.static else val.dim()
         self.sizes = [(dim, n) for dim, n in enumerate(val.shape) if isinstance(n, int)]
@@ -118,7 +119,7 @@ class TensorGuard:
         else:
             same = value.dim() == self.shape and all(value.shape[d] == n for d, n in self.sizes)
             same = same and all(value.stride(d) == s or value.shape[d] < 2 for d, s in self.strides)
-        marks = value.is_conj(), value.is_neg()
+        marks = value.is_conj(), value.is_neg(), value.is_inference()
         if same and value.dtype == self.dtype and value.device == self.device and marks == self.marks:
             return None
         return f"{self.place.path} is {_described(value)}, was {self.described}"
@@ -246,5 +247,5 @@ def _aliases(tensors: list[torch.Tensor]) -> tuple[list[int], list[Any]]:
 
 
 def _described(tensor: torch.Tensor) -> str:
-    lazy = "conjugate " * tensor.is_conj() + "negative " * tensor.is_neg()
+    lazy = "conjugate " * tensor.is_conj() + "negative " * tensor.is_neg() + "inference " * tensor.is_inference()
     return f"{lazy}{tensor.dtype} {list(tensor.shape)} strides {list(tensor.stride())} on {tensor.device}"

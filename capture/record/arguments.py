@@ -340,7 +340,7 @@ class CallArguments:
                 )
             return leaf
         required = {dim for dim, mark in getattr(leaf, MARKS, {}).items() if mark == "dynamic"}
-        with torch_adapter.only_mode(recorder.fake_mode):
+        with torch_adapter.only_mode(recorder.fake_mode), torch_adapter.inference_mode_of(inner):
             shape = [
                 sizes.symbol(at, dim, path, size, required=dim in required) if dim in dims else size
                 for dim, size in enumerate(inner.shape)
@@ -359,7 +359,7 @@ class CallArguments:
             known = (part or recorder.new_input(inner, val)).val
         if not names and any(known is each for each in self._passed.values()):
             # Another tensor in the same memory: the step may ask whether both are one object.
-            with torch_adapter.only_mode(recorder.fake_mode):
+            with torch_adapter.only_mode(recorder.fake_mode), torch_adapter.inference_mode_of(known):
                 known = recorder.storages.share(known.detach(), recorder.storages.of(known))
         passed = Shell.of(leaf).around({names: known}) if names else known
         if at in self.arrays:

@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -263,6 +264,8 @@ class ArraySources:
 
     def _made(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         numpy, found = sys.modules["numpy"], []
+        if args and isinstance(args[0], deque):
+            args = (list(args[0]), *args[1:])  # as numpy takes it
         if original.__name__ in _OF_LISTS and args and type(args[0]) is HostList:
             return self.arrays.call(ArrayOfList(original), (self.arrays.of_list(args[0]), *args[1:]), kwargs)
         args, kwargs = map_leaves((args, kwargs), lambda leaf: self.numpy(leaf) if _is_tensor(leaf) else leaf)
@@ -433,7 +436,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 def _holds_numbers(tree: Any) -> bool:
     """Whether there are tensors, or numbers that differ from call to call, in a list, or in lists in it."""
-    if type(tree) in (list, tuple):
+    if type(tree) in (list, tuple) or isinstance(tree, deque):
         return any(map(_holds_numbers, tree))
     return type(tree) is HostList or isinstance(tree, (torch.Tensor, *_NUMBERS))
 

@@ -73,6 +73,8 @@ class CapturedStep:
         raises: the exception with which the step ends on this path, after its branches.
         aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
             of their own, and a program may return as an input or as another result (``p.detach()``).
+        inference: numbers of tensors among these values, with whether eager makes an inference tensor; empty where
+            neither the step nor its caller is in inference mode, and no input is such a tensor.
         unread_gradients: parameters whose gradient each call replaces and none reads.
         left_with_graph: the places of the tensors that the step writes in place, which eager leaves with a grad_fn.
         moved: dictionaries, with the keys that each call moves to their end after the effects, one by one.
@@ -100,6 +102,7 @@ class CapturedStep:
     libraries: Libraries
     autocast_copies: list[AutocastCopy]
     aliases: list[int]
+    inference: list[tuple[int, bool]]
     changing: ChangingState
     outcomes: tuple[Outcome, ...] = ()
     complete: bool = True

@@ -42,6 +42,7 @@ _IN_PYTHON = "Write it in Python, with if, for or while: a compiled step branche
 _NEEDS_NUMBERS = ("its data is not allocated yet", "on tensor with symbolic sizes/strides")
 # What torch says where a type of tensors of the user's is to be made of a fake tensor.
 _CONVERTS_MODULE = "_apply(): Couldn't swap"
+_GIVES_ARRAY = ".numpy() is not supported for tensor subclasses"
 _MAKES_SUBCLASS = "Creating a new Tensor subclass"
 _SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
 
@@ -76,6 +77,10 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
     except RuntimeError as error:
         if _MAKES_SUBCLASS in str(error):
             raise UncapturableSubclass(_line(frames_of(error.__traceback__), step)) from error
+        if _GIVES_ARRAY in str(error):
+            reason = "an operation that calls other operations (CompositeImplicitAutograd) makes an array of a tensor"
+            remedy = "Make it one operation: torch.library.custom_op, with register_fake"
+            raise CannotCapture(_line(frames_of(error.__traceback__), step), reason, remedy) from error
         if _CONVERTS_MODULE in str(error):
             reason = "a module is converted to another dtype or device after the step has used it"
             remedy = "Convert it before the step, or compute in the other dtype under torch.autocast"

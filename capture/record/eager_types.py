@@ -36,6 +36,8 @@ from weft.capture.record.unread_arguments import UnreadValue
 from weft.capture.user_code import called_by_user
 from weft.source_files import KIND_OF_FILE
 
+_LAYERS = {module.__file__ for module in (torch.nn.modules.activation, torch.nn.modules.transformer)}
+
 
 class EagerTypes:
     """Answers for one capture.
@@ -118,7 +120,8 @@ class EagerTypes:
     def _asked_outside(self, original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def ask(*args: Any, **kwargs: Any) -> Any:
-            if not (self._intercepts() and called_by_user()):
+            # Attention and encoder layers of torch's ask too: in eager they call one fused kernel.
+            if not (self._intercepts() and (called_by_user() or sys._getframe(1).f_code.co_filename in _LAYERS)):
                 return original(*args, **kwargs)
             with torch_adapter.real_tensors():
                 args, kwargs = torch_adapter.tree_map(self._real, (args, kwargs))

@@ -26,7 +26,8 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.node_kinds import is_ordered, is_random
-from weft.capture.record.recorder import OpRecorder, check, recording
+from weft.capture.record.recorder import OpRecorder, recording
+from weft.capture.record.runtime_checks import check
 from weft.capture.segments import is_branch
 from weft.capture.state.origin import is_user_class
 from weft.capture.user_code import user_line

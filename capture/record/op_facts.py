@@ -31,7 +31,8 @@ class OpFacts(NamedTuple):
         writes: the arguments that it writes, None where there are none.
         reads_data: whether the sizes or the number that it returns depend on data.
         needs_check: whether it is a collective whose operands torch checks only when it runs.
-        is_composite_view: whether torch computes it by other operations, and its results may be views.
+        is_composite: whether torch computes it by other operations.
+        is_taken_apart: whether it is recorded as those, see :func:`weft.torch_adapter.is_taken_apart`.
     """
 
     op: OpOverload
@@ -41,7 +42,8 @@ class OpFacts(NamedTuple):
     writes: WrittenArguments | None
     reads_data: bool
     needs_check: bool
-    is_composite_view: bool
+    is_composite: bool
+    is_taken_apart: bool
 
 
 _known: dict[int, OpFacts] = {}
@@ -54,5 +56,6 @@ def facts_of(op: OpOverload) -> OpFacts:
         namespace, name = op._schema.name.split("::")
         reads_data = not _READS_DATA.isdisjoint(op.tags)
         asked = executable_form(op), written_arguments(op), reads_data, needs_check(op)
-        found = _known[id(op)] = OpFacts(op, namespace, name, *asked, torch_adapter.is_composite_view(op))
+        asked = *asked, torch_adapter.is_composite(op), torch_adapter.is_taken_apart(op)
+        found = _known[id(op)] = OpFacts(op, namespace, name, *asked)
     return found

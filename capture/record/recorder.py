@@ -39,12 +39,13 @@ from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.real_operations import operations_for_real
 from weft.capture.record.resized_outputs import written_by
+from weft.capture.record.runtime_checks import check
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
-from weft.errors import RuntimeCheckFailed, UncapturableCollective, UncapturableLayout, UncapturableMutation
+from weft.errors import UncapturableCollective, UncapturableLayout, UncapturableMutation
 from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
@@ -57,22 +58,6 @@ _OF_WRAPPERS = (
     "with weft.fully_shard in place of torch's. A call of your own: use a function of torch.distributed that works on "
     "tensors of all ranks"
 )
-
-
-def check(holds: bool, condition: str, names: str, *values: int) -> None:
-    """Target of a node that checks what the graph assumes about numbers that only the data decides.
-
-    Args:
-        holds: whether the assumption is true in this call.
-        condition: the assumption as text.
-        names, values: the numbers in it; the names are separated by line feeds.
-
-    Raises:
-        RuntimeCheckFailed: it does not hold; names the condition and the numbers.
-    """
-    if not holds:
-        found = ", ".join(f"{name} = {value}" for name, value in zip(names.split("\n"), values, strict=True))
-        raise RuntimeCheckFailed(condition, found)
 
 
 class _RecorderOfThread(threading.local):
@@ -170,9 +155,8 @@ class OpRecorder(TorchDispatchMode):
         for tensor in tensors:
             if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
                 return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
-        if facts.is_composite_view:  # torch leaves it whole below autograd, and in inference mode
-            with self:
-                return torch_adapter.run_composite(op, args, kwargs)
+        if facts.is_taken_apart:  # torch leaves it whole below autograd, and in inference mode
+            return self._run_composite(op, args, kwargs)
         if facts.namespace == "c10d":
             raise UncapturableCollective(facts.name, user_line(), _OF_WRAPPERS)
         if self.packed is not None and (total := self.packed.sum_of(op, args)) is not None:
@@ -217,6 +201,11 @@ class OpRecorder(TorchDispatchMode):
 
     # ---- operations that compute
 
+    def _run_composite(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a composite operation as those that it calls."""
+        with self:
+            return torch_adapter.run_composite(op, args, kwargs)
+
     def _record(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
     ) -> Any:
@@ -240,12 +229,15 @@ class OpRecorder(TorchDispatchMode):
             error.add_note(f"while capturing {op} at {user_line()}")
             raise
         self.emit_new_checks()
+        if facts.is_composite and self.storages.shares_memory(out, fakes):  # a dropout that drops nothing, an einsum
+            return self._run_composite(op, args, kwargs)
         if op in _SAME_VALUE and isinstance(out, FakeTensor):
             return self.storages.share(out, self.storages.of(args[0]))
         if op is _WAIT:
             return self._record_wait(out, args[0])
         operands = map_operands(args, self.value)
-        node = self.emit(facts.executable, *operands, val=out, **map_operands(kwargs, self.value))
+        target = facts.executable if torch.is_grad_enabled() else op
+        node = self.emit(target, *operands, val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
         return out
 
@@ -377,13 +369,12 @@ class OpRecorder(TorchDispatchMode):
         """``t.transpose_()`` and the like change what the tensor object is: from now on a view of what it was."""
         target = args[0]
         view = out_of_place(op)
-        given = is_tracked(target) and any(target is known.val for known in self._inputs.values())
-        if view is None or given or not is_tracked(target):
+        if view is None or self._is_argument(target) or not is_tracked(target):
             raise UncapturableMutation(f"{op} at {user_line()}: a tensor of your own cannot change its shape in a step")
         before = self.storages.of(target)
         sets = op is aten.set_.source_Tensor  # to the memory of another tensor, as ``t.data = ...``
         now = self.storages.of(args[1] if sets else self._record(facts_of(view), args, kwargs, tensors_in(args)))
-        with torch_adapter.only_mode(self.fake_mode):
+        with torch_adapter.only_mode(self.fake_mode), torch_adapter.inference_mode_of(target):
             layout_before = target.detach()
         # The object is about to change its layout; nodes that it stands for keep the layout they were recorded with.
         for node in filter(lambda node: "val" in node.meta, self.graph.nodes):  # checks of values have none
@@ -393,6 +384,9 @@ class OpRecorder(TorchDispatchMode):
         after = self.storages.copy_of(now) if sets else self.storages.reshaped(now, before, layout_before)
         self.storages.mark(target, after)
         return target
+
+    def _is_argument(self, tensor: torch.Tensor) -> bool:
+        return is_tracked(tensor) and any(tensor is known.val for known in self._inputs.values())
 
     # ---- values
 
@@ -420,6 +414,9 @@ class OpRecorder(TorchDispatchMode):
 
     def set_data(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``target.data = source``: target stays the same object and shares the memory of source from here on."""
+        if self._is_argument(target):
+            what = f"`tensor.data = ...` of an argument at {user_line()}"
+            raise UncapturableMutation(f"{what}; copy the values with tensor.copy_(...), or assign to a clone of it")
         tracked = self.storages.copy_of(self.storages.of(source))
         if isinstance(target, FakeTensor):
             self.storages.mark(target, tracked)

@@ -28,7 +28,8 @@ from weft.capture.record.held_references import StandIn
 from weft.capture.record.host_draws import GeneratorDraw, draw_numpy, draw_python
 from weft.capture.record.operands import tensors_in
 from weft.capture.record.plain_keys import keep_entries, plain_key
-from weft.capture.record.recorder import check, recording
+from weft.capture.record.recorder import recording
+from weft.capture.record.runtime_checks import check
 from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import Container
 from weft.capture.state.object_parts import identity_of_parts, objects_in, parts_of

@@ -1,7 +1,8 @@
-"""Which results of a program eager would hand out as tensor objects of their own."""
+"""Which results of a program eager would hand out as other tensor objects, or as those of the other kind."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,28 @@ def result_aliases(inputs: list[torch.fx.Node], values: list[Any]) -> list[int]:
                 found.append(at)
             known.add(where)
     return found
+
+
+def inference_results(inputs: Iterable[torch.Tensor], results: dict[int, bool]) -> list[tuple[int, bool]]:
+    """The entries of ``results``, by number whether the value is an inference tensor in eager; none where the programs
+    of a step, which run in the mode of its caller, can only make ordinary tensors, as eager does."""
+    ambient = torch.is_inference_mode_enabled()
+    return [*results.items()] if ambient or any(results.values()) or any(map(_is_inference, inputs)) else []
+
+
+def of_kind(tensor: torch.Tensor, inference: bool) -> torch.Tensor:
+    """The tensor, or one in its memory: an inference tensor or an ordinary one."""
+    if tensor.is_inference() is inference:
+        return tensor
+    layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+    with torch.inference_mode(inference), torch.no_grad():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), *layout)
+        made = made.conj() if tensor.is_conj() else made
+        return torch.ops.aten._neg_view.default(made) if tensor.is_neg() else made
+
+
+def _is_inference(tensor: torch.Tensor) -> bool:
+    return tensor.is_inference()
 
 
 def _geometry(node: torch.fx.Node) -> Any:

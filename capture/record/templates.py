@@ -62,6 +62,7 @@ class Templates:
         self.places = places_by_id
         self.own = own
         self.outputs: dict[int, int] = {}  # number of the output of each tensor object of the capture, by id
+        self.inference: dict[int, bool] = {}  # by number of the output: whether it is an inference tensor
         self.unfinished = set[int]()  # ids of the objects whose parts are being made
         self.weak: list[tuple[weakref.ref[Any], str]] = []  # weak references that the step left, and where
         self.made: dict[int, tuple[Any, Any]] = {}  # by id: an object, held so that no other one gets the id; its part
@@ -214,6 +215,7 @@ class _Making:
         recorder, outputs = self._all.recorder, self._all.outputs
         if id(value) not in outputs:  # one object in several places is one output
             outputs[id(value)] = self._keep(recorder.current_value(inner))
+            self._all.inference[outputs[id(value)]] = inner.is_inference()
         number = outputs[id(value)]
         return self._slot(value, SubclassParts(Shell.of(value), {names: number}) if names else number)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -136,6 +136,11 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 raise NumpyOnTensor(user_line())
             if func == _SET_DATA:
                 return self._set_data(*args)
+            if func in _CHOOSE_KERNELS and not _wants_gradients((*args, *kwargs.values())):
+                with torch_adapter.below_autograd():
+                    return func(*args, **kwargs)
+            if func is torch.functional.norm:
+                func = self._inside(func, self)
             if func in _FUSED:
                 kwargs = {
                     name: self._recorder.float_tags.tag(value) if isinstance(value, torch.SymFloat) else value
@@ -183,13 +188,16 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         """``target.data = value``: target keeps its identity and hooks and shares the memory of value from here on.
 
         Raises:
-            UncapturableMutation: value has another shape or dtype.
+            UncapturableMutation: value has another shape or dtype, or makes an inference tensor of target.
         """
         fake = self._recorder.storages.of(value).val
         if fake.shape != target.shape or fake.dtype != target.dtype:
             raise UncapturableMutation(
                 f"`tensor.data = ...` with another shape or dtype at {user_line()}; assign a new tensor instead"
             )
+        if fake.is_inference() and not target.is_inference():
+            what = f"`tensor.data = ...` with an inference tensor at {user_line()}"
+            raise UncapturableMutation(f"{what}; copy the values with tensor.copy_(...), or use torch.no_grad()")
         self._recorder.set_data(target, value)
 
 
@@ -245,6 +253,10 @@ def _padded(
     return out
 
 
+def _wants_gradients(operands: Iterable[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in operands)
+
+
 def _is_size(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and not value.is_floating_point()
@@ -265,11 +277,19 @@ def _with_plain_sizes(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _POWERS = (torch.pow, torch.Tensor.pow, torch.Tensor.__pow__)
+# They call one kernel where a gradient may be wanted, and take fake tensors for ones of which that is so, and else
+# another one. Left whole, they choose when they run.
+_CHOOSE_KERNELS = (
+    *(torch.linalg.svdvals, torch.linalg.eigvals, torch.linalg.eigvalsh, torch.linalg.cond, torch.linalg.matrix_rank),
+    *(torch.linalg.norm, torch.linalg.matrix_norm, torch.nuclear_norm),
+)
 _CTC = (torch.ctc_loss, torch.nn.functional.ctc_loss)
 _LOOKED_INTO = frozenset(
     {
         torch.Tensor.tolist,
         *_CTC,
+        *_CHOOSE_KERNELS,
+        torch.functional.norm,
         torch_adapter.nn_functions.pad_sequence,
         _SET_DATA,
         *_MAKE_TENSORS,

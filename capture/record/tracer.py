@@ -70,7 +70,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.remembered_results import RememberingFunctions
 from weft.capture.record.replaced_gradients import UserTensors, release_replaced
 from weft.capture.record.replaced_memory import memory_replaced
-from weft.capture.record.result_aliases import result_aliases
+from weft.capture.record.result_aliases import inference_results, result_aliases
 from weft.capture.record.sharding_text import sharding_text
 from weft.capture.record.state_snapshot import StateSnapshots
 from weft.capture.record.streams import Streams
@@ -438,6 +438,7 @@ class _StepCapture:
             self._restore_state()
             self.lists.settle(self.state.containers)
             aliases = result_aliases([node for node, _ in recorder.placeholders], nodes)
+            inference = inference_results([tensor for _, tensor in recorder.placeholders], templates.inference)
             if complete:
                 self._updates(outputs, nodes, replaced)
                 updated = {out.input for out in outputs if isinstance(out, Update)}
@@ -477,6 +478,7 @@ class _StepCapture:
             self.running.libraries(self.state),
             self.autocast_copies,
             aliases,
+            inference,
             self.changing,
             self.branches.taken,
             complete,
@@ -507,7 +509,9 @@ class _StepCapture:
             # `add_param_group` is called once for each group. Where a step calls it each time, each is captured.
             is_groups = any(container.obj is each.param_groups for each, _ in self.state.optimizers)
             if container.grows_forever() and not is_groups and not takes_out_entries(self.state.functions):
-                remedy = "append in a function marked @weft.opaque, or keep what is needed in a place of its own"
+                # Of a list that is an argument of the function, each call would compare the entries.
+                remedy = "give the value and the object that has the list to a function marked @weft.opaque, and append"
+                remedy += " and read there; or keep what is needed in a place of its own"
                 change = f"{len(container.before)} -> {len(container.obj)} entries"
                 raise PythonStateChanged(container.path, change, remedy)
             kept = lambda value, path=path: keep(lambda _: Create(path), value)

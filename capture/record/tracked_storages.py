@@ -302,9 +302,15 @@ class TrackedStorages:
         return self._view(flat, aten.slice.Tensor, (0, offset, offset + span(like)))
 
     def _view(self, base: TrackedTensor, op: OpOverload, args: tuple[Any, ...]) -> TrackedTensor:
-        val = op(base.val, *args)
+        with torch_adapter.inference_mode_of(base.val):
+            val = op(base.val, *args)
         node = self._emit(op, self.read(base), *args, val=val)
         return self.mark(val, TrackedTensor(base.storage, node, val, base, (op, args)))
+
+    def shares_memory(self, out: Any, operands: Any) -> bool:
+        """Whether a result of an operation is an operand, or is in the memory of one."""
+        memory = set(map(torch_adapter.storage_key, tensors_in(operands)))
+        return any(torch_adapter.storage_key(each) in memory for each in tensors_in((out,)))
 
     def share(self, out: torch.Tensor, source: TrackedTensor) -> torch.Tensor:
         """Let ``out`` be another tensor object for exactly what ``source`` is (``detach``)."""

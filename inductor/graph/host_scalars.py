@@ -6,7 +6,7 @@ import torch
 
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import is_collective, is_random, is_wait
-from weft.capture.record.recorder import check
+from weft.capture.record.runtime_checks import check
 from weft.capture.record.streams import StreamCall
 from weft.inductor.graph.sizes import tensors_of
 

@@ -3,6 +3,7 @@ their own."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -152,3 +153,16 @@ def _reduced(x: torch.Tensor) -> Any:
 def test_functions_that_reduce_a_list_of_numbers_of_the_step() -> None:
     """``np.mean(losses)``: what makes an array of a list first."""
     twenty_calls(lambda: _reduced, lambda at: (torch.full((3,), at / 10),), 1)
+
+
+def test_functions_of_a_deque_of_numbers_of_the_step() -> None:
+    def make() -> Callable[[torch.Tensor], Any]:
+        recent: deque[float] = deque(maxlen=2)
+
+        def step(x: torch.Tensor) -> Any:
+            recent.append(x.exp().mean().item())
+            return np.mean(recent), np.max(recent), np.array(recent)
+
+        return step
+
+    twenty_calls(make, lambda at: (torch.full((3,), at / 10),), 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 from collections import deque
 from collections.abc import Callable
@@ -191,3 +192,37 @@ def test_a_list_that_the_step_reads_elsewhere_is_not_taken_for_the_one_it_append
     eager = run(lambda step: step)
     with pytest.raises(PythonStateChanged, match=r"losses|read"):
         assert_equal(run(weft.compile), eager)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.average = 0.0
+
+
+@weft.opaque
+def note(meter: Meter, loss: float) -> None:
+    meter.losses.append(loss)
+    meter.average = sum(meter.losses[-3:]) / len(meter.losses[-3:])
+
+
+def test_a_list_that_grows_and_is_read_is_refused_with_a_remedy_that_works() -> None:
+    def averaged(meter: Meter, loss: torch.Tensor) -> float:
+        meter.losses.append(loss.item())
+        return sum(meter.losses[-3:]) / len(meter.losses[-3:])
+
+    def noted(meter: Meter, loss: torch.Tensor) -> None:
+        note(meter, loss.item())
+
+    losses = torch.linspace(1, 2, 10).unbind()
+    meter = Meter()
+    meter.losses.append(0.0)
+    with pytest.raises(PythonStateChanged, match="the object that has the list"):
+        weft.compile(functools.partial(averaged, meter))(losses[0])
+    mine, eager = Meter(), Meter()
+    compiled = weft.compile(functools.partial(noted, mine))
+    for loss in losses:
+        compiled(loss)
+        noted(eager, loss)
+        assert vars(mine) == vars(eager)
+    assert len(compiled.captures) == 1

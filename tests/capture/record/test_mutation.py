@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import weft
 from both_ways import assert_equal, batches, both_ways, mlp, sgd, training
@@ -475,3 +475,25 @@ def test_views_made_with_keywords_are_those_of_a_tensor_that_begins_inside_its_m
     for _ in range(3):
         assert_equal(compiled(torch.ones(())), eager(torch.ones(())))
         assert_equal(base, own)
+
+
+def test_data_of_an_argument_is_refused_with_remedies_that_work() -> None:
+    def step(x: Tensor) -> Tensor:
+        x.data = x * 2
+        return x
+
+    def copied(x: Tensor) -> Tensor:
+        x.copy_(x * 2)
+        return x
+
+    def cloned(x: Tensor) -> Tensor:
+        x = x.clone()
+        x.data = x * 2
+        return x
+
+    with pytest.raises(UncapturableMutation, match="of an argument at"):
+        weft.compile(step)(torch.ones(3))
+    for remedy in (copied, cloned):
+        mine, eager = torch.ones(3), torch.ones(3)
+        assert torch.equal(weft.compile(remedy)(mine), remedy(eager))
+        assert torch.equal(mine, eager)

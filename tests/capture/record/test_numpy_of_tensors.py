@@ -13,7 +13,7 @@ from twenty_calls import CALLS, comparable
 
 import weft
 from both_ways import assert_equal
-from weft.errors import NumpyOnTensor, UncapturableDraw
+from weft.errors import CannotCapture, NumpyOnTensor, UncapturableDraw
 
 F = nn.functional
 
@@ -165,3 +165,21 @@ def test_sizes_that_vary() -> None:
         x = torch.arange(count * 3.0).reshape(count, 3)
         assert_equal(step(x), (x.numpy().mean(), count, x * 2))
     assert len(step.captures) <= 3
+
+
+def test_arrays_in_the_python_of_a_composite_operation_are_refused_with_a_remedy_that_works() -> None:
+    library = torch.library.Library("weft_test_arrays", "DEF")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: torch.from_numpy(x.numpy() * 2), "CompositeImplicitAutograd")
+
+    @torch.library.custom_op("weft_test_arrays::doubled_whole", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.numpy() * 2)
+
+    doubled.register_fake(torch.empty_like)
+    x = torch.ones(3)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            with pytest.raises(CannotCapture, match=r"torch\.library\.custom_op"):
+                weft.compile(lambda x: torch.ops.weft_test_arrays.doubled(x))(x)
+            assert_equal(weft.compile(lambda x: doubled(x))(x), x * 2)
