@@ -146,4 +146,5 @@ def _by_element(node: Node) -> bool:
 
 
 def operation_name(node: Node) -> str:
+    """The name of what a node calls: `aten::add` of an operation of torch."""
     return getattr(getattr(node.target, "_schema", None), "name", getattr(node.target, "__name__", repr(node.target)))

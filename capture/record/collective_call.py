@@ -55,6 +55,7 @@ class CollectiveCall:
         self.size = group.size()
 
     def fail(self, what: str) -> NoReturn:
+        """Raise InvalidCollective at the user's line."""
         raise errors.InvalidCollective(self.name, what, user_line())
 
     def require(self, condition: bool | torch.SymBool, what: str) -> None:
@@ -66,18 +67,21 @@ class CollectiveCall:
             self.fail(what)
 
     def same_dtype(self, *tensors: Tensor) -> None:
+        """Fail unless these are tensors of one dtype."""
         for tensor in tensors:
             self.require(isinstance(tensor, Tensor), f"a {type(tensor).__name__} was given for a tensor")
         dtypes = {tensor.dtype for tensor in tensors}
         self.require(len(dtypes) <= 1, f"tensors of different dtypes: {sorted(map(str, dtypes))}")
 
     def reduction_name(self, op: Any) -> str:
+        """What the functional operations call a ``dist.ReduceOp``."""
         for kind, name in _REDUCTIONS.items():
             if op == kind:
                 return name
         self.fail(f"{op} has no functional form; scale the tensor and reduce with SUM")
 
     def rank_in_group(self, rank: int | None) -> int:
+        """The rank in the group of a rank of the world."""
         ranks = dist.get_process_group_ranks(self.group)
         self.require(rank in ranks, f"rank {rank} is not in the group of {ranks}")
         return ranks.index(rank)  # type: ignore[arg-type]
