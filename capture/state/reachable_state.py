@@ -451,6 +451,9 @@ class ReachableState:
         self.containers.append(Container(vars(optimizer), path, replaceable, label=lambda key: f"{path}.{key}"))
         if self._kinds[type(optimizer)].is_user:  # a class of the user's may keep state in attributes
             self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
+        for name, inner in vars(optimizer).items():
+            if isinstance(inner, torch.optim.Optimizer):  # of a ZeroRedundancyOptimizer, or of a wrapper of a library's
+                self._visit(inner, f"{path}.{name}", None)
         self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
         for at, group in enumerate(optimizer.param_groups):
             params, where = group["params"], f"{path}.param_groups[{at}]"
@@ -478,10 +481,9 @@ class ReachableState:
     def _scheduler_reads(self, scheduler: Any, path: str, read: set[str]) -> None:
         """The attributes of a scheduler that the user's code names."""
         names = self.names.of(vars(scheduler)) | ({"_last_lr"} if "get_last_lr" in self.names else set())
-        keys = frozenset(names & vars(scheduler).keys()) - read
-        if keys:
+        if keys := frozenset(names & vars(scheduler).keys()) - read:
             read |= keys
-            self._container(Container(vars(scheduler), path, keys, label=lambda key: f"{path}.{key}"))
+            self._container(Container(vars(scheduler), path, keys, label=label_of(path)))
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         names = {id(tensor): where for tensor, where in self.leaves}

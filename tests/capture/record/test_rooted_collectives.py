@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import P2POp
 from torch.distributed import irecv as imported_irecv
 from torch.distributed import isend as imported_isend
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import weft
 from both_ways import detached
@@ -287,3 +288,33 @@ def test_mistakes_name_the_line_and_the_argument() -> None:
     assert "scatter_list is given on a rank that is not src" in first["list elsewhere"]
     assert "scatter_list has 0 tensors for 2 ranks" in second["list elsewhere"]
     assert "other sizes" in first["sizes"]
+
+
+def redundancy_free(rank: int, world: int) -> bool:
+    """torch's ZeroRedundancyOptimizer, with a learning rate that changes: its owner of a parameter broadcasts it."""
+
+    def trained(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = weft.replicate(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run, losses = weft.compile(step) if compiled else step, []
+        for at in range(4):
+            losses.append(run(rows(rank, at)))
+            scheduler.step()
+        return [*losses, *(p.detach().clone() for p in model.parameters())]
+
+    return all(map(torch.equal, trained(True), trained(False)))
+
+
+@pytest.mark.gloo
+def test_an_optimizer_of_torchs_that_shares_its_state_among_ranks() -> None:
+    assert run_ranks(redundancy_free, 2) == [True, True]
