@@ -79,12 +79,7 @@ def _with_what_changes(
         arguments = ValuesOfArguments()
         how = functools.partial(attempt, changing, earlier, made=made, found=arguments)
         try:
-            captured = _with_what_it_draws(how, {}, collect)
-            if arguments.names:
-                functions.forget()
-                changing = replace(changing, names=changing.names | arguments.names)
-                made = []
-                continue
+            captured = _with_names_known(how, arguments, collect)
             if arguments.tables - changing.tables:
                 functions.forget()
                 changing = replace(changing, tables=changing.tables | arguments.tables)
@@ -96,6 +91,9 @@ def _with_what_changes(
             changing = replace(changing, values=changing.values | (arguments.read or arguments.unread))
         except ArgumentRead:
             changing = replace(changing, values=changing.values | arguments.read)
+        except NamesComputed:
+            functions.forget()
+            changing = replace(changing, names=changing.names | arguments.names)
         except OptimizerStateMade as found:
             made = found.entries
             continue
@@ -116,10 +114,6 @@ def _with_what_changes(
         except UsedDuringCapture:
             raise
         except Exception as error:
-            if arguments.names:
-                changing = replace(changing, names=changing.names | arguments.names)
-                made = []
-                continue
             if new := (arguments.tables or arguments.arrays) - changing.tables - changing.plain_tables:
                 changing = replace(changing, tables=changing.tables | new)
                 made = []
@@ -150,6 +144,28 @@ def _with_what_changes(
             values = changing.values | changing.lists.keys()
             changing = replace(CONSTANTS, values=values, plain_floats=plain, names=changing.names)
         made = []  # the attempt has removed it
+
+
+class NamesComputed(Exception):
+    """The step has computed names of attributes that this attempt at its capture did not follow from the beginning."""
+
+
+def _with_names_known(
+    attempt: Callable[..., CapturedStep], found: ValuesOfArguments, collect: Callable[[], object]
+) -> CapturedStep:
+    """Capture; NamesComputed where the step computes new names, whatever else this attempt has found: stand-ins for
+    what changes are put in place before the step runs, so they need the names."""
+    try:
+        captured = _with_what_it_draws(attempt, {}, collect)
+    except (UsedDuringCapture, OptimizerStateMade):  # the latter hands what it made to the next attempt
+        raise
+    except Exception as error:
+        if found.names:
+            raise NamesComputed from error
+        raise
+    if found.names:
+        raise NamesComputed
+    return captured
 
 
 def _with_what_it_draws(

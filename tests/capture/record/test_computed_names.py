@@ -32,6 +32,14 @@ class Callback:
         self.total += loss.detach() * self.steps
 
 
+class History:
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_loss(self, loss: float) -> None:
+        self.seen.append(loss)
+
+
 class Stored:
     """A descriptor that keeps its value under a name of its own."""
 
@@ -143,6 +151,25 @@ def methods_of_callbacks() -> Made:
     return step, lambda: [(each.steps, each.total.clone()) for each in callbacks]
 
 
+def lists_of_callbacks_that_train() -> Made:
+    """The lists are found with the names, and the optimizer's state is made in between."""
+    callbacks = [History(), History()]
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+
+    def step(x: torch.Tensor) -> Any:
+        loss = (x * weight).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for each in callbacks:
+            getattr(each, "_".join(["on", "loss"]))(loss.item())
+        return loss.detach()
+
+    return step, lambda: [list(each.seen) for each in callbacks] + [weight.detach().clone()]
+
+
 def descriptors() -> Made:
     described = Described()
 
@@ -212,6 +239,7 @@ CASES = {
     "new attributes of a module": new_attributes_of_a_module,
     "attributes that come and go": attributes_that_come_and_go,
     "methods of callbacks": methods_of_callbacks,
+    "lists of callbacks, in training": lists_of_callbacks_that_train,
     "descriptors": descriptors,
     "all variables": all_variables,
     "copy": lambda: copied(copy.copy, State),
