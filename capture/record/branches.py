@@ -148,7 +148,7 @@ class Branches:
     def _decide_before_operation(self) -> bool:
         """Answer the last question that torch asked to compute a fake result; whether it could be answered."""
         expr, self._asked_inside = self._asked_inside, None
-        if expr is None or expr in self._answers or not (expr.is_Boolean or expr.is_Relational):
+        if expr is None or expr in self._answers or not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return False
         value = self._recorder.symbols.expression(expr)
         self._answers[expr] = sympy.sympify(self._decide(value, usual_outcome(expr)))

@@ -60,8 +60,8 @@ def layout_text(val: torch.Tensor) -> tuple[Any, ...]:
 
 
 def node_bytes(node: torch.fx.Node) -> int:
-    """Bytes of a node's tensors; ``UNKNOWN``, more than any limit, where only the data decides."""
-    val = node.meta["val"]
+    """Bytes of a node's tensors, 0 for a number; ``UNKNOWN``, more than any limit, where only the data decides."""
+    val = node.meta.get("val")  # nodes that compute sizes have none
     items = val if isinstance(val, (list, tuple)) else [val]
     tensors = [item for item in items if isinstance(item, torch.Tensor)]
     if any(type(size) is not int for tensor in tensors for size in tensor.shape):

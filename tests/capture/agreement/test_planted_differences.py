@@ -228,6 +228,45 @@ def owners(kind: str) -> Case:
     return make
 
 
+def experts(rank: int, world: int) -> Any:
+    """Tokens go to the rank of their expert and back; how many is counted with `bincount` and read as lists."""
+    torch.manual_seed(0)
+    gate, expert = nn.Linear(3, world), nn.Linear(3, 3)
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
+            ctx.sizes = received, sent
+            out = x.new_empty(sum(received), x.shape[1])
+            dist.all_to_all_single(out, x.contiguous(), received, sent)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            received, sent = ctx.sizes
+            out = gradient.new_empty(sum(sent), gradient.shape[1])
+            dist.all_to_all_single(out, gradient.contiguous(), sent, received)
+            return out, None, None
+
+    def step(x: Tensor) -> Any:
+        chosen = gate(x).argmax(1)
+        counts = torch.bincount(chosen, minlength=world)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        order = chosen.argsort(stable=True)
+        sent, received = counts.tolist(), theirs.tolist()
+        there = expert(Exchange.apply(x[order], received, sent))
+        back = torch.zeros_like(x).index_copy(0, order, Exchange.apply(there, sent, received))
+        loss = (back * gate(x).softmax(1).amax(1, keepdim=True)).square().mean()
+        loss.backward()
+        found = [p.grad.clone() for p in (*gate.parameters(), *expert.parameters())]
+        for module in (gate, expert):
+            module.zero_grad()
+        return loss.detach(), found
+
+    return step, [(rows(rank),), (rows(rank + 2),), (rows(rank + 4),)]
+
+
 def logged_on_one(rank: int, world: int) -> Any:
     seen: list[float] = []
     log = weft.opaque(lambda value: seen.append(value.item()))
@@ -252,6 +291,7 @@ LOCAL: dict[str, Case] = {
     "an owner broadcasts its parameter": owners("broadcast"),
     "gradients are reduced to the owner": owners("reduced"),
     "a rank logs": logged_on_one,
+    "tokens to experts": experts,
     **{
         f"{kind}, {what}": training(kind, sizes)
         for kind in ("replicate", "fully_shard")

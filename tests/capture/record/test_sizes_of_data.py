@@ -167,3 +167,32 @@ def _made_of_numbers() -> Callable[..., Any]:
 
 def test_tensors_are_made_of_numbers_of_the_data() -> None:
     assert len(_both_ways(_made_of_numbers, [(torch.randn(3),) for _ in range(4)])) == 1
+
+
+def _dispatch() -> Callable[..., Any]:
+    """Tokens sorted by expert, as a mixture of experts cuts them: how many each expert gets is one list."""
+    model, optimizer = _trained()
+
+    def step(x: torch.Tensor, experts: torch.Tensor) -> Any:
+        counts = torch.bincount(experts, minlength=3)
+        parts = x[experts.argsort(stable=True)].split(counts.tolist())
+        loss = torch.stack([model(part).square().sum() * (at + 1) for at, part in enumerate(parts)]).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), counts, [p.detach().clone() for p in model.parameters()]
+
+    return step
+
+
+def test_a_list_of_as_many_numbers_as_the_data_says_has_a_path_for_each_length() -> None:
+    x = torch.randn(8, 6)
+    usual = [(x, torch.randint(3, (8,), generator=torch.Generator().manual_seed(at))) for at in range(4)]
+    captures = _both_ways(_dispatch, [*usual, (x, torch.tensor([0, 4, 1, 1, 2, 0, 3, 2])), usual[0]])
+    assert len(captures) == 3  # the first call, and the two lengths
+
+
+@pytest.mark.parametrize("of", [lambda kept: [2 * row for row in kept.unbind()], lambda kept: kept.tolist()])
+def test_rows_that_a_mask_keeps_are_taken_one_by_one(of: Callable[[torch.Tensor], Any]) -> None:
+    calls = [(torch.tensor(values),) for values in ([1.0, -1.0, 2.0], [3.0, 4.0, -1.0], [-1.0, 5.0, -2.0])]
+    assert len(_both_ways(lambda: lambda x: of(x[x > 0]), calls)) == 3
