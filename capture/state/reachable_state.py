@@ -583,7 +583,7 @@ class ReachableState:
         slots = kind.slots & self.names if kind.slots else kind.slots
         new = visited.grow(*named, followed.absent(obj, attributes), slots)
         if new.slots:
-            self._container(Attributes(obj, path, new.slots, label_of(path)))
+            self._container(Attributes(obj, path, new.slots, label_of(path), new.slots))
         keys = followed.joined(new.names, new.absent)
         if keys <= new.left_out:
             return

@@ -205,7 +205,26 @@ def own_dictionary() -> Made:
     return step, after
 
 
+class Slotted:
+    __slots__ = ("x0", "x1")
+
+    def __init__(self) -> None:
+        self.x0 = 1
+
+
+def slots_that_are_empty() -> Made:
+    s: Any = Slotted()
+
+    def step(x: torch.Tensor) -> Any:
+        setattr(s, f"x{1}", getattr(s, f"x{1}", 0) + s.x0)
+        s.x0 = s.x1
+        return x * s.x1
+
+    return step, lambda: (s.x0, s.x1)
+
+
 CASES = {
+    "slots that are empty": slots_that_are_empty,
     "numbers read": numbers_read,
     "numbers written": numbers_written,
     "tensors written": tensors_written,
