@@ -38,39 +38,24 @@ def computed_names_followed(state: ReachableState, intercepts: Callable[[], bool
         intercepts: whether the step runs now, in this thread.
     """
 
-    def note(obj: Any, name: Any) -> None:
-        if type(name) is str and intercepts():
-            state.follow_computed(obj, name)
+    def following(original: Callable[..., Any]) -> Callable[..., Any]:
+        # Wrong arguments are Python's to refuse, in its own words.
+        def ask(*args: Any) -> Any:
+            if len(args) > 1 and type(args[1]) is str and intercepts():
+                state.follow_computed(args[0], args[1])
+            return original(*args)
 
-    def get_attribute(obj: Any, name: Any, /, *default: Any) -> Any:
-        note(obj, name)
-        return getattr(obj, name, *default)
-
-    def has_attribute(obj: Any, name: Any, /) -> bool:
-        note(obj, name)
-        return hasattr(obj, name)
-
-    def set_attribute(obj: Any, name: Any, value: Any, /) -> None:
-        note(obj, name)
-        setattr(obj, name, value)
-
-    def delete_attribute(obj: Any, name: Any, /) -> None:
-        note(obj, name)
-        delattr(obj, name)
+        return ask
 
     def variables(*obj: Any) -> Any:
         if not obj:
             return sys._getframe(1).f_locals
-        _follow_all(state, obj[0], intercepts)
+        if len(obj) == 1:
+            _follow_all(state, obj[0], intercepts)
         return vars(*obj)
 
-    replaced = {
-        getattr: get_attribute,
-        hasattr: has_attribute,
-        setattr: set_attribute,
-        delattr: delete_attribute,
-        vars: variables,
-    }
+    replaced: dict[Any, Callable[..., Any]] = {each: following(each) for each in (getattr, hasattr, setattr, delattr)}
+    replaced[vars] = variables
     for original, new in replaced.items():
         setattr(new, ORIGINAL, original)
     return {original.__name__: new for original, new in replaced.items()}

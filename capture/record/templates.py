@@ -35,6 +35,7 @@ from weft.capture.record.template_parts import (
 )
 from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.record.unread_arguments import UnreadValue, count_as_read
+from weft.capture.state.code_names import functions_in
 from weft.capture.state.containers import StatePlace
 from weft.capture.state.contents import attributes_of
 from weft.capture.state.object_parts import ObjectParts, closure_of, objects_in, parts_of
@@ -45,6 +46,7 @@ from weft.tensor_subclasses import Shell, plain_parts
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _WEAKLY = "an object refers to it weakly (weakref), and each call makes another one"
+_OF_CLASS = "it is made once, when the step is captured: define the class outside the step"
 
 
 class Templates:
@@ -146,8 +148,8 @@ class _Making:
         refuse_ids(value)
         if isinstance(value, weakref.ref):
             self._all.weak.append((value, self._where))
-        if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) and any(map(is_tracked, _inside(value))):
-            raise EscapedTensor(type(value), self._where)
+        if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+            self._refuse_tracked(value)
         if not isinstance(value, copied_kinds()):
             return self._constant(value)
         self._all.made[id(value)] = value, (copied := CopiedObject(value))
@@ -155,6 +157,8 @@ class _Making:
 
     def _made(self, value: Any, taken: ObjectParts) -> Any:
         own, form = self._all.own, taken.form
+        if own.is_new(form.kind):  # the calls share the class of the capture
+            self._refuse_tracked(form.kind)
         made = MadeObject(form, number=own.given.number(value))
         self._all.made[id(value)] = value, made  # before its parts, which may hold it
         self._refuse_unfinished(taken)
@@ -172,6 +176,11 @@ class _Making:
             self._all.made[id(value)] = value, value
             return self._constant(value)
         return made
+
+    def _refuse_tracked(self, value: Any) -> None:
+        """Refuse an object that each call finds as it is, with what a call computes in it."""
+        if any(is_tracked(each) or isinstance(each, _NUMBERS) for each in _inside(value)):
+            raise EscapedTensor(type(value), self._where, _OF_CLASS if isinstance(value, type) else "")
 
     def _refuse_unfinished(self, taken: ObjectParts) -> None:
         """Refuse an object as a key of a dictionary, or in a set, that it holds itself: a call makes what an object
@@ -245,7 +254,10 @@ def _varies(part: Any) -> bool:
 
 
 def _inside(leaf: Any) -> list[Any]:
-    """What an object is made of, and the variables that a function closes over."""
+    """What an object is made of, and the variables that a function closes over; of a class those of its methods too."""
+    if isinstance(leaf, type):
+        methods = [each for member in vars(leaf).values() for each in functions_in(member)]
+        return [*vars(leaf).values(), *(each for method in methods for each in closure_of(method))]
     taken = parts_of(leaf)
     parts = [*attributes_of(leaf).values()] if taken is None else taken.parts
     return [*parts, *closure_of(leaf)]

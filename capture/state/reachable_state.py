@@ -154,6 +154,8 @@ class ReachableState:
 
     def follow_computed(self, obj: Any, name: str) -> None:
         """Follow attributes of a name that the step has computed, before it asks an object for one."""
+        if isinstance(obj, types.FunctionType) and name not in vars(obj):
+            self.note_missing_attribute(obj, name)
         met = id(obj) in self._objects or id(obj) in self.modules
         if self._followed.is_unknown(obj, name, met=met):
             self.names.add_text(name)
@@ -228,13 +230,17 @@ class ReachableState:
         followed = lambda tensor: self._objects[id(tensor)][2] if id(tensor) in self._objects else ()
         self.containers += self._tensors.new(followed)
 
-    def note_missing_attribute(self, tensor: torch.Tensor, name: str) -> None:
-        """Let it count that a tensor lacks an attribute, which the step looked for."""
-        if (path := self._tensors.path_of(tensor)) is not None:
-            followed = self._objects.setdefault(id(tensor), (tensor, path, self._followed.none()))[2]
+    def note_missing_attribute(self, obj: torch.Tensor | types.FunctionType, name: str) -> None:
+        """Let it count that a tensor or a function lacks an attribute, which the step looked for."""
+        if isinstance(obj, torch.Tensor):
+            path = self._tensors.path_of(obj)
+        else:
+            path = obj.__name__ if id(obj) in self._functions and is_own(obj) else None
+        if path is not None:
+            followed = self._objects.setdefault(id(obj), (obj, path, self._followed.none()))[2]
             if name not in followed:
                 followed.add(name)
-                self.containers.append(Container(vars(tensor), path, names := frozenset({name}), label_of(path), names))
+                self.containers.append(Container(vars(obj), path, names := frozenset({name}), label_of(path), names))
 
     def end_walk(self) -> None:
         """Drop all references that guards, inputs and effects do not need: the program may hold objects weakly."""
@@ -425,12 +431,8 @@ class ReachableState:
         self._attributes.append((module, path))
 
     def _module_attributes(self, module: torch.nn.Module, path: str) -> None:
-        """The other attributes of a module.
-
-        They come after its parameters, so that a parameter that is found in both places has its short name.
-        """
-        prefix = f"{path}." if path else ""
-        own = vars(module)
+        """The other attributes of a module, after its parameters, whose places have short names."""
+        prefix, own = f"{path}." if path else "", vars(module)
         absent = self._followed.absent(module, own)
         self._counted_attributes[id(module)] = absent.union(own)
         joined = self._followed.joined
@@ -585,7 +587,7 @@ class ReachableState:
         slots = kind.slots & self.names if kind.slots else kind.slots
         new = visited.grow(*named, followed.absent(obj, attributes), slots)
         if new.slots:
-            self._container(Attributes(obj, path, new.slots, label_of(path)))
+            self._container(Attributes(obj, path, new.slots, label_of(path), new.slots))
         keys = followed.joined(new.names, new.absent)
         if keys <= new.left_out:
             return

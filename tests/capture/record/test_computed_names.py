@@ -232,7 +232,39 @@ def own_dictionary() -> Made:
     return step, after
 
 
+def new_attributes_of_a_function() -> Made:
+    def count() -> None: ...
+
+    def step(x: torch.Tensor) -> Any:
+        for name in ("x0", f"x{1}"):
+            setattr(count, name, getattr(count, name, 0) + 1)
+            x = x * getattr(count, name)
+        return x
+
+    return step, lambda: dict(vars(count))
+
+
+class Slotted:
+    __slots__ = ("x0", "x1")
+
+    def __init__(self) -> None:
+        self.x0 = 1
+
+
+def slots_that_are_empty() -> Made:
+    s: Any = Slotted()
+
+    def step(x: torch.Tensor) -> Any:
+        setattr(s, f"x{1}", getattr(s, f"x{1}", 0) + s.x0)
+        s.x0 = s.x1
+        return x * s.x1
+
+    return step, lambda: (s.x0, s.x1)
+
+
 CASES = {
+    "new attributes of a function": new_attributes_of_a_function,
+    "slots that are empty": slots_that_are_empty,
     "numbers read": numbers_read,
     "numbers written": numbers_written,
     "tensors written": tensors_written,
@@ -303,3 +335,23 @@ def test_what_stands_for_getattr_is_not_seen() -> None:
     setattr(x, missing, 1)
     seen.append(compiled(x).tolist())
     assert seen == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_wrong_arguments_are_refused_in_the_words_of_python() -> None:
+    def step(x: torch.Tensor) -> list[str]:
+        calls: list[Callable[[], Any]] = [
+            lambda: getattr(x),  # type: ignore[call-arg]
+            lambda: getattr(x, 1),  # type: ignore[arg-type]
+            lambda: setattr(x, "a"),  # type: ignore[call-arg]
+            lambda: hasattr(x, 1),  # type: ignore[arg-type]
+            lambda: vars(x, x),  # type: ignore[call-arg]
+        ]
+        found = []
+        for call in calls:
+            try:
+                call()
+            except TypeError as error:
+                found.append(str(error))
+        return found
+
+    assert weft.compile(step)(torch.ones(2)) == step(torch.ones(2))

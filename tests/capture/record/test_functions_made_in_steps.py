@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import weft
+from weft import errors
 
 CALLS = 4
 State = dict[str, Any]
@@ -160,3 +161,37 @@ def test_a_function_over_parameters_has_those_of_the_user() -> None:
     weight, y = weft.compile(step)(torch.ones(2))()
     assert weight is model.weight
     assert torch.equal(y, model(torch.ones(2)))
+
+
+def test_a_class_over_a_tensor_is_refused() -> None:
+    def step(x: torch.Tensor) -> Any:
+        y = x * 2
+
+        class Made:
+            def get(self) -> Any:
+                return y
+
+        return Made()
+
+    with pytest.raises(errors.EscapedTensor, match="define the class outside the step"):
+        weft.compile(step)(torch.ones(2))
+
+
+def test_a_class_over_a_number_of_the_call_has_that_number() -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        s = {"n": 0}
+
+        def step(x: torch.Tensor) -> Any:
+            s["n"] += 1
+            n = s["n"]
+
+            class Made:
+                def get(self) -> Any:
+                    return n
+
+            return Made()
+
+        compiled = wrap(step)
+        return [compiled(torch.ones(2)).get() for _ in range(CALLS)]
+
+    assert [*map(str, run(weft.compile))] == [*map(str, run(lambda step: step))]
