@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import thread_patches
-from weft.capture.record.collective_call import CollectiveCall, data_of, into_pieces
-from weft.distributed.ops import take_shard
+from weft.capture.record.collective_call import CollectiveCall, data_of, into, into_pieces
 
 Tensor = torch.Tensor
 
@@ -29,14 +28,8 @@ def reduce(tensor: Tensor, dst: int | None, op: Any, group: Any, group_dst: int 
     root = call.root(dst, group_dst, "dst")
     data = data_of(tensor, call, op)
     call.name, call.inputs, call.reduction, call.outputs = "all_reduce", [data], call.reduction_name(op), [tensor]
-
-    def write(results: Sequence[Tensor]) -> None:
-        # The rank is data, so that all ranks have the same graph and so the same schedule.
-        ranks = torch.arange(call.size, device=data.device)
-        rank = take_shard(ranks, call.size, call.group_name)[0]
-        data.copy_(torch.where(rank == root, results[0], data))
-
-    call.write = write
+    # Other ranks take nothing. Where the root only logs its result, all ranks have one graph, and so one schedule.
+    call.write = into([data]) if call.group.rank() == root else lambda results: None
     return call
 
 

@@ -471,8 +471,8 @@ class ReachableState:
         self._optimizer_state(optimizer, path)
 
     def _scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler, path: str) -> None:
-        """A learning-rate scheduler: each changed attribute counts, so that ``scheduler.step()`` in a step is noticed. Its
-        counters change between calls, wherever it is stepped. They are guards only where the step reads them."""
+        """A learning-rate scheduler: each changed attribute counts, so that ``scheduler.step()`` in a step is noticed.
+        Its counters change between calls, wherever it is stepped. They are guards only where the step reads them."""
         self._schedulers[id(scheduler)] = scheduler, path, set()
         container = Container(vars(scheduler), path, label=label_of(path))
         container.frozen = True
