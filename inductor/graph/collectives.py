@@ -38,6 +38,7 @@ A new transport is its row in :data:`weft.transport_rows.TRANSPORTS`, a serializ
 from __future__ import annotations
 
 import enum
+import operator
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -281,6 +282,14 @@ for _row in (ALL_GATHER, REDUCE_SCATTER, WIDENING_REDUCE_SCATTER, ALL_REDUCE, AL
 def collective_op(target: Any) -> CollectiveOp | None:
     """The row that an operation is a form of; None for everything that is no collective operation."""
     return _BY_FORM.get(target)
+
+
+def waits_for_gather(wait: Node) -> bool:
+    """Whether a wait is for an all-gather, alone or in a coalesced call."""
+    start = wait.all_input_nodes[0]
+    start = start.all_input_nodes[0] if start.target is operator.getitem else start
+    row = collective_op(start.target)
+    return row is not None and row.kind == ALL_GATHER.kind
 
 
 def _row_of(node: Node) -> CollectiveOp:

@@ -36,6 +36,7 @@ from weft.inductor.graph.serializable import fits
 from weft.inductor.schedule.communicators import assign_communicators
 from weft.inductor.schedule.decisions import Decisions, schedule_passes, structure
 from weft.inductor.schedule.planner import follow, log_warnings, schedule
+from weft.inductor.schedule.returned_numbers import without_returned_numbers
 from weft.inductor.schedule.schedule_result import Schedule
 from weft.inductor.schedule.verify import ScheduleVerifier, verifier
 from weft.inductor.transports.apply_transports import unreachable, use_transports
@@ -70,6 +71,8 @@ def scheduled(
         MemoryLimitUnreachable: no schedule of rank 0's step fits ``memory_limit``.
         ScheduleTimeout, ScheduleLost, StoreLost: see :func:`decided`.
     """
+    whole = without_returned_numbers(step)
+    step = whole.step
     checks = verifier(step)
     unreachable_groups = _unreachable_groups.setdefault(dist.group.WORLD, []) if _has_peers() else []
     # All ranks add the same groups, and each round adds at least one, so the loop ends on all ranks alike.
@@ -85,7 +88,8 @@ def scheduled(
     # issue, which no later pass may change.
     passes = [*passes, apply_transports, assign_communicators]
     runner = runner or PassRunner()
-    return runner.run("schedule", step.copy(), passes, checks.check if checks is not None else None), chosen
+    found = runner.run("schedule", step.copy(), passes, checks.check if checks is not None else None)
+    return whole.joined(found), chosen
 
 
 def _common_schedule(

@@ -7,14 +7,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from weft.capture.graph import StepGraph, neighbourhood
-from weft.capture.node_kinds import is_collective
+from weft.capture.node_kinds import is_collective, is_wait
 from weft.errors import MalformedSchedule
 from weft.inductor.codegen.kernel_call import KernelCall
-from weft.inductor.graph.collectives import shared_operands
+from weft.inductor.graph.collectives import shared_operands, waits_for_gather
+from weft.inductor.graph.escapes import escaping
 from weft.inductor.graph.node_order import reorder
 from weft.inductor.graph.pass_runner import Pass, changes_bits, is_enabled, keeps_bits, required
 from weft.inductor.graph.serializable import check_fields
@@ -220,18 +222,25 @@ class IssueOrder:
 
 
 def structure(step: StepGraph) -> str:
-    """A hash of the operations of a graph, of the nodes that each of them reads, and of all that a collective is given
-    beside its tensors.
+    """A hash of the operations of a graph, of the nodes that each of them reads, of all that a collective is given
+    beside its tensors, and of the gathered values that the caller gets.
 
     Decisions for one graph are valid for all graphs with this hash: collectives at the same positions are of one kind,
-    group and dtype. Sizes and the contents of kernels are not part of it, because they can differ between ranks.
+    group and dtype. Sizes and the contents of kernels are not part of it, because they can differ between ranks; nor is
+    what else a rank returns.
     """
     place: dict[Node, int] = {}
+    escaped = escaping(step)
     content = hashlib.sha256()
     for at, node in enumerate(step.graph.nodes):
         place[node] = at
         # By position, not by name: names of nodes depend on what passes did on the way.
         kind = "kernel" if isinstance(node.target, KernelCall) else getattr(node.target, "__name__", str(node.target))
-        read = [place[used] for used in node.all_input_nodes]
-        content.update(f"{kind} {read} {shared_operands(node) if is_collective(node) else ''}\n".encode())
+        read = [place[used] for used in node.all_input_nodes if node.op != "output"]
+        more: tuple[Any, ...] = ()
+        if is_collective(node):  # which of them are in place follows from what reads their operands
+            more = shared_operands(node), node.meta.get("inplace")
+        elif is_wait(node) and waits_for_gather(node):  # what escapes is not gathered again
+            more = (node in escaped,)
+        content.update(f"{kind} {read} {more}\n".encode())
     return content.hexdigest()
