@@ -323,7 +323,8 @@ def _difference(structures: list[str]) -> str:
     most_common = max(dict.fromkeys(structures), key=structures.count)
     others = [rank for rank, own in enumerate(structures) if own != most_common]
     return (
-        f"the kernels of {listed(others)} are others than those of the rest, since sizes differ between ranks: "
-        "collectives are issued in the order of the step, one by one, and overlap less. Pad batches to one size, or "
-        "mark the size that differs with weft.mark_dynamic"
+        f"the kernels of {listed(others)} are others than those of the rest, since sizes differ between ranks, or what "
+        "a rank computes or prints alone: collectives are issued in the order of the step, one by one, and overlap "
+        "less. Pad batches to one size, mark the size that differs with weft.mark_dynamic, and print on all ranks or "
+        "after the step"
     )
