@@ -77,11 +77,18 @@ def cached(step: StepGraph, make: Callable[[StepGraph], StepGraph], variant: str
 _names: weakref.WeakKeyDictionary[torch.fx.Graph, str] = weakref.WeakKeyDictionary()
 
 
+def note_part(part: StepGraph, compiled: StepGraph) -> None:
+    """Have :func:`remembered` serve a graph that follows from one that :func:`cached` returned."""
+    if compiled.graph in _names:
+        _names[part.graph] = f"{_names[compiled.graph]} in part"
+
+
 def remembered(compiled: StepGraph, about: str, make: Callable[[], str], read: Callable[[str], T]) -> T:
     """``read(make())``, or ``read`` of the text that an earlier call made for the same graph. Used for schedules.
 
     Args:
-        compiled: a graph that :func:`cached` returned. For other graphs nothing is stored.
+        compiled: a graph that :func:`cached` returned, or a part of one (:func:`note_part`). For other graphs nothing
+            is stored.
         about: everything that the text depends on beside the captured graph and the knobs.
         make: computes the text.
         read: what the text means. A text from a file that it refuses, by any error of Python's or MalformedGraph or

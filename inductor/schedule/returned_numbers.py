@@ -14,6 +14,7 @@ import torch
 from weft.capture.graph import StepGraph, copy_node
 from weft.capture.node_kinds import is_effect, is_wait
 from weft.capture.step_interface import Return
+from weft.inductor.cache.graph_cache import note_part
 from weft.inductor.graph.aliasing import looks_into, storages
 from weft.inductor.graph.collectives import waits_for_gather
 from weft.inductor.graph.sizes import tensors_of
@@ -27,7 +28,7 @@ class WithoutNumbers:
     """A step without numbers that only the caller reads.
 
     Attributes:
-        step: a copy. Behind its other results it has what the numbers are read from.
+        step: a copy where there are such numbers. Behind its other results it has what these are read from.
         whole: the step with the numbers.
         numbers: nodes of ``whole``, in order.
         read: what they read, nodes of ``whole``.
@@ -58,17 +59,19 @@ class WithoutNumbers:
 def without_returned_numbers(step: StepGraph) -> WithoutNumbers:
     """The parts of ``step``, which is not changed."""
     numbers = _returned_numbers(step)
+    if not numbers:
+        return WithoutNumbers(step, step, numbers, [])
     read = [used for node in numbers for used in node.all_input_nodes if used not in numbers]
     read = [used for used in dict.fromkeys(read) if used.op != "placeholder"]
     without = step.copy()
-    if numbers:
-        copies = dict(zip(step.graph.nodes, without.graph.nodes, strict=True))
-        kept = [pair for pair in zip(step.outputs, step.results, strict=True) if not _among(pair[1], numbers)]
-        kept += [(Return(len(step.outputs) + at), each) for at, each in enumerate(read)]
-        without.outputs[:] = [what for what, _ in kept]
-        without.graph.output_node().args = (torch.fx.node.map_arg(tuple(each for _, each in kept), copies.__getitem__),)
-        for node in reversed(numbers):
-            without.graph.erase_node(copies[node])
+    copies = dict(zip(step.graph.nodes, without.graph.nodes, strict=True))
+    kept = [pair for pair in zip(step.outputs, step.results, strict=True) if not _among(pair[1], numbers)]
+    kept += [(Return(len(step.outputs) + at), each) for at, each in enumerate(read)]
+    without.outputs[:] = [what for what, _ in kept]
+    without.graph.output_node().args = (torch.fx.node.map_arg(tuple(each for _, each in kept), copies.__getitem__),)
+    for node in reversed(numbers):
+        without.graph.erase_node(copies[node])
+    note_part(without, step)
     return WithoutNumbers(without.check(), step, numbers, read)
 
 
