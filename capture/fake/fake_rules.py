@@ -149,6 +149,11 @@ def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, st
     return aten.slice.Tensor(x, dim, start, end, step)
 
 
+def _unbind(x: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
+    """torch 2.11 keeps the dimension where the number of rows is known from the data alone."""
+    return [aten.select.int(x, dim, at) for at in range(x.shape[dim])]
+
+
 def _spaced(start: Any, end: Any, steps: Any, *base: Any, **options: Any) -> torch.Tensor:
     """As many elements as steps; torch's rule wants their number plain."""
     return torch.empty((steps,), dtype=options.get("dtype"), device=options.get("device"))
@@ -202,6 +207,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.bmm.default: _bmm,
     aten.slice.Tensor: _slice,
+    aten.unbind.int: _unbind,
     aten.dropout.default: _dropout,
     aten._nested_tensor_from_mask.default: _nested_tensor,
     aten._native_multi_head_attention.default: _native_attention,
