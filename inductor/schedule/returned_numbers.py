@@ -84,10 +84,10 @@ def _returned_numbers(step: StepGraph) -> dict[Node, None]:
         return {}
     overwritten = writes_of(step.graph.nodes)[1].keys()
     for used in {used for node in found for used in node.all_input_nodes if used not in found}:
-        # Where one number cannot be taken out, because something else depends on what it reads, none is: that is rare.
-        if used.op != "placeholder" and not (
-            tensors_of(used) and _outlives(used) and overwritten.isdisjoint(storages(used))
-        ):
+        # At the end of the step, the memory of what a number is read from must still hold the same. Where one number
+        # has to stay in its place, all do: that is rare.
+        kept = used.op == "placeholder" or (tensors_of(used) and _outlives(used))
+        if not kept or not overwritten.isdisjoint(storages(used)):
             return {}
     return dict.fromkeys(reversed(found))
 

@@ -35,8 +35,12 @@ def training(rank: int, world: int, kind: str) -> tuple[Any, nn.Module, list[flo
     weft.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     seen: list[float] = []
+    calls = torch.zeros(())
 
     def step(x: torch.Tensor) -> torch.Tensor:
+        if kind == "before" and rank == 0:
+            seen.append(calls.item() + sum(state["step"].item() for state in optimizer.state.values()))
+        calls.add_(1)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -59,6 +63,8 @@ def logged(rank: int, world: int, kind: str) -> tuple[bool, Any]:
     found: Any = None
     for compiled in (False, True):
         step, model, seen = training(rank, world, kind)
+        if kind == "before":
+            step(torch.ones(3, 6))  # makes the optimizer's state
         run = weft.compile(step, mode="bitwise") if compiled else step
         on_gpus = mock.patch("weft.inductor.compiler.device_kind", return_value="cuda")
         with knobs.override(cluster="h200x8", disable_passes="pack"), on_gpus:
@@ -81,6 +87,12 @@ def test_a_rank_that_logs_has_the_schedule_of_the_others(kind: str) -> None:
     assert mine == theirs
 
 
+@pytest.mark.gloo
+def test_what_is_read_before_it_is_overwritten_has_its_value_of_then() -> None:
+    """A counter of the step's, and those of a fused optimizer, which one rank logs before they are counted up."""
+    assert [same for same, _ in run_ranks(logged, 2, "before", timeout=120)] == [True, True]
+
+
 def test_numbers_are_put_back_where_they_were_returned() -> None:
     with weft.fake_world(2):
         b = StepBuilder()
@@ -101,6 +113,18 @@ def test_numbers_are_put_back_where_they_were_returned() -> None:
     assert first.target is aten._local_scalar_dense.default
     assert doubled.name == step.results[1].name
     assert joined.outputs == step.outputs
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_number_that_is_read_of_memory_that_the_step_writes_to_stays(in_place: bool) -> None:
+    b = StepBuilder()
+    counter = b.input(torch.zeros(()))
+    number = b.call(aten._local_scalar_dense.default, counter, val=1.5)
+    counted = b.call(aten.add.Tensor, counter, 1.0)
+    b.returns(number, counted)
+    if in_place:
+        counted.meta["inplace"] = aten.add_.Tensor
+    assert len(without_returned_numbers(b.build()).numbers) == (0 if in_place else 1)
 
 
 def test_the_schedule_is_found_again_in_the_cache(tmp_path: Any) -> None:
