@@ -4,7 +4,8 @@ A wrapper all-gathers every parameter of a module before its backward. Backward 
 table, the scale of a norm). In the graph the wait of such a gather has no users. All ranks have the same graph, so all
 ranks drop the same collectives.
 
-Small all-reduces stay: they add up numbers that one rank logs, and the others do not read.
+Small all-reduces stay. Where one rank logs the result and the others do not read it, all ranks must issue the
+all-reduce.
 
 Keeps the bits of every result.
 """
@@ -21,8 +22,8 @@ from weft.inductor.graph.sizes import node_bytes
 
 Node = torch.fx.Node
 
-# A choice: takes less time than its launch.
-_MAX_NUMBERS_BYTES = 64 << 10
+# Largest all-reduce that stays. Up to this size the time of one is latency. A choice.
+_MAX_KEPT_BYTES = 64 << 10
 
 
 @keeps_bits
@@ -30,13 +31,14 @@ def drop_unused_gathers(step: StepGraph) -> StepGraph:
     """Erase waits without users, the collectives they leave unwaited, and what only those used. Changes ``step``."""
     # Waits before their collectives.
     for node in reversed(step.graph.nodes):
-        start = node.all_input_nodes[0] if node.target is WAIT else node
-        if is_collective(start) and not node.users and not _adds_numbers(start):
+        if (node.target is WAIT or is_collective(node)) and not node.users and not _is_small_all_reduce(node):
             step.graph.erase_node(node)
     drop_dead(step.graph)
     return step
 
 
-def _adds_numbers(start: Node) -> bool:
+def _is_small_all_reduce(node: Node) -> bool:
+    """Whether a node is a small all-reduce, or the wait for one."""
+    start = node.all_input_nodes[0] if node.target is WAIT else node
     row = collective_op(start.target)
-    return row is not None and row.kind == ALL_REDUCE.kind and node_bytes(start) <= _MAX_NUMBERS_BYTES
+    return row is not None and row.kind == ALL_REDUCE.kind and node_bytes(start) <= _MAX_KEPT_BYTES
