@@ -111,8 +111,12 @@ def disagreement(posted: Mapping[int, list[Any]]) -> Disagreement | None:
 
 
 def shared_orders(posted: Sequence[list[Any]]) -> list[str]:
-    """What each rank has to have in common with the others because all communicate the same parameters: their order,
-    by kind of collective; from what each rank has posted, as one text for each."""
+    """For each rank, the order of the parameters in those kinds of collectives that carry the same parameters on all
+    ranks, as a text. The texts of all ranks must be equal.
+
+    Args:
+        posted: what each rank has posted (:meth:`Claims.posted`).
+    """
     kinds = sorted({kind for _, _, orders in posted for kind in orders})
     same = [kind for kind in kinds if len({orders.get(kind, [""])[0] for _, _, orders in posted}) == 1]
     return [" ".join(orders[kind][1] for kind in same) for _, _, orders in posted]

@@ -150,7 +150,7 @@ def _slice(x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, st
 
 
 def _unbind(x: torch.Tensor, dim: int = 0) -> list[torch.Tensor]:
-    """torch 2.11 keeps the dimension where the number of rows is known from the data alone."""
+    """torch 2.11 keeps ``dim`` in the elements, with size 1, where only the data decides how many there are."""
     return [aten.select.int(x, dim, at) for at in range(x.shape[dim])]
 
 

@@ -57,7 +57,7 @@ class WithoutNumbers:
 
 
 def without_returned_numbers(step: StepGraph) -> WithoutNumbers:
-    """The parts of ``step``, which is not changed."""
+    """Take the numbers that only the caller reads out of a step. ``step`` is not changed."""
     numbers = _returned_numbers(step)
     if not numbers:
         return WithoutNumbers(step, step, numbers, [])
@@ -101,6 +101,6 @@ def _is_number(node: Node) -> bool:
 
 
 def _outlives(node: Node) -> bool:
-    """Whether the schedule is the same where the step returns the value too: not so for what is gathered, which could
-    no longer be freed and gathered again."""
+    """Whether returning the value from the step leaves its schedule the same. A gathered value could no longer be freed
+    and gathered again."""
     return not waits_for_gather(node) if is_wait(node) else not looks_into(node)
