@@ -17,7 +17,7 @@ from weft.capture.record.growing_lists import ListsGrew, ListsRead
 from weft.capture.record.held_references import is_users_module
 from weft.capture.record.kept_graphs import GraphsKept
 from weft.capture.record.number_tables import TableWritten
-from weft.capture.record.optimizer_states import Entry, OptimizerStateMade
+from weft.capture.record.optimizer_states import OptimizerStateRead
 from weft.capture.record.python_numbers import CONSTANTS, ChangingState, NumbersChanged
 from weft.capture.record.remembered_results import RememberingFunctions, attempt_with_checked_bodies
 from weft.capture.record.unread_arguments import ArgumentRead, ValuesOfArguments
@@ -74,16 +74,15 @@ def _with_what_changes(
     constants with guards on their values.
     """
     earlier: Mapping[str, torch.Tensor] = {}
-    made: list[Entry] = []
+    in_graph: list[torch.optim.Optimizer] = []  # whose state the graph makes
     while True:
         arguments = ValuesOfArguments()
-        how = functools.partial(attempt, changing, earlier, made=made, found=arguments)
+        how = functools.partial(attempt, changing, earlier, in_graph=in_graph, found=arguments)
         try:
             captured = _with_names_known(how, arguments, collect)
             if arguments.tables - changing.tables:
                 functions.forget()
                 changing = replace(changing, tables=changing.tables | arguments.tables)
-                made = []
                 continue
             if not arguments.read and not (arguments.unread and arguments.caught):
                 return captured
@@ -94,9 +93,8 @@ def _with_what_changes(
         except NamesComputed:
             functions.forget()
             changing = replace(changing, names=changing.names | arguments.names)
-        except OptimizerStateMade as found:
-            made = found.entries
-            continue
+        except OptimizerStateRead as found:
+            in_graph = [*in_graph, *found.optimizers]
         except GraphsKept as found:
             earlier = found.tensors
         except NumbersChanged as found:
@@ -116,26 +114,21 @@ def _with_what_changes(
         except Exception as error:
             if new := (arguments.tables or arguments.arrays) - changing.tables - changing.plain_tables:
                 changing = replace(changing, tables=changing.tables | new)
-                made = []
                 continue
             if changing.tables:
                 changing = replace(changing, tables=frozenset(), plain_tables=changing.plain_tables | changing.tables)
-                made = []
                 continue
             if changing.growing:
                 changing = replace(changing, growing=frozenset(), read=changing.read | changing.growing)
-                made = []
                 continue
             inputs = arguments.read or arguments.unread or arguments.inputs
             constants = arguments.constants - changing.values
             if inputs:
                 log.info("captured with the values of %s: %s", ", ".join(sorted(inputs)), str(error).split("\n")[0])
                 changing = replace(changing, values=changing.values | inputs)
-                made = []
                 continue
             if constants and isinstance(error, UncapturableMutation):  # of a tensor in the memory of an array
                 changing = replace(changing, numbers=changing.numbers | constants)
-                made = []
                 continue
             if not changing.numbers:
                 raise
@@ -143,7 +136,6 @@ def _with_what_changes(
             plain = changing.plain_floats
             values = changing.values | changing.lists.keys()
             changing = replace(CONSTANTS, values=values, plain_floats=plain, names=changing.names)
-        made = []  # the attempt has removed it
 
 
 class NamesComputed(Exception):
@@ -157,7 +149,7 @@ def _with_names_known(
     what changes are put in place before the step runs, so they need the names."""
     try:
         captured = _with_what_it_draws(attempt, {}, collect)
-    except (UsedDuringCapture, OptimizerStateMade):  # the latter hands what it made to the next attempt
+    except UsedDuringCapture:
         raise
     except Exception as error:
         if found.names:

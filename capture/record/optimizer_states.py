@@ -1,12 +1,17 @@
 """The state that an optimizer makes in its first step on parameters.
 
-It is made for real before the captured step goes on, as eager's first step makes it, so that the graph reads it as an
-input: the next calls find it there. A step may also drop the state itself (``optimizer.state.clear()``). Then every
-call makes it anew, and the graph has to. In a first call nothing tells these apart, since there is no state to drop.
-So where the step's code could drop state, the step is captured once more, with the state in place.
+It is made for real before the captured step goes on, as eager's first step makes it. The graph reads it as an input,
+and so the next calls have the same form. Only the optimizer itself may not tell the difference: a step whose other
+code asks for ``optimizer.state`` before it is made finds it empty in the first call alone, and a step that drops the
+state (``optimizer.state.clear()``) makes it anew in each call. In such steps the graph makes the state, as it makes
+other values that a step leaves in Python state, and the form serves only calls that begin without it.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -16,23 +21,21 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.tracked_storages import was_tracked
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor
-
-# Attributes and methods by which the state of an optimizer is dropped.
-_DROPS = frozenset({"clear", "pop", "popitem", "__setstate__", "defaultdict", "__delitem__"})
+from weft.capture.user_code import called_by_user
 
 Entry = tuple[torch.optim.Optimizer, torch.Tensor]
 
 
-class OptimizerStateMade(Exception):
-    """The step's optimizers have made state, which the step's code may drop.
+class OptimizerStateRead(Exception):
+    """The step reads or drops the state of an optimizer that was made for real in this attempt at its capture.
 
     Attributes:
-        entries: the optimizers with the parameters whose state is new.
+        optimizers: those of which the graph has to make the state.
     """
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         super().__init__()
-        self.entries = entries
+        self.optimizers = optimizers
 
 
 class OptimizerStates:
@@ -42,24 +45,72 @@ class OptimizerStates:
         recorder: of the step.
         state: what the step can reach.
         modes: those of a fake world.
-        made: what an earlier attempt at the same capture has made.
+        in_graph: optimizers of which the graph makes the state.
     """
 
     def __init__(
-        self, recorder: OpRecorder, state: ReachableState, modes: tuple[FakeTensorMode, ...], made: list[Entry]
+        self,
+        recorder: OpRecorder,
+        state: ReachableState,
+        modes: tuple[FakeTensorMode, ...],
+        in_graph: list[torch.optim.Optimizer],
     ) -> None:
         self._recorder, self._state, self._modes = recorder, state, modes
-        self._earlier = list(made)
-        self._made: list[Entry] = []
-        self._before = {id(optimizer): set(optimizer.state) for optimizer, _ in state.optimizers}
+        # By id: optimizers of which the graph makes the state that they lack.
+        self._in_graph = {id(optimizer): optimizer for optimizer in in_graph}
+        self._made: list[tuple[torch.optim.Optimizer, torch.Tensor, Any]] = []
+        self._read_too_early: dict[int, torch.optim.Optimizer] = {}
+        self._is_stepping = False  # a method of torch's optimizer, which may look for its own state
+        self._is_preparing = False
 
-    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the state that the optimizer is about to make; unless the step makes it anew in each call."""
-        missing = [
-            p for g in optimizer.param_groups for p in g["params"] if p.grad is not None and p not in optimizer.state
-        ]
-        # Dropped by the step: it was there when the step began.
-        if not self._before.setdefault(id(optimizer), set(optimizer.state)).isdisjoint(missing) or not missing:
+    @contextlib.contextmanager
+    def reads_noted(self) -> Iterator[None]:
+        """Inside, it is noted which optimizers are asked for their ``state`` by anyone but their own step."""
+
+        def read(optimizer: torch.optim.Optimizer) -> Any:
+            self._note_read(optimizer, by_user=called_by_user())
+            try:
+                return vars(optimizer)["state"]
+            except KeyError:
+                raise AttributeError(
+                    f"{type(optimizer).__name__!r} object has no attribute 'state'", name="state", obj=optimizer
+                ) from None
+
+        def write(optimizer: torch.optim.Optimizer, value: Any) -> None:
+            self._note_read(optimizer, by_user=called_by_user())
+            vars(optimizer)["state"] = value
+
+        setattr(torch.optim.Optimizer, "state", property(read, write))  # noqa: B010
+        try:
+            yield
+        finally:
+            delattr(torch.optim.Optimizer, "state")
+
+    def _note_read(self, optimizer: torch.optim.Optimizer, *, by_user: bool) -> None:
+        if self._is_preparing or (self._is_stepping and not by_user):
+            return
+        if not any(optimizer is known for known, *_ in self._made):
+            self._in_graph.setdefault(id(optimizer), optimizer)
+        elif self._is_stepping:  # a hook before the step, where eager has no state yet
+            self._read_too_early.setdefault(id(optimizer), optimizer)
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the state that the optimizer is about to make in its step; unless the graph has to make it."""
+        self._is_stepping = self._is_preparing = True
+        try:
+            self._prepare(optimizer)
+        finally:
+            self._is_preparing = False
+
+    def end_step(self) -> None:
+        """The optimizer's step has ended."""
+        self._is_stepping = False
+
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        missing = [p for p in parameters if p.grad is not None and p not in optimizer.state]
+        dropped = {id(p) for known, p, _ in self._made if known is optimizer}
+        if not missing or id(optimizer) in self._in_graph or not dropped.isdisjoint(map(id, missing)):
             return
         with self._recorder.paused(*self._modes):
             made = torch_adapter.init_optimizer_state(optimizer)
@@ -69,21 +120,22 @@ class OptimizerStates:
             for p in missing:
                 optimizer.state.pop(p, None)
         elif made:
-            self._made += [(optimizer, p) for p in missing]
+            self._made += [(optimizer, p, optimizer.state.get(p)) for p in missing]
             self._state.extend_optimizer_state(optimizer)
 
     def check(self) -> None:
-        """Raise OptimizerStateMade where another attempt has to start with the state that this one made."""
-        names = self._state.names
-        if self._made and "state" in names and not names.isdisjoint(_DROPS):
-            entries = [*self._earlier, *self._made]
-            self._earlier, self._made = [], []
-            raise OptimizerStateMade(entries)
+        """Raise OptimizerStateRead where the graph has to make state that this attempt has made for real."""
+        found = dict(self._read_too_early)
+        for optimizer, parameter, entry in self._made:
+            if optimizer.state.get(parameter) is not entry:
+                found[id(optimizer)] = optimizer
+        if found:
+            raise OptimizerStateRead(list(found.values()))
 
     @property
     def created(self) -> list[Entry]:
-        """What this attempt and earlier ones made."""
-        return [*self._earlier, *self._made]
+        """The state that this attempt has made for real."""
+        return [(optimizer, parameter) for optimizer, parameter, _ in self._made]
 
     def _is_of_the_capture(self, value: object) -> bool:
         """Whether a value of an optimizer's state means nothing outside the capture."""
@@ -94,6 +146,6 @@ class OptimizerStates:
 
 
 def remove(created: list[Entry]) -> None:
-    """Take away the state that a failed capture made."""
+    """Take away the state that a capture made which failed, or did not count."""
     for optimizer, parameter in created:
         optimizer.state.pop(parameter, None)

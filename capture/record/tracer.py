@@ -133,6 +133,8 @@ def capture_step(
 
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
         paths = outcomes, expected
+        remove(created)  # by an attempt that did not count
+        created.clear()
         capture = _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how)
         captured = capture.run()
         created[:] = capture.optimizer_states.created
@@ -166,7 +168,7 @@ class _StepCapture:
         outcomes: tuple[tuple[Outcome, ...], tuple[Outcome, ...]],
         earlier: Mapping[str, torch.Tensor],
         *,
-        made: list[Entry],
+        in_graph: list[torch.optim.Optimizer],
         found: ValuesOfArguments,
         remembering: RememberingFunctions,
         watched: bool = False,
@@ -208,7 +210,7 @@ class _StepCapture:
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.numbers = PythonNumbers(self.recorder, changing, shared)
         self.lists = GrowingLists(changing, shared)
-        self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, made)
+        self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, in_graph)
         self.tables = NumberTables(changing.tables, changing.plain_tables, found)
         self.large_arrays = LargeArrays(self.state, changing.tables)
         self.remembering = remembering
@@ -310,6 +312,7 @@ class _StepCapture:
             stack.enter_context(storages_keep_their_memory())
             stack.enter_context(output_repeated())
             stack.enter_context(missing_attributes_noted(self.state.note_missing_attribute))
+            stack.enter_context(self.optimizer_states.reads_noted())
             stack.enter_context(symbols_answer_as_numbers())
             stack.enter_context(self.tables.noted(self.state.containers))
             stack.enter_context(builtin_types_know_symbols(self.state.functions))
@@ -382,11 +385,12 @@ class _StepCapture:
         if all(known is not optimizer for known, _ in self.state.optimizers):
             self.state.add(optimizer, "optimizer")
             self.numbers.put_into(self.state.containers)
-        self.optimizer_states.prepare(optimizer)
+        self.optimizer_states.begin_step(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         warn_of_idle(optimizer)  # now, because a closure may have computed the gradients
         self.recorder.optimizing = False
+        self.optimizer_states.end_step()
 
     # ---- from the record to the captured step
 
