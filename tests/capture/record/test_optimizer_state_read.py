@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import weft
+from harness import run_ranks
 
 OPTIMIZERS = {
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -105,3 +106,33 @@ def test_looking_costs_one_more_capture_in_all() -> None:
         step(torch.ones(2, 3))
     assert len(step.captures) == 2
     assert "state" not in vars(torch.optim.Optimizer)
+
+
+def _trained_on_rank(rank: int, compiled: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """What rank 0 alone has seen of the optimizer's state, and the parameters after training."""
+    torch.manual_seed(0)
+    model = weft.fully_shard(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    seen: list[float] = []
+
+    def step(x: torch.Tensor) -> None:
+        if rank == 0:
+            seen.append(sum(float(entry["step"]) for entry in optimizer.state.values()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = weft.compile(step) if compiled else step
+    for call in range(4):
+        run(torch.full((2, 4), rank + call + 1.0))
+    return seen, [p.full_tensor().detach() for p in model.parameters()]
+
+
+def _both_ways(rank: int, world: int) -> list[tuple[list[float], list[torch.Tensor]]]:
+    return [_trained_on_rank(rank, compiled) for compiled in (False, True)]
+
+
+def test_a_rank_that_looks_alone_trains_with_the_others() -> None:
+    for rank, ((expected, parameters), (got, ours)) in enumerate(run_ranks(_both_ways, 2)):
+        assert got == expected == ([0.0, 2.0, 4.0, 6.0] if rank == 0 else [])
+        assert all(map(torch.equal, parameters, ours))
