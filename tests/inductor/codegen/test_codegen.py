@@ -127,6 +127,17 @@ def test_a_transposed_copy_has_tiles_of_two_dimensions() -> None:
     assert "YBLOCK" in check(nest, tensors(x=6000, y=6000)).source.text
 
 
+@pytest.mark.parametrize(("rows", "width", "taken"), [(2000, 768, 8), (2000, 24, 8), (40, 768, 1), (600, 2100, 4)])
+def test_rows_that_lie_across_memory_share_a_program(rows: int, width: int, taken: int) -> None:
+    """One row alone would use one element of each sector that it loads."""
+    across = load("x", 1, rows)
+    largest = Reduce("max", (across,), [1], f32)
+    nest = Nest((rows, width), (store("y", op("sub", across, largest), width, 1),))
+    made = check(nest, tensors(x=rows * width, y=rows * width))
+    assert made.source.name.startswith("row")
+    assert made.blocks[0][1] == taken
+
+
 def test_a_sum_of_a_one_hot_term_is_no_reduction() -> None:
     """The gradient of a loss of classes, summed over the classes; the last label is none of them."""
     label, grad = load("label", 1, 0, dtype=torch.int64), load("grad", 1, 0)
