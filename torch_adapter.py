@@ -1595,6 +1595,16 @@ def fakes_unsupported_errors() -> tuple[type[Exception], ...]:
     return (*data_dependent_errors(), *unsupported)
 
 
+# An assertion of torch's own on a tensor, in Python.
+assert_tensor = torch._assert
+
+
+def lacks_fake(error: Exception) -> bool:
+    """Whether an error says that an operation has no fake implementation."""
+    unsupported = isinstance(error, fake_tensor.UnsupportedOperatorException)
+    return unsupported or "There was no fake impl registered" in str(error)
+
+
 @contextlib.contextmanager
 def recomputing(mode: FakeTensorMode) -> Iterator[None]:
     """Run operations on fakes of ``mode`` once more: without new guards on its symbols, and without the real kernels

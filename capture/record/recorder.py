@@ -35,11 +35,12 @@ from weft.capture.record.float_tags import FloatTags
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
 from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
+from weft.capture.record.number_results import with_symbols
 from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.real_operations import operations_for_real
 from weft.capture.record.resized_outputs import written_by
-from weft.capture.record.runtime_checks import check
+from weft.capture.record.runtime_checks import HOST_ASSERTS, assert_on_host, check
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.state.tensor_memory import memory_key
@@ -100,7 +101,8 @@ class OpRecorder(TorchDispatchMode):
         self.graph = torch.fx.Graph()
         self.fake_mode = fake_mode
         self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph, self._stamp)
-        self.storages = TrackedStorages(self.emit, self.value, self._input, self._define_sizes)
+        define_sizes = lambda val, node: self.symbols.define_sizes(val, node, self.emit)
+        self.storages = TrackedStorages(self.emit, self.value, self._input, define_sizes)
         self.recorded = 0
         self.passed = 0
         self.module_path: Callable[[], str] = lambda: ""
@@ -123,7 +125,6 @@ class OpRecorder(TorchDispatchMode):
         self._forward_origins: dict[int, tuple[tuple[Frame, ...], str, int]] = {}
         self._last_input = self.graph._root
         self.is_paused = False
-        self._asserted: set[Any] = set()
         self._outer: list[OpRecorder | None] = []
         # Each rank has a GPU of its own. The graph says "cuda", the current one, so its text is equal on all ranks.
         self._own_device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
@@ -159,6 +160,9 @@ class OpRecorder(TorchDispatchMode):
             return self._run_composite(op, args, kwargs)
         if facts.namespace == "c10d":
             raise UncapturableCollective(facts.name, user_line(), _OF_WRAPPERS)
+        if op in HOST_ASSERTS and self._fake(args[0]).device.type == "cpu":
+            with self:
+                return assert_on_host(*args)
         if self.packed is not None and (total := self.packed.sum_of(op, args)) is not None:
             return total
         self.runs_operation = True
@@ -224,7 +228,7 @@ class OpRecorder(TorchDispatchMode):
         if facts.writes is not None:
             return self._record_write(op, facts.writes, args, kwargs, *fakes)
         try:
-            out = self.computed(lambda: self._results(op, *fakes))
+            out = self.computed(lambda: self._fake_result(facts, *fakes))
         except Exception as error:
             error.add_note(f"while capturing {op} at {user_line()}")
             raise
@@ -240,6 +244,12 @@ class OpRecorder(TorchDispatchMode):
         node = self.emit(target, *operands, val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
         return out
+
+    def _fake_result(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns for fake operands."""
+        result = fake_result if facts.writes is not None else self._results
+        compute = lambda: result(facts.op, args, kwargs)
+        return with_symbols(facts.op, compute, self.symbols.shape_env) if facts.returns_numbers else compute()
 
     def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
         """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
@@ -311,7 +321,7 @@ class OpRecorder(TorchDispatchMode):
         wide = self._widened(op, writes, fake_args, fake_kwargs)
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         fakes = [argument_of(fake_args, fake_kwargs, position, name) for position, name in writes.writes]
-        compute = lambda: fake_result(op, fake_args, fake_kwargs)
+        compute = lambda: self._fake_result(facts_of(op), fake_args, fake_kwargs)
         out = written_by(op, lambda: self.computed(compute), written, fakes, self.storages.has_views, self.value)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
@@ -324,6 +334,9 @@ class OpRecorder(TorchDispatchMode):
         for value, part in zip(fresh, parts, strict=False):
             if isinstance(value, torch.Tensor):
                 self.storages.bind_fresh(value, part)
+            elif isinstance(value, _NUMBERS):
+                self.symbols.define(value, lambda part=part: part)
+        self.claim_pending_symbols()
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
         return inplace_results(op, out, args, kwargs, positions)
@@ -490,10 +503,6 @@ class OpRecorder(TorchDispatchMode):
         """The fakes of all inputs and of the user's tensors inside their memory."""
         return [tracked.val for tracked in self._inputs.values()]
 
-    def is_user_fake(self, tensor: torch.Tensor) -> bool:
-        """Whether a fake tensor is the user's own, made in a fake world before the capture."""
-        return not is_tracked(tensor)
-
     def scalar_input(self, value: Number, name: str) -> torch.fx.Node:
         """A placeholder for a Python number that changes from call to call (a learning rate)."""
         node = self._placeholder(name, value)
@@ -542,8 +551,8 @@ class OpRecorder(TorchDispatchMode):
 
     def effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
         """Append a call that must run whether or not its result is used; operands are the user's values."""
-        operands = map_operands(args, self.value)
-        node = self.emit_effect(target, *operands, val=val, **map_operands(kwargs, self.value))
+        operands, options = map_operands((args, kwargs), self.value)
+        node = self.emit_effect(target, *operands, val=val, **options)
         if isinstance(val, torch.Tensor):
             self.storages.bind_fresh(val, node)
         return node
@@ -556,14 +565,8 @@ class OpRecorder(TorchDispatchMode):
 
     def emit_new_checks(self) -> None:
         """Append a check for each new assumption about data-dependent numbers, before the nodes that rely on it."""
-        for expr, _ in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
-            if all(self.symbols.knows(symbol) for symbol in expr.free_symbols):
-                symbols = sorted(expr.free_symbols, key=str)
-                values = [self.symbols.expression(symbol) for symbol in symbols]
-                # Without files and lines: ranks compare the arguments of nodes, and may have other paths.
-                names = self.symbols.names(symbols)
-                shown = self.symbols.shown(expr, dict(zip(symbols, names, strict=True)))
-                self.emit_effect(check, self.symbols.expression(expr), shown, "\n".join(names), *values)
+        for assumption in self.symbols.new_assumptions():
+            self.emit_effect(check, *assumption)
 
     def getitem(self, node: torch.fx.Node, index: int, val: Any) -> torch.fx.Node:
         """Append a call that takes one of several results."""
@@ -585,9 +588,6 @@ class OpRecorder(TorchDispatchMode):
                 part = self.getitem(node, at, value) if many else node
                 self.symbols.define(value, lambda part=part: part)
         self.claim_pending_symbols()
-
-    def _define_sizes(self, val: torch.Tensor, node: torch.fx.Node) -> None:
-        self.symbols.define_sizes(val, node, self.emit)
 
     def claim_pending_symbols(self) -> None:
         """Tell torch that fresh data-dependent symbols are defined; it raises for those that nobody claims."""

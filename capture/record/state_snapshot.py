@@ -27,6 +27,7 @@ from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.template_parts import Template
 from weft.capture.record.templates import Templates
+from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.contents import attributes_of
 from weft.capture.state.object_parts import objects_in
@@ -195,7 +196,7 @@ class StateSnapshots:
 
     def _is_captured(self, tensor: torch.Tensor) -> bool:
         inner = inner_tensor(tensor)[0]
-        return isinstance(inner, FakeTensor) and not self._recorder.is_user_fake(inner)
+        return isinstance(inner, FakeTensor) and is_tracked(inner)
 
     def _written(
         self, places: Mapping[tuple[Any, ...], StatePlace], add_operand: AddOperand
