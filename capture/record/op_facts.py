@@ -15,6 +15,7 @@ from weft import torch_adapter
 from weft.capture.node_kinds import needs_check
 from weft.capture.record.functional_ops import WrittenArguments, executable_form, written_arguments
 from weft.capture.record.number_results import number_results
+from weft.capture.record.value_gradients import FORMULAS, Formula
 from weft.torch_adapter import OpOverload
 
 # The fake result of these depends on the data of an operand, for which torch makes a symbol.
@@ -33,6 +34,7 @@ class OpFacts(NamedTuple):
         reads_data: whether the sizes or the number that it returns depend on data.
         returns_numbers: whether it is of a custom library and returns other things than tensors.
         needs_check: whether it is a collective whose operands torch checks only when it runs.
+        gradient: makes eager's gradients, where those for fake tensors have other bits.
         is_composite: whether torch computes it by other operations.
         is_taken_apart: whether it is recorded as those, see :func:`weft.torch_adapter.is_taken_apart`.
     """
@@ -45,6 +47,7 @@ class OpFacts(NamedTuple):
     reads_data: bool
     returns_numbers: bool
     needs_check: bool
+    gradient: Formula | None
     is_composite: bool
     is_taken_apart: bool
 
@@ -59,6 +62,6 @@ def facts_of(op: OpOverload) -> OpFacts:
         namespace, name = op._schema.name.split("::")
         reads_data = not _READS_DATA.isdisjoint(op.tags)
         asked = executable_form(op), written_arguments(op), reads_data, number_results(op), needs_check(op)
-        asked = *asked, torch_adapter.is_composite(op), torch_adapter.is_taken_apart(op)
+        asked = *asked, FORMULAS.get(op), torch_adapter.is_composite(op), torch_adapter.is_taken_apart(op)
         found = _known[id(op)] = OpFacts(op, namespace, name, *asked)
     return found

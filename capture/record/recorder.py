@@ -43,6 +43,8 @@ from weft.capture.record.resized_outputs import written_by
 from weft.capture.record.runtime_checks import HOST_ASSERTS, assert_on_host, check
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
+from weft.capture.record.value_gradients import ValueGradients
+from weft.capture.record.widened_writes import WidenedWrites
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
@@ -119,7 +121,8 @@ class OpRecorder(TorchDispatchMode):
         self.computed: Callable[[Callable[[], Any]], Any] = lambda fake_result: fake_result()
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
         self._results = FakeResultCache(fake_mode)
-        self._same_dtype: dict[Any, bool] = {}
+        self._widened = WidenedWrites(self._results)
+        self._gradients = ValueGradients()
         self._inputs: dict[tuple[Any, ...], TrackedTensor] = {}
         self._input_storages: dict[int, list[tuple[TrackedTensor, torch.Tensor]]] = {}
         self._forward_origins: dict[int, tuple[tuple[Frame, ...], str, int]] = {}
@@ -148,6 +151,7 @@ class OpRecorder(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and not torch_adapter.is_plain_tensor_type(kind):
                 return NotImplemented  # the subclass takes its tensor apart; its operations on plain tensors come here
+        self._gradients.register()
         facts = facts_of(op)
         if facts.namespace == "profiler":
             with torch_adapter.only_mode():
@@ -200,7 +204,7 @@ class OpRecorder(TorchDispatchMode):
         self.symbols.end()
         self.packed = None
         known: tuple[Any, ...] = self._inputs, self._input_storages, self.data_set, self.float_tags, self.late_texts
-        for each in (*known, self.placeholders):
+        for each in (*known, self.placeholders, self._gradients):
             each.clear()
 
     # ---- operations that compute
@@ -226,7 +230,10 @@ class OpRecorder(TorchDispatchMode):
         if facts.needs_check:
             check_operands(op, fakes[0])
         if facts.writes is not None:
-            return self._record_write(op, facts.writes, args, kwargs, *fakes)
+            out = self._record_write(op, facts.writes, args, kwargs, *fakes)
+            if facts.gradient is not None:
+                self._gradients.note(facts.gradient, out, args, kwargs)
+            return out
         try:
             out = self.computed(lambda: self._fake_result(facts, *fakes))
         except Exception as error:
@@ -243,6 +250,8 @@ class OpRecorder(TorchDispatchMode):
         target = facts.executable if torch.is_grad_enabled() else op
         node = self.emit(target, *operands, val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
+        if facts.gradient is not None:
+            self._gradients.note(facts.gradient, out, args, kwargs)
         return out
 
     def _fake_result(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,7 +327,7 @@ class OpRecorder(TorchDispatchMode):
         for position, name in writes.writes:
             if isinstance(targets := argument_of(args, kwargs, position, name), (list, tuple)):
                 check_independent(op, targets, [*args, *kwargs.values()], self.storages, self._fake)
-        wide = self._widened(op, writes, fake_args, fake_kwargs)
+        wide = self._widened.result(op, writes, fake_args, fake_kwargs)
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         fakes = [argument_of(fake_args, fake_kwargs, position, name) for position, name in writes.writes]
         compute = lambda: self._fake_result(facts_of(op), fake_args, fake_kwargs)
@@ -340,28 +349,6 @@ class OpRecorder(TorchDispatchMode):
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
         return inplace_results(op, out, args, kwargs, positions)
-
-    def _widened(
-        self, op: OpOverload, writes: WrittenArguments, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
-        """The fake result of the functional form where its dtype is not that of the tensor it replaces, else None.
-
-        ``a.add_(b)`` of a bfloat16 ``a`` and a float32 ``b`` computes in float32 and rounds at the end; ``a.eq_(b)``
-        makes numbers of the answers.
-        """
-        first = argument_of(args, kwargs, *writes.writes[0])
-        if not isinstance(first, torch.Tensor) or not isinstance(writes.functional, OpOverload):
-            return None
-        if op is aten.copy_.default:
-            return None
-        tensors = tensors_in((args, kwargs))
-        key = op, *[(t.dtype, t.dim() == 0) for t in tensors]
-        if self._same_dtype.get(key):
-            return None
-        result = self._results(writes.functional, args, kwargs)
-        widened = isinstance(result, torch.Tensor) and result.dtype != first.dtype
-        self._same_dtype[key] = not widened
-        return result if widened else None
 
     def _write_all(self, target: Any, part: torch.fx.Node) -> None:
         """Give new values to a written argument: a tensor, or a list of tensors (foreach operations)."""
