@@ -406,6 +406,10 @@ class OpRecorder(TorchDispatchMode):
         """The node of the value that ``tensor`` has now, whole or view."""
         return self.storages.read(self.storages.of(tensor))
 
+    def value_of_memory(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """The node of the value in the memory that a tensor of the user's had when the step began."""
+        return self.storages.read(self._inputs[memory_key(tensor)])
+
     def _fake(self, argument: Any) -> Any:
         """The fake tensor that an operation runs on in the place of ``argument``."""
         if not isinstance(argument, torch.Tensor):
@@ -417,12 +421,10 @@ class OpRecorder(TorchDispatchMode):
         if self._is_argument(target):
             what = f"`tensor.data = ...` of an argument at {user_line()}"
             raise UncapturableMutation(f"{what}; copy the values with tensor.copy_(...), or assign to a clone of it")
-        tracked = self.storages.copy_of(self.storages.of(source))
         if isinstance(target, FakeTensor):
-            self.storages.mark(target, tracked)
-        else:  # an input, whose new value is that of source at the end of the step
+            self.storages.mark(target, self.storages.copy_of(self.storages.of(source)))
+        else:  # an input; other tensors in its memory keep that memory
             self.data_set[id(target)] = self.storages.data_set(target, source, self.data_set.get(id(target)))
-            self._inputs[memory_key(target)] = tracked
 
     # ---- inputs
 
@@ -430,6 +432,8 @@ class OpRecorder(TorchDispatchMode):
         """What a tensor of the user is in the graph: a placeholder, or a view of one that shares its memory."""
         if tensor.layout is not torch.strided:
             raise UncapturableLayout("an operation", tensor.layout, user_line())
+        if self.data_set and (known := self.data_set.get(id(tensor))) is not None:
+            return known.now
         key = memory_key(tensor)
         if key not in self._inputs:
             whole = self._whole(tensor, key[0])
@@ -483,12 +487,13 @@ class OpRecorder(TorchDispatchMode):
 
     def input_fake(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The fake that stands for a tensor of the user; None where it is no input yet."""
-        tracked = self._inputs.get(memory_key(tensor))
+        known = self.data_set.get(id(tensor))
+        tracked = known.now if known is not None else self._inputs.get(memory_key(tensor))
         return tracked.val if tracked else None
 
     def input_fakes(self) -> list[torch.Tensor]:
         """The fakes of all inputs and of the user's tensors inside their memory."""
-        return [tracked.val for tracked in self._inputs.values()]
+        return [tracked.val for tracked in (*self._inputs.values(), *(each.now for each in self.data_set.values()))]
 
     def scalar_input(self, value: Number, name: str) -> torch.fx.Node:
         """A placeholder for a Python number that changes from call to call (a learning rate)."""

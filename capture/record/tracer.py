@@ -430,7 +430,7 @@ class _StepCapture:
                 moved = [(each, keys) for each in own if (keys := each.moved())]
                 appends = self._appends(appended, keep, templates)
             returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
-            replaced: set[tuple[Any, ...]] = set()
+            replaced: set[int] = set()
             if complete:
                 create = lambda value, path: keep(lambda _: Create(path), value)
                 replaced = memory_replaced(recorder, self.state.places_by_id, effects, create, nodes, templates)
@@ -535,12 +535,12 @@ class _StepCapture:
             appends.append(Append(container, key, templates.of(value, kept, path)))
         return appends
 
-    def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[tuple[Any, ...]]) -> None:
+    def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[int]) -> None:
         """Add an update to ``outputs``, and its value to ``nodes``, for each input whose value is no longer its
-        placeholder; not for tensors with other memory, whose keys are ``replaced``."""
+        placeholder. Tensors that get other memory, whose ids are ``replaced``, leave a value in their former memory."""
         for node, tensor in self.recorder.placeholders:
-            value = self.recorder.current_value(tensor)
-            if value is not node and memory_key(tensor) not in replaced:
+            read = self.recorder.value_of_memory if id(tensor) in replaced else self.recorder.current_value
+            if (value := read(tensor)) is not node:
                 outputs.append(Update(node.name))
                 nodes.append(value)
 
