@@ -485,6 +485,14 @@ class OpRecorder(TorchDispatchMode):
         node.meta["val"] = val
         return node
 
+    def memory_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+        """The user's tensor in whose memory a tensor of the step lies, and at which element of it; None if in none."""
+        tracked = self.storages.of(tensor)
+        for known, real in (each for there in self._input_storages.values() for each in there):
+            if known.storage is tracked.storage and known.val.dtype == tracked.val.dtype:
+                return real, tracked.val.storage_offset() - known.val.storage_offset()
+        return None
+
     def input_fake(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The fake that stands for a tensor of the user; None where it is no input yet."""
         known = self.data_set.get(id(tensor))
