@@ -45,6 +45,7 @@ from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
 from weft.capture.record.value_gradients import ValueGradients
 from weft.capture.record.widened_writes import WidenedWrites
+from weft.capture.state.exception_parts import CAPTURE_NOTE
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
@@ -237,7 +238,7 @@ class OpRecorder(TorchDispatchMode):
         try:
             out = self.computed(lambda: self._fake_result(facts, *fakes))
         except Exception as error:
-            error.add_note(f"while capturing {op} at {user_line()}")
+            error.add_note(f"{CAPTURE_NOTE} {op} at {user_line()}")
             raise
         self.emit_new_checks()
         if facts.is_composite and self.storages.shares_memory(out, fakes):  # a dropout that drops nothing, an einsum
