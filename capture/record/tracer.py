@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -216,7 +217,9 @@ class _StepCapture:
         self.remembering = remembering
         remembering.note(self.state.objects, self._walk_result, self.modes)
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
-        self.outside = OutsideValues(self.recorder, self.state, remembering, watched=watched, arrays=followed)
+        self.outside = OutsideValues(
+            self.recorder, self.state, remembering, self._is_made, watched=watched, arrays=followed
+        )
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
@@ -268,6 +271,11 @@ class _StepCapture:
             self.outside.arrays.end()
         captured.seconds = time.perf_counter() - started
         return captured
+
+    def _is_made(self, value: Any) -> bool:
+        """Whether an object was made since the capture began; the collector does not list a dict of plain values."""
+        unlisted = type(value) is dict and not gc.is_tracked(value)
+        return id(value) not in self.met and (unlisted or id(value) in self.made(type(value)))
 
     def _hooks(self) -> HookCounts:
         """Walk the hooks that belong to no object of the step, which are global or on arguments; count all hooks."""
