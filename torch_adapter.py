@@ -1581,6 +1581,11 @@ def symmetric_peers(memory: torch.Tensor, group_name: str) -> tuple[list[torch.T
     return parts, (memory, handle)
 
 
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether torch issues a batch of sends and receives as one operation, with one work."""
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
+
+
 # ---- measuring
 
 
