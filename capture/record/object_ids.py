@@ -8,7 +8,7 @@ the step leaves them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,6 +26,44 @@ class IdInCapture(int):
 
     weft_kind: str
     weft_line: str
+
+    def weft_like(self, number: int) -> IdInCapture:
+        """A number that is computed from this one."""
+        found = IdInCapture(number)
+        found.weft_kind, found.weft_line = self.weft_kind, self.weft_line
+        return found
+
+    def weft_refuse(self, why: str) -> NoReturn:
+        """Refuse the number.
+
+        Raises:
+            UncapturableDraw: names the line.
+        """
+        kind = self.weft_kind
+        raise UncapturableDraw(f"id() of a {kind}", self.weft_line, why, f"keep the {kind}, and compare with `is`")
+
+    def __format__(self, spec: str, /) -> str:
+        self.weft_refuse("text is made of it")
+
+    def __repr__(self) -> str:
+        self.weft_refuse("text is made of it")
+
+    __str__ = __repr__
+
+
+def _computed(name: str) -> Callable[..., Any]:
+    original = getattr(int, name)
+
+    def compute(number: IdInCapture, other: Any) -> Any:
+        result = original(number, other)
+        return number.weft_like(result) if type(result) is int else result
+
+    return compute
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and", "or", "xor"):
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        setattr(IdInCapture, _method, _computed(_method))
 
 
 def id_followed(intercepts: Callable[[], bool], is_made: Callable[[Any], bool]) -> dict[str, Any]:
@@ -57,6 +95,4 @@ def refuse_ids(*values: Any) -> None:
     """
     for value in values:
         if type(value) is IdInCapture:
-            kind = value.weft_kind
-            why = f"the step leaves it for later, and each call has another {kind}"
-            raise UncapturableDraw(f"id() of a {kind}", value.weft_line, why, f"keep the {kind}, and compare with `is`")
+            value.weft_refuse(f"the step leaves it for later, and each call has another {value.weft_kind}")

@@ -95,7 +95,22 @@ def of_a_function(s: State, x: torch.Tensor) -> Any:
     return {"id": id(lambda: x)}
 
 
-MADE = [(of_a_list, "list"), (of_a_dict_of_numbers, "dict"), (of_an_object, "Made"), (of_a_function, "function")]
+def in_a_text(s: State, x: torch.Tensor) -> Any:
+    made = [x]
+    s.known[f"{id(made):x}"] = made
+    return x
+
+
+def computed_from(s: State, x: torch.Tensor) -> Any:
+    made = {"n": 1}
+    s.ids.add(1 + id(made) // 16)
+    return x, made
+
+
+MADE = [
+    *((of_a_list, "list"), (of_a_dict_of_numbers, "dict"), (of_an_object, "Made"), (of_a_function, "function")),
+    *((in_a_text, "list"), (computed_from, "dict")),
+]
 
 
 @pytest.mark.parametrize(("what", "kind"), MADE)
