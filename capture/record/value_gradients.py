@@ -86,11 +86,24 @@ def _product_along(
 def _products_up_to(
     given: Gradients, gradient: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
 ) -> Gradients:
-    # Without further gradients, the formula for all values gives the same bits.
-    if given[0] is None or not torch.is_grad_enabled() or x.numel() <= 1 or x.shape[dim] == 1 or bool((x == 0).any()):
+    if given[0] is None or x.numel() <= 1 or x.shape[dim] == 1:
         return given
-    terms = _result().conj() * gradient.to(x.dtype)
-    return (terms.flip(dim).cumsum(dim).flip(dim).div(x.conj()),)
+    further = torch.is_grad_enabled()
+    if further and bool((x == 0).any()):
+        return given
+    result = (_result() if further else x.cumprod(dim, dtype=dtype)).conj()
+    gradient, sum_from = gradient.to(x.dtype), lambda terms: terms.flip(dim).cumsum(dim).flip(dim)
+    if further:
+        return (sum_from(result * gradient).div(x.conj()).to(x.dtype),)
+    zeros = (x == 0).cumsum(dim)
+    before, after = zeros == 0, zeros == 1  # the first zero, which is in ``after``
+    of_others = torch.where(before, sum_from((result * gradient).masked_fill(~before, 0)).div(x.conj()), 0)
+    index = after.max(dim, keepdim=True).indices
+    first = torch.zeros_like(after).scatter(dim, index, 1) & after
+    product_after = x.conj().masked_fill(~(after & ~first), 1).cumprod(dim)
+    product_before = result.gather(dim, (index - 1).relu()).masked_fill(index == 0, 1)
+    of_first = (product_after * gradient.masked_fill(~after, 0)).sum(dim, keepdim=True) * product_before
+    return (torch.where(first, of_first, of_others).to(x.dtype),)
 
 
 def _chosen_element(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Formula:
