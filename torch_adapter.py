@@ -1581,6 +1581,11 @@ def symmetric_peers(memory: torch.Tensor, group_name: str) -> tuple[list[torch.T
     return parts, (memory, handle)
 
 
+def coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether torch issues a batch of sends and receives as one operation, with one work."""
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
+
+
 # ---- measuring
 
 
@@ -1593,6 +1598,16 @@ def fakes_unsupported_errors() -> tuple[type[Exception], ...]:
     """What operations on fakes raise whose result only the data decides, or that have no fake implementation."""
     unsupported = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
     return (*data_dependent_errors(), *unsupported)
+
+
+# An assertion of torch's own on a tensor, in Python.
+assert_tensor = torch._assert
+
+
+def lacks_fake(error: Exception) -> bool:
+    """Whether an error says that an operation has no fake implementation."""
+    unsupported = isinstance(error, fake_tensor.UnsupportedOperatorException)
+    return unsupported or "There was no fake impl registered" in str(error)
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class _Traits(NamedTuple):
         draws: whether it draws from a random generator.
         group: position and name of the argument that says over which process group, None where there is none.
         mutates: whether it writes to an argument.
+        returns_nothing: whether it neither returns nor writes anything, so that it is called for what else it does.
     """
 
     target: OpOverload | None
@@ -55,11 +56,12 @@ class _Traits(NamedTuple):
     draws: bool
     group: tuple[int, str] | None = None
     mutates: bool = False
+    returns_nothing: bool = False
 
     @property
     def acts(self) -> bool:
         """Whether a call does more than to compute its result."""
-        return self.collective or self.waits or self.draws
+        return self.collective or self.waits or self.draws or self.returns_nothing
 
 
 _known: dict[int, _Traits] = {}
@@ -76,7 +78,9 @@ def _of(target: Any) -> _Traits:
     starts = target.namespace in COLLECTIVE_NAMESPACES and target is not WAIT and not target._opname.startswith("_")
     groups = [(at, each.name) for at, each in enumerate(schema.arguments) if each.name in GROUP_ARGUMENTS]
     group = groups[0] if groups else None
-    found = _known[id(target)] = _Traits(target, starts, target is WAIT, draws, group, schema.is_mutable)
+    writes = schema.is_mutable
+    nothing = not schema.returns and not writes
+    found = _known[id(target)] = _Traits(target, starts, target is WAIT, draws, group, writes, nothing)
     return found
 
 

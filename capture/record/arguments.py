@@ -370,6 +370,12 @@ class CallArguments:
         self.fakes.setdefault(id(passed), self.tensors[at])
         return passed
 
+    def captured(self) -> Iterator[tuple[StatePlace, torch.Tensor]]:
+        """The place of each tensor that the step got a tensor of the capture for, and that, without its wrapper."""
+        for at, passed in self._passed.items():
+            if isinstance(passed, torch.Tensor):
+                yield self.tensors[at], inner_tensor(passed)[0]
+
     def forget_fakes(self) -> None:
         """Let go of what the step was given: only while it is captured are they tensors of the user's."""
         self.fakes.clear()

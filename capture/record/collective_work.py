@@ -77,6 +77,24 @@ class CapturedWork(dist.Work):
         return self._future
 
 
+class WorkInBatch(CapturedWork):
+    """The handle of some operations of a batch, of which several may be in one call.
+
+    Args:
+        works: of the calls that the operations are in.
+    """
+
+    def __init__(self, name: str, works: Sequence[CapturedWork], outputs: list[torch.Tensor]) -> None:
+        super().__init__(name, [], lambda results: None, outputs)
+        self._works = works
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for the calls."""
+        for each in self._works:
+            each.wait()
+        return super().wait()
+
+
 class CapturedFuture:
     """The future of a captured collective, or of a callback that was attached to one with `then`.
 

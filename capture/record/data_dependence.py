@@ -39,7 +39,10 @@ _HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 _OF_TRACERS = "`{}` takes functions as arguments, for tracers that see no Python"
 _IN_PYTHON = "Write it in Python, with if, for or while: a compiled step branches on values"
 # What kernels written in C++ say of a fake tensor whose numbers or sizes they want.
-_NEEDS_NUMBERS = ("its data is not allocated yet", "on tensor with symbolic sizes/strides")
+_NEEDS_NUMBERS = (
+    *("its data is not allocated yet", "on tensor with symbolic sizes/strides"),
+    "cannot be called on meta tensors",
+)
 # What torch says where a type of tensors of the user's is to be made of a fake tensor.
 _CONVERTS_MODULE = "_apply(): Couldn't swap"
 _GIVES_ARRAY = ".numpy() is not supported for tensor subclasses"
@@ -75,6 +78,11 @@ def data_dependence_reported(step: Callable[..., Any], symbols: Symbols, drawn: 
             _line(frames_of(error.__traceback__), step), _OF_TRACERS.format(found[1]), _IN_PYTHON
         ) from error
     except RuntimeError as error:
+        if torch_adapter.lacks_fake(error):
+            reason = "an operation has no fake implementation, which says the sizes of its results"
+            remedy = "Register one with torch.library.register_fake"
+            line = _line(frames_of(error.__traceback__), step)
+            raise CannotCapture(line, reason, remedy) from error
         if _MAKES_SUBCLASS in str(error):
             raise UncapturableSubclass(_line(frames_of(error.__traceback__), step)) from error
         if _GIVES_ARRAY in str(error):

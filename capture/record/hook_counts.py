@@ -120,8 +120,8 @@ class HookCounts:
         return counted
 
     def _registered_inside(self, owner: Any, kind: str, hook: Any) -> Any:
-        """A counter around a hook that the step registers, unless the hook is torch's own or counted already."""
-        if hasattr(hook, _COUNTED) or _root(hook).startswith("torch."):
+        """A counter around a hook that the step registers, unless it is torch's own, weft's own, or counted already."""
+        if hasattr(hook, _COUNTED) or _root(hook).startswith(("torch.", "weft.capture")):
             return hook
         name = self._owners.get(id(owner)) or self._state.modules.get(id(owner), (None, ""))[1] or user_line()
         return self._counting(hook, name, kind)

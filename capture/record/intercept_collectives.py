@@ -318,7 +318,7 @@ class _CollectiveInterceptor:
         return self._issue(rooted_collectives.scatter(tensor, scatter_list, src, group, group_src), async_op)
 
     def batch_isend_irecv(self, p2p_op_list: list[dist.P2POp]) -> list[CapturedWork]:
-        return [self._launch(call) for call in rooted_collectives.batch(p2p_op_list)]
+        return rooted_collectives.batch(p2p_op_list, self._launch)
 
     # ---- coalescing
 

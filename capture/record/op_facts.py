@@ -14,6 +14,8 @@ import torch
 from weft import torch_adapter
 from weft.capture.node_kinds import needs_check
 from weft.capture.record.functional_ops import WrittenArguments, executable_form, written_arguments
+from weft.capture.record.number_results import number_results
+from weft.capture.record.value_gradients import FORMULAS, Formula
 from weft.torch_adapter import OpOverload
 
 # The fake result of these depends on the data of an operand, for which torch makes a symbol.
@@ -30,7 +32,9 @@ class OpFacts(NamedTuple):
         executable: what a graph calls for it.
         writes: the arguments that it writes, None where there are none.
         reads_data: whether the sizes or the number that it returns depend on data.
+        returns_numbers: whether it is of a custom library and returns other things than tensors.
         needs_check: whether it is a collective whose operands torch checks only when it runs.
+        gradient: makes eager's gradients, where those for fake tensors have other bits.
         is_composite: whether torch computes it by other operations.
         is_taken_apart: whether it is recorded as those, see :func:`weft.torch_adapter.is_taken_apart`.
     """
@@ -41,7 +45,9 @@ class OpFacts(NamedTuple):
     executable: Callable[..., Any]
     writes: WrittenArguments | None
     reads_data: bool
+    returns_numbers: bool
     needs_check: bool
+    gradient: Formula | None
     is_composite: bool
     is_taken_apart: bool
 
@@ -55,7 +61,7 @@ def facts_of(op: OpOverload) -> OpFacts:
     if found is None:
         namespace, name = op._schema.name.split("::")
         reads_data = not _READS_DATA.isdisjoint(op.tags)
-        asked = executable_form(op), written_arguments(op), reads_data, needs_check(op)
-        asked = *asked, torch_adapter.is_composite(op), torch_adapter.is_taken_apart(op)
+        asked = executable_form(op), written_arguments(op), reads_data, number_results(op), needs_check(op)
+        asked = *asked, FORMULAS.get(op), torch_adapter.is_composite(op), torch_adapter.is_taken_apart(op)
         found = _known[id(op)] = OpFacts(op, namespace, name, *asked)
     return found

@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec
 
 import torch
@@ -34,7 +34,7 @@ from weft.capture.record.shown_gradients import Showing
 from weft.capture.record.state_snapshot import StateSnapshot
 from weft.capture.record.template_parts import MadeObject, Template
 from weft.capture.state.code_names import OPAQUE, mark_opaque
-from weft.capture.state.containers import SIMPLE
+from weft.capture.state.containers import SIMPLE, StatePlace
 from weft.short_tracebacks import shortens_tracebacks
 
 P = ParamSpec("P")
@@ -59,6 +59,7 @@ class OpaqueCall:
         held: objects that the step made and still holds: the part in the template, what is the same at each call.
         snapshot: the other state that it can reach at this point of the step, over all operands.
         changes: checks what the function changes.
+        memory: for operands in the memory of a tensor of the user's, by number: its place, and at which element.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class OpaqueCall:
         held: list[tuple[Any, Any]],
         snapshot: StateSnapshot,
         changes: OpaqueChanges,
+        memory: Mapping[int, tuple[StatePlace, int]],
     ) -> None:
         self.function = function
         self.arguments = arguments
@@ -76,6 +78,7 @@ class OpaqueCall:
         self.held = held
         self.snapshot = snapshot
         self.changes = changes
+        self.memory = memory
         self._grad_enabled = torch.is_grad_enabled()
         self.__name__ = self.__qualname__ = f"opaque_{getattr(function, '__name__', type(function).__name__)}"
         self.__module__ = __name__
@@ -95,17 +98,24 @@ class OpaqueCall:
         del args, kwargs, held, left
         kept = note_kept(made, passed)
         del made
-        _copy_kept_tensors(passed, kept)
+        numbers = {id(each): at for at, each in enumerate(passed)}
+        for each in kept:
+            self._keep(each, numbers.get(id(each), -1))
+        known = set(map(id, kept))
+        for at in range(len(passed)):
+            is_kept = isinstance(passed[at], torch.Tensor) and _references(passed, at) > _UNSHARED
+            if is_kept and id(passed[at]) not in known:
+                self._keep(passed[at], at)
 
-
-def _copy_kept_tensors(passed: list[Any], kept: list[torch.Tensor]) -> None:
-    """Give tensors that the function kept a reference to memory of their own: the program may reuse the buffer."""
-    for each in kept:
-        each.data = each.clone()
-    known = set(map(id, kept))
-    for at in range(len(passed)):
-        if id(passed[at]) not in known and isinstance(passed[at], torch.Tensor) and _references(passed, at) > _UNSHARED:
-            passed[at].data = passed[at].clone()
+    def _keep(self, tensor: torch.Tensor, at: int) -> None:
+        """Give operand number ``at``, which the function kept, the memory that it has in eager: that of a tensor of the
+        user's, or memory of its own, as the program may reuse the buffer."""
+        if at in self.memory:
+            place, element = self.memory[at]
+            whole = place.get().detach()
+            tensor.data = whole.as_strided(tensor.shape, tensor.stride(), whole.storage_offset() + element)
+        else:
+            tensor.data = tensor.clone()
 
 
 def _references(items: list[Any], at: int) -> int:
@@ -166,6 +176,7 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         del found
         held += [] if shows else [(None, each) for each in made_in_closure(function, templates.own)]
         argument_count = len(operands)
+        memory = snapshots.memory(templates)
         roots = [leaf for leaf in torch_adapter.flatten((args, kwargs))[0] if not isinstance(leaf, SIMPLE)]
         snapshot, reached = snapshots.take([function, *own, *roots], add_operand)
         names = names_in_texts(both) if shows else names_in(function)
@@ -173,7 +184,8 @@ def opaque(function: Callable[P, object]) -> Callable[P, None]:
         if reached and names:
             names &= names_read_later(sys._getframe(1), snapshots.functions)
         changes = OpaqueChanges(name, reached, names, shows=shows)
-        recorder.emit_effect(OpaqueCall(function, template, argument_count, held, snapshot, changes), *operands)
+        target = OpaqueCall(function, template, argument_count, held, snapshot, changes, memory)
+        recorder.emit_effect(target, *operands)
 
     setattr(called, OPAQUE, True)
     return called

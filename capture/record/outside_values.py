@@ -13,7 +13,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class OutsideValues:
         recorder: of the capture.
         state: what the step can reach.
         remembering: notes the functions with ``functools.lru_cache`` that the step calls.
+        is_made: whether an object was made since the capture began.
         watched: whether to look for the line that moves a generator, which takes long.
         arrays: whether arrays that numpy draws are followed.
     """
@@ -64,12 +65,14 @@ class OutsideValues:
         recorder: OpRecorder,
         state: ReachableState,
         remembering: RememberingFunctions,
+        is_made: Callable[[Any], bool],
         *,
         watched: bool = False,
         arrays: bool = False,
     ) -> None:
         self._recorder = recorder
         self._state = state
+        self._is_made = is_made
         self._watched = watched
         self._thread = threading.get_ident()
         self.draws = HostDraws(recorder, self._intercepts, arrays=arrays)
@@ -166,7 +169,7 @@ class OutsideValues:
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
                 builtins = self._types.builtins() | computed_names_followed(self._state, self._intercepts)
-                builtins |= id_followed(self._intercepts)
+                builtins |= id_followed(self._intercepts, self._is_made)
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 own = lambda value: functions.get(id(value)) or self._remembering(value)
                 held = lambda value: own(value) or self._of_generator(value)

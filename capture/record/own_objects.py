@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import traceback
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
@@ -27,6 +28,7 @@ from weft.capture.record.live_values import references
 from weft.capture.record.made_for_opaque import MadeForOpaque
 from weft.capture.record.template_parts import OwnObject
 from weft.capture.state.containers import Container, StatePlace
+from weft.capture.state.exception_parts import exception_parts
 from weft.capture.state.function_parts import cell_parts, function_parts
 from weft.capture.state.object_parts import ObjectForm, ObjectParts, closure_of, objects_in, parts_of
 from weft.capture.state.reachable_state import ReachableState
@@ -116,6 +118,8 @@ class OwnObjects:
                 continue
             if (taken := self.new_parts(value)) is not None:
                 found[id(value)] = value
+                if isinstance(value, BaseException):
+                    traceback.clear_frames(value.__traceback__)  # whose variables may hold it
                 holders.update(map(id, (*taken.keys, *taken.parts)))
                 values += (*taken.keys, *taken.parts)
         value = taken = None
@@ -140,8 +144,10 @@ class OwnObjects:
         return taken if known or self.is_new(value) else None
 
     def _bound(self, value: Any) -> ObjectParts | None:
-        """What a function, a bound method or a ``functools.partial`` is made of, if the step made both it and something
-        in it."""
+        """What an exception of the step is made of; what a function, a bound method or a ``functools.partial`` is made
+        of, if the step made both it and something in it."""
+        if isinstance(value, BaseException):
+            return exception_parts(value) if self.is_new(value) else None
         if type(value) is types.FunctionType:
             return self._function(value)
         if type(value) is types.CellType:

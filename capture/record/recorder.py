@@ -35,13 +35,17 @@ from weft.capture.record.float_tags import FloatTags
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
 from weft.capture.record.list_writes import check_independent
 from weft.capture.record.literals import LIFTS, is_literal
+from weft.capture.record.number_results import with_symbols
 from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
 from weft.capture.record.real_operations import operations_for_real
 from weft.capture.record.resized_outputs import written_by
-from weft.capture.record.runtime_checks import check
+from weft.capture.record.runtime_checks import HOST_ASSERTS, assert_on_host, check
 from weft.capture.record.symbols import Number, Symbols
 from weft.capture.record.tracked_storages import MEMO_NODE, NUMBER, DataSet, TrackedStorages, TrackedTensor, is_tracked
+from weft.capture.record.value_gradients import ValueGradients
+from weft.capture.record.widened_writes import WidenedWrites
+from weft.capture.state.exception_parts import CAPTURE_NOTE
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
@@ -100,7 +104,8 @@ class OpRecorder(TorchDispatchMode):
         self.graph = torch.fx.Graph()
         self.fake_mode = fake_mode
         self.symbols = Symbols(torch_adapter.shape_env_of(fake_mode), self.graph, self._stamp)
-        self.storages = TrackedStorages(self.emit, self.value, self._input, self._define_sizes)
+        define_sizes = lambda val, node: self.symbols.define_sizes(val, node, self.emit)
+        self.storages = TrackedStorages(self.emit, self.value, self._input, define_sizes)
         self.recorded = 0
         self.passed = 0
         self.module_path: Callable[[], str] = lambda: ""
@@ -117,13 +122,13 @@ class OpRecorder(TorchDispatchMode):
         self.computed: Callable[[Callable[[], Any]], Any] = lambda fake_result: fake_result()
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
         self._results = FakeResultCache(fake_mode)
-        self._same_dtype: dict[Any, bool] = {}
+        self._widened = WidenedWrites(self._results)
+        self._gradients = ValueGradients()
         self._inputs: dict[tuple[Any, ...], TrackedTensor] = {}
         self._input_storages: dict[int, list[tuple[TrackedTensor, torch.Tensor]]] = {}
         self._forward_origins: dict[int, tuple[tuple[Frame, ...], str, int]] = {}
         self._last_input = self.graph._root
         self.is_paused = False
-        self._asserted: set[Any] = set()
         self._outer: list[OpRecorder | None] = []
         # Each rank has a GPU of its own. The graph says "cuda", the current one, so its text is equal on all ranks.
         self._own_device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
@@ -147,6 +152,7 @@ class OpRecorder(TorchDispatchMode):
         for kind in types:
             if kind is not FakeTensor and not torch_adapter.is_plain_tensor_type(kind):
                 return NotImplemented  # the subclass takes its tensor apart; its operations on plain tensors come here
+        self._gradients.register()
         facts = facts_of(op)
         if facts.namespace == "profiler":
             with torch_adapter.only_mode():
@@ -159,6 +165,9 @@ class OpRecorder(TorchDispatchMode):
             return self._run_composite(op, args, kwargs)
         if facts.namespace == "c10d":
             raise UncapturableCollective(facts.name, user_line(), _OF_WRAPPERS)
+        if op in HOST_ASSERTS and self._fake(args[0]).device.type == "cpu":
+            with self:
+                return assert_on_host(*args)
         if self.packed is not None and (total := self.packed.sum_of(op, args)) is not None:
             return total
         self.runs_operation = True
@@ -196,7 +205,7 @@ class OpRecorder(TorchDispatchMode):
         self.symbols.end()
         self.packed = None
         known: tuple[Any, ...] = self._inputs, self._input_storages, self.data_set, self.float_tags, self.late_texts
-        for each in (*known, self.placeholders):
+        for each in (*known, self.placeholders, self._gradients):
             each.clear()
 
     # ---- operations that compute
@@ -222,11 +231,14 @@ class OpRecorder(TorchDispatchMode):
         if facts.needs_check:
             check_operands(op, fakes[0])
         if facts.writes is not None:
-            return self._record_write(op, facts.writes, args, kwargs, *fakes)
+            out = self._record_write(op, facts.writes, args, kwargs, *fakes)
+            if facts.gradient is not None:
+                self._gradients.note(facts.gradient, out, args, kwargs)
+            return out
         try:
-            out = self.computed(lambda: self._results(op, *fakes))
+            out = self.computed(lambda: self._fake_result(facts, *fakes))
         except Exception as error:
-            error.add_note(f"while capturing {op} at {user_line()}")
+            error.add_note(f"{CAPTURE_NOTE} {op} at {user_line()}")
             raise
         self.emit_new_checks()
         if facts.is_composite and self.storages.shares_memory(out, fakes):  # a dropout that drops nothing, an einsum
@@ -239,7 +251,15 @@ class OpRecorder(TorchDispatchMode):
         target = facts.executable if torch.is_grad_enabled() else op
         node = self.emit(target, *operands, val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
+        if facts.gradient is not None:
+            self._gradients.note(facts.gradient, out, args, kwargs)
         return out
+
+    def _fake_result(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation returns for fake operands."""
+        result = fake_result if facts.writes is not None else self._results
+        compute = lambda: result(facts.op, args, kwargs)
+        return with_symbols(facts.op, compute, self.symbols.shape_env) if facts.returns_numbers else compute()
 
     def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
         """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
@@ -308,10 +328,10 @@ class OpRecorder(TorchDispatchMode):
         for position, name in writes.writes:
             if isinstance(targets := argument_of(args, kwargs, position, name), (list, tuple)):
                 check_independent(op, targets, [*args, *kwargs.values()], self.storages, self._fake)
-        wide = self._widened(op, writes, fake_args, fake_kwargs)
+        wide = self._widened.result(op, writes, fake_args, fake_kwargs)
         written = [argument_of(args, kwargs, position, name) for position, name in writes.writes]
         fakes = [argument_of(fake_args, fake_kwargs, position, name) for position, name in writes.writes]
-        compute = lambda: fake_result(op, fake_args, fake_kwargs)
+        compute = lambda: self._fake_result(facts_of(op), fake_args, fake_kwargs)
         out = written_by(op, lambda: self.computed(compute), written, fakes, self.storages.has_views, self.value)
         results = () if out is None else out if isinstance(out, tuple) else (out,)
         fresh = [r for r, spec in zip(results, op._schema.returns, strict=False) if spec.alias_info is None]
@@ -324,31 +344,12 @@ class OpRecorder(TorchDispatchMode):
         for value, part in zip(fresh, parts, strict=False):
             if isinstance(value, torch.Tensor):
                 self.storages.bind_fresh(value, part)
+            elif isinstance(value, _NUMBERS):
+                self.symbols.define(value, lambda part=part: part)
+        self.claim_pending_symbols()
         for target, part in zip(written, parts[len(fresh) :], strict=True):
             self._write_all(target, part)
         return inplace_results(op, out, args, kwargs, positions)
-
-    def _widened(
-        self, op: OpOverload, writes: WrittenArguments, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> torch.Tensor | None:
-        """The fake result of the functional form where its dtype is not that of the tensor it replaces, else None.
-
-        ``a.add_(b)`` of a bfloat16 ``a`` and a float32 ``b`` computes in float32 and rounds at the end; ``a.eq_(b)``
-        makes numbers of the answers.
-        """
-        first = argument_of(args, kwargs, *writes.writes[0])
-        if not isinstance(first, torch.Tensor) or not isinstance(writes.functional, OpOverload):
-            return None
-        if op is aten.copy_.default:
-            return None
-        tensors = tensors_in((args, kwargs))
-        key = op, *[(t.dtype, t.dim() == 0) for t in tensors]
-        if self._same_dtype.get(key):
-            return None
-        result = self._results(writes.functional, args, kwargs)
-        widened = isinstance(result, torch.Tensor) and result.dtype != first.dtype
-        self._same_dtype[key] = not widened
-        return result if widened else None
 
     def _write_all(self, target: Any, part: torch.fx.Node) -> None:
         """Give new values to a written argument: a tensor, or a list of tensors (foreach operations)."""
@@ -406,6 +407,10 @@ class OpRecorder(TorchDispatchMode):
         """The node of the value that ``tensor`` has now, whole or view."""
         return self.storages.read(self.storages.of(tensor))
 
+    def value_of_memory(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """The node of the value in the memory that a tensor of the user's had when the step began."""
+        return self.storages.read(self._inputs[memory_key(tensor)])
+
     def _fake(self, argument: Any) -> Any:
         """The fake tensor that an operation runs on in the place of ``argument``."""
         if not isinstance(argument, torch.Tensor):
@@ -417,12 +422,10 @@ class OpRecorder(TorchDispatchMode):
         if self._is_argument(target):
             what = f"`tensor.data = ...` of an argument at {user_line()}"
             raise UncapturableMutation(f"{what}; copy the values with tensor.copy_(...), or assign to a clone of it")
-        tracked = self.storages.copy_of(self.storages.of(source))
         if isinstance(target, FakeTensor):
-            self.storages.mark(target, tracked)
-        else:  # an input, whose new value is that of source at the end of the step
+            self.storages.mark(target, self.storages.copy_of(self.storages.of(source)))
+        else:  # an input; other tensors in its memory keep that memory
             self.data_set[id(target)] = self.storages.data_set(target, source, self.data_set.get(id(target)))
-            self._inputs[memory_key(target)] = tracked
 
     # ---- inputs
 
@@ -430,6 +433,8 @@ class OpRecorder(TorchDispatchMode):
         """What a tensor of the user is in the graph: a placeholder, or a view of one that shares its memory."""
         if tensor.layout is not torch.strided:
             raise UncapturableLayout("an operation", tensor.layout, user_line())
+        if self.data_set and (known := self.data_set.get(id(tensor))) is not None:
+            return known.now
         key = memory_key(tensor)
         if key not in self._inputs:
             whole = self._whole(tensor, key[0])
@@ -481,18 +486,23 @@ class OpRecorder(TorchDispatchMode):
         node.meta["val"] = val
         return node
 
+    def memory_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+        """The user's tensor in whose memory a tensor of the step lies, and at which element of it; None if in none."""
+        tracked = self.storages.of(tensor)
+        for known, real in (each for there in self._input_storages.values() for each in there):
+            if known.storage is tracked.storage and known.val.dtype == tracked.val.dtype:
+                return real, tracked.val.storage_offset() - known.val.storage_offset()
+        return None
+
     def input_fake(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The fake that stands for a tensor of the user; None where it is no input yet."""
-        tracked = self._inputs.get(memory_key(tensor))
+        known = self.data_set.get(id(tensor))
+        tracked = known.now if known is not None else self._inputs.get(memory_key(tensor))
         return tracked.val if tracked else None
 
     def input_fakes(self) -> list[torch.Tensor]:
         """The fakes of all inputs and of the user's tensors inside their memory."""
-        return [tracked.val for tracked in self._inputs.values()]
-
-    def is_user_fake(self, tensor: torch.Tensor) -> bool:
-        """Whether a fake tensor is the user's own, made in a fake world before the capture."""
-        return not is_tracked(tensor)
+        return [tracked.val for tracked in (*self._inputs.values(), *(each.now for each in self.data_set.values()))]
 
     def scalar_input(self, value: Number, name: str) -> torch.fx.Node:
         """A placeholder for a Python number that changes from call to call (a learning rate)."""
@@ -542,8 +552,8 @@ class OpRecorder(TorchDispatchMode):
 
     def effect(self, target: Callable[..., Any], *args: Any, val: Any = None, **kwargs: Any) -> torch.fx.Node:
         """Append a call that must run whether or not its result is used; operands are the user's values."""
-        operands = map_operands(args, self.value)
-        node = self.emit_effect(target, *operands, val=val, **map_operands(kwargs, self.value))
+        operands, options = map_operands((args, kwargs), self.value)
+        node = self.emit_effect(target, *operands, val=val, **options)
         if isinstance(val, torch.Tensor):
             self.storages.bind_fresh(val, node)
         return node
@@ -556,14 +566,8 @@ class OpRecorder(TorchDispatchMode):
 
     def emit_new_checks(self) -> None:
         """Append a check for each new assumption about data-dependent numbers, before the nodes that rely on it."""
-        for expr, _ in torch_adapter.new_runtime_asserts(self.symbols.shape_env, self._asserted):
-            if all(self.symbols.knows(symbol) for symbol in expr.free_symbols):
-                symbols = sorted(expr.free_symbols, key=str)
-                values = [self.symbols.expression(symbol) for symbol in symbols]
-                # Without files and lines: ranks compare the arguments of nodes, and may have other paths.
-                names = self.symbols.names(symbols)
-                shown = self.symbols.shown(expr, dict(zip(symbols, names, strict=True)))
-                self.emit_effect(check, self.symbols.expression(expr), shown, "\n".join(names), *values)
+        for assumption in self.symbols.new_assumptions():
+            self.emit_effect(check, *assumption)
 
     def getitem(self, node: torch.fx.Node, index: int, val: Any) -> torch.fx.Node:
         """Append a call that takes one of several results."""
@@ -585,9 +589,6 @@ class OpRecorder(TorchDispatchMode):
                 part = self.getitem(node, at, value) if many else node
                 self.symbols.define(value, lambda part=part: part)
         self.claim_pending_symbols()
-
-    def _define_sizes(self, val: torch.Tensor, node: torch.fx.Node) -> None:
-        self.symbols.define_sizes(val, node, self.emit)
 
     def claim_pending_symbols(self) -> None:
         """Tell torch that fresh data-dependent symbols are defined; it raises for those that nobody claims."""

@@ -14,7 +14,6 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.templates import Templates
 from weft.capture.record.tracked_storages import is_tensor
 from weft.capture.state.containers import StatePlace, TensorData
-from weft.capture.state.tensor_memory import memory_key
 from weft.errors import UncapturableMutation
 
 # The use count of a storage that one tensor has: the tensor, and the handle with which the count is asked.
@@ -28,8 +27,8 @@ def memory_replaced(
     create: Callable[[Any, str], int],
     nodes: list[Any],
     templates: Templates,
-) -> set[tuple[Any, ...]]:
-    """Add an effect for each tensor that gets other memory by ``tensor.data = ...``; their memory keys.
+) -> set[int]:
+    """Add an effect for each tensor that gets other memory by ``tensor.data = ...``; their ids.
 
     Where nothing else has the memory that it had, nor that of its new value, nobody can tell this from an update of
     its old memory, which the tracer takes instead.
@@ -47,8 +46,8 @@ def memory_replaced(
         for node in nodes
         if isinstance(node, torch.fx.Node) and is_tensor(node)
     }
-    replaced = set()
-    for target, source, own in recorder.data_set.values():
+    replaced: set[int] = set()
+    for target, source, own, _ in recorder.data_set.values():
         tracked = recorder.storages.of(target)
         alone = torch_adapter.storage_users(target) <= _ALONE
         if tracked.storage is own or (alone and torch_adapter.storage_key(tracked.val) not in leaving):
@@ -59,5 +58,5 @@ def memory_replaced(
         path = places_by_id[id(target)].path
         template = templates.of_memory(source, lambda value, path=path: create(value, path), f"{path}.data")
         effects.append(Effect(TensorData(target, path), "data", template))
-        replaced.add(memory_key(target))
+        replaced.add(id(target))
     return replaced

@@ -10,14 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft import thread_patches
+from weft import thread_patches, torch_adapter
 from weft.capture.record.collective_call import CollectiveCall, data_of, into, into_pieces
+from weft.capture.record.collective_work import CapturedWork, WorkInBatch
 
 Tensor = torch.Tensor
 
@@ -57,8 +58,12 @@ def scatter(
     return _exchange(call, map(data_of, inputs), sent, [tensor], _only(call, root, size))
 
 
-def batch(operations: Sequence[dist.P2POp]) -> list[CollectiveCall]:
-    """The calls for ``torch.distributed.batch_isend_irecv``: one for each dtype, in an order that all ranks share."""
+def batch(operations: Sequence[dist.P2POp], launch: Callable[[CollectiveCall], CapturedWork]) -> list[CapturedWork]:
+    """The works of ``torch.distributed.batch_isend_irecv``, as many as eager's: one for all where the backend
+    coalesces them, else one for each.
+
+    There is one call for each dtype, in an order that all ranks share. The work of an operation waits for its call.
+    """
     group = operations[0].group if operations else None
     call = CollectiveCall("batch_isend_irecv", group)
     call.require(bool(operations), "it has no operations")
@@ -67,14 +72,22 @@ def batch(operations: Sequence[dist.P2POp]) -> list[CollectiveCall]:
         call.require(isinstance(operation, dist.P2POp), f"a {type(operation).__name__} was given for a P2POp")
         call.require(operation.group == call.group, "its operations are of several groups; make one call for each")
         by_dtype.setdefault(str(operation.tensor.dtype), []).append(operation)
-    return [_batch_of_one_dtype(by_dtype[dtype], call.group) for dtype in sorted(by_dtype)]
+    coalesces = torch_adapter.coalesces(call.group, operations[0].tensor.device)
+    works = {
+        dtype: launch(_batch_of_one_dtype(by_dtype[dtype], call.group, by_tag=not coalesces))
+        for dtype in sorted(by_dtype)
+    }
+    if coalesces:
+        return [WorkInBatch(call.name, list(works.values()), [each.tensor for each in operations])]
+    return [WorkInBatch(call.name, [works[str(each.tensor.dtype)]], [each.tensor]) for each in operations]
 
 
-def _batch_of_one_dtype(operations: Sequence[dist.P2POp], group: dist.ProcessGroup) -> CollectiveCall:
+def _batch_of_one_dtype(operations: Sequence[dist.P2POp], group: dist.ProcessGroup, *, by_tag: bool) -> CollectiveCall:
     call = CollectiveCall("batch_isend_irecv", group)
     send = thread_patches.original(dist.isend)
-    # Messages between two ranks are matched in the order in which each of them issues its operations.
-    ordered = sorted(operations, key=lambda operation: operation.group_peer)
+    # Messages between two ranks are matched by their tags, which NCCL does not know, and in the order in which each of
+    # the two issues its operations.
+    ordered = sorted(operations, key=lambda each: (each.group_peer, each.tag if by_tag else 0))
     sends = [each for each in ordered if thread_patches.original(each.op) is send]
     receives = [each for each in ordered if thread_patches.original(each.op) is not send]
     outputs = [each.tensor for each in receives]

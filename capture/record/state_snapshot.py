@@ -25,8 +25,9 @@ from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.made_for_opaque import MadeForOpaque
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.record.template_parts import Template
+from weft.capture.record.template_parts import OutputSlot, Template
 from weft.capture.record.templates import Templates
+from weft.capture.record.tracked_storages import is_tracked
 from weft.capture.state.containers import MISSING, Container, StatePlace
 from weft.capture.state.contents import attributes_of
 from weft.capture.state.object_parts import objects_in
@@ -113,8 +114,8 @@ class StateSnapshots:
 
     @property
     def places_by_id(self) -> dict[int, StatePlace]:
-        """The place of each of the user's own tensor objects, by id."""
-        return {**self._state.places_by_id, **self._arguments}
+        """The place of each of the user's own tensor objects, and of what the step got in their place, by id."""
+        return {**self._state.places_by_id, **self._arguments, **self._passed.fakes}
 
     @property
     def functions(self) -> list[types.FunctionType]:
@@ -125,6 +126,17 @@ class StateSnapshots:
         """Makes the templates of one call."""
         own = OwnObjects(self._met, self._state, self._made, self._passed.passed_objects, self.given)
         return Templates(self._recorder, self.places_by_id, own)
+
+    def memory(self, templates: Templates) -> dict[int, tuple[StatePlace, int]]:
+        """For each tensor of a template that lies in the memory of one of the user's, by number of the operand: the
+        place of that one, and at which element."""
+        found = {}
+        for value, part in templates.made.values():
+            if isinstance(part, OutputSlot) and type(part.index) is int and isinstance(value, FakeTensor):
+                known = self._recorder.memory_of(value)
+                if known is not None and type(known[1]) is int and id(known[0]) in self.places_by_id:
+                    found[part.index] = self.places_by_id[id(known[0])], known[1]
+        return found
 
     def containers_in(self, value: Any) -> list[Container]:
         """Those of the state that an object is or holds, or that have the attributes of such an object."""
@@ -164,11 +176,12 @@ class StateSnapshots:
             places.update(reached.places)
             if isinstance(root, torch.Tensor) and id(root) in places_by_id:
                 places[memory_key(inner_tensor(root)[0])] = places_by_id[id(root)]
+        written = [*self._written(places, add_operand), *self._written_arguments(add_operand)]
         for container in self._passed.containers:  # the function may have got the object that it is in
             if id(container.obj) in known:
                 entries += self._changed(container, templates, add_operand)
         self.given.add(list(templates.made.values()))
-        return StateSnapshot(entries, [*self._written(places, add_operand)]), met
+        return StateSnapshot(entries, written), met
 
     def _changed(self, container: Container, templates: Templates, add_operand: AddOperand) -> Iterator[_ChangedEntry]:
         for key, _, new in container.changes():
@@ -195,7 +208,7 @@ class StateSnapshots:
 
     def _is_captured(self, tensor: torch.Tensor) -> bool:
         inner = inner_tensor(tensor)[0]
-        return isinstance(inner, FakeTensor) and not self._recorder.is_user_fake(inner)
+        return isinstance(inner, FakeTensor) and is_tracked(inner)
 
     def _written(
         self, places: Mapping[tuple[Any, ...], StatePlace], add_operand: AddOperand
@@ -207,6 +220,13 @@ class StateSnapshots:
                 node = self._recorder.current_value(tensor)
                 if node.op != "placeholder":
                     yield _WrittenTensor(place, add_operand(node))
+
+    def _written_arguments(self, add_operand: AddOperand) -> Iterator[_WrittenTensor]:
+        """The tensors among the arguments that the step has written to so far."""
+        for place, tensor in self._passed.captured():
+            node = self._recorder.current_value(tensor)
+            if node.op != "placeholder":
+                yield _WrittenTensor(place, add_operand(node))
 
 
 def _same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,7 @@ class Symbols:
         self._origins: dict[sympy.Symbol, Callable[[], torch.fx.Node]] = {}
         self._read_by: dict[sympy.Symbol, tuple[RunningCall | None, bool]] = {}
         self._nodes: dict[sympy.Expr, torch.fx.Node] = {}
+        self._asserted: set[Any] = set()
         self.computed: dict[sympy.Symbol, Computed] = {}
 
     def define(self, value: Number, origin: Callable[[], torch.fx.Node], *, is_size: bool = False) -> None:
@@ -207,6 +208,17 @@ class Symbols:
                 if isinstance(operand, Number):
                     pending += torch_adapter.expression(operand).free_symbols
         return sorted(found, key=str)
+
+    def new_assumptions(self) -> Iterator[tuple[Any, ...]]:
+        """What torch has assumed about data-dependent numbers since the last call: operands of
+        :func:`weft.capture.record.runtime_checks.check`."""
+        for expr, _ in torch_adapter.new_runtime_asserts(self.shape_env, self._asserted):
+            if all(map(self.knows, expr.free_symbols)):
+                symbols = sorted(expr.free_symbols, key=str)
+                # Without files and lines: ranks compare the arguments of nodes, and may have other paths.
+                names = self.names(symbols)
+                shown = self.shown(expr, dict(zip(symbols, names, strict=True)))
+                yield self.expression(expr), shown, "\n".join(names), *map(self.expression, symbols)
 
     def end_segment(self) -> list[torch.fx.Node]:
         """The nodes of all numbers that the data decides; what was computed from them is computed anew from here on."""

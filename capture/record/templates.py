@@ -212,7 +212,7 @@ class _Making:
             if all(map(is_constant, parts.values())):
                 return self._constant(value)
             slot = self._slot(value, SubclassParts(Shell.of(value), parts))
-        elif not isinstance(inner, FakeTensor) or recorder.is_user_fake(inner):
+        elif not isinstance(inner, FakeTensor) or not is_tracked(inner):
             return self._constant(value)
         else:
             slot = self.output(value, inner, names)

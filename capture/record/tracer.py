@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -216,7 +217,9 @@ class _StepCapture:
         self.remembering = remembering
         remembering.note(self.state.objects, self._walk_result, self.modes)
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
-        self.outside = OutsideValues(self.recorder, self.state, remembering, watched=watched, arrays=followed)
+        self.outside = OutsideValues(
+            self.recorder, self.state, remembering, self._is_made, watched=watched, arrays=followed
+        )
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
@@ -268,6 +271,11 @@ class _StepCapture:
             self.outside.arrays.end()
         captured.seconds = time.perf_counter() - started
         return captured
+
+    def _is_made(self, value: Any) -> bool:
+        """Whether an object was made since the capture began; the collector does not list a dict of plain values."""
+        unlisted = type(value) is dict and not gc.is_tracked(value)
+        return id(value) not in self.met and (unlisted or id(value) in self.made(type(value)))
 
     def _hooks(self) -> HookCounts:
         """Walk the hooks that belong to no object of the step, which are global or on arguments; count all hooks."""
@@ -430,7 +438,7 @@ class _StepCapture:
                 moved = [(each, keys) for each in own if (keys := each.moved())]
                 appends = self._appends(appended, keep, templates)
             returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
-            replaced: set[tuple[Any, ...]] = set()
+            replaced: set[int] = set()
             if complete:
                 create = lambda value, path: keep(lambda _: Create(path), value)
                 replaced = memory_replaced(recorder, self.state.places_by_id, effects, create, nodes, templates)
@@ -535,12 +543,12 @@ class _StepCapture:
             appends.append(Append(container, key, templates.of(value, kept, path)))
         return appends
 
-    def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[tuple[Any, ...]]) -> None:
+    def _updates(self, outputs: list[Output], nodes: list[Any], replaced: set[int]) -> None:
         """Add an update to ``outputs``, and its value to ``nodes``, for each input whose value is no longer its
-        placeholder; not for tensors with other memory, whose keys are ``replaced``."""
+        placeholder. Tensors that get other memory, whose ids are ``replaced``, leave a value in their former memory."""
         for node, tensor in self.recorder.placeholders:
-            value = self.recorder.current_value(tensor)
-            if value is not node and memory_key(tensor) not in replaced:
+            read = self.recorder.value_of_memory if id(tensor) in replaced else self.recorder.current_value
+            if (value := read(tensor)) is not node:
                 outputs.append(Update(node.name))
                 nodes.append(value)
 

@@ -132,11 +132,17 @@ class TrackedTensor:
 
 
 class DataSet(NamedTuple):
-    """``target.data = source``, with the memory that the target, a tensor of the user's, had when the step began."""
+    """``target.data = source``, of a tensor of the user's.
+
+    Attributes:
+        own: the memory that the target had when the step began.
+        now: what the target is since.
+    """
 
     target: torch.Tensor
     source: torch.Tensor
     own: TrackedStorage
+    now: TrackedTensor
 
 
 class TrackedStorages:
@@ -343,11 +349,12 @@ class TrackedStorages:
             UncapturableMutation: both would share memory that is another tensor's of the user.
         """
         own = self.of(target).storage if earlier is None else earlier.own
-        storage = self.of(source).storage
+        tracked = self.of(source)
+        storage = tracked.storage
         if storage.is_input and storage is not own:
             what = f"`tensor.data = ...` with the memory of another tensor of yours, at {user_line()}"
             raise UncapturableMutation(f"{what}; copy its values with tensor.data.copy_(...), or assign a clone of it")
-        return DataSet(target, source, own)
+        return DataSet(target, source, own, self.copy_of(tracked))
 
     def mark(self, val: torch.Tensor, tracked: TrackedTensor) -> TrackedTensor:
         """Let a fake tensor object stand for ``tracked``."""

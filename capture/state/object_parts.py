@@ -254,19 +254,20 @@ def _found_base(kind: type) -> type | None:
         if each in _BASES:
             # One with a `__new__` may be the only object of its class, or a member of an enumeration.
             return each if each is tuple or is_dataclass(kind) or kind.__new__ is each.__new__ else None
-        if not _is_python_class(each) and not issubclass(each, tuple):
+        if not is_python_class(each) and not issubclass(each, tuple):
             return None
     return None
 
 
-def _is_python_class(kind: type) -> bool:
+def is_python_class(kind: type) -> bool:
+    """Whether a class is written in Python."""
     return kind.__flags__ & (_HEAP_TYPE | _NO_INSTANCES | _IMMUTABLE) == _HEAP_TYPE
 
 
 def _slots_of(kind: type, base: type) -> list[Any]:
     if kind in _BASES or _made_in_c(kind, base):
         return []
-    python = [each for each in kind.__mro__ if each not in _BASES and _is_python_class(each)]
+    python = [each for each in kind.__mro__ if each not in _BASES and is_python_class(each)]
     return [each for base in python for each in vars(base).values() if type(each) is types.MemberDescriptorType]
 
 

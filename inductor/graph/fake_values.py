@@ -18,6 +18,7 @@ from weft import torch_adapter
 from weft.capture.fake.fake_rules import fake_result
 from weft.capture.node_kinds import group_of, is_wait
 from weft.capture.record.functional_ops import Functionalized, WithGradMode
+from weft.capture.record.number_results import number_results
 from weft.inductor.graph.aliasing import effects_of, looks_into
 from weft.inductor.graph.operations import argument_at
 from weft.inductor.graph.sizes import layout_text, tensors_in, tensors_of
@@ -215,9 +216,10 @@ def _alias_of(operand: Node, val: Any) -> torch.Tensor | None:
 
 
 def _runs_on_fakes(target: Any) -> bool:
-    if isinstance(target, (Functionalized, WithGradMode)):
-        return target.op not in _DIFFER_BY_DEVICE and _BY_DATA.isdisjoint(target.op.tags)
-    return isinstance(target, OpOverload) and target not in _DIFFER_BY_DEVICE and _BY_DATA.isdisjoint(target.tags)
+    op = target.op if isinstance(target, (Functionalized, WithGradMode)) else target
+    if not isinstance(op, OpOverload) or number_results(op):
+        return False
+    return op not in _DIFFER_BY_DEVICE and _BY_DATA.isdisjoint(op.tags)
 
 
 def _mode(tree: Any) -> FakeTensorMode | None:

@@ -361,3 +361,52 @@ def test_a_later_function_that_changes_what_an_earlier_one_kept_is_refused() -> 
 
     with pytest.raises(PythonStateChanged, match=r"an object that it made.*change"):
         weft.compile(step)(torch.ones(2))
+
+
+def _kept(kind: str) -> tuple[Callable[[torch.Tensor], Any], list[Any]]:
+    """A step that writes to tensors of the user's and gives them, or views, to an opaque function; what that keeps."""
+    kept: list[Any] = []
+    state, weight = torch.zeros(4), torch.nn.Parameter(torch.zeros(4))
+
+    @weft.opaque
+    def keeps(*given: Any) -> None:
+        kept.extend(given)
+
+    def step(x: torch.Tensor) -> Any:
+        x.mul_(2)
+        if kind == "an argument":
+            keeps(x)
+        elif kind == "an argument in a list":
+            keeps([x, x + 1])
+        elif kind == "a view of an argument":
+            keeps(x[1:], x.view(2, 2).t())
+        elif kind == "the state":
+            keeps(state)
+        elif kind == "a view of the state":
+            keeps(state[1:])
+        elif kind == "a detached parameter":
+            keeps(weight.detach())
+        x.add_(1)
+        state.add_(x)
+        weight.data.add_(x)
+        return x
+
+    return step, kept
+
+
+KINDS = ["an argument", "an argument in a list", "a view of an argument", "the state", "a view of the state"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a detached parameter"])
+def test_a_kept_tensor_of_the_users_has_its_memory(kind: str) -> None:
+    (eager, by_eager), (step, by_step) = _kept(kind), _kept(kind)
+    compiled = weft.compile(step)
+    for number in range(CALLS):
+        given = [torch.arange(4.0) + number for _ in range(2)]
+        for each, run, kept in zip(given, (eager, compiled), (by_eager, by_step), strict=True):
+            assert run(each) is each
+            assert (kept[-1] is each) is (kind == "an argument")
+            each.sub_(3)
+        assert shown(by_step) == shown(by_eager)
+    if kind == "an argument in a list":
+        assert by_step[-1][0] is given[1]

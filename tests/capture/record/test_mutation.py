@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -497,3 +498,26 @@ def test_data_of_an_argument_is_refused_with_remedies_that_work() -> None:
         mine, eager = torch.ones(3), torch.ones(3)
         assert torch.equal(weft.compile(remedy)(mine), remedy(eager))
         assert torch.equal(mine, eager)
+
+
+@pytest.mark.parametrize("make", [torch.nn.Parameter, torch.Tensor.clone])
+@pytest.mark.parametrize("view", [slice(None), slice(1, None)])
+@pytest.mark.parametrize("order", ["=", "w=", "=a", "w=a", "wa=a", "w=w", "w=w=a", "s", "wsa", "aw=s"])
+def test_tensors_that_share_the_replaced_memory_keep_it(order: str, view: slice, make: Callable[..., Any]) -> None:
+    def made() -> tuple[Callable[..., Any], list[Any]]:
+        tensor = make(torch.zeros(4))
+        alias, unknown = tensor.data[view], tensor.detach()
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            for action in order:
+                if action == "w":
+                    tensor.data.add_(x)
+                elif action == "a":
+                    alias.mul_(2).add_(1)
+                else:
+                    tensor.data = tensor.data * 2 if action == "=" else x * 3
+            return tensor.sum() + alias.sum()
+
+        return step, [[tensor, alias, unknown]]
+
+    both_ways(made, [(torch.arange(4.0) + number,) for number in range(4)], captures=None)

@@ -1,4 +1,4 @@
-"""``id()`` in a step: of tensors of the user's it is what it is, that of others must not be kept."""
+"""``id()`` in a step: of objects of the user's it is what it is, that of others must not be kept."""
 
 from __future__ import annotations
 
@@ -67,3 +67,86 @@ def test_ids_tell_tensors_apart_and_find_parameters() -> None:
     assert compiled(x, y).tolist() == [4.0, 4.0]
     assert compiled(x, x).tolist() == [3.0, 3.0]
     assert s.known == {id(model.weight): "weight..", id(model.bias): "bias"}
+
+
+class Made:
+    pass
+
+
+def of_a_list(s: State, x: torch.Tensor) -> Any:
+    made = [x]
+    s.last = id(made)
+    return made
+
+
+def of_a_dict_of_numbers(s: State, x: torch.Tensor) -> Any:
+    made = {"n": 1}
+    s.known[id(made)] = made
+    return x
+
+
+def of_an_object(s: State, x: torch.Tensor) -> Any:
+    made = Made()
+    s.ids.add(id(made))
+    return x, made
+
+
+def of_a_function(s: State, x: torch.Tensor) -> Any:
+    return {"id": id(lambda: x)}
+
+
+def in_a_text(s: State, x: torch.Tensor) -> Any:
+    made = [x]
+    s.known[f"{id(made):x}"] = made
+    return x
+
+
+def computed_from(s: State, x: torch.Tensor) -> Any:
+    made = {"n": 1}
+    s.ids.add(1 + id(made) // 16)
+    return x, made
+
+
+MADE = [
+    *((of_a_list, "list"), (of_a_dict_of_numbers, "dict"), (of_an_object, "Made"), (of_a_function, "function")),
+    *((in_a_text, "list"), (computed_from, "dict")),
+]
+
+
+@pytest.mark.parametrize(("what", "kind"), MADE)
+def test_so_is_that_of_an_object_that_the_step_makes(what: Callable[..., Any], kind: str) -> None:
+    s = State()
+    match = rf"id\(\) of a {kind} at .*test_object_ids.py:\d+.*compare with `is`"
+    with pytest.raises(UncapturableDraw, match=match):
+        weft.compile(lambda x: what(s, x))(torch.ones(2))
+
+
+@pytest.mark.parametrize("argument", [[torch.ones(2)], {0: torch.ones(2)}])
+def test_so_is_that_of_a_list_or_dict_among_the_arguments(argument: Any) -> None:
+    s = State()
+
+    def step(given: Any) -> Any:
+        same, s.last = s.last == id(given), id(given)
+        return given[0] + same
+
+    with pytest.raises(UncapturableDraw, match=rf"id\(\) of a {type(argument).__name__} .*test_object_ids.py"):
+        weft.compile(step)(argument)
+
+
+def test_ids_find_lists_dicts_and_modules_of_the_state() -> None:
+    def run(wrap: Callable[[Any], Any]) -> Any:
+        s, model = State(), nn.Linear(2, 2)
+        entries, names = [1, 2], {"a": 1}
+        s.known = {id(entries): 0, id(names): 0, id(model): 0}
+
+        def step(x: torch.Tensor) -> Any:
+            local = [x, x * 2]
+            memo = {id(each): each for each in local}
+            for each in (entries, names, model):
+                s.known[id(each)] += 1
+            return memo[id(local[1])] + len({id([x]) for _ in range(1)})
+
+        step = wrap(step)
+        return [step(torch.ones(2)).tolist() for _ in range(3)], list(s.known.values())
+
+    assert run(weft.compile) == run(lambda step: step)

@@ -110,6 +110,34 @@ def ring(rank: int, world: int) -> Step:
     return step
 
 
+def works_in_any_order(rank: int, world: int) -> Step:
+    """One work for each operation, in their order, whatever the dtypes; messages are matched by tags."""
+
+    def step(x: Tensor) -> Any:
+        following, previous = (rank + 1) % world, (rank - 1) % world
+        key, value, count = x.new_empty(4, 6), x.new_empty(4, 6), x.new_empty((), dtype=torch.int64)
+        tags = (0, 0) if x.is_cuda else (7, 3)  # NCCL has no tags
+        operations = [
+            P2POp(dist.isend, (x > 0).sum(), following),
+            P2POp(dist.isend, x, following, tag=tags[0]),
+            P2POp(dist.irecv, value, previous, tag=tags[1]),
+            P2POp(dist.irecv, count, previous),
+            P2POp(dist.isend, x * 2, following, tag=tags[1]),
+            P2POp(dist.irecv, key, previous, tag=tags[0]),
+        ]
+        if x.is_cuda:
+            operations[2], operations[5] = operations[5], operations[2]
+        works = dist.batch_isend_irecv(operations)
+        seen = []
+        for at in (3, 0, 5, 2, 4, 1) if len(works) == len(operations) else range(len(works)):
+            works[at].wait()
+            if at in (2, 3, 5):
+                seen.append(operations[at].tensor + 1)
+        return key, value, count, seen, len(works), [work.is_completed() for work in works]
+
+    return step
+
+
 def stages(rank: int, world: int) -> Step:
     """Activations to the next rank: the first rank only sends, the last one only receives."""
 
@@ -160,7 +188,7 @@ def ring_attention(rank: int, world: int) -> Step:
     return step
 
 
-STEPS = (reduced, metrics_of_rank_0, gathered, scattered, ring, stages, ring_attention)
+STEPS = (reduced, metrics_of_rank_0, gathered, scattered, ring, works_in_any_order, stages, ring_attention)
 
 
 def both_ways(rank: int, world: int, mode: str) -> dict[str, bool]:

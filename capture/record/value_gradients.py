@@ -1,0 +1,144 @@
+"""Gradients for which torch looks at the values of tensors, unless these are fake.
+
+The gradient of a product divides it by its factors where none of them is zero. For a fake tensor torch cannot look,
+and takes a formula that is right for all values, with other rounding. So the gradient that a node of autograd gives is
+replaced by the one that torch gives for the values of each call. Where no further gradient is wanted, both are
+computed and the values choose between them. Else the choice is a branch of the step, as in eager: a chosen gradient
+would have gradients of both.
+
+A hook on the node of autograd does this. The node does not exist yet when the operation is recorded, below autograd; it
+does at the next operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft import torch_adapter
+
+aten = torch.ops.aten
+
+Gradients = tuple[torch.Tensor | None, ...]
+# Makes the gradients of eager from those that the node gave, the gradient of the result, and the operation's arguments.
+Formula = Callable[..., Gradients]
+
+
+class ValueGradients:
+    """The operations of a capture whose gradients depend on values, until they have hooks."""
+
+    def __init__(self) -> None:
+        self._new: list[tuple[torch.Tensor, Callable[..., Gradients]]] = []
+
+    def note(self, formula: Formula, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note an operation that gave ``out``."""
+        self._new.append((out, lambda given, grads: formula(given, grads[0], *args, **kwargs)))
+
+    def register(self) -> None:
+        """Register the hooks of the operations noted since the last call."""
+        while self._new:
+            out, replaced = self._new.pop()
+            if out.grad_fn is not None:
+                out.grad_fn.register_hook(replaced)
+
+    def clear(self) -> None:
+        """Let go of the tensors."""
+        self._new.clear()
+
+
+def _product(
+    given: Gradients, gradient: torch.Tensor, x: torch.Tensor, *, dtype: torch.dtype | None = None
+) -> Gradients:
+    if given[0] is None or x.dim() == 0:
+        return given
+    kind, x = x.dtype, x.to(gradient.dtype)
+    if torch.is_grad_enabled():
+        return given if bool((x == 0).any()) else ((gradient * (_result() / x).conj()).to(kind),)
+    zeros = (x == 0).sum()
+    exact = (gradient * (x.prod() / x).conj()).to(kind)
+    return (torch.where(zeros == 0, exact, torch.where(zeros > 1, torch.zeros_like(given[0]), given[0])),)
+
+
+def _product_along(
+    given: Gradients,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    dim: int,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Gradients:
+    if given[0] is None or x.dim() == 0:
+        return given
+    kind, x = x.dtype, x.to(gradient.dtype)
+    further = torch.is_grad_enabled()
+    if further and bool((x == 0).any()):
+        return given
+    result = _result() if further else x.prod(dim, keepdim)
+    if not keepdim:
+        gradient, result = gradient.unsqueeze(dim), result.unsqueeze(dim)
+    exact = (gradient * (result / x).conj()).to(kind)
+    return (exact if further else torch.where((x == 0).any(), given[0], exact),)
+
+
+def _products_up_to(
+    given: Gradients, gradient: torch.Tensor, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None
+) -> Gradients:
+    if given[0] is None or x.numel() <= 1 or x.shape[dim] == 1:
+        return given
+    further = torch.is_grad_enabled()
+    if further and bool((x == 0).any()):
+        return given
+    result = (_result() if further else x.cumprod(dim, dtype=dtype)).conj()
+    gradient, sum_from = gradient.to(x.dtype), lambda terms: terms.flip(dim).cumsum(dim).flip(dim)
+    if further:
+        return (sum_from(result * gradient).div(x.conj()).to(x.dtype),)
+    zeros = (x == 0).cumsum(dim)
+    before, after = zeros == 0, zeros == 1  # the first zero, which is in ``after``
+    of_others = torch.where(before, sum_from((result * gradient).masked_fill(~before, 0)).div(x.conj()), 0)
+    index = after.max(dim, keepdim=True).indices
+    first = torch.zeros_like(after).scatter(dim, index, 1) & after
+    product_after = x.conj().masked_fill(~(after & ~first), 1).cumprod(dim)
+    product_before = result.gather(dim, (index - 1).relu()).masked_fill(index == 0, 1)
+    of_first = (product_after * gradient.masked_fill(~after, 0)).sum(dim, keepdim=True) * product_before
+    return (torch.where(first, of_first, of_others).to(x.dtype),)
+
+
+def _chosen_element(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Formula:
+    """That of a maximum, minimum or median of all elements: only those that are it get a share of the gradient."""
+
+    def formula(given: Gradients, gradient: torch.Tensor, x: torch.Tensor) -> Gradients:
+        if given[0] is None or x.device.type != "cpu":
+            return given
+        with torch.no_grad():
+            value = reduce(x)
+            chosen = (x == value) | (x.isnan() & value.isnan())
+        return (torch.zeros_like(given[0]).masked_fill(chosen, gradient / chosen.sum()),)
+
+    return formula
+
+
+def _filled(given: Gradients, gradient: torch.Tensor, x: torch.Tensor, mask: torch.Tensor, value: Any) -> Gradients:
+    return given if given[1] is None else (given[0], gradient.masked_select(mask).sum())
+
+
+def _result() -> torch.Tensor:
+    """The result of the operation whose node runs now, with its autograd graph."""
+    node: Any = torch_adapter.running_autograd_node()
+    return node._saved_result
+
+
+FORMULAS: dict[Any, Formula] = {
+    aten.prod.default: _product,
+    aten.prod.dim_int: _product_along,
+    aten.cumprod.default: _products_up_to,
+    aten.max.default: _chosen_element(torch.max),
+    aten.min.default: _chosen_element(torch.min),
+    aten.median.default: _chosen_element(torch.median),
+    aten.nanmedian.default: _chosen_element(torch.nanmedian),
+    aten.masked_fill.Tensor: _filled,
+    aten.masked_fill_.Tensor: _filled,
+}
+"""By operation."""

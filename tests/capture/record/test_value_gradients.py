@@ -1,0 +1,104 @@
+"""Gradients for which torch looks at the values of tensors: those of eager at each call, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import weft
+from both_ways import both_ways
+
+MASK = torch.rand(3, 4) > 0.5
+
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a product": torch.prod,
+    "a product in float64": lambda x: x.prod(dtype=torch.float64),
+    "a product of columns": lambda x: x.prod(0),
+    "a product of rows": lambda x: x.prod(-1, keepdim=True),
+    "a product of a transposed matrix": lambda x: x.T.prod() + x.T.prod(0).sum(),
+    "a product of complex numbers": lambda x: torch.complex(x, x.roll(1, 0)).prod().abs(),
+    "a product of windows": lambda x: x.unfold(1, 2, 1).prod(-1),
+    "a masked product": lambda x: torch.masked.prod(x, 1, mask=MASK),
+    "a product in a checkpoint": lambda x: checkpoint(lambda y: (y * 2).prod(0), x, use_reentrant=False),
+    "cumulative products": lambda x: x.cumprod(1),
+    "a maximum": torch.max,
+    "a minimum": torch.min,
+    "a median": torch.median,
+    "a median without NaN": torch.nanmedian,
+    "a filled mask": lambda x: x.masked_fill(MASK, x.sum()) * x,
+    "a mask filled in place": lambda x: (x * 2).masked_fill_(MASK, x.sum()) * x,
+}
+
+
+def _calls(dtype: torch.dtype) -> list[tuple[Tensor]]:
+    """Without zeros, with one, with several in one row, all the same, with zeros in several rows."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(3, 4, generator=generator, dtype=dtype) for _ in range(5)]
+    tensors[1][1, 2] = 0
+    tensors[2][0, 1] = tensors[2][0, 3] = tensors[2][2, 1] = 0
+    tensors[3][:] = 1.5
+    tensors[4][0] = 0
+    return [(tensor,) for tensor in (*tensors, tensors[0])]
+
+
+def _bits(gradient: Tensor) -> Tensor:
+    """So that 0.0 and -0.0 are two values."""
+    return gradient.contiguous().view(torch.int64 if gradient.dtype == torch.float64 else torch.int32)
+
+
+def _step(operation: Callable[[Tensor], Tensor], gradient: float) -> Callable[[Tensor], Any]:
+    def step(x: Tensor) -> Any:
+        leaf = x.clone().requires_grad_()
+        out = operation(leaf)
+        weights = torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape)
+        (out * weights).sum().backward(torch.tensor(gradient, dtype=out.dtype))
+        return out.detach(), leaf.grad, _bits(leaf.grad)
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_have_the_bits_of_eager(name: str, dtype: torch.dtype) -> None:
+    for gradient in (-1.0, float("inf")):
+        both_ways(lambda gradient=gradient: (_step(OPERATIONS[name], gradient), []), _calls(dtype))
+
+
+@pytest.mark.parametrize(
+    "name", ["a product", "a product of rows", "cumulative products", "a maximum", "a filled mask"]
+)
+def test_so_do_gradients_of_gradients(name: str) -> None:
+    def step(x: Tensor) -> Any:
+        leaf = x.clone().requires_grad_()
+        out = OPERATIONS[name](leaf).sum()
+        (first,) = torch.autograd.grad(out, leaf, create_graph=True)
+        (first.pow(2).sum() + out).backward()
+        return first.detach(), leaf.grad, _bits(leaf.grad)
+
+    both_ways(lambda: (step, []), _calls(torch.float32), captures=None)
+
+
+def test_hooks_on_their_nodes_are_not_counted() -> None:
+    compiled = weft.compile(_step(torch.prod, 1.0), verify=True)
+    for (x,) in _calls(torch.float32):
+        compiled(x)
+
+
+def test_gradients_of_parameters_accumulate() -> None:
+    def make() -> Any:
+        weight = torch.nn.Parameter(torch.ones(3, 4))
+
+        def step(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                weight.copy_(x)
+            (weight.prod(1).sum() + weight.max() - weight.prod()).backward()
+            return weight.grad.clone()
+
+        return step, [weight]
+
+    both_ways(make, _calls(torch.float32), captures=2)
