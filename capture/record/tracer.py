@@ -188,7 +188,7 @@ class _StepCapture:
             shared |= state.shared
             numbers, growing = changing.numbers - shared, changing.growing - shared
             self.state = state = followed(replaced=numbers, growing=growing)
-        found.names = state.computed
+        found.names = state.asked.new
         escapes.containers = lambda: state.containers
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
@@ -311,7 +311,7 @@ class _StepCapture:
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
             stack.enter_context(output_repeated())
-            stack.enter_context(missing_attributes_noted(self.state.note_missing_attribute))
+            stack.enter_context(missing_attributes_noted(self.state.follow_missing))
             stack.enter_context(self.optimizer_states.reads_noted())
             stack.enter_context(symbols_answer_as_numbers())
             stack.enter_context(self.tables.noted(self.state.containers))

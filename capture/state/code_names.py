@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import re
 import sys
 import types
 import weakref
@@ -77,6 +78,9 @@ class _Names(NamedTuple):
         )
 
 
+_MATCHES, _MATCHED_BY_POSITION = dis.opmap["MATCH_CLASS"], "__match_args__"
+_FORMATTING = frozenset({"format", "format_map", "vformat"})
+_ATTRIBUTE_IN_FORMAT = re.compile(r"\{[^{}!:]*?\.([^\W\d]\w*)")
 _READS = frozenset(op for op in dis.hasname if dis.opname[op].endswith(("_ATTR", "_NAME", "_GLOBAL", "IMPORT_FROM")))
 _VARIABLES = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
 _IMPORT = dis.opmap["IMPORT_NAME"]
@@ -115,7 +119,8 @@ def _analysed(code: types.CodeType) -> _Names:
     )
     asked = _texts(code.co_consts) if {"sys", "modules"} <= set(code.co_names) else frozenset()
     inner = tuple(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    everything = texts.union(code.co_names)
+    read |= _matched(code) | _formatted(code)
+    everything = texts.union(code.co_names, read)
     names = everything, texts.union(read), frozenset(variables), texts.union(of_module)
     return _Names(*names, texts, tuple(modules), asked, inner)
 
@@ -123,6 +128,21 @@ def _analysed(code: types.CodeType) -> _Names:
 def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
     found = [each for each in constants if isinstance(each, str)]
     return frozenset(found).union(*(_texts(each) for each in constants if isinstance(each, tuple)))
+
+
+def _matched(code: types.CodeType) -> frozenset[str]:
+    """The attributes that patterns of classes name: ``case Point(x=0)``; those of ``case Point(0)`` are the class's."""
+    if _MATCHES not in code.co_code[::2]:
+        return frozenset()
+    tuples = [each for each in code.co_consts if isinstance(each, tuple)]
+    return _texts(tuple(tuples)) | {_MATCHED_BY_POSITION}
+
+
+def _formatted(code: types.CodeType) -> frozenset[str]:
+    """The attributes that formats name: ``"{0.x}".format(point)``."""
+    if _FORMATTING.isdisjoint(code.co_names):
+        return frozenset()
+    return frozenset(name for text in _texts(code.co_consts) for name in _ATTRIBUTE_IN_FORMAT.findall(text))
 
 
 def _whole(code: types.CodeType) -> _Names:
@@ -250,7 +270,10 @@ class AttributeNames(set[str]):
 
     def methods_used(self, owner: type) -> list[types.FunctionType]:
         """Methods of the class ``owner`` that code with these names can call, directly, through each other or by an
-        operator; the names grow by theirs."""
+        operator; the names grow by theirs, and by those of attributes that a pattern matches by position."""
+        for name in getattr(owner, _MATCHED_BY_POSITION, ()) if _MATCHED_BY_POSITION in self else ():
+            self.add(name)
+            self.read.add(name)
         count, found = self._used.get(owner, (-1, []))
         if count != self.count:
             known = set(map(id, found))
@@ -283,17 +306,18 @@ def _functions_of(owner: type) -> dict[str, list[types.FunctionType]]:
     return {name: functions for name, functions in found.items() if functions}
 
 
+def parts_of_member(member: Any) -> tuple[Any, ...]:
+    """What a member of a class runs, where it wraps it: a property, a class method."""
+    if isinstance(member, property):
+        return member.fget, member.fset, member.fdel
+    if isinstance(member, (staticmethod, classmethod)):
+        return (member.__func__,)
+    return (member.func,) if isinstance(member, functools.cached_property) else ()
+
+
 def functions_in(member: Any) -> list[types.FunctionType]:
     """The Python functions that a member of a class runs: its own, those of a property, of a class method."""
-    if isinstance(member, property):
-        parts: tuple[Any, ...] = (member.fget, member.fset, member.fdel)
-    elif isinstance(member, (staticmethod, classmethod)):
-        parts = (member.__func__,)
-    elif isinstance(member, functools.cached_property):
-        parts = (member.func,)
-    else:
-        parts = (member,)
-    return [part for part in parts if isinstance(part, types.FunctionType)]
+    return [part for part in (member, *parts_of_member(member)) if isinstance(part, types.FunctionType)]
 
 
 def may_run(name: str, names: set[str]) -> bool:

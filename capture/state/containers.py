@@ -362,7 +362,8 @@ class Container:
         before, now = self.before, self.entries()
         same_keys = len(before) == len(now) and (type(self.obj) in _BY_POSITION or all(map(is_, before, now)))
         if not (same_keys and all(map(is_, before.values(), now.values()))):  # most containers are as they were
-            for key in {**before, **now}:
+            # New entries in the order in which the step added them; those that were looked for have none before.
+            for key in {**{key: old for key, old in before.items() if old is not MISSING}, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 stands_in = key in self.stand_ins and new is self.stand_ins[key]
                 if old is not new and not stands_in and not same_simple(old, new):
