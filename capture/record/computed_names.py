@@ -146,7 +146,7 @@ class ComputedNames:
 
     def _dictionary(self, obj: Any, read: Callable[[Any], Any] = lambda obj: obj.__dict__) -> Any:
         """All attributes of an object."""
-        if isinstance(obj, types.ModuleType):
+        if issubclass(type(obj), types.ModuleType):
             return self._variables(vars(obj)) if is_own(obj) else read(obj)
         if self._intercepts():
             self._state.asked.everything(obj)
@@ -160,11 +160,12 @@ class ComputedNames:
     def _method(self, name: str, obj: Any) -> Any:
         """A method that takes the name of an attribute: of an object, or as its class has it."""
         original = getattr(obj, name)
-        if isinstance(obj, super) or not self._intercepts():
+        if type(obj) is super or not self._intercepts():
             return original
         by_text = self._by_text(lambda owner, name, *value: original(*given(owner), name, *value))
-        given = lambda owner: (owner,) if isinstance(obj, type) else ()
-        return by_text if isinstance(obj, type) else functools.partial(by_text, obj)
+        is_class = issubclass(type(obj), type)
+        given = lambda owner: (owner,) if is_class else ()
+        return by_text if is_class else functools.partial(by_text, obj)
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:

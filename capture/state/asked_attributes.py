@@ -15,7 +15,8 @@ from weft.capture.state.containers import Container, label_of
 
 
 class AskedAttributes:
-    """Those that are followed in one attempt at a capture for this reason.
+    """Those that are followed in one attempt at a capture for this reason. The classes of objects are not asked for
+    with ``isinstance``, which may run code of theirs that asks again.
 
     Args:
         walk: the :class:`ReachableState` that follows them.
@@ -52,7 +53,7 @@ class AskedAttributes:
     def attribute(self, obj: Any, name: str) -> None:
         """The step is about to read or write an attribute of an object."""
         walk = self._walk
-        if isinstance(obj, types.FunctionType) and name not in vars(obj):
+        if type(obj) is types.FunctionType and name not in vars(obj):
             walk.follow_missing(obj, name)
         if walk.is_unknown(obj, name):
             self._add(name)
@@ -70,7 +71,7 @@ class AskedAttributes:
 
     def everything(self, obj: Any) -> None:
         """The step is about to read all attributes of an object, or to get the dictionary that they are in."""
-        path = None if isinstance(obj, types.ModuleType) else self._walk.path_of(obj)
+        path = None if issubclass(type(obj), types.ModuleType) else self._walk.path_of(obj)
         if path is not None and not self.has_all(path):
             self.new.add(f"{path}.__dict__")
             self._walk.follow_all(obj, path)

@@ -14,7 +14,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from weft.capture.state.bytecode import ByCode, is_method_load, level_of_import, uses_of_names
@@ -49,7 +49,7 @@ class _Names(NamedTuple):
         variables: those of global variables that it reads.
         globals: those of global variables that it reads or writes, and texts that may be such. An attribute of the
             same name is none of them: ``optimizer.step()`` reads no global ``step``.
-        texts: texts that may be names of attributes or variables.
+        looked_for: texts that may be names of attributes or variables, and names in code that catches AttributeError.
         modules: the modules that it imports, with the level of a relative import.
         asked: texts that may be keys of ``sys.modules``.
         inner: code of the functions that it defines.
@@ -59,7 +59,7 @@ class _Names(NamedTuple):
     read: frozenset[str]
     variables: frozenset[str]
     globals: frozenset[str]
-    texts: frozenset[str]
+    looked_for: frozenset[str]
     modules: tuple[tuple[str, int], ...]
     asked: frozenset[str]
     inner: tuple[types.CodeType, ...]
@@ -71,7 +71,7 @@ class _Names(NamedTuple):
             self.read | other.read,
             self.variables | other.variables,
             self.globals | other.globals,
-            self.texts | other.texts,
+            self.looked_for | other.looked_for,
             self.modules + other.modules,
             self.asked | other.asked,
             self.inner + other.inner,
@@ -122,7 +122,8 @@ def _analysed(code: types.CodeType) -> _Names:
     read |= _matched(code) | _formatted(code)
     everything = texts.union(code.co_names, read)
     names = everything, texts.union(read), frozenset(variables), texts.union(of_module)
-    return _Names(*names, texts, tuple(modules), asked, inner)
+    looked_for = texts.union(code.co_names) if "AttributeError" in code.co_names else texts
+    return _Names(*names, looked_for, tuple(modules), asked, inner)
 
 
 def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
@@ -206,7 +207,8 @@ class AttributeNames(set[str]):
 
     Attributes:
         read: those that are used for more than to call a method.
-        looked_for: those that the code gives as text, to ``getattr`` with a default for one: there may be none yet.
+        looked_for: those that the code gives as text, to ``getattr`` with a default for one, or whose lack it catches:
+            there may be none yet.
         modules: names of modules for which it looks whether they are loaded.
 
     Args:
@@ -251,7 +253,7 @@ class AttributeNames(set[str]):
         if "__repr__" not in self and (not _TEXTS.isdisjoint(names.all) or makes_text(code)):
             self.add("__repr__")
         self.read.update(names.read)
-        self.looked_for.update(names.texts)
+        self.looked_for.update(names.looked_for)
         self.modules.update(names.asked)
 
     def add_text(self, name: str) -> None:
@@ -320,7 +322,7 @@ def functions_in(member: Any) -> list[types.FunctionType]:
     return [part for part in (member, *parts_of_member(member)) if isinstance(part, types.FunctionType)]
 
 
-def may_run(name: str, names: set[str]) -> bool:
+def may_run(name: str, names: Set[str]) -> bool:
     """Whether code with these names can run a method called ``name``, by an operator for one."""
     unnamed = name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _CALLED_OUTSIDE)
     return unnamed or name in names

@@ -107,7 +107,7 @@ def access_to(kind: type) -> Access | None:
 def attributes_of(obj: Any) -> Mapping[str, Any]:
     """The dictionary of an object's own attributes, read-only for a class, empty where there is none; no code of the
     user's runs."""
-    if isinstance(obj, threading.local):
+    if issubclass(type(obj), threading.local):
         return vars(obj)
     try:
         return object.__getattribute__(obj, "__dict__")

@@ -65,7 +65,7 @@ class FollowedNames:
             return name not in self._names
         if not met:
             return False
-        if isinstance(obj, torch.nn.Module):
+        if issubclass(kind, torch.nn.Module):
             held = name in vars(obj) or any(name in vars(obj)[each] for each in _OF_MODULES)
             return not held and name not in self._names.looked_for
         return name not in (self._names.read if name in attributes_of(obj) else self._names.looked_for)

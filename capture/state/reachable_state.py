@@ -164,9 +164,9 @@ class ReachableState:
 
     def path_of(self, obj: Any) -> str | None:
         """The path of an object that was met and can have attributes, None of any other."""
-        if isinstance(obj, torch.Tensor):
+        if issubclass(type(obj), torch.Tensor):
             return self._tensors.path_of(obj)
-        if isinstance(obj, types.FunctionType):
+        if type(obj) is types.FunctionType:
             return obj.__name__ if id(obj) in self._functions and is_own(obj) else None
         met = self.modules.get(id(obj)) or self._objects.get(id(obj))
         return None if met is None else met[1]
@@ -468,8 +468,7 @@ class ReachableState:
         # Loading a checkpoint replaces both objects; adding a parameter group makes the list longer.
         replaceable = frozenset({"state", "param_groups"})
         self.containers.append(Container(vars(optimizer), path, replaceable, label=lambda key: f"{path}.{key}"))
-        if self._kinds[type(optimizer)].is_user:  # a class of the user's may keep state in attributes
-            self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
+        self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
         for name, inner in vars(optimizer).items():
             if isinstance(inner, torch.optim.Optimizer):  # of a ZeroRedundancyOptimizer, or of a wrapper of a library's
                 self._visit(inner, f"{path}.{name}", None)
