@@ -408,7 +408,7 @@ class _StepCapture:
             recorder.storages.end()
             effects: list[Effect] = []
             appends: list[Append] = []
-            moved: list[tuple[Container, list[Any]]] = []
+            moved: list[tuple[Container, list[Any], frozenset[str]]] = []
             if complete := not self.branches.undecided:
                 if raised is None:
                     self.hooks.check()
@@ -427,7 +427,8 @@ class _StepCapture:
             templates = Templates(recorder, known, begun_with)
             if complete:
                 effects = self._effects(changes, keep, templates)
-                moved = [(each, keys) for each in own if (keys := each.moved())]
+                moved = [(each, keys, frozenset[str]()) for each in own if (keys := each.moved())]
+                moved += self.state.types.reordered()
                 appends = self._appends(appended, keep, templates)
             returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
             replaced: set[tuple[Any, ...]] = set()

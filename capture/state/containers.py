@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from weft.capture.state.absent_graphs import AutogradRole
+from weft.capture.state.key_order import moved_keys
 from weft.capture.step_interface import Role
 
 # Values that are compared by equality; all other objects are compared by identity.
@@ -297,13 +298,7 @@ class Container:
         new ones were added, so that all keys come in the order that they have now."""
         if not isinstance(self.obj, dict) or self.keys is not None:
             return []
-        now = list(self.entries())
-        if len(now) == len(self.before) and all(map(is_, now, self.before)):
-            return []
-        place = {id(key): at for at, key in enumerate(self.before)}
-        order = [place.get(id(key), len(place) + at) for at, key in enumerate(now)]
-        in_order = next((at for at in range(1, len(order)) if order[at] < order[at - 1]), len(order))
-        return now[in_order:]
+        return moved_keys(list(self.before), list(self.entries()))
 
     def move_to_end(self, keys: Iterable[Any]) -> None:
         """Move entries of a dictionary to its end, in the order of ``keys``."""

@@ -1,13 +1,15 @@
 """The types of the objects that a step can reach, and the dictionaries of their attributes: it may assign
-``obj.__class__``, as torch's parametrizations do, and ``obj.__dict__``."""
+``obj.__class__``, as torch's parametrizations do, and ``obj.__dict__``, and change the order of attributes."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from weft.capture.state.containers import Container, label_of
 from weft.capture.state.contents import attributes_of
+from weft.capture.state.key_order import assigned_keys, moved_keys
 
 _NAMES = ("__class__", "__dict__")
 
@@ -16,13 +18,15 @@ class ObjectTypes(Container):
     """The type of each object, by the object's path with ``.__class__``, and the dictionary of its attributes, by its
     path with ``.__dict__``.
 
-    No call is guarded by it: guards compare both where they compare objects.
+    No call is guarded by it: guards compare both where they compare objects. The order of attributes is that in which
+    they were assigned. Only code that goes through all of them sees it, and other containers hold some of them alone.
     """
 
     def __init__(self) -> None:
         self._objects: dict[str, tuple[Any, str]] = {}
         self._changed: set[str] = set()
         self._noted: set[int] = set()  # ids of objects
+        self._orders: list[tuple[dict[str, Any], str, list[str]]] = []
         super().__init__(object(), "", label=str)
         self.frozen = True
 
@@ -32,6 +36,9 @@ class ObjectTypes(Container):
             if id(obj) in self._noted or isinstance(obj, type):
                 continue
             self._noted.add(id(obj))
+            attributes = attributes_of(obj)
+            if type(attributes) is dict and type(obj) is not types.ModuleType:
+                self._orders.append((attributes, path, list(attributes)))
             for name in _NAMES:
                 key = label_of(path)(name)
                 if key not in self._objects and (name == "__class__" or attributes_of(obj) is attributes_of(obj)):
@@ -58,8 +65,22 @@ class ObjectTypes(Container):
         self._changed |= {key for key, *_ in found}
         return iter(found)
 
+    def reordered(self) -> list[tuple[Container, list[str], frozenset[str]]]:
+        """The attributes of objects that have to be moved to the end, one by one, so that all are in order; and those
+        among them that are not, where they are there already."""
+        found = [(attributes, path, *assigned_keys(keys, list(attributes))) for attributes, path, keys in self._orders]
+        return [(Container(attributes, path), moved, new) for attributes, path, moved, new in found if moved]
+
+    def restore(self) -> None:
+        """Give the objects back their types, dictionaries, and the order of attributes."""
+        super().restore()
+        for attributes, path, keys in self._orders:
+            if moved_keys(keys, list(attributes)):
+                Container(attributes, path).move_to_end(key for key in keys if key in attributes)
+
     def forget_unchanged(self) -> None:
         """Drop the references to objects of which the step changed neither."""
         self._noted.clear()
+        self._orders.clear()
         self._objects = {key: self._objects[key] for key in self._changed}
         self.before = {key: self.before[key] for key in self._changed}

@@ -7,6 +7,9 @@ import dataclasses
 import functools
 import inspect
 import operator
+import random
+import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -429,6 +432,17 @@ def test_what_stands_for_getattr_is_not_seen() -> None:
     setattr(x, missing, 1)
     seen.append(compiled(x).tolist())
     assert seen == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_functions_among_all_attributes_have_the_types_of_eager() -> None:
+    cached = functools.lru_cache(abs)
+    s = State(draw=random.random, now=time.time, cached=cached, read=operator.attrgetter, number=1)
+
+    def step(x: torch.Tensor) -> Any:
+        kinds = [(name, type(value).__name__, isinstance(value, type)) for name, value in vars(s).items()]
+        return kinds, isinstance(s.draw, (int, types.BuiltinMethodType)), s.draw is random.random
+
+    assert weft.compile(step)(torch.ones(2)) == step(torch.ones(2))
 
 
 def test_wrong_arguments_are_refused_in_the_words_of_python() -> None:
