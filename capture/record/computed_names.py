@@ -128,16 +128,21 @@ class ComputedNames:
     def _running(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """``eval`` and ``exec``: the code that they run is known only now."""
 
-        def run(source: Any, *scopes: Any) -> Any:
+        def run(source: Any, *scopes: Any, **named: Any) -> Any:
             frame = sys._getframe(1)
-            scopes = tuple(map(original_of, scopes)) or (frame.f_globals, frame.f_locals)
+            given = dict(zip(("globals", "locals"), map(original_of, scopes), strict=False)) | named
+            variables = original_of(given.pop("globals", None))
+            names = given.pop("locals", None)
+            if names is None:
+                names = frame.f_locals if variables is None else variables
+            variables = frame.f_globals if variables is None else variables
             if isinstance(source, (str, bytes)):
                 source = compile(source, "<string>", original.__name__, dont_inherit=True)
             if self._intercepts() and isinstance(source, types.CodeType):
                 self._state.asked.texts(code_names(source))
                 for name in variables_of(source):
-                    self._state.asked.variable(scopes[0], name)
-            return original(source, *scopes)
+                    self._state.asked.variable(variables, name)
+            return original(source, variables, names, **given)
 
         return run
 

@@ -61,6 +61,17 @@ def evaluated_in_an_object(x: torch.Tensor) -> Any:
     return x * eval(f"s.x{ONE}", {"s": STATE})
 
 
+def evaluated_among_local_names(x: torch.Tensor) -> Any:
+    factor, found = 3, dict[str, Any]()  # noqa: F841 - it is evaluated
+    exec("made = factor * var_1", globals(), {"factor": 1})
+    exec("made = var_1", {"var_1": 2}, found)
+    return (
+        x * eval("factor") * found["made"] * (eval("x", {}, {"x": 2}) + eval("STATE.x1", None)),
+        sorted(vars()),
+        dir(),
+    )
+
+
 def listed(x: torch.Tensor) -> Any:
     found = [
         sorted(name for name in names if not name.startswith("__")) for names in (globals(), dir(THIS), vars(THIS))
@@ -69,7 +80,16 @@ def listed(x: torch.Tensor) -> Any:
 
 
 STATE = types.SimpleNamespace(x1=2)
-STEPS: list[Step] = [read, read_of_a_module, absent, written, evaluated, evaluated_in_an_object, listed]
+STEPS: list[Step] = [
+    read,
+    read_of_a_module,
+    absent,
+    written,
+    evaluated,
+    evaluated_in_an_object,
+    evaluated_among_local_names,
+    listed,
+]
 
 
 @pytest.mark.parametrize("step", STEPS)
