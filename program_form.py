@@ -160,12 +160,16 @@ class ProgramForm:
                 append.container.get(append.key).append(value)
             for container, place in self._replaced:
                 container.obj = place.outer()
+            moved = [
+                (container, [key for key in keys if not (new and key in new and key in container.obj)])
+                for container, keys, new in captured.moved
+            ]
             for effect, value in zip(captured.effects, values, strict=True):
                 if effect.template is None:
                     effect.container.remove(effect.key)
                 else:
                     effect.container.set(effect.key, value)
-            for container, keys in captured.moved:
+            for container, keys in moved:
                 container.move_to_end(keys)
         self._placed.tell_autocast()
         return result

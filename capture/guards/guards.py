@@ -20,6 +20,7 @@ import torch
 from weft import state_checks, torch_adapter
 from weft.capture.guards.argument_guards import ArgumentGuard, HookKey, TensorGuard, hooks_of, matches
 from weft.capture.guards.array_memory_guard import ArrayMemoryGuard
+from weft.capture.guards.class_guard import ClassGuard
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.guards.library_guard import LibraryGuard
 from weft.capture.guards.memory_guard import MemoryGuard
@@ -100,6 +101,7 @@ class Guards:
                 each.before["grad"] = like
         self._libraries = LibraryGuard(captured.libraries)
         self._objects = ObjectGuard(captured.state.with_attributes)
+        self._classes = ClassGuard(captured.state.with_attributes, captured.state.names.frozen)
         self._results = ResultCacheGuard(captured.state.objects)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
@@ -187,6 +189,7 @@ class Guards:
         return (
             self._value_failure()
             or self._objects.failure()
+            or self._classes.failure()
             or self._results.failure()
             or self._libraries.failure()
             or self._leaf_failure()
@@ -209,6 +212,7 @@ class Guards:
             "dictionaries, lists, attributes": self._containers.holds,
             "values": (lambda: self._value_failure() is None) if self._values or self._replaced else None,
             "classes and attributes of objects": self._objects.holds,
+            "attributes of classes": self._classes.holds,
             "cached results": self._results.holds if self._results.listed() else None,
             "requires_grad": lambda: self._leaves_require_grad(),
             "tensors": self._tensors_hold,

@@ -77,7 +77,8 @@ class CapturedStep:
             neither the step nor its caller is in inference mode, and no input is such a tensor.
         unread_gradients: parameters whose gradient each call replaces and none reads.
         left_with_graph: the places of the tensors that the step writes in place, which eager leaves with a grad_fn.
-        moved: dictionaries, with the keys that each call moves to their end after the effects, one by one.
+        moved: dictionaries, with the keys that each call moves to their end after the effects, one by one, and those
+            among them that stay where they are if they were there before.
         changed_for_opaque: objects that the step changes after an opaque function got them.
         seconds: duration of the capture.
     """
@@ -108,7 +109,7 @@ class CapturedStep:
     complete: bool = True
     raises: Exception | SystemExit | None = None
     unread_gradients: list[Container] = field(default_factory=list)
-    moved: list[tuple[Container, list[Any]]] = field(default_factory=list)
+    moved: list[tuple[Container, list[Any], frozenset[str]]] = field(default_factory=list)
     left_with_graph: list[StatePlace] = field(default_factory=list)
     changed_for_opaque: list[Template] = field(default_factory=list)
     seconds: float = 0.0

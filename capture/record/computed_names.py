@@ -1,85 +1,184 @@
-"""Attributes by names that a step computes: ``getattr(callback, "on_" + event)``.
+"""Attributes by names that a step computes: ``getattr(callback, "on_" + event)``, ``self.__dict__[name]``.
 
 The walk of the Python state follows the attributes whose names stand in code. Other names are known when the step asks
 for them. While a step is captured, the user's modules have functions of their own in the place of Python's, which tell
 the walk each name before the attribute is read or written. Where it was a new one, the capture is made once more, with
-the name known from the beginning.
+the name known from the beginning (:mod:`weft.capture.state.asked_attributes`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
+import operator
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from weft.capture.record.held_references import ORIGINAL
-from weft.capture.state.contents import attributes_of
+from weft.capture.record.attribute_loads import loads_replaced
+from weft.capture.record.held_references import ORIGINAL, original_of
+from weft.capture.record.module_variables import ModuleVariables
+from weft.capture.state.code_names import code_names, variables_of
+from weft.capture.state.contents import names_asked_by
 from weft.capture.state.object_parts import objects_in
+from weft.capture.state.origin import is_own
 from weft.capture.state.reachable_state import ReachableState
+from weft.capture.user_code import called_by_user
 
-# What reads all attributes of an object, and whether also of those in it.
-_READ_WHOLE: tuple[tuple[Any, str, bool], ...] = (
-    (copy, "copy", False),
-    (copy, "deepcopy", True),
-    (dataclasses, "replace", False),
-)
 # The file whose functions stand between the user's code and an attribute.
 ASKS = __file__
+# What takes the name of an attribute as text.
+_BY_TEXT: tuple[Callable[..., Any], ...] = (getattr, hasattr, setattr, delattr)
+# Methods of every object that do.
+_METHODS = ("__getattribute__", "__setattr__", "__delattr__")
 
 
-def computed_names_followed(state: ReachableState, intercepts: Callable[[], bool]) -> dict[str, Any]:
-    """What the user's modules get, by the names of Python's own.
+class ComputedNames:
+    """Follows the names that a step computes, for one capture.
 
     Args:
-        state: follows the names.
+        state: follows the attributes.
         intercepts: whether the step runs now, in this thread.
     """
 
-    def following(original: Callable[..., Any]) -> Callable[..., Any]:
-        # Wrong arguments are Python's to refuse, in its own words.
+    def __init__(self, state: ReachableState, intercepts: Callable[[], bool]) -> None:
+        self._state = state
+        self._intercepts = intercepts
+        self._modules: dict[int, ModuleVariables] = {}
+
+    def builtins(self) -> dict[str, Any]:
+        """What the user's modules get, by the names of Python's own."""
+        replaced: dict[Any, Callable[..., Any]] = {each: self._by_text(each) for each in _BY_TEXT}
+        replaced |= {vars: _function(self._vars), dir: _function(self._dir), globals: _function(self._globals)}
+        replaced |= {each: self._running(each) for each in (eval, exec)}
+        for original, new in replaced.items():
+            setattr(new, ORIGINAL, original)
+        return {original.__name__: new for original, new in replaced.items()}
+
+    def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """(owner, name, replacement) of functions of Python's modules."""
+        yield inspect, "getattr_static", self._by_text(inspect.getattr_static)
+        for owner, name in ((operator, "attrgetter"), (operator, "methodcaller")):
+            yield owner, name, self._getter(getattr(owner, name))
+        for owner, name in ((copy, "copy"), (dataclasses, "replace")):
+            yield owner, name, self._whole(getattr(owner, name), lambda obj: [obj])
+        yield copy, "deepcopy", self._whole(copy.deepcopy, objects_in)
+        for name in ("getmembers", "getmembers_static"):
+            yield inspect, name, self._whole(getattr(inspect, name), _with_classes)
+
+    @contextlib.contextmanager
+    def in_code(self) -> Iterator[None]:
+        """Inside, what the functions of the step read of ``__dict__`` is followed, too."""
+        given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
+        given |= {"__dict__": self._dictionary, "__globals__": self._variables_of}
+        with loads_replaced(self._state.functions, given):
+            yield
+
+    # Wrong arguments are Python's to refuse, in its own words.
+
+    def _by_text(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*args: Any) -> Any:
-            if len(args) > 1 and type(args[1]) is str and intercepts():
-                state.follow_computed(args[0], args[1])
+            if len(args) > 1 and type(args[1]) is str and self._intercepts():
+                self._state.asked.attribute(args[0], args[1])
+                if original is getattr and args[1] == "__dict__":
+                    return self._dictionary(args[0], lambda obj: original(obj, *args[1:]))
             return original(*args)
 
         return ask
 
-    def variables(*obj: Any) -> Any:
-        if not obj:
-            return sys._getframe(1).f_locals
-        if len(obj) == 1:
-            _follow_all(state, obj[0], intercepts)
-        return vars(*obj)
+    def _getter(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            if self._intercepts() and called_by_user():
+                self._state.asked.texts(names_asked_by(made))
+            return made
 
-    replaced: dict[Any, Callable[..., Any]] = {each: following(each) for each in (getattr, hasattr, setattr, delattr)}
-    replaced[vars] = variables
-    for original, new in replaced.items():
-        setattr(new, ORIGINAL, original)
-    return {original.__name__: new for original, new in replaced.items()}
+        return make
 
-
-def whole_reads_followed(
-    state: ReachableState, intercepts: Callable[[], bool]
-) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """(owner, name, replacement) of the functions that read all attributes of an object."""
-
-    def following(original: Callable[..., Any], deep: bool) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def read(obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-            for each in objects_in(obj) if deep and intercepts() else [obj]:
-                _follow_all(state, each, intercepts)
+    def _whole(self, original: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
+        def ask(obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            for each in read(obj) if self._intercepts() else ():
+                self._state.asked.everything(each)
             return original(obj, *args, **kwargs)
 
-        return read
+        return ask
 
-    for owner, name, deep in _READ_WHOLE:
-        yield owner, name, following(getattr(owner, name), deep)
+    def _vars(self, *obj: Any) -> Any:
+        if not obj:
+            return sys._getframe(2).f_locals
+        return self._dictionary(obj[0], vars) if len(obj) == 1 else vars(*obj)
+
+    def _dir(self, *obj: Any) -> Any:
+        if not obj:
+            return sorted(sys._getframe(2).f_locals)
+        if len(obj) == 1 and self._intercepts():
+            for each in _with_classes(obj[0]):
+                self._state.asked.everything(each)
+            if type(obj[0]) is types.ModuleType and "__dir__" not in vars(obj[0]):
+                return sorted(self._dictionary(obj[0], vars))
+        return dir(*obj)
+
+    def _globals(self, *wrong: Any) -> Any:
+        return globals(*wrong) if wrong else self._variables(sys._getframe(2).f_globals)
+
+    def _running(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``eval`` and ``exec``: the code that they run is known only now."""
+
+        def run(source: Any, *scopes: Any, **named: Any) -> Any:
+            frame = sys._getframe(1)
+            given = dict(zip(("globals", "locals"), map(original_of, scopes), strict=False)) | named
+            variables = original_of(given.pop("globals", None))
+            names = given.pop("locals", None)
+            if names is None:
+                names = frame.f_locals if variables is None else variables
+            variables = frame.f_globals if variables is None else variables
+            if isinstance(source, (str, bytes)):
+                source = compile(source, "<string>", original.__name__, dont_inherit=True)
+            if self._intercepts() and isinstance(source, types.CodeType):
+                self._state.asked.texts(code_names(source))
+                for name in variables_of(source):
+                    self._state.asked.variable(variables, name)
+            return original(source, variables, names, **given)
+
+        return run
+
+    def _variables_of(self, function: Any) -> Any:
+        return self._variables(function.__globals__)
+
+    def _dictionary(self, obj: Any, read: Callable[[Any], Any] = lambda obj: obj.__dict__) -> Any:
+        """All attributes of an object."""
+        if issubclass(type(obj), types.ModuleType):
+            return self._variables(vars(obj)) if is_own(obj) else read(obj)
+        if self._intercepts():
+            self._state.asked.everything(obj)
+        return read(obj)
+
+    def _variables(self, module: dict[str, Any]) -> Any:
+        if not self._intercepts():
+            return module
+        return self._modules.setdefault(id(module), ModuleVariables(module, self._state.asked.variable))
+
+    def _method(self, name: str, obj: Any) -> Any:
+        """A method that takes the name of an attribute: of an object, or as its class has it."""
+        original = getattr(obj, name)
+        if type(obj) is super or not self._intercepts():
+            return original
+        by_text = self._by_text(lambda owner, name, *value: original(*given(owner), name, *value))
+        is_class = issubclass(type(obj), type)
+        given = lambda owner: (owner,) if is_class else ()
+        return by_text if is_class else functools.partial(by_text, obj)
 
 
-def _follow_all(state: ReachableState, obj: Any, intercepts: Callable[[], bool]) -> None:
-    if intercepts():
-        for name in [each for each in attributes_of(obj) if type(each) is str]:
-            state.follow_computed(obj, name)
+def _function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as a function, which can carry its original."""
+    return lambda *args: method(*args)
+
+
+def _with_classes(obj: Any) -> list[Any]:
+    """An object and the user's own classes that it has attributes of."""
+    classes = type(obj).__mro__ + (obj.__mro__ if isinstance(obj, type) else ())
+    return [obj, *filter(is_own, classes)]

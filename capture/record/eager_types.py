@@ -66,6 +66,9 @@ class EagerTypes:
             return kind.kind
         if issubclass(kind, NumberTable):
             return type(value.weft_original)
+        if kind is types.FunctionType or issubclass(kind, StandIn):
+            original = original_of(value)
+            return None if original is value else type(original)
         number = PYTHON_TYPES.get(kind)
         own = number is not None and torch_adapter.shape_env_of_number(value) is self._mode.shape_env
         return number if own else None
@@ -144,6 +147,8 @@ def _is_instance(value: Any, kind: type, kinds: Any) -> bool:
         return any(_is_instance(value, kind, each) for each in kinds)
     if isinstance(kinds, types.UnionType):
         return any(_is_instance(value, kind, each) for each in kinds.__args__)
+    if (original := original_of(value)) is not value:
+        return isinstance(original, original_of(kinds))
     if kind in PYTHON_TYPES.values():
         return issubclass(kind, original_of(kinds))
     return kinds is not FakeTensor and isinstance(value, original_of(kinds))

@@ -20,7 +20,7 @@ import torch
 
 from weft.capture.record.builtin_types import sum_replacements
 from weft.capture.record.clocks import clock_replacements
-from weft.capture.record.computed_names import computed_names_followed, whole_reads_followed
+from weft.capture.record.computed_names import ComputedNames
 from weft.capture.record.control_flow import cond_replacements
 from weft.capture.record.eager_types import EagerTypes
 from weft.capture.record.environment import EnvironmentReads
@@ -82,6 +82,7 @@ class OutsideValues:
         self._objects = OutsideObjects(self.calls.counts)
         self._torch = RandomState(recorder, self.draws)
         self._generators = TorchGenerators(recorder, self.draws)
+        self._names = ComputedNames(state, self._intercepts)
         self._types = EagerTypes(recorder, self._intercepts)
         # Most values of the user's modules are functions and classes: their types are asked once a capture.
         self._no_generators: set[type] = set()  # types of which no object has a stand-in as a generator
@@ -157,7 +158,7 @@ class OutsideValues:
                     *self._objects.replacements(),
                     *self._generators.replacements(),
                     *self._types.replacements(),
-                    *whole_reads_followed(self._state, self._intercepts),
+                    *self._names.replacements(),
                     *tensor_class_replacements(self._state.objects),
                 ]
                 for owner, name, new in replacements:
@@ -168,7 +169,7 @@ class OutsideValues:
                     if isinstance(new, types.FunctionType):
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
-                builtins = self._types.builtins() | computed_names_followed(self._state, self._intercepts)
+                builtins = self._types.builtins() | self._names.builtins()
                 builtins |= id_followed(self._intercepts, self._is_made)
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 own = lambda value: functions.get(id(value)) or self._remembering(value)
@@ -177,6 +178,7 @@ class OutsideValues:
                 containers = lambda: self._state.containers
                 objects = self._state.objects
                 stack.enter_context(held_references_replaced(containers, objects, modules, held, reached, builtins))
+                stack.enter_context(self._names.in_code())
                 line = MovingLine(moved)
                 if self._watched:
                     stack.enter_context(line.watched())

@@ -35,7 +35,7 @@ from weft.capture.state.containers import Container
 from weft.capture.state.object_parts import identity_of_parts, objects_in, parts_of
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.user_code import REMEMBERING, cache_of, user_line
-from weft.errors import RememberedFunctionReads, RememberedFunctionWrites
+from weft.errors import RememberedFunctionReads, RememberedFunctionWrites, UncapturableDraw
 from weft.torch_adapter import TorchDispatchMode
 
 
@@ -57,6 +57,21 @@ class RememberingFunction(StandIn):
             return self.weft_original(*args, **kwargs)
         args, kwargs = tuple(map(plain_key, args)), {name: plain_key(value) for name, value in kwargs.items()}
         return self.weft_functions.call(self.weft_original, args, kwargs)
+
+    def cache_info(self) -> Any:
+        """How often a result was remembered: a compiled call asks for none, so that eager's counts are others."""
+        self._refuse("cache_info", "each call counts on in eager")
+        return self.weft_original.cache_info()
+
+    def cache_clear(self) -> None:
+        """Forget all results."""
+        self._refuse("cache_clear", "each call forgets and computes anew in eager")
+        self.weft_original.cache_clear()
+
+    def _refuse(self, method: str, why: str) -> None:
+        if recording() is not None:
+            remedy = "call it between calls of the step, or in a function marked @weft.opaque"
+            raise UncapturableDraw(f"{self.weft_original.__qualname__}.{method}()", user_line(), why, remedy)
 
     def __get__(self, obj: Any, kind: Any = None) -> Any:
         return self if obj is None else types.MethodType(self, obj)

@@ -189,7 +189,7 @@ class _StepCapture:
             shared |= state.shared
             numbers, growing = changing.numbers - shared, changing.growing - shared
             self.state = state = followed(replaced=numbers, growing=growing)
-        found.names = state.computed
+        found.names = state.asked.new
         escapes.containers = lambda: state.containers
         escapes.modes.append(self.fake_mode)
         escapes.in_fake_world = world is not None
@@ -319,7 +319,7 @@ class _StepCapture:
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
             stack.enter_context(output_repeated())
-            stack.enter_context(missing_attributes_noted(self.state.note_missing_attribute))
+            stack.enter_context(missing_attributes_noted(self.state.follow_missing))
             stack.enter_context(self.optimizer_states.reads_noted())
             stack.enter_context(symbols_answer_as_numbers())
             stack.enter_context(self.tables.noted(self.state.containers))
@@ -416,7 +416,7 @@ class _StepCapture:
             recorder.storages.end()
             effects: list[Effect] = []
             appends: list[Append] = []
-            moved: list[tuple[Container, list[Any]]] = []
+            moved: list[tuple[Container, list[Any], frozenset[str]]] = []
             if complete := not self.branches.undecided:
                 if raised is None:
                     self.hooks.check()
@@ -435,7 +435,8 @@ class _StepCapture:
             templates = Templates(recorder, known, begun_with)
             if complete:
                 effects = self._effects(changes, keep, templates)
-                moved = [(each, keys) for each in own if (keys := each.moved())]
+                moved = [(each, keys, frozenset[str]()) for each in own if (keys := each.moved())]
+                moved += self.state.types.reordered()
                 appends = self._appends(appended, keep, templates)
             returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
             replaced: set[int] = set()

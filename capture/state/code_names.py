@@ -10,10 +10,11 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from weft.capture.state.bytecode import ByCode, is_method_load, level_of_import, uses_of_names
@@ -48,7 +49,7 @@ class _Names(NamedTuple):
         variables: those of global variables that it reads.
         globals: those of global variables that it reads or writes, and texts that may be such. An attribute of the
             same name is none of them: ``optimizer.step()`` reads no global ``step``.
-        texts: texts that may be names of attributes or variables.
+        looked_for: texts that may be names of attributes or variables, and names in code that catches AttributeError.
         modules: the modules that it imports, with the level of a relative import.
         asked: texts that may be keys of ``sys.modules``.
         inner: code of the functions that it defines.
@@ -58,7 +59,7 @@ class _Names(NamedTuple):
     read: frozenset[str]
     variables: frozenset[str]
     globals: frozenset[str]
-    texts: frozenset[str]
+    looked_for: frozenset[str]
     modules: tuple[tuple[str, int], ...]
     asked: frozenset[str]
     inner: tuple[types.CodeType, ...]
@@ -70,13 +71,16 @@ class _Names(NamedTuple):
             self.read | other.read,
             self.variables | other.variables,
             self.globals | other.globals,
-            self.texts | other.texts,
+            self.looked_for | other.looked_for,
             self.modules + other.modules,
             self.asked | other.asked,
             self.inner + other.inner,
         )
 
 
+_MATCHES, _MATCHED_BY_POSITION = dis.opmap["MATCH_CLASS"], "__match_args__"
+_FORMATTING = frozenset({"format", "format_map", "vformat"})
+_ATTRIBUTE_IN_FORMAT = re.compile(r"\{[^{}!:]*?\.([^\W\d]\w*)")
 _READS = frozenset(op for op in dis.hasname if dis.opname[op].endswith(("_ATTR", "_NAME", "_GLOBAL", "IMPORT_FROM")))
 _VARIABLES = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
 _IMPORT = dis.opmap["IMPORT_NAME"]
@@ -115,14 +119,31 @@ def _analysed(code: types.CodeType) -> _Names:
     )
     asked = _texts(code.co_consts) if {"sys", "modules"} <= set(code.co_names) else frozenset()
     inner = tuple(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    everything = texts.union(code.co_names)
+    read |= _matched(code) | _formatted(code)
+    everything = texts.union(code.co_names, read)
     names = everything, texts.union(read), frozenset(variables), texts.union(of_module)
-    return _Names(*names, texts, tuple(modules), asked, inner)
+    looked_for = texts.union(code.co_names) if "AttributeError" in code.co_names else texts
+    return _Names(*names, looked_for, tuple(modules), asked, inner)
 
 
 def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
     found = [each for each in constants if isinstance(each, str)]
     return frozenset(found).union(*(_texts(each) for each in constants if isinstance(each, tuple)))
+
+
+def _matched(code: types.CodeType) -> frozenset[str]:
+    """The attributes that patterns of classes name: ``case Point(x=0)``; those of ``case Point(0)`` are the class's."""
+    if _MATCHES not in code.co_code[::2]:
+        return frozenset()
+    tuples = [each for each in code.co_consts if isinstance(each, tuple)]
+    return _texts(tuple(tuples)) | {_MATCHED_BY_POSITION}
+
+
+def _formatted(code: types.CodeType) -> frozenset[str]:
+    """The attributes that formats name: ``"{0.x}".format(point)``."""
+    if _FORMATTING.isdisjoint(code.co_names):
+        return frozenset()
+    return frozenset(name for text in _texts(code.co_consts) for name in _ATTRIBUTE_IN_FORMAT.findall(text))
 
 
 def _whole(code: types.CodeType) -> _Names:
@@ -186,7 +207,8 @@ class AttributeNames(set[str]):
 
     Attributes:
         read: those that are used for more than to call a method.
-        looked_for: those that the code gives as text, to ``getattr`` with a default for one: there may be none yet.
+        looked_for: those that the code gives as text, to ``getattr`` with a default for one, or whose lack it catches:
+            there may be none yet.
         modules: names of modules for which it looks whether they are loaded.
 
     Args:
@@ -231,7 +253,7 @@ class AttributeNames(set[str]):
         if "__repr__" not in self and (not _TEXTS.isdisjoint(names.all) or makes_text(code)):
             self.add("__repr__")
         self.read.update(names.read)
-        self.looked_for.update(names.texts)
+        self.looked_for.update(names.looked_for)
         self.modules.update(names.asked)
 
     def add_text(self, name: str) -> None:
@@ -250,7 +272,10 @@ class AttributeNames(set[str]):
 
     def methods_used(self, owner: type) -> list[types.FunctionType]:
         """Methods of the class ``owner`` that code with these names can call, directly, through each other or by an
-        operator; the names grow by theirs."""
+        operator; the names grow by theirs, and by those of attributes that a pattern matches by position."""
+        for name in getattr(owner, _MATCHED_BY_POSITION, ()) if _MATCHED_BY_POSITION in self else ():
+            self.add(name)
+            self.read.add(name)
         count, found = self._used.get(owner, (-1, []))
         if count != self.count:
             known = set(map(id, found))
@@ -283,20 +308,21 @@ def _functions_of(owner: type) -> dict[str, list[types.FunctionType]]:
     return {name: functions for name, functions in found.items() if functions}
 
 
+def parts_of_member(member: Any) -> tuple[Any, ...]:
+    """What a member of a class runs, where it wraps it: a property, a class method."""
+    if isinstance(member, property):
+        return member.fget, member.fset, member.fdel
+    if isinstance(member, (staticmethod, classmethod)):
+        return (member.__func__,)
+    return (member.func,) if isinstance(member, functools.cached_property) else ()
+
+
 def functions_in(member: Any) -> list[types.FunctionType]:
     """The Python functions that a member of a class runs: its own, those of a property, of a class method."""
-    if isinstance(member, property):
-        parts: tuple[Any, ...] = (member.fget, member.fset, member.fdel)
-    elif isinstance(member, (staticmethod, classmethod)):
-        parts = (member.__func__,)
-    elif isinstance(member, functools.cached_property):
-        parts = (member.func,)
-    else:
-        parts = (member,)
-    return [part for part in parts if isinstance(part, types.FunctionType)]
+    return [part for part in (member, *parts_of_member(member)) if isinstance(part, types.FunctionType)]
 
 
-def may_run(name: str, names: set[str]) -> bool:
+def may_run(name: str, names: Set[str]) -> bool:
     """Whether code with these names can run a method called ``name``, by an operator for one."""
     unnamed = name == "forward" or (name.startswith("__") and name.endswith("__") and name not in _CALLED_OUTSIDE)
     return unnamed or name in names

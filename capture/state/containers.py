@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from weft.capture.state.absent_graphs import AutogradRole
+from weft.capture.state.key_order import moved_keys
 from weft.capture.step_interface import Role
 
 # Values that are compared by equality; all other objects are compared by identity.
@@ -297,13 +298,7 @@ class Container:
         new ones were added, so that all keys come in the order that they have now."""
         if not isinstance(self.obj, dict) or self.keys is not None:
             return []
-        now = list(self.entries())
-        if len(now) == len(self.before) and all(map(is_, now, self.before)):
-            return []
-        place = {id(key): at for at, key in enumerate(self.before)}
-        order = [place.get(id(key), len(place) + at) for at, key in enumerate(now)]
-        in_order = next((at for at in range(1, len(order)) if order[at] < order[at - 1]), len(order))
-        return now[in_order:]
+        return moved_keys(list(self.before), list(self.entries()))
 
     def move_to_end(self, keys: Iterable[Any]) -> None:
         """Move entries of a dictionary to its end, in the order of ``keys``."""
@@ -362,7 +357,8 @@ class Container:
         before, now = self.before, self.entries()
         same_keys = len(before) == len(now) and (type(self.obj) in _BY_POSITION or all(map(is_, before, now)))
         if not (same_keys and all(map(is_, before.values(), now.values()))):  # most containers are as they were
-            for key in {**before, **now}:
+            # New entries in the order in which the step added them; those that were looked for have none before.
+            for key in {**{key: old for key, old in before.items() if old is not MISSING}, **now}:
                 old, new = before.get(key, MISSING), now.get(key, MISSING)
                 stands_in = key in self.stand_ins and new is self.stand_ins[key]
                 if old is not new and not stands_in and not same_simple(old, new):

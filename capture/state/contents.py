@@ -10,6 +10,8 @@ from __future__ import annotations
 import array
 import contextvars
 import ctypes
+import functools
+import operator
 import sys
 import threading
 import types
@@ -20,10 +22,22 @@ from typing import Any
 
 import torch
 
-from weft.capture.state.containers import MISSING, SIMPLE, Content, StatePlace
+from weft.capture.state.containers import (
+    MISSING,
+    SIMPLE,
+    AllBut,
+    Attributes,
+    Container,
+    Content,
+    StatePlace,
+    label_of,
+)
 
 # Larger arrays are data and no settings: to compare them before every call would take longer than many a step.
 LARGEST_BYTES = 16 << 20
+
+# While a step is captured, functions stand in their places.
+_ATTRGETTER, _METHODCALLER = operator.attrgetter, operator.methodcaller
 
 Read = Callable[[Any], Any]
 Write = Callable[[Any, Any], None]
@@ -93,12 +107,30 @@ def access_to(kind: type) -> Access | None:
 def attributes_of(obj: Any) -> Mapping[str, Any]:
     """The dictionary of an object's own attributes, read-only for a class, empty where there is none; no code of the
     user's runs."""
-    if isinstance(obj, threading.local):
+    if issubclass(type(obj), threading.local):
         return vars(obj)
     try:
         return object.__getattribute__(obj, "__dict__")
     except AttributeError:
         return {}
+
+
+def all_attributes(obj: Any, path: str, known: frozenset[str], found: dict[str, Any] | None) -> list[Container]:
+    """All attributes of an object or of a class itself, those that it may get included, but for ``known``.
+
+    Args:
+        found: the attributes that it had before the step wrote to some of them; None for those of now.
+    """
+    if isinstance(obj, type):
+        return [keys_of(vars(obj), path), Attributes(obj, path, frozenset(vars(obj)), label_of(path))]
+    container = Container(attributes_of(obj), path, AllBut(*known) if known else None, label_of(path))
+    container.before = container.before if found is None else found
+    return [container]
+
+
+def keys_of(names: Mapping[str, Any], path: str) -> Content:
+    """The names that a module or class has, in their order."""
+    return Content(names, f"the names in {path}", tuple, unchanged)
 
 
 def value_of(variable: contextvars.ContextVar[Any]) -> Any:
@@ -123,6 +155,16 @@ def referents_of(obj: Any) -> list[Any]:
     if isinstance(obj, _KEYS_OR_VALUES):
         obj = obj.mapping
     return [dictionary_behind(obj)] if isinstance(obj, types.MappingProxyType) else []
+
+
+def names_asked_by(getter: Any) -> set[str]:
+    """The names of attributes that an ``operator.attrgetter`` or ``methodcaller`` asks for; none of another object."""
+    if type(getter) is _ATTRGETTER:
+        return {name for path in getter.__reduce__()[1] for name in path.split(".")}
+    if type(getter) is _METHODCALLER:
+        made, arguments = getter.__reduce__()[:2]
+        return {made.args[0] if isinstance(made, functools.partial) else arguments[0]}
+    return set()
 
 
 def dictionary_behind(proxy: Any) -> Any:
@@ -230,8 +272,8 @@ def _kept_alive(reference: weakref.ref[Any]) -> bool:
     return reference() is not None
 
 
-def _nothing(obj: Any, value: Any) -> None:
-    """The step cannot change this."""
+def unchanged(obj: Any, value: Any) -> None:
+    """Writes nothing: the step cannot change this."""
 
 
 LOCKS: tuple[Any, ...] = (type(threading.Lock()), type(threading.RLock()), threading.Semaphore)
@@ -247,10 +289,10 @@ _KINDS: list[tuple[Any, Read, Write]] = [
     (LOCKS[0], lambda lock: lock.locked(), lambda lock, held: lock.acquire() if held else lock.release()),
     (LOCKS[1], _holds_of, _hold),
     (LOCKS[2], lambda semaphore: semaphore._value, _set_value),
-    (weakref.ref, _kept_alive, _nothing),
+    (weakref.ref, _kept_alive, unchanged),
     (weakref.WeakSet, lambda elements: tuple(map(weakref.ref, elements)), _refill_weakly),
-    (weakref.WeakKeyDictionary, _weak_keys, _nothing),
-    (weakref.WeakValueDictionary, _weak_values, _nothing),
+    (weakref.WeakKeyDictionary, _weak_keys, unchanged),
+    (weakref.WeakValueDictionary, _weak_values, unchanged),
 ]
 _ARRAY: Access = (_read_array, _write_array)
 # Types of modules that a program may not have imported.

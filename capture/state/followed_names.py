@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.capture.state.code_names import AttributeNames, code_names
+from weft.capture.state.code_names import AttributeNames
 from weft.capture.state.contents import attributes_of
 from weft.capture.state.origin import is_user_class
 from weft.capture.state.type_facts import FactsOfTypes, TypeFacts
@@ -35,11 +35,10 @@ class FollowedNames:
         self._absences: dict[tuple[Any, ...], frozenset[str]] = {}
         self._unions: dict[tuple[frozenset[str], frozenset[str]], frozenset[str]] = {}
         self._differences: _Differences = {}
-        self._whole: dict[type, tuple[int, bool]] = {}
 
     def forget(self) -> None:
         """Drop the sets, and the types among their keys."""
-        for known in (self._absences, self._unions, self._differences, self._whole):
+        for known in (self._absences, self._unions, self._differences):
             known.clear()
 
     def none(self, known: frozenset[str] = frozenset()) -> FollowedByObject:
@@ -52,17 +51,7 @@ class FollowedNames:
         if self._names.whole_dataclasses and dataclasses.is_dataclass(obj):
             fields = {field.name for field in dataclasses.fields(obj)}
             names = self.joined(names, frozenset(attributes.keys() & fields))
-        if "__dict__" in names and self._reads_whole(type(obj)):
-            names = self.joined(names, frozenset(each for each in attributes if type(each) is str))
         return self.joined(names, frozenset(kind.holder)), self._names.only_called(attributes)
-
-    def _reads_whole(self, kind: type) -> bool:
-        """Whether methods of a class that code can call read ``self.__dict__``."""
-        count, found = self._whole.get(kind, (-1, False))
-        if count != self._names.count:
-            found = any("__dict__" in code_names(each.__code__) for each in self._names.methods_used(kind))
-            self._whole[kind] = self._names.count, found
-        return found
 
     def is_unknown(self, obj: Any, name: str, *, met: bool) -> bool:
         """Whether code that asks an object for an attribute by a text may find something that is not followed.
@@ -76,7 +65,7 @@ class FollowedNames:
             return name not in self._names
         if not met:
             return False
-        if isinstance(obj, torch.nn.Module):
+        if issubclass(kind, torch.nn.Module):
             held = name in vars(obj) or any(name in vars(obj)[each] for each in _OF_MODULES)
             return not held and name not in self._names.looked_for
         return name not in (self._names.read if name in attributes_of(obj) else self._names.looked_for)

@@ -18,6 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from weft import torch_adapter
+from weft.capture.state.containers import Container
 from weft.thread_patches import present, replaced
 
 _METHODS = (
@@ -57,6 +58,16 @@ def sites_of(leaf: torch.Tensor, path: str) -> list[HookSite]:
     for kind, hooks in torch_adapter.node_hooks(node):
         sites.append(HookSite(path, kind, lambda hooks=hooks, node=node: hooks, dict(hooks)))
     return sites
+
+
+def new_hooks(sites: list[HookSite], known: dict[int, Any]) -> Iterator[Container]:
+    """The dictionaries of hooks that are on leaves without hooks now; they are ``known`` from then on, by their ids."""
+    for site in sites:
+        if (hooks := site.read()) and not site.before and id(hooks) not in known:
+            known[id(hooks)] = hooks
+            container = Container(hooks, f"the {site.kind} hooks of {site.owner}")
+            container.before = {}
+            yield container
 
 
 def user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:

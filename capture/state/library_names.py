@@ -103,7 +103,7 @@ class _LibraryNames:
         self._asked: set[tuple[int, int]] = set()
         self._kinds = {torch.Tensor, torch.nn.Parameter, *map(type, state.objects)}
         self._kinds.update(each for each in state.objects if isinstance(each, type))
-        self._names: set[str] = set()
+        self._names = set(state.asked.names)
         self._run: dict[type, list[str]] = {}  # by class, see `_run_of`
         known = {id(each.__code__) for each in state.functions}
         called: dict[int, types.FunctionType] = {}

@@ -17,12 +17,13 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from weft import torch_adapter
+from weft.capture.state.asked_attributes import AskedAttributes
 from weft.capture.state.code_names import (
     OPAQUE,
     AttributeNames,
@@ -30,12 +31,12 @@ from weft.capture.state.code_names import (
     functions_in,
     globals_used,
     imported_by,
+    parts_of_member,
 )
 from weft.capture.state.containers import (
     GROWING_KINDS,
     MISSING,
     SIMPLE,
-    AllBut,
     Attributes,
     Container,
     LoadedModules,
@@ -45,9 +46,12 @@ from weft.capture.state.containers import (
 )
 from weft.capture.state.contents import (
     LOCKS,
+    all_attributes,
     attributes_of,
     attributes_with_tensors,
     content_of,
+    keys_of,
+    names_asked_by,
     referents_of,
     sparse_layouts,
     unproxied,
@@ -56,9 +60,10 @@ from weft.capture.state.contents import (
 )
 from weft.capture.state.deep_walks import WaitingVisits, waits_when_deep
 from weft.capture.state.followed_names import FollowedByObject, FollowedNames
-from weft.capture.state.hook_registrations import HookSite, sites_of, user_hook
+from weft.capture.state.hook_registrations import HookSite, new_hooks, sites_of, user_hook
 from weft.capture.state.object_parts import followed_items, is_replaceable
 from weft.capture.state.object_types import ObjectTypes
+from weft.capture.state.optimizer_parts import WalkedSchedulers, parts_of_groups, state_of
 from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.script_modules import script_state
 from weft.capture.state.tensor_attributes import AttributesOfTensors
@@ -87,7 +92,7 @@ class ReachableState:
         replaced: paths of lists and dictionaries that the step replaces by new ones. What is in them has its place
             under the entry that holds them, unless an entry that the step keeps holds them too.
         growing: paths of lists to which the step appends. What is in them is not walked.
-        computed: names of attributes that the step is known to compute.
+        computed: names of attributes that the step is known to compute, and the like (:class:`AskedAttributes`).
 
     Attributes:
         places: the place where each tensor was found first, by its ``memory_key``.
@@ -95,7 +100,7 @@ class ReachableState:
         places_by_id: the place where each tensor object was found first, by its id.
         in_memory: the plain tensors found in each storage, by ``memory_key(tensor)[0]``.
         modules, optimizers, leaves: those found, with their paths. names: attributes that the code of the step names.
-        computed: those that it was found to compute.
+        asked: those that it asks for otherwise.
         plain_leaves: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
         shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
@@ -137,35 +142,52 @@ class ReachableState:
         self._tensors = AttributesOfTensors()
         self._modules_asked: frozenset[str] = frozenset()
         self._objects: dict[int, tuple[Any, str, FollowedByObject]] = {}
+        self._whole: set[int] = set()  # ids of objects of which all attributes are followed
         self._kinds = FactsOfTypes()
         self._functions: dict[int, types.FunctionType] = {}
         self._classes, self._codes = set[type](), set[tuple[int, int]]()
         self._inside_walked = 0
-        self._schedulers: dict[int, tuple[Any, str, set[str]]] = {}
-        self.names = AttributeNames(step, computed)
-        self.computed: set[str] = set()
+        self.asked = AskedAttributes(self, computed)
+        self.names = AttributeNames(step, self.asked.names)
+        self._schedulers = WalkedSchedulers(self.names, self._container)
         self._followed = FollowedNames(self.names, self._kinds)
         self.add(step, "")
 
     def add(self, obj: Any, path: str) -> None:
         """Walk ``obj`` too, a module or optimizer that the step was seen to use."""
         self._visit(obj, path, None)
-        self._walk()
+        self.go_on()
 
-    def follow_computed(self, obj: Any, name: str) -> None:
-        """Follow attributes of a name that the step has computed, before it asks an object for one."""
-        if isinstance(obj, types.FunctionType) and name not in vars(obj):
-            self.note_missing_attribute(obj, name)
-        met = id(obj) in self._objects or id(obj) in self.modules
-        if self._followed.is_unknown(obj, name, met=met):
-            self.names.add_text(name)
-            self.computed.add(name)
-            if met and isinstance(obj, torch.nn.Module):  # of which all attributes count that it has
-                path = self.modules[id(obj)][1]
-                self.containers.append(Container(vars(obj), path, frozenset({name}), label_of(path)))
-            self._walk()
+    def is_unknown(self, obj: Any, name: str) -> bool:
+        """Whether code that asks an object for an attribute by a text may find something that is not followed."""
+        return self._followed.is_unknown(obj, name, met=id(obj) in self._objects or id(obj) in self.modules)
 
-    def _walk(self) -> None:
+    def path_of(self, obj: Any) -> str | None:
+        """The path of an object that was met and can have attributes, None of any other."""
+        if issubclass(type(obj), torch.Tensor):
+            return self._tensors.path_of(obj)
+        if type(obj) is types.FunctionType:
+            return obj.__name__ if id(obj) in self._functions and is_own(obj) else None
+        met = self.modules.get(id(obj)) or self._objects.get(id(obj))
+        return None if met is None else met[1]
+
+    def follow_all(self, obj: Any, path: str, known: frozenset[str] = frozenset()) -> None:
+        """Follow all attributes of an object or a class, those that it may get included, but for ``known``."""
+        if id(obj) not in self._whole:
+            self._whole.add(id(obj))
+            for each in all_attributes(obj, path, known, self._tensors.found_with(obj)):
+                self._container(each)
+
+    def follow_variables(self, module: dict[str, Any], names: Iterable[str]) -> None:
+        """Follow global variables of a module, there or not; with "" among the names which ones there are."""
+        found = frozenset(names)
+        if "" in found:
+            self.containers.append(keys_of(module, "a module"))
+        if found := found - {""}:
+            self._container(Container(module, "", found, str, found))
+
+    def go_on(self) -> None:
+        """Follow what the walk has met, and not followed yet."""
         known = -1
         while self._attributes or self._later or self._keys or known != self.names.count:
             if self._attributes:
@@ -182,8 +204,7 @@ class ReachableState:
                     self._methods(kind)
                 for known_object, where, _ in list(self._objects.values()):
                     self._object(known_object, where)
-                for scheduler, where, read in list(self._schedulers.values()):
-                    self._scheduler_reads(scheduler, where, read)
+                self._schedulers.follow_names()
             else:
                 key, where = self._keys.pop(0)
                 self._visit(key, where, None)
@@ -207,7 +228,7 @@ class ReachableState:
     @property
     def with_attributes(self) -> list[tuple[Any, str]]:
         """The objects and classes whose attributes count, with their paths."""
-        found = (*self.modules.values(), *self._objects.values(), *self._schedulers.values(), *self.optimizers)
+        found = (*self.modules.values(), *self._objects.values(), *self._schedulers.with_paths, *self.optimizers)
         return [each[:2] for each in found]
 
     def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
@@ -218,25 +239,16 @@ class ReachableState:
 
     def notice_new_hooks(self) -> None:
         """Treat hooks that the step left on leaves without hooks as changes of Python state."""
-        for site in self.sites:
-            if (hooks := site.read()) and not site.before and id(hooks) not in self._seen:
-                self._seen[id(hooks)] = hooks
-                container = Container(hooks, f"the {site.kind} hooks of {site.owner}")
-                container.before = {}
-                self.containers.append(container)
+        self.containers += new_hooks(self.sites, self._seen)
 
     def notice_new_attributes(self) -> None:
         """Treat attributes that the step put on tensors as changes of Python state, also where no code names them."""
         followed = lambda tensor: self._objects[id(tensor)][2] if id(tensor) in self._objects else ()
         self.containers += self._tensors.new(followed)
 
-    def note_missing_attribute(self, obj: torch.Tensor | types.FunctionType, name: str) -> None:
+    def follow_missing(self, obj: torch.Tensor | types.FunctionType, name: str) -> None:
         """Let it count that a tensor or a function lacks an attribute, which the step looked for."""
-        if isinstance(obj, torch.Tensor):
-            path = self._tensors.path_of(obj)
-        else:
-            path = obj.__name__ if id(obj) in self._functions and is_own(obj) else None
-        if path is not None:
+        if (path := self.path_of(obj)) is not None:
             followed = self._objects.setdefault(id(obj), (obj, path, self._followed.none()))[2]
             if name not in followed:
                 followed.add(name)
@@ -290,7 +302,7 @@ class ReachableState:
         elif isinstance(obj, torch.optim.Optimizer) and "param_groups" in vars(obj):  # no wrapper of a library's
             self._later.append((obj, path))
         elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-            self._scheduler(obj, path)
+            self._schedulers.meet(obj, path)
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(obj, path)
         elif isinstance(obj, (types.ModuleType, type)):
@@ -333,12 +345,14 @@ class ReachableState:
         elif isinstance(obj, logging.Logger):
             self._container(Attributes(obj, path, OF_LOGGERS, label_of(path)))
         elif not kind.is_user:
+            for name in names_asked_by(obj):
+                self.names.add_text(name)
             for referent in referents_of(obj):
                 self._visit(referent, path, None)
             if names := attributes_with_tensors(obj):  # an object of torch's or of Python's own that the user filled
                 self._container(Container(attributes_of(obj), path, names, label_of(path)))
-        for function in functions_in(obj):  # of a property
-            self._visit(function, path, None)
+        for part in parts_of_member(obj):
+            self._visit(part, path, None)
 
     def _elements(self, obj: Any, path: str, place: StatePlace | None) -> None:
         """What an object of Python's own types holds."""
@@ -396,7 +410,7 @@ class ReachableState:
                 self.places.setdefault(key := memory_key(part), dataclasses.replace(place, path=where, inner=names))
                 self.in_memory.setdefault(key[0], []).append(part)
         self._tensors.note(tensor, path)
-        if vars(tensor):
+        if vars(tensor) or self.asked.has_all(path):
             self._objects.setdefault(id(tensor), (tensor, path, self._followed.none()))
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
@@ -435,6 +449,9 @@ class ReachableState:
         prefix, own = f"{path}." if path else "", vars(module)
         absent = self._followed.absent(module, own)
         self._counted_attributes[id(module)] = absent.union(own)
+        if self.asked.has_all(path):
+            self.follow_all(module, path)
+            return
         joined = self._followed.joined
         keys = joined(joined(self.names.frozen, frozenset(own) - BOOKKEEPING), absent)
         self._container(Container(own, path, keys, label=lambda key: f"{prefix}{key}", absent=absent))
@@ -451,51 +468,25 @@ class ReachableState:
         # Loading a checkpoint replaces both objects; adding a parameter group makes the list longer.
         replaceable = frozenset({"state", "param_groups"})
         self.containers.append(Container(vars(optimizer), path, replaceable, label=lambda key: f"{path}.{key}"))
-        if self._kinds[type(optimizer)].is_user:  # a class of the user's may keep state in attributes
-            self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
+        self._object(optimizer, path, frozenset(dir(torch.optim.Optimizer)) | replaceable)
         for name, inner in vars(optimizer).items():
             if isinstance(inner, torch.optim.Optimizer):  # of a ZeroRedundancyOptimizer, or of a wrapper of a library's
                 self._visit(inner, f"{path}.{name}", None)
         self.containers.append(Container(optimizer.param_groups, f"{path}.param_groups"))
-        for at, group in enumerate(optimizer.param_groups):
-            params, where = group["params"], f"{path}.param_groups[{at}]"
-            if id(params) not in self._seen:
-                self._seen[id(params)] = params
-                self._container(Container(params, f"{where}['params']"), Role.PARAMETER)
-            self._container(Container(group, where, AllBut("lr")))
-            rate = Container(group, where, frozenset({"lr"}))
-            rate.holds_rates = True
-            self._container(rate, Role.SCALAR)
+        for part, role in parts_of_groups(optimizer.param_groups, path):
+            if role is not Role.PARAMETER or id(part.obj) not in self._seen:
+                self._seen |= {id(part.obj): part.obj} if role is Role.PARAMETER else {}
+                self._container(part, role)
         for kind, hooks in torch_adapter.optimizer_hooks(optimizer):
             self.add_hooks(hooks, f"the {kind} hooks of {path}")
         self._optimizer_state(optimizer, path)
 
-    def _scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler, path: str) -> None:
-        """A learning-rate scheduler: each changed attribute counts, so that ``scheduler.step()`` in a step is noticed.
-        Its counters change between calls, wherever it is stepped. They are guards only where the step reads them."""
-        self._schedulers[id(scheduler)] = scheduler, path, set()
-        container = Container(vars(scheduler), path, label=label_of(path))
-        container.frozen = True
-        self._container(container)
-
-    def _scheduler_reads(self, scheduler: Any, path: str, read: set[str]) -> None:
-        """The attributes of a scheduler that the user's code names."""
-        names = self.names.of(vars(scheduler)) | ({"_last_lr"} if "get_last_lr" in self.names else set())
-        if keys := frozenset(names & vars(scheduler).keys()) - read:
-            read |= keys
-            self._container(Container(vars(scheduler), path, keys, label=label_of(path)))
-
     def _optimizer_state(self, optimizer: torch.optim.Optimizer, path: str) -> None:
-        names = {id(tensor): where for tensor, where in self.leaves}
-
-        def label(key: Any) -> str:
-            return f"{path}.state[{names.get(id(key), '?')}]"
-
         known = {id(each.obj) for each in self.containers}
-        outer = Container(optimizer.state, f"{path}.state", label=label)
+        outer = state_of(optimizer, path, self.leaves)
         self.containers.append(outer)
         for key, entry in outer.before.items():
-            where = label(key)
+            where = outer.label(key)
             if id(entry) in known:
                 continue  # found by the walk before: since then the step may have put values of the capture into it
             if isinstance(entry, dict):
@@ -542,12 +533,13 @@ class ReachableState:
             used, absent = globals_used(fn)
             if used:
                 self._container(Container(fn.__globals__, "", used, str, absent))
+            self.follow_variables(fn.__globals__, self.asked.variables(fn.__globals__))
             for module in imported_by(fn.__code__, fn.__globals__.get("__package__") or ""):
                 self._visit(module, module.__name__, None)
         if is_own(fn):
             self._container(Attributes(fn, fn.__name__, OF_FUNCTIONS, label_of(fn.__name__)))
             self._visit(fn.__kwdefaults__, f"{fn.__name__}.__kwdefaults__", None)
-            if vars(fn):
+            if vars(fn) or self.asked.has_all(fn.__name__):
                 self._object(fn, fn.__name__)
         else:
             self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
@@ -555,6 +547,8 @@ class ReachableState:
     def _own(self, owner: Any, path: str) -> None:
         """A module or a class of the user's that the step's code names."""
         self._object(owner, path if isinstance(owner, types.ModuleType) else owner.__qualname__)
+        if isinstance(owner, types.ModuleType):
+            self.follow_variables(vars(owner), self.asked.variables(vars(owner)))
         if isinstance(owner, type):
             for kind in owner.__mro__[1:]:
                 self._visit(kind, path, None)
@@ -580,10 +574,15 @@ class ReachableState:
         kind = self._class(type(obj))
         followed = self._followed
         visited = self._objects.setdefault(id(obj), (obj, path, followed.none(known)))[2]
-        attributes = attributes_of(obj)
-        named = (frozenset(attributes), frozenset()) if kind.is_walked else followed.named(obj, attributes, kind)
+        attributes, absent = attributes_of(obj), frozenset[str]()
+        if self.asked.has_all(path):
+            named = absent, absent
+            self.follow_all(obj, path, known)
+        else:
+            named = (frozenset(attributes), absent) if kind.is_walked else followed.named(obj, attributes, kind)
+            absent = followed.absent(obj, attributes)
         slots = kind.slots & self.names if kind.slots else kind.slots
-        new = visited.grow(*named, followed.absent(obj, attributes), slots)
+        new = visited.grow(*named, absent, slots)
         if new.slots:
             self._container(Attributes(obj, path, new.slots, label_of(path), new.slots))
         keys = followed.joined(new.names, new.absent)

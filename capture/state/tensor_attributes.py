@@ -26,6 +26,10 @@ class AttributesOfTensors:
         known, path, _ = self._known.get(id(tensor), (None, "", None))
         return path if known is tensor else None
 
+    def found_with(self, tensor: Any) -> dict[str, Any] | None:
+        """The attributes that a tensor had when the walk met it, None of another object."""
+        return dict(self._known[id(tensor)][2]) if id(tensor) in self._known else None
+
     def new(self, followed: Callable[[torch.Tensor], Container[str]]) -> Iterator[containers.Container]:
         """The attributes that tensors got since they were asked for last.
 

@@ -42,6 +42,10 @@ SIMPLE_KINDS = frozenset(SIMPLE)
 PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})
 
 
+# Of these code looks for attributes that others have put there: ``getattr(optimizer, "is_frozen", False)``.
+_MARKED = (types.ModuleType, torch.optim.Optimizer)
+
+
 class TypeFacts(NamedTuple):
     """One type.
 
@@ -106,7 +110,7 @@ class FactsOfTypes(dict[type, TypeFacts]):
             frozenset(values),
             any("__getattr__" in vars(base) for base in own),
             _computed_once(kind) if walked else frozenset(),
-            bool(values or own) or local or holder is not None or kind is types.ModuleType,
+            bool(values or own) or local or holder is not None or issubclass(kind, _MARKED),
             access_to(kind),
         )
         return found

@@ -5,6 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
+import operator
+import random
+import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -262,7 +267,99 @@ def slots_that_are_empty() -> Made:
     return step, lambda: (s.x0, s.x1)
 
 
+def incremented(obj: Any) -> Callable[[], Any]:
+    """What increments an attribute between calls."""
+
+    def after() -> Any:
+        obj.x1 += 1
+
+    return after
+
+
+def getters_from_outside() -> Made:
+    s = State(a=State(x1=2), get=operator.attrgetter(f"a.x{1}"))
+    return lambda x: x * s.get(s), incremented(s.a)
+
+
+def getters_of_the_step() -> Made:
+    states = [State(x0=0, x1=2, value=3), State(x0=0, x1=3, value=5)]
+
+    def step(x: torch.Tensor) -> Any:
+        first = sorted(states, key=operator.attrgetter(f"x{1}"))[0]
+        return x * first.value * sum(operator.attrgetter(*(f"x{at}" for at in range(2)))(first))
+
+    return step, incremented(states[0])
+
+
+def getter_of_a_property() -> Made:
+    class Described:
+        x = property(operator.attrgetter(f"x{1}"))
+
+    described: Any = Described()
+    described.x1 = 1
+    return lambda x: x * described.x, incremented(described)
+
+
+def callers_of_methods() -> Made:
+    callback = Callback()
+    end = operator.methodcaller(f"on_batch_{'end'}", torch.ones(()))
+
+    def step(x: torch.Tensor) -> Any:
+        end(callback)
+        operator.methodcaller("_".join(["on", "batch", "end"]), loss=x.sum())(callback)
+        return x * callback.steps
+
+    return step, lambda: (callback.steps, callback.total.clone())
+
+
+def static_attributes() -> Made:
+    s = State(x1=2)
+
+    def after() -> None:
+        s.x1 += 1
+        s.x2 = s.x1
+
+    return lambda x: x * inspect.getattr_static(s, f"x{1}") * inspect.getattr_static(s, f"x{2}", 1), after
+
+
+def listed_members() -> Made:
+    s: Any = State(x1=2)
+
+    def step(x: torch.Tensor) -> Any:
+        members = [value for name, value in inspect.getmembers(s) if not name.startswith("__")]
+        return x * sum(members) * sum(getattr(s, name) for name in dir(s) if not name.startswith("__"))
+
+    def after() -> None:
+        s.x1 += 1
+        setattr(s, f"y{s.x1}", 1)
+
+    return step, after
+
+
+def patterns_and_formats() -> Made:
+    point, settings = State(x1=2), Settings()
+
+    def step(x: torch.Tensor) -> Any:
+        match point, settings:
+            case State(x1=found), Settings(a, _):
+                return x * found * a * int("{.x1}".format(point))  # noqa: UP032
+        return x
+
+    def after() -> None:
+        point.x1 += 1
+        settings.a += 1
+
+    return step, after
+
+
 CASES = {
+    "getters from outside": getters_from_outside,
+    "getters of the step": getters_of_the_step,
+    "getter of a property": getter_of_a_property,
+    "callers of methods": callers_of_methods,
+    "static attributes": static_attributes,
+    "listed members": listed_members,
+    "patterns and formats": patterns_and_formats,
     "new attributes of a function": new_attributes_of_a_function,
     "slots that are empty": slots_that_are_empty,
     "numbers read": numbers_read,
@@ -335,6 +432,17 @@ def test_what_stands_for_getattr_is_not_seen() -> None:
     setattr(x, missing, 1)
     seen.append(compiled(x).tolist())
     assert seen == [[2.0, 2.0], [1.0, 1.0]]
+
+
+def test_functions_among_all_attributes_have_the_types_of_eager() -> None:
+    cached = functools.lru_cache(abs)
+    s = State(draw=random.random, now=time.time, cached=cached, read=operator.attrgetter, number=1)
+
+    def step(x: torch.Tensor) -> Any:
+        kinds = [(name, type(value).__name__, isinstance(value, type)) for name, value in vars(s).items()]
+        return kinds, isinstance(s.draw, (int, types.BuiltinMethodType)), s.draw is random.random
+
+    assert weft.compile(step)(torch.ones(2)) == step(torch.ones(2))
 
 
 def test_wrong_arguments_are_refused_in_the_words_of_python() -> None:

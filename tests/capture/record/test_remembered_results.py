@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
-from weft.errors import EscapedTensor, RememberedFunctionReads, RememberedFunctionWrites
+from weft.errors import EscapedTensor, RememberedFunctionReads, RememberedFunctionWrites, UncapturableDraw
 
 
 def counts(s: Any) -> Any:
@@ -412,3 +412,22 @@ def test_a_result_that_a_step_with_a_branch_changes_is_refused() -> None:
     for at in range(3):
         expected += at
         assert torch.equal(compiled(torch.full((2,), float(at))), torch.full((2,), float(at)) if at > 1 else expected)
+
+
+@pytest.mark.parametrize("method", ["cache_info", "cache_clear"])
+def test_counts_of_results_are_refused_in_a_step_and_not_outside(method: str) -> None:
+    @functools.lru_cache
+    def factor(n: int) -> int:
+        return n * 2
+
+    def step(x: Tensor) -> tuple[Tensor, Any]:
+        return x * factor(3), getattr(factor, method)()
+
+    with pytest.raises(UncapturableDraw, match=rf"factor\.{method}\(\) at .*test_remembered_results.py.*opaque"):
+        weft.compile(step)(torch.ones(2))
+    told: list[Any] = []
+    tell = weft.opaque(lambda: told.append(getattr(factor, method)()))
+    weft.compile(lambda x: (tell(), x * factor(3)))(torch.ones(2))
+    assert len(told) == 1
+    fallen = weft.compile(step, fallback="eager")
+    assert [fallen(torch.ones(1))[0].item() for _ in range(3)] == [6, 6, 6]
