@@ -75,7 +75,9 @@ class ComputedNames:
         """Inside, what the functions of the step read of ``__dict__`` is followed, too."""
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
         given |= {"__dict__": self._dictionary, "__globals__": self._variables_of}
-        with loads_replaced(self._state.functions, given):
+        # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
+        functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
+        with loads_replaced(functions, given):
             yield
 
     # Wrong arguments are Python's to refuse, in its own words.
@@ -100,10 +102,11 @@ class ComputedNames:
         return make
 
     def _whole(self, original: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
-        def ask(obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-            for each in read(obj) if self._intercepts() else ():
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            given = [*args, *kwargs.values()][:1] if self._intercepts() else []
+            for each in (each for obj in given for each in read(obj)):
                 self._state.asked.everything(each)
-            return original(obj, *args, **kwargs)
+            return original(*args, **kwargs)
 
         return ask
 
@@ -137,6 +140,8 @@ class ComputedNames:
                 names = frame.f_locals if variables is None else variables
             variables = frame.f_globals if variables is None else variables
             if isinstance(source, (str, bytes)):
+                if original is eval:  # which takes an indented expression
+                    source = source.lstrip(" \t" if isinstance(source, str) else b" \t")  # type: ignore[bad-argument-type]
                 source = compile(source, "<string>", original.__name__, dont_inherit=True)
             if self._intercepts() and isinstance(source, types.CodeType):
                 self._state.asked.texts(code_names(source))

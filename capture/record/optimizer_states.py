@@ -10,7 +10,7 @@ other values that a step leaves in Python state, and the form serves only calls 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,10 +77,15 @@ class OptimizerStates:
                 ) from None
 
         def write(optimizer: torch.optim.Optimizer, value: Any) -> None:
-            self._note_read(optimizer, by_user=called_by_user())
+            if "state" in vars(optimizer):  # not of an optimizer that is being made
+                self._note_read(optimizer, by_user=called_by_user())
             vars(optimizer)["state"] = value
 
-        setattr(torch.optim.Optimizer, "state", property(read, write))  # noqa: B010
+        def delete(optimizer: torch.optim.Optimizer) -> None:
+            read(optimizer)
+            del vars(optimizer)["state"]
+
+        setattr(torch.optim.Optimizer, "state", property(read, write, delete))  # noqa: B010
         try:
             yield
         finally:
@@ -94,13 +99,22 @@ class OptimizerStates:
         elif self._is_stepping:  # a hook before the step, where eager has no state yet
             self._read_too_early.setdefault(id(optimizer), optimizer)
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the state that the optimizer is about to make in its step; unless the graph has to make it."""
+    def begin_step(self, optimizer: torch.optim.Optimizer, follow: Callable[[], None]) -> None:
+        """Make the state that the optimizer is about to make in its step; unless the graph has to make it.
+
+        Args:
+            follow: walks an optimizer that was not met before.
+        """
         self._is_stepping = self._is_preparing = True
         try:
+            follow()
             self._prepare(optimizer)
         finally:
             self._is_preparing = False
+
+    def make_in_graph(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the graph make the state of an optimizer that the step has made itself: each call makes another one."""
+        self._in_graph[id(optimizer)] = optimizer
 
     def end_step(self) -> None:
         """The optimizer's step has ended."""

@@ -233,7 +233,7 @@ class OpRecorder(TorchDispatchMode):
         if facts.writes is not None:
             out = self._record_write(op, facts.writes, args, kwargs, *fakes)
             if facts.gradient is not None:
-                self._gradients.note(facts.gradient, out, args, kwargs)
+                self._gradients.note(op._opname, facts.gradient, out, args, kwargs)
             return out
         try:
             out = self.computed(lambda: self._fake_result(facts, *fakes))
@@ -252,7 +252,7 @@ class OpRecorder(TorchDispatchMode):
         node = self.emit(target, *operands, val=out, **map_operands(kwargs, self.value))
         self._bind(out, node, op, args, kwargs)
         if facts.gradient is not None:
-            self._gradients.note(facts.gradient, out, args, kwargs)
+            self._gradients.note(op._opname, facts.gradient, out, args, kwargs)
         return out
 
     def _fake_result(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -274,8 +274,9 @@ class _StepCapture:
 
     def _is_made(self, value: Any) -> bool:
         """Whether an object was made since the capture began; the collector does not list a dict of plain values."""
-        unlisted = type(value) is dict and not gc.is_tracked(value)
-        return id(value) not in self.met and (unlisted or id(value) in self.made(type(value)))
+        if not gc.is_tracked(value):  # a text, a number; or such a dict
+            return type(value) is dict and id(value) not in self.met
+        return id(value) not in self.met and id(value) in self.made(type(value))
 
     def _hooks(self) -> HookCounts:
         """Walk the hooks that belong to no object of the step, which are global or on arguments; count all hooks."""
@@ -390,10 +391,16 @@ class _StepCapture:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizing = True
-        if all(known is not optimizer for known, _ in self.state.optimizers):
-            self.state.add(optimizer, "optimizer")
-            self.numbers.put_into(self.state.containers)
-        self.optimizer_states.begin_step(optimizer)
+
+        def follow() -> None:
+            if all(known is not optimizer for known, _ in self.state.optimizers):
+                if self._is_made(optimizer):  # it goes with the call
+                    self.optimizer_states.make_in_graph(optimizer)
+                    return
+                self.state.add(optimizer, "optimizer")
+                self.numbers.put_into(self.state.containers)
+
+        self.optimizer_states.begin_step(optimizer, follow)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         warn_of_idle(optimizer)  # now, because a closure may have computed the gradients

@@ -30,18 +30,33 @@ class ValueGradients:
     """The operations of a capture whose gradients depend on values, until they have hooks."""
 
     def __init__(self) -> None:
-        self._new: list[tuple[torch.Tensor, Callable[..., Gradients]]] = []
+        self._new: list[tuple[str, torch.Tensor, Callable[..., Gradients]]] = []
 
-    def note(self, formula: Formula, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note an operation that gave ``out``."""
-        self._new.append((out, lambda given, grads: formula(given, grads[0], *args, **kwargs)))
+    def note(
+        self, name: str, formula: Formula, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note an operation of this name that gave ``out``.
+
+        Where autograd records nothing (``no_grad``, the forward of a custom function), no node is its own. To ask a
+        view for its node would run the view's operation again, in the middle of another one.
+        """
+        if torch.is_grad_enabled() and not out._is_view():
+
+            def replaced(given: Gradients, grads: Gradients) -> Gradients:
+                # In a checkpoint that runs its own backward a node may be told no gradient of its result.
+                told = bool(grads) and grads[0] is not None
+                return formula(given, grads[0], *args, **kwargs) if told else given
+
+            self._new.append((name, out, replaced))
 
     def register(self) -> None:
         """Register the hooks of the operations noted since the last call."""
         while self._new:
-            out, replaced = self._new.pop()
-            if out.grad_fn is not None:
-                out.grad_fn.register_hook(replaced)
+            name, out, replaced = self._new.pop()
+            node = out.grad_fn
+            # That of another operation, where the tensor has become the result of a custom function meanwhile.
+            if node is not None and node.name().lower().startswith(f"{name.replace('_', '')}backward"):
+                node.register_hook(replaced)
 
     def clear(self) -> None:
         """Let go of the tensors."""
@@ -121,7 +136,8 @@ def _chosen_element(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Formula:
 
 
 def _filled(given: Gradients, gradient: torch.Tensor, x: torch.Tensor, mask: torch.Tensor, value: Any) -> Gradients:
-    return given if given[1] is None else (given[0], gradient.masked_select(mask).sum())
+    # A number as value has no gradient, and its node has one result.
+    return given if len(given) < 2 or given[1] is None else (given[0], gradient.masked_select(mask).sum())
 
 
 def _result() -> torch.Tensor:

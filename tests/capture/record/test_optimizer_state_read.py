@@ -136,3 +136,25 @@ def test_a_rank_that_looks_alone_trains_with_the_others() -> None:
     for rank, ((expected, parameters), (got, ours)) in enumerate(run_ranks(_both_ways, 2)):
         assert got == expected == ([0.0, 2.0, 4.0, 6.0] if rank == 0 else [])
         assert all(map(torch.equal, parameters, ours))
+
+
+def test_an_optimizer_that_the_step_makes_begins_without_state_in_each_call() -> None:
+    def trained(compiled: bool) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            return loss.detach()
+
+        run = weft.compile(step) if compiled else step
+        losses = [run(torch.full((2, 3), call + 1.0)).clone() for call in range(4)]
+        return losses, len(run.captures) if isinstance(run, weft.CompiledStep) else 1
+
+    (expected, _), (got, captures) = trained(False), trained(True)
+    assert all(map(torch.equal, expected, got))
+    assert captures == 1
