@@ -74,7 +74,7 @@ def _with_what_changes(
     constants with guards on their values.
     """
     earlier: Mapping[str, torch.Tensor] = {}
-    in_graph: list[torch.optim.Optimizer] = []  # whose state the graph makes
+    in_graph: list[torch.optim.Optimizer] = []  # whose state the graph allocates
     while True:
         arguments = ValuesOfArguments()
         how = functools.partial(attempt, changing, earlier, in_graph=in_graph, found=arguments)

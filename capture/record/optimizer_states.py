@@ -1,10 +1,12 @@
 """The state that an optimizer makes in its first step on parameters.
 
-It is made for real before the captured step goes on, as eager's first step makes it. The graph reads it as an input,
-and so the next calls have the same form. Only the optimizer itself may not tell the difference: a step whose other
-code asks for ``optimizer.state`` before it is made finds it empty in the first call alone, and a step that drops the
-state (``optimizer.state.clear()``) makes it anew in each call. In such steps the graph makes the state, as it makes
-other values that a step leaves in Python state, and the form serves only calls that begin without it.
+By default real tensors are allocated during the capture, before ``optimizer.step()`` goes on. The graph reads them as
+inputs, so one graph serves the first call and all later ones. That is wrong where the first call differs:
+
+- code outside of ``optimizer.step()`` reads ``optimizer.state`` before the state exists, and finds it empty;
+- the step drops the state (``optimizer.state.clear()``), or makes the optimizer itself: each call allocates it anew.
+
+In these cases the graph allocates the state, and its guards admit only calls that begin without state.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ Entry = tuple[torch.optim.Optimizer, torch.Tensor]
 
 
 class OptimizerStateRead(Exception):
-    """The step reads or drops the state of an optimizer that was made for real in this attempt at its capture.
+    """The step reads or drops optimizer state for which this attempt at its capture has allocated real tensors.
 
     Attributes:
-        optimizers: those of which the graph has to make the state.
+        optimizers: those whose state the graph has to allocate.
     """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -45,7 +47,7 @@ class OptimizerStates:
         recorder: of the step.
         state: what the step can reach.
         modes: those of a fake world.
-        in_graph: optimizers of which the graph makes the state.
+        in_graph: optimizers whose state the graph allocates.
     """
 
     def __init__(
@@ -56,16 +58,16 @@ class OptimizerStates:
         in_graph: list[torch.optim.Optimizer],
     ) -> None:
         self._recorder, self._state, self._modes = recorder, state, modes
-        # By id: optimizers of which the graph makes the state that they lack.
+        # By id: optimizers whose state the graph allocates.
         self._in_graph = {id(optimizer): optimizer for optimizer in in_graph}
         self._made: list[tuple[torch.optim.Optimizer, torch.Tensor, Any]] = []
         self._read_too_early: dict[int, torch.optim.Optimizer] = {}
-        self._is_stepping = False  # a method of torch's optimizer, which may look for its own state
-        self._is_preparing = False
+        self._is_stepping = False  # inside `optimizer.step()`, whose own code may read its state
+        self._is_preparing = False  # inside weft's own code
 
     @contextlib.contextmanager
     def reads_noted(self) -> Iterator[None]:
-        """Inside, it is noted which optimizers are asked for their ``state`` by anyone but their own step."""
+        """Inside, accesses to ``optimizer.state`` by code outside of ``optimizer.step()`` are recorded."""
 
         def read(optimizer: torch.optim.Optimizer) -> Any:
             self._note_read(optimizer, by_user=called_by_user())
@@ -100,10 +102,10 @@ class OptimizerStates:
             self._read_too_early.setdefault(id(optimizer), optimizer)
 
     def begin_step(self, optimizer: torch.optim.Optimizer, follow: Callable[[], None]) -> None:
-        """Make the state that the optimizer is about to make in its step; unless the graph has to make it.
+        """Allocate the state that the optimizer lacks, unless the graph has to.
 
         Args:
-            follow: walks an optimizer that was not met before.
+            follow: adds an optimizer to the known Python state.
         """
         self._is_stepping = self._is_preparing = True
         try:
@@ -113,7 +115,7 @@ class OptimizerStates:
             self._is_preparing = False
 
     def make_in_graph(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the graph make the state of an optimizer that the step has made itself: each call makes another one."""
+        """Let the graph allocate the state of an optimizer that the step constructs: each call has a new one."""
         self._in_graph[id(optimizer)] = optimizer
 
     def end_step(self) -> None:
@@ -138,7 +140,7 @@ class OptimizerStates:
             self._state.extend_optimizer_state(optimizer)
 
     def check(self) -> None:
-        """Raise OptimizerStateRead where the graph has to make state that this attempt has made for real."""
+        """Raise OptimizerStateRead where the graph has to allocate state that this attempt has allocated itself."""
         found = dict(self._read_too_early)
         for optimizer, parameter, entry in self._made:
             if optimizer.state.get(parameter) is not entry:
@@ -148,7 +150,7 @@ class OptimizerStates:
 
     @property
     def created(self) -> list[Entry]:
-        """The state that this attempt has made for real."""
+        """The state that this attempt has allocated."""
         return [(optimizer, parameter) for optimizer, parameter, _ in self._made]
 
     def _is_of_the_capture(self, value: object) -> bool:
@@ -160,6 +162,6 @@ class OptimizerStates:
 
 
 def remove(created: list[Entry]) -> None:
-    """Take away the state that a capture made which failed, or did not count."""
+    """Remove the state that a failed or discarded attempt has allocated."""
     for optimizer, parameter in created:
         optimizer.state.pop(parameter, None)

@@ -134,7 +134,7 @@ def capture_step(
 
     def attempt(changing: ChangingState, earlier: Mapping[str, torch.Tensor], **how: Any) -> CapturedStep:
         paths = outcomes, expected
-        remove(created)  # by an attempt that did not count
+        remove(created)  # of a discarded attempt
         created.clear()
         capture = _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how)
         captured = capture.run()
@@ -394,7 +394,7 @@ class _StepCapture:
 
         def follow() -> None:
             if all(known is not optimizer for known, _ in self.state.optimizers):
-                if self._is_made(optimizer):  # it goes with the call
+                if self._is_made(optimizer):  # no state of later calls
                     self.optimizer_states.make_in_graph(optimizer)
                     return
                 self.state.add(optimizer, "optimizer")

@@ -91,20 +91,13 @@ def test_a_step_sees_the_state_of_its_optimizer_as_in_eager(optimizer: str, how:
         assert all(entry[key] is other[key] is None or torch.equal(entry[key], other[key]) for key in entry)
 
 
-def test_a_step_that_does_not_look_is_captured_once() -> None:
-    run = Trained(OPTIMIZERS["AdamW"], "never")
-    step = weft.compile(run.step)
-    for _ in range(3):
-        step(torch.ones(2, 3))
-    assert len(step.captures) == 1
-
-
-def test_looking_costs_one_more_capture_in_all() -> None:
-    run = Trained(OPTIMIZERS["AdamW"], "number of entries")
+@pytest.mark.parametrize(("how", "captures"), [("never", 1), ("number of entries", 2)])
+def test_reading_the_state_costs_one_more_capture(how: str, captures: int) -> None:
+    run = Trained(OPTIMIZERS["AdamW"], how)
     step = weft.compile(run.step)
     for _ in range(5):
         step(torch.ones(2, 3))
-    assert len(step.captures) == 2
+    assert len(step.captures) == captures
     assert "state" not in vars(torch.optim.Optimizer)
 
 

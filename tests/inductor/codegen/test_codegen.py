@@ -128,8 +128,8 @@ def test_a_transposed_copy_has_tiles_of_two_dimensions() -> None:
 
 
 @pytest.mark.parametrize(("rows", "width", "taken"), [(2000, 768, 8), (2000, 24, 8), (40, 768, 1), (600, 2100, 4)])
-def test_rows_that_lie_across_memory_share_a_program(rows: int, width: int, taken: int) -> None:
-    """One row alone would use one element of each sector that it loads."""
+def test_a_row_reduction_of_a_transposed_tensor_has_several_rows_a_program(rows: int, width: int, taken: int) -> None:
+    """A program with one row would use one element of each sector that it loads."""
     across = load("x", 1, rows)
     largest = Reduce("max", (across,), [1], f32)
     nest = Nest((rows, width), (store("y", op("sub", across, largest), width, 1),))
