@@ -20,6 +20,8 @@ from weft.torch_adapter import OpOverload
 
 aten = torch.ops.aten
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
+
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Kernels of grouped GEMMs accept float32 and float16 too; torch's rule accepts only bfloat16."""
@@ -165,12 +167,51 @@ def _upsample_backward(op: OpOverload) -> Callable[..., torch.Tensor]:
     def rule(grad: torch.Tensor, output_size: Any, input_size: Any, *args: Any) -> torch.Tensor:
         if not _is_symbolic((grad, output_size, input_size)):
             return op(grad, output_size, input_size, *args)
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(grad.dim(), torch.contiguous_format)
-        keeps = not grad.is_contiguous() and grad.is_contiguous(memory_format=last)
-        memory_format = last if keeps else torch.contiguous_format
+        last = _CHANNELS_LAST.get(grad.dim())
+        memory_format = last if last is not None and _has_channels_last(grad, last) else torch.contiguous_format
         return torch.empty(input_size, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
 
     return rule
+
+
+def _convolution(op: OpOverload, image: int) -> Callable[..., Any]:
+    """On a GPU results have channels innermost where image or weight have, as cuDNN makes them. A torch without CUDA
+    has other kernels to choose from, and its rule says contiguous.
+
+    Args:
+        image: position of the image; the weight follows.
+    """
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        out = op(*args, **kwargs)
+        operands = args[image : image + 2]
+        last = _CHANNELS_LAST.get(operands[0].dim())
+        if torch.backends.cuda.is_built() or operands[0].device.type != "cuda" or last is None:
+            return out
+        if not any(_has_channels_last(each, last) for each in operands):
+            return out
+        # Of the results of a backward, the gradient of the bias has one dimension.
+        alike = lambda each: torch.empty_like(each, memory_format=last) if each.dim() == operands[0].dim() else each
+        return torch_adapter.map_leaves(torch.Tensor, alike, out)
+
+    return rule
+
+
+def _native_batch_norm(
+    input: torch.Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any, **more: Any
+) -> tuple[torch.Tensor, ...]:
+    """On a GPU the statistics of half precision are float32. A torch without CUDA has no rule for a GPU."""
+    if torch.backends.cuda.is_built() or input.device.type != "cuda":
+        others = weight, bias, running_mean, running_var, training, *rest
+        return aten.native_batch_norm.default(input, *others, **more)
+    dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
+    mean, deviation = (input.new_empty((input.shape[1] if training else 0,), dtype=dtype) for _ in range(2))
+    return torch.empty_like(input), mean, deviation
+
+
+def _has_channels_last(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
+    """Whether torch suggests that memory format for what is computed from the tensor."""
+    return not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format)
 
 
 _BROADCASTING = (
@@ -199,6 +240,9 @@ _UPSAMPLE_BACKWARDS = [
 ]
 _RULES: dict[Any, Callable[..., Any]] = {
     **{op: _upsample_backward(op) for op in _UPSAMPLE_BACKWARDS},
+    aten.convolution.default: _convolution(aten.convolution.default, 0),
+    aten.convolution_backward.default: _convolution(aten.convolution_backward.default, 1),
+    aten.native_batch_norm.default: _native_batch_norm,
     aten.log_sigmoid_forward.default: _log_sigmoid,
     aten.elu_backward.default: _strides_of(aten.elu_backward.default, 0, 5),
     aten.binary_cross_entropy_backward.default: _strides_of(aten.binary_cross_entropy_backward.default, 1),

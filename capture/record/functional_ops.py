@@ -68,11 +68,15 @@ class Functionalized:
         return self.op.tags
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(lambda op, bound: op(**bound), args, kwargs)
+
+    def run(self, call: Callable[[OpOverload, dict[str, Any]], Any], args: Any, kwargs: Any) -> Any:
+        """The results, where ``call`` computes those of ``op`` from its arguments by name."""
         names = [argument.name for argument in self.op._schema.arguments]
         bound = {**dict(zip(names, args, strict=False)), **kwargs}
         for name in self.writes:
             bound[name] = torch_adapter.map_leaves(torch.Tensor, torch.clone, bound.get(name))
-        results = self.op(**bound)
+        results = call(self.op, bound)
         results = () if results is None else results if isinstance(results, tuple) else (results,)
         fresh = [r for r, spec in zip(results, self.op._schema.returns, strict=True) if spec.alias_info is None]
         values = (*fresh, *(bound[name] for name in self.writes))

@@ -193,10 +193,10 @@ class KernelBody(ValueWriter):
         return blocks * dim.block
 
     def _has_partial_tail(self, dim: Dim) -> bool:
-        """Whether a loop along a row is full blocks and then a masked tail."""
-        # With a second dimension in the tile, its mask is needed in any case; with a symbolic size, the tail is
-        # unknown.
-        return self.plan.tile == (dim,) and dim.masked and isinstance(dim.size, int) and dim.size > dim.block
+        """Whether a loop along a row, or down columns, is full blocks and then a masked tail."""
+        # With a symbolic size, the tail is unknown.
+        alone = self.plan.tile == (dim,) or self.plan.shape == "column"
+        return alone and dim.masked and isinstance(dim.size, int) and dim.size > dim.block
 
     def _iteration(self, phase: int, gathered: Mapping[Reduce, reductions.Accumulator]) -> Scope:
         """The statements of pass ``phase`` for one block."""

@@ -209,21 +209,29 @@ class Welford(Accumulator):
     def before(self) -> list[str]:
         """The accumulators: mean, sum of squared deviations, and count, all zero."""
         zero = self._full("0.0", self.dtypes[0])
-        return [f"{self.name}_{part} = {zero}" for part in ("mean", "square", "count")]
+        # The count is the same along the dimensions that stay, and so is the division by it.
+        sizes = self.shape.strip("[]").split(", ")
+        counts = ", ".join(size if at in self.how.positions else "1" for at, size in enumerate(sizes))
+        count = f"tl.full([{counts}], 0.0, {dtype_name(self.dtypes[0])})"
+        return [f"{self.name}_mean = {zero}", f"{self.name}_square = {zero}", f"{self.name}_count = {count}"]
 
     def step(self, args: Sequence[str], mask: str | None) -> list[str]:
         """Update mean, squared deviations and count by one element per accumulator."""
         mean, square, count, apart = (f"{self.name}_{part}" for part in ("mean", "square", "count", "apart"))
-        one, share = "1.0", f"{apart} / {count}"
-        if mask is not None:
-            one, share = f"tl.where({mask}, 1.0, 0.0)", f"tl.where({mask}, {share}, 0.0)"
+        far = f"{args[0]} - {mean}"
+        if mask is None:
+            return [
+                f"{count} += 1.0",
+                f"{apart} = {far}",
+                f"{mean} += {apart} * (1.0 / {count})",
+                f"{square} += {apart} * ({far})",
+            ]
         return [
-            f"{count} += {one}",
-            f"{apart} = {args[0]} - {mean}" if mask is None else f"{apart} = tl.where({mask}, {args[0]} - {mean}, 0.0)",
-            f"{mean} += {share}",
-            f"{square} += {apart} * ({args[0]} - {mean})"
-            if mask is None
-            else f"{square} += {apart} * tl.where({mask}, {args[0]} - {mean}, 0.0)",
+            f"{count} += tl.where({mask}, 1.0, 0.0)",
+            f"{apart} = tl.where({mask}, {far}, 0.0)",
+            # A masked row may have no element yet.
+            f"{mean} += {apart} * (1.0 / tl.maximum({count}, 1.0))",
+            f"{square} += {apart} * tl.where({mask}, {far}, 0.0)",
         ]
 
     def after(self) -> tuple[list[str], list[str]]:

@@ -94,6 +94,8 @@ def infer(node: Node, groups: Mapping[str, str] | None = None) -> Any:
         try:
             if stated is not None:
                 return stated(node.meta.get("val"), *args, **kwargs)
+            if isinstance(target, Functionalized):
+                return target.run(lambda op, bound: fake_result(op, (), bound), args, kwargs)
             return fake_result(target, args, kwargs) if isinstance(target, OpOverload) else target(*args, **kwargs)
         except torch_adapter.fakes_unsupported_errors():
             return NOT_STATED

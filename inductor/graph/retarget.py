@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_meta import meta_of, same_meta
+from weft.capture.record.functional_ops import Functionalized
 from weft.capture.step_interface import Role
 from weft.inductor.graph.sizes import tensors_of
 
@@ -33,8 +34,11 @@ _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _CUDNN = aten._scaled_dot_product_cudnn_attention.default
 _CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
+_BATCH_NORM = aten.native_batch_norm.default
 # Positions among the results of _CUDNN: what its backward needs beside output and logsumexp.
 _MAX_Q, _MAX_K, _SEED, _OFFSET = 4, 5, 6, 7
+# Positions among the results of a batch norm: mean and reciprocal deviation of the batch.
+_STATISTICS = 1, 2
 
 
 @torch_adapter.only_mode()  # that of a fake world would keep tensors on the CPU
@@ -65,6 +69,9 @@ def retarget(
     if device.type == "cuda":
         for node in step.graph.find_nodes(op="call_function", target=_FORWARD):
             _use_cudnn(step.graph, node, mode)
+        for node in step.graph.nodes:
+            if _BATCH_NORM in (node.target, node.target.op if isinstance(node.target, Functionalized) else None):
+                _widen_statistics(node, mode)
     return step
 
 
@@ -153,6 +160,24 @@ def _use_cudnn(graph: torch.fx.Graph, node: Node, mode: FakeTensorMode) -> None:
             seed.meta = meta_of(new, val=vals[seed.args[1]])  # type: ignore[index]
     for each in backwards:
         _replace(graph, each, _CUDNN_BACKWARD, _backward(each, seeds, vals), scale, each.meta["val"])
+
+
+# ---- batch norm
+
+
+def _widen_statistics(node: Node, mode: FakeTensorMode) -> None:
+    """Let the mean and deviation that a batch norm keeps for its backward be float32, as on a GPU. The CPU's are of the
+    input's type."""
+    vals = node.meta["val"]
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[1] not in _STATISTICS:
+            continue
+        at: Any = user.args[1]
+        old = vals[at]
+        if old.numel() and old.dtype in (torch.bfloat16, torch.float16):
+            layout = old.size(), old.stride(), 0
+            vals[at] = torch_adapter.new_fake(mode, old.device, torch.float32, *layout, None)
+            user.meta["val"] = vals[at]
 
 
 def _backwards(node: Node) -> list[Node] | None:

@@ -14,6 +14,7 @@ from weft.capture.graph import StepGraph
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.loop_ir.axes import size_hint
 from weft.inductor.loop_ir.ir import Buffer, Nest
+from weft.inductor.lowering.memory_order import MemoryOrders
 from weft.inductor.lowering.registry import Operand
 
 Node = torch.fx.Node
@@ -95,6 +96,7 @@ class Lowered:
         reasons: operations that were not lowered and how often, for the record of what a step runs.
         seeds: the operations that draw random numbers in kernels, each with a seed of its own.
         multiprocessors: of the GPU that kernels are made for; they decide how reductions are split.
+        orders: how operands of reductions lie in memory; that decides it too.
     """
 
     step: StepGraph
@@ -107,6 +109,7 @@ class Lowered:
     seeds: list[Node] = field(default_factory=list)
     # Part of the lowering, as it decides how reductions are split.
     multiprocessors: int = HOPPER_MULTIPROCESSORS
+    orders: MemoryOrders = field(default_factory=MemoryOrders)
 
     def bytes(self, name: str) -> float:
         """About how large a buffer is; 0 of a name that is none's."""

@@ -115,15 +115,24 @@ class Lowering:
         buffers: the node's results and temporaries that were requested so far.
         seeds: the random operations of the step so far, each with a seed of its own.
         multiprocessors: of the GPU that the kernels are for.
+        read_strides: the strides at which an operand is read, see :mod:`weft.inductor.lowering.memory_order`.
     """
 
-    def __init__(self, node: Node, operands: Mapping[Node, Operand], seeds: list[Node], multiprocessors: int) -> None:
+    def __init__(
+        self,
+        node: Node,
+        operands: Mapping[Node, Operand],
+        seeds: list[Node],
+        multiprocessors: int,
+        read_strides: Callable[[Operand], tuple[Int, ...]],
+    ) -> None:
         self.node = node
         # By node of the graph. Nodes that are views have an operand on their base's buffer, so lowerings never see a
         # view.
         self.operands = operands
         self.seeds = seeds
         self.multiprocessors = multiprocessors
+        self.read_strides = read_strides
         self.nests: list[Nest] = []
         self.buffers: dict[str, Buffer] = {}
 

@@ -56,6 +56,17 @@ _FOLLOWING = frozenset(
         aten.empty_like.default,
         aten.ones_like.default,
         aten.zeros_like.default,
+        # Elementwise, without the tag that says so.
+        aten.hardswish.default,
+        aten.hardswish_backward.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardtanh_backward.default,
+        aten.leaky_relu.default,
+        aten.leaky_relu_backward.default,
+        aten.elu_backward.default,
+        aten.mish_backward.default,
+        aten.softplus_backward.default,
+        aten.masked_fill.Tensor,
     }
     | set(_CONVOLUTIONS)
 )
