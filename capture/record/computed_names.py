@@ -19,6 +19,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from weft.capture.record.attribute_loads import loads_replaced
 from weft.capture.record.held_references import ORIGINAL, original_of
 from weft.capture.record.module_variables import ModuleVariables
@@ -28,6 +30,7 @@ from weft.capture.state.object_parts import objects_in
 from weft.capture.state.origin import is_own
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.user_code import called_by_user
+from weft.thread_patches import replaced
 
 # The file whose functions stand between the user's code and an attribute.
 ASKS = __file__
@@ -72,12 +75,13 @@ class ComputedNames:
 
     @contextlib.contextmanager
     def in_code(self) -> Iterator[None]:
-        """Inside, what the functions of the step read of ``__dict__`` is followed, too."""
+        """Inside, what the functions of the step read of ``__dict__`` is followed, too, and all reads of attributes of
+        learning-rate schedulers, by functions of torch, too."""
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
         given |= {"__dict__": self._dictionary, "__globals__": self._variables_of}
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
-        with loads_replaced(functions, given):
+        with loads_replaced(functions, given), replaced(LRScheduler, "__getattribute__", self._of_scheduler):
             yield
 
     # Wrong arguments are Python's to refuse, in its own words.
@@ -150,6 +154,11 @@ class ComputedNames:
             return original(source, variables, names, **given)
 
         return run
+
+    def _of_scheduler(self, scheduler: Any, name: str) -> Any:
+        if self._intercepts():
+            self._state.schedulers.read(scheduler, name)
+        return object.__getattribute__(scheduler, name)
 
     def _variables_of(self, function: Any) -> Any:
         return self._variables(function.__globals__)

@@ -71,6 +71,7 @@ class AskedAttributes:
 
     def everything(self, obj: Any) -> None:
         """The step is about to read all attributes of an object, or to get the dictionary that they are in."""
+        self._walk.schedulers.read(obj, "__dict__")
         path = None if issubclass(type(obj), types.ModuleType) else self._walk.path_of(obj)
         if path is not None and not self.has_all(path):
             self.new.add(f"{path}.__dict__")

@@ -100,7 +100,7 @@ class ReachableState:
         places_by_id: the place where each tensor object was found first, by its id.
         in_memory: the plain tensors found in each storage, by ``memory_key(tensor)[0]``.
         modules, optimizers, leaves: those found, with their paths. names: attributes that the code of the step names.
-        asked: those that it asks for otherwise.
+        asked: those that it asks for otherwise. schedulers: those of learning rates that were found.
         plain_leaves: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
         shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
@@ -149,7 +149,7 @@ class ReachableState:
         self._inside_walked = 0
         self.asked = AskedAttributes(self, computed)
         self.names = AttributeNames(step, self.asked.names)
-        self._schedulers = WalkedSchedulers(self.names, self._container)
+        self.schedulers = WalkedSchedulers(self._container)
         self._followed = FollowedNames(self.names, self._kinds)
         self.add(step, "")
 
@@ -204,7 +204,6 @@ class ReachableState:
                     self._methods(kind)
                 for known_object, where, _ in list(self._objects.values()):
                     self._object(known_object, where)
-                self._schedulers.follow_names()
             else:
                 key, where = self._keys.pop(0)
                 self._visit(key, where, None)
@@ -228,7 +227,7 @@ class ReachableState:
     @property
     def with_attributes(self) -> list[tuple[Any, str]]:
         """The objects and classes whose attributes count, with their paths."""
-        found = (*self.modules.values(), *self._objects.values(), *self._schedulers.with_paths, *self.optimizers)
+        found = (*self.modules.values(), *self._objects.values(), *self.schedulers.with_paths, *self.optimizers)
         return [each[:2] for each in found]
 
     def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
@@ -256,7 +255,7 @@ class ReachableState:
 
     def end_walk(self) -> None:
         """Drop all references that guards, inputs and effects do not need: the program may hold objects weakly."""
-        walked = self._seen, self._objects, self._tensors, self._functions, self._schedulers, self.modules
+        walked = self._seen, self._objects, self._tensors, self._functions, self.schedulers, self.modules
         for known in (*walked, self.in_memory, self.plain_leaves):
             known.clear()
         self.types.forget_unchanged()
@@ -302,7 +301,8 @@ class ReachableState:
         elif isinstance(obj, torch.optim.Optimizer) and "param_groups" in vars(obj):  # no wrapper of a library's
             self._later.append((obj, path))
         elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-            self._schedulers.meet(obj, path)
+            self._class(type(obj))
+            self.schedulers.meet(obj, path)
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(obj, path)
         elif isinstance(obj, (types.ModuleType, type)):
