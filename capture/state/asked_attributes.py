@@ -53,8 +53,6 @@ class AskedAttributes:
     def attribute(self, obj: Any, name: str) -> None:
         """The step is about to read or write an attribute of an object."""
         walk = self._walk
-        if type(obj) is types.FunctionType and name not in vars(obj):
-            walk.follow_missing(obj, name)
         if walk.is_unknown(obj, name):
             self._add(name)
             if id(obj) in walk.modules:  # of which all attributes count that it has

@@ -92,7 +92,7 @@ class FollowedNames:
         if is_class:
             return frozenset(name for base in kind.own for name in vars(base) if name in names)
         found = names.looked_for | (kind.defaults & names) | (kind.defaults & {"forward"})
-        return frozenset(found | names.read if kind.falls_back else found)
+        return frozenset(found | names if kind.falls_back else found)
 
     def joined(self, names: frozenset[str], others: frozenset[str]) -> frozenset[str]:
         """Both sets as one."""

@@ -166,8 +166,6 @@ class ReachableState:
         """The path of an object that was met and can have attributes, None of any other."""
         if issubclass(type(obj), torch.Tensor):
             return self._tensors.path_of(obj)
-        if type(obj) is types.FunctionType:
-            return obj.__name__ if id(obj) in self._functions and is_own(obj) else None
         met = self.modules.get(id(obj)) or self._objects.get(id(obj))
         return None if met is None else met[1]
 
@@ -245,8 +243,8 @@ class ReachableState:
         followed = lambda tensor: self._objects[id(tensor)][2] if id(tensor) in self._objects else ()
         self.containers += self._tensors.new(followed)
 
-    def follow_missing(self, obj: torch.Tensor | types.FunctionType, name: str) -> None:
-        """Let it count that a tensor or a function lacks an attribute, which the step looked for."""
+    def follow_missing(self, obj: torch.Tensor, name: str) -> None:
+        """Let it count that a tensor lacks an attribute, which the step looked for."""
         if (path := self.path_of(obj)) is not None:
             followed = self._objects.setdefault(id(obj), (obj, path, self._followed.none()))[2]
             if name not in followed:
@@ -512,6 +510,7 @@ class ReachableState:
             for at, value in enumerate((fn.func, *fn.args)):
                 self._visit(value, f"{path}.args[{at}]" if at else path, None)
             self._visit(fn.keywords, f"{path}.keywords", None)
+            self._object(fn, path)
         else:
             self._function_code(fn)
             if not is_foreign(fn.__module__):
@@ -539,8 +538,7 @@ class ReachableState:
         if is_own(fn):
             self._container(Attributes(fn, fn.__name__, OF_FUNCTIONS, label_of(fn.__name__)))
             self._visit(fn.__kwdefaults__, f"{fn.__name__}.__kwdefaults__", None)
-            if vars(fn) or self.asked.has_all(fn.__name__):
-                self._object(fn, fn.__name__)
+            self._object(fn, fn.__name__)
         else:
             self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
 
