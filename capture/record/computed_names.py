@@ -36,8 +36,9 @@ from weft.thread_patches import replaced
 ASKS = __file__
 # What takes the name of an attribute as text.
 _BY_TEXT: tuple[Callable[..., Any], ...] = (getattr, hasattr, setattr, delattr)
-# Methods of every object that do.
+# Methods of every object that do, and those that read all of its attributes.
 _METHODS = ("__getattribute__", "__setattr__", "__delattr__")
+_OF_ALL = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
 class ComputedNames:
@@ -78,6 +79,7 @@ class ComputedNames:
         """Inside, what the functions of the step read of ``__dict__`` is followed, too, and all reads of attributes of
         learning-rate schedulers, by functions of torch, too."""
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
+        given |= {name: functools.partial(self._dictionary, read=operator.attrgetter(name)) for name in _OF_ALL}
         given |= {"__dict__": self._dictionary, "__globals__": self._variables_of}
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]

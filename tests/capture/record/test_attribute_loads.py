@@ -12,6 +12,7 @@ from torch import nn
 
 import weft
 from weft.capture.record.attribute_loads import loads_replaced
+from weft.errors import UncapturableDraw
 
 CALLS = 5
 ONE = 1
@@ -180,6 +181,12 @@ def method_of_every_object() -> Made:
     return step, after
 
 
+def copied_by_its_methods() -> Made:
+    s = State(x0=1, x1=2)
+    state_of = lambda: s.__reduce_ex__(2)[2][f"x{ONE}"] + s.__getstate__()[f"x{ONE}"]  # type: ignore[attr-defined]
+    return lambda x: x * state_of(), changed(s)
+
+
 CASES = [
     subscript,
     in_a_function_of_its_own,
@@ -196,6 +203,7 @@ CASES = [
     of_a_class,
     assigned,
     method_of_every_object,
+    copied_by_its_methods,
 ]
 
 
@@ -240,3 +248,12 @@ def test_code_with_many_constants_and_names_gets_the_same_values() -> None:
         assert function(s) == (vars(s), 2)
     assert asked == [s] * 301
     assert function.__code__ is code
+
+
+def test_code_with_more_constants_than_a_load_can_name_is_refused() -> None:
+    many = "\n".join(f"    y = {at}" for at in range(1000, 1000 + (1 << 16)))
+    scope: dict[str, Any] = {}
+    exec(f"def f(s):\n{many}\n    return s.__dict__", scope)
+    refused = pytest.raises(UncapturableDraw, match=r"a load of __dict__ at .* in f: the function has more than 65,535")
+    with refused, loads_replaced([scope["f"]], {"__dict__": vars}):
+        pass
