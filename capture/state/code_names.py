@@ -248,7 +248,7 @@ class AttributeNames(set[str]):
     @property
     def count(self) -> int:
         """Grows with every new name."""
-        return len(self) + len(self.read)
+        return len(self) + len(self.read) + len(self.looked_for)
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -75,7 +75,7 @@ class FollowedNames:
         for a class its bases do."""
         is_class = isinstance(obj, type)
         kind = obj if is_class else type(obj)
-        key = kind, is_class, self._names.count, len(self._names.looked_for), *attributes
+        key = kind, is_class, self._names.count, *attributes
         found = self._absences.get(key)
         if found is None:
             looked_for = self._looked_for(self._kinds[kind], is_class)

@@ -147,6 +147,7 @@ class ReachableState:
         self._functions: dict[int, types.FunctionType] = {}
         self._classes, self._codes = set[type](), set[tuple[int, int]]()
         self._inside_walked = 0
+        self._names_followed = -1  # how many names there were when all objects were last followed by them
         self.asked = AskedAttributes(self, computed)
         self.names = AttributeNames(step, self.asked.names)
         self.schedulers = WalkedSchedulers(self._container)
@@ -186,15 +187,14 @@ class ReachableState:
 
     def go_on(self) -> None:
         """Follow what the walk has met, and not followed yet."""
-        known = -1
-        while self._attributes or self._later or self._keys or known != self.names.count:
+        while self._attributes or self._later or self._keys or self._names_followed != self.names.count:
             if self._attributes:
                 self._module_attributes(*self._attributes.pop(0))
             elif self._later:
                 self._optimizer(*self._later.pop())
-            elif known != self.names.count:
+            elif self._names_followed != self.names.count:
                 # Functions met since then name more attributes. Objects met before may have these attributes.
-                known = self.names.count
+                self._names_followed = self.names.count
                 for module, where in list(self.modules.values()):
                     if self._kinds[type(module)].own and id(module) in self._counted_attributes:
                         self._count_absent(module, where)

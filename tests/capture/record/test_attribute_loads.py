@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import weft
 from weft.capture.record.attribute_loads import loads_replaced
+from weft.capture.state.reachable_state import ReachableState
 from weft.errors import UncapturableDraw
 
 CALLS = 5
@@ -257,3 +259,18 @@ def test_code_with_more_constants_than_a_load_can_name_is_refused() -> None:
     refused = pytest.raises(UncapturableDraw, match=r"a load of __dict__ at .* in f: the function has more than 65,535")
     with refused, loads_replaced([scope["f"]], {"__dict__": vars}):
         pass
+
+
+def test_asking_many_objects_for_all_their_attributes_does_not_follow_all_objects_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original, followed = ReachableState._object, Counter[int]()
+
+    def follow(self: ReachableState, obj: Any, *args: Any) -> None:
+        followed[id(obj)] += 1
+        original(self, obj, *args)
+
+    monkeypatch.setattr(ReachableState, "_object", follow)
+    objects = [State(x1=at) for at in range(30)]
+    assert weft.compile(lambda x: x * sum(vars(each)["x1"] for each in objects))(torch.ones(1)).item() == sum(range(30))
+    assert max(followed[id(each)] for each in objects) < 10
