@@ -47,11 +47,14 @@ class ComputedNames:
     Args:
         state: follows the attributes.
         intercepts: whether the step runs now, in this thread.
+        seen_as: tells the type that a value of the capture has in eager, None for other values.
     """
 
-    def __init__(self, state: ReachableState, intercepts: Callable[[], bool]) -> None:
+    def __init__(
+        self, state: ReachableState, intercepts: Callable[[], bool], seen_as: Callable[[Any], type | None]
+    ) -> None:
         self._state = state
-        self._intercepts = intercepts
+        self._intercepts, self._seen_as = intercepts, seen_as
         self._modules: dict[int, ModuleVariables] = {}
 
     def builtins(self) -> dict[str, Any]:
@@ -80,9 +83,10 @@ class ComputedNames:
         learning-rate schedulers, by functions of torch, too."""
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
         given |= {name: functools.partial(self._dictionary, read=operator.attrgetter(name)) for name in _OF_ALL}
-        given |= {"__dict__": self._dictionary, "__globals__": self._variables_of}
+        given |= {"__dict__": self._dictionary, "__globals__": self._variables_of, "__class__": self._class}
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
+        functions.append(functools.singledispatchmethod.__get__)  # type: ignore[bad-argument-type]
         with loads_replaced(functions, given), replaced(LRScheduler, "__getattribute__", self._of_scheduler):
             yield
 
@@ -161,6 +165,10 @@ class ComputedNames:
         if self._intercepts():
             self._state.schedulers.read(scheduler, name)
         return object.__getattribute__(scheduler, name)
+
+    def _class(self, obj: Any) -> Any:
+        """The class of an object: of a number that changes ``int`` or ``float``, by which singledispatch chooses."""
+        return self._seen_as(obj) or obj.__class__
 
     def _variables_of(self, function: Any) -> Any:
         return self._variables(function.__globals__)

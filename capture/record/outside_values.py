@@ -82,8 +82,8 @@ class OutsideValues:
         self._objects = OutsideObjects(self.calls.counts)
         self._torch = RandomState(recorder, self.draws)
         self._generators = TorchGenerators(recorder, self.draws)
-        self._names = ComputedNames(state, self._intercepts)
         self._types = EagerTypes(recorder, self._intercepts)
+        self._names = ComputedNames(state, self._intercepts, self._types.of)
         # Most values of the user's modules are functions and classes: their types are asked once a capture.
         self._no_generators: set[type] = set()  # types of which no object has a stand-in as a generator
         self._remembering_all = remembering

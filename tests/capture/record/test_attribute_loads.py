@@ -274,3 +274,43 @@ def test_asking_many_objects_for_all_their_attributes_does_not_follow_all_object
     objects = [State(x1=at) for at in range(30)]
     assert weft.compile(lambda x: x * sum(vars(each)["x1"] for each in objects))(torch.ones(1)).item() == sum(range(30))
     assert max(followed[id(each)] for each in objects) < 10
+
+
+def by_class_of_a_number() -> Made:
+    s = State(x1=2)
+    known = {int: 2, float: 3}
+    return lambda x: x * known[s.x1.__class__] * s.x1, changed(s)
+
+
+def by_single_dispatch() -> Made:
+    @functools.singledispatch
+    def scaled(by: Any, x: torch.Tensor) -> Any:
+        return x
+
+    scaled.register(int, lambda by, x: x * by)
+    scaled.register(float, lambda by, x: x * by * 3)
+    s = State(x1=2)
+
+    def after(at: int) -> Any:
+        s.x1 += 1 if at < 2 else 0.5
+
+    return lambda x: scaled(s.x1, x) + scaled(x.sum().item(), x), after
+
+
+def by_a_method_with_single_dispatch() -> Made:
+    class Scaled:
+        @functools.singledispatchmethod
+        def of(self, by: Any, x: torch.Tensor) -> Any:
+            return x
+
+        @of.register
+        def _(self, by: int, x: Any) -> Any:
+            return x * by
+
+    scaled, s = Scaled(), State(x1=2)
+    return lambda x: scaled.of(s.x1, x), changed(s)
+
+
+@pytest.mark.parametrize("case", [by_class_of_a_number, by_single_dispatch, by_a_method_with_single_dispatch])
+def test_numbers_that_change_have_the_class_of_eager(case: Callable[[], Made]) -> None:
+    test_each_call_does_as_eager_does(case)
