@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from weft.capture.record.attribute_loads import loads_replaced
 from weft.capture.record.held_references import ORIGINAL, original_of
 from weft.capture.record.module_variables import ModuleVariables
-from weft.capture.state.code_names import code_names, variables_of
+from weft.capture.state.code_names import code_names, functions_in, variables_of
 from weft.capture.state.contents import names_asked_by
 from weft.capture.state.object_parts import objects_in
 from weft.capture.state.origin import is_own
@@ -87,6 +87,9 @@ class ComputedNames:
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
         functions.append(functools.singledispatchmethod.__get__)  # type: ignore[bad-argument-type]
+        # Those of torch read the attributes of the user's functions of epochs, too.
+        kinds = {kind for scheduler, _ in self._state.schedulers.with_paths for kind in type(scheduler).__mro__}
+        functions += [each for kind in kinds for each in functions_in(vars(kind).get("state_dict"))]
         with loads_replaced(functions, given), replaced(LRScheduler, "__getattribute__", self._of_scheduler):
             yield
 

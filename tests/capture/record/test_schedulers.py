@@ -135,6 +135,18 @@ class _Halving(schedulers.LRScheduler):
         return self.factor, self.floor
 
 
+class _Decay:
+    """A function of epochs with a setting, and with an attribute that no code names."""
+
+    def __init__(self) -> None:
+        self.rate = 0.9
+
+    def __call__(self, epoch: int) -> float:
+        self.rate *= 0.99
+        setattr(self, f"{type(self).__name__}_epoch", epoch)
+        return self.rate**epoch
+
+
 READS: dict[str, tuple[Make, Callable[[Any], Any], int]] = {
     "state_dict": (SCHEDULERS["StepLR"], lambda s: s.state_dict(), 3),
     "state_dict of a plateau": (SCHEDULERS["ReduceLROnPlateau"], lambda s: s.state_dict(), 5),
@@ -144,6 +156,7 @@ READS: dict[str, tuple[Make, Callable[[Any], Any], int]] = {
         lambda s: s.state_dict(),
         4,
     ),
+    "state_dict with functions": (lambda o: schedulers.LambdaLR(o, _Decay()), lambda s: s.state_dict(), 3),
     "vars": (SCHEDULERS["StepLR"], lambda s: {**vars(s), "optimizer": None}, 3),
     "get_last_lr": (SCHEDULERS["StepLR"], lambda s: s.get_last_lr()[0], 3),
     "a method of the user's": (_Halving, lambda s: s.bounds(), 3),
