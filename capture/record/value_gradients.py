@@ -141,6 +141,17 @@ def _filled(given: Gradients, gradient: torch.Tensor, x: torch.Tensor, mask: tor
     return given if len(given) < 2 or given[1] is None else (given[0], gradient.masked_select(mask).sum())
 
 
+def _determinant(given: Gradients, gradients: Gradients, x: torch.Tensor) -> Gradients:
+    # A further gradient needs another formula for singular matrices, of which torch computes both and takes one.
+    if given[0] is None or gradients[0] is None or not torch.is_grad_enabled():
+        return given
+    determinant = _result()
+    if bool((determinant.abs() < 100 * torch.finfo(x.dtype).eps).any()):
+        return given
+    scaled = (gradients[0] * determinant.conj()).unsqueeze(-1)
+    return (torch.linalg.solve(x.mH, torch.diag_embed(scaled.expand(x.shape[:-1]))),)
+
+
 def _eigenvectors(name: str) -> Formula:
     """That of eigenvectors: for complex ones it must not depend on their phases, which eager looks at."""
 
@@ -177,6 +188,7 @@ FORMULAS: dict[Any, Formula] = {
     aten.nanmedian.default: _chosen_element(torch.nanmedian),
     aten.masked_fill.Tensor: _filled,
     aten.masked_fill_.Tensor: _filled,
+    aten._linalg_det.default: _determinant,
     aten._linalg_eigh.default: _eigenvectors("linalg_eigh_backward"),
     aten.linalg_eig.default: _eigenvectors("linalg_eig_backward"),
 }

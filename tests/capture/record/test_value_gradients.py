@@ -139,3 +139,18 @@ def test_a_loss_that_depends_on_the_phases_of_eigenvectors_raises_as_in_eager(na
     raised = [str(each).startswith(function) for each in eager]  # real eigenvectors have no phases
     assert any(raised[3:6])
     assert not any(raised[:3] + raised[6:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_gradients_of_determinants_have_the_bits_of_eager(dtype: torch.dtype) -> None:
+    def step(x: Tensor) -> Any:
+        leaf = x.clone().requires_grad_()
+        out = torch.linalg.det(leaf).abs().sum()
+        (first,) = torch.autograd.grad(out, leaf, create_graph=True)
+        (first.abs().pow(2).sum() + out).backward()
+        return first.detach(), leaf.grad
+
+    generator = torch.Generator().manual_seed(1)
+    matrices = [torch.randn(2, 3, 3, generator=generator, dtype=dtype) for _ in range(4)]
+    matrices[2][:, 0] = matrices[2][:, 1]
+    both_ways(lambda: (step, []), [(matrix,) for matrix in matrices], captures=None)
