@@ -238,8 +238,8 @@ def differing_numbers(containers: Iterable[Container]) -> Iterator[str]:
 
 def differing(path: str, value: Any, expected: Any) -> Iterator[str]:
     """The paths at which a number, or a number in a tuple, is another one than expected and of the same type; where a
-    list of numbers is another list than expected, those of it and of its numbers."""
-    if replaced := value is not expected and _are_lists_of_numbers(value, expected):
+    list of numbers is another list of the same length than expected, those of it and of its numbers."""
+    if replaced := value is not expected and _are_lists_of_numbers(value, expected) and len(value) == len(expected):
         yield path
     if replaced or type(value) is type(expected) is tuple:
         for at, (item, known) in enumerate(zip(value, expected, strict=False)):
