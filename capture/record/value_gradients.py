@@ -160,7 +160,7 @@ def _eigenvectors(name: str) -> Formula:
         if given[0] is not None and gradients[1] is not None and vectors.is_complex():
             with torch.no_grad():
                 phases = (vectors.mH @ gradients[1]).diagonal(0, -2, -1).imag
-                torch._assert_async((phases.abs() <= 1e-2).all(), f"{name}{_PHASES}")  # type: ignore[missing-attribute]
+                aten._assert_async.msg((phases.abs() <= 1e-2).all(), f"{name}{_PHASES}")
         return given
 
     return formula
