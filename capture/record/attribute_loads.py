@@ -15,9 +15,12 @@ from typing import Any
 
 from weft.capture.state.bytecode import code_replaced, is_method_load, uses_of_names
 from weft.capture.state.code_names import code_names
+from weft.errors import UncapturableDraw
 
 _CONSTANT, _SWAP, _NULL = dis.opmap["LOAD_CONST"], dis.opmap["SWAP"], dis.opmap["PUSH_NULL"]
 _WIDE, _NOTHING, _LOAD = dis.opmap["EXTENDED_ARG"], dis.opmap["NOP"], dis.opmap["LOAD_ATTR"]
+
+_LAST_CONSTANT = (1 << 16) - 1
 
 
 def _bytes_of(text: str, name: str) -> bytes:
@@ -69,11 +72,13 @@ def _with_loads(code: types.CodeType, loads: Mapping[str, _Load]) -> types.CodeT
         if use.op not in _LENGTHS or use.name not in loads:
             continue
         at, length = 2 * use.at, _LENGTHS[use.op]
+        if len(constants) > _LAST_CONSTANT:
+            where = f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+            why = f"the function has more than {_LAST_CONSTANT:,} constants"
+            raise UncapturableDraw(f"a load of {use.name}", where, why, "move the load to a function of its own")
         new = _argument(len(constants)) + bytes([_SWAP, 2]) + _MATMUL
         if is_method_load(use):  # a method that is called at once has no object of its own beside it
             new += bytes([_NULL, 0]) + (bytes([_SWAP, 2]) if sys.version_info < (3, 13) else b"")
-        if len(new) > length:
-            continue
         constants.append(loads[use.name])
         text[at : at + length] = new + bytes([_NOTHING, 0]) * ((length - len(new)) // 2)
         while at and text[at - 2] == _WIDE:
@@ -83,5 +88,5 @@ def _with_loads(code: types.CodeType, loads: Mapping[str, _Load]) -> types.CodeT
 
 
 def _argument(constant: int) -> bytes:
-    """What loads the constant at a position."""
+    """What loads the constant at a position: there is room for one prefix."""
     return (bytes([_WIDE, constant >> 8]) if constant > 255 else b"") + bytes([_CONSTANT, constant & 255])

@@ -19,22 +19,26 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from weft.capture.record.attribute_loads import loads_replaced
 from weft.capture.record.held_references import ORIGINAL, original_of
 from weft.capture.record.module_variables import ModuleVariables
-from weft.capture.state.code_names import code_names, variables_of
+from weft.capture.state.code_names import code_names, functions_in, variables_of
 from weft.capture.state.contents import names_asked_by
 from weft.capture.state.object_parts import objects_in
 from weft.capture.state.origin import is_own
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.user_code import called_by_user
+from weft.thread_patches import replaced
 
 # The file whose functions stand between the user's code and an attribute.
 ASKS = __file__
 # What takes the name of an attribute as text.
 _BY_TEXT: tuple[Callable[..., Any], ...] = (getattr, hasattr, setattr, delattr)
-# Methods of every object that do.
+# Methods of every object that do, and those that read all of its attributes.
 _METHODS = ("__getattribute__", "__setattr__", "__delattr__")
+_OF_ALL = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
 class ComputedNames:
@@ -43,11 +47,14 @@ class ComputedNames:
     Args:
         state: follows the attributes.
         intercepts: whether the step runs now, in this thread.
+        seen_as: tells the type that a value of the capture has in eager, None for other values.
     """
 
-    def __init__(self, state: ReachableState, intercepts: Callable[[], bool]) -> None:
+    def __init__(
+        self, state: ReachableState, intercepts: Callable[[], bool], seen_as: Callable[[Any], type | None]
+    ) -> None:
         self._state = state
-        self._intercepts = intercepts
+        self._intercepts, self._seen_as = intercepts, seen_as
         self._modules: dict[int, ModuleVariables] = {}
 
     def builtins(self) -> dict[str, Any]:
@@ -72,12 +79,18 @@ class ComputedNames:
 
     @contextlib.contextmanager
     def in_code(self) -> Iterator[None]:
-        """Inside, what the functions of the step read of ``__dict__`` is followed, too."""
+        """Inside, what the functions of the step read of ``__dict__`` is followed, too, and all reads of attributes of
+        learning-rate schedulers, by functions of torch, too."""
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
-        given |= {"__dict__": self._dictionary, "__globals__": self._variables_of}
+        given |= {name: functools.partial(self._dictionary, read=operator.attrgetter(name)) for name in _OF_ALL}
+        given |= {"__dict__": self._dictionary, "__globals__": self._variables_of, "__class__": self._class}
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
-        with loads_replaced(functions, given):
+        functions.append(functools.singledispatchmethod.__get__)  # type: ignore[bad-argument-type]
+        # Those of torch read the attributes of the user's functions of epochs, too.
+        kinds = {kind for scheduler, _ in self._state.schedulers.with_paths for kind in type(scheduler).__mro__}
+        functions += [each for kind in kinds for each in functions_in(vars(kind).get("state_dict"))]
+        with loads_replaced(functions, given), replaced(LRScheduler, "__getattribute__", self._of_scheduler):
             yield
 
     # Wrong arguments are Python's to refuse, in its own words.
@@ -150,6 +163,15 @@ class ComputedNames:
             return original(source, variables, names, **given)
 
         return run
+
+    def _of_scheduler(self, scheduler: Any, name: str) -> Any:
+        if self._intercepts():
+            self._state.schedulers.read(scheduler, name)
+        return object.__getattribute__(scheduler, name)
+
+    def _class(self, obj: Any) -> Any:
+        """The class of an object: of a number that changes ``int`` or ``float``, by which singledispatch chooses."""
+        return self._seen_as(obj) or obj.__class__
 
     def _variables_of(self, function: Any) -> Any:
         return self._variables(function.__globals__)

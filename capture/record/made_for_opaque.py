@@ -41,7 +41,7 @@ class MadeForOpaque:
         """Give numbers to those of these objects, each with its part in a template, that a function can get."""
         for value, part in made:
             new = self.number(value) or -1 - len(self._objects) - len(self._tensors)
-            if type(part) is MadeObject and not part.form.is_fixed:
+            if type(part) is MadeObject:
                 known = self._objects.setdefault(id(value), [value, new, []])
                 known[2] = identity_of_parts(value)
                 part.number = new

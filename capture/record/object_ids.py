@@ -7,8 +7,10 @@ the step leaves them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+import gc
+import weakref
+from collections.abc import Callable, Set
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,38 +19,70 @@ from weft.capture.record.held_references import ORIGINAL
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw
 
+# Smaller numbers are no addresses.
+_LOWEST = 1 << 32
 # What a capture's own objects stand for.
 _KINDS = {torch.Tensor: "tensor", list: "list", dict: "dict"}
 
 
 class IdInCapture(int):
-    """The ``id()`` of an object of the capture, with what it is, and the user's line that asked for it."""
+    """The ``id()`` of an object that may be the capture's, or a number computed from it.
 
-    weft_kind: str
+    Attributes:
+        weft_of: the id; weft_type: the type of the object; weft_alive: gives it, None where it is gone.
+        weft_line: the user's line that asked for it; weft_ids: of the capture.
+
+    Whether the object was made since the capture began is looked up where it counts: that takes long.
+    """
+
+    weft_of: int
+    weft_type: type
+    weft_alive: Callable[[], Any]
     weft_line: str
+    weft_ids: Ids
 
     def weft_like(self, number: int) -> IdInCapture:
         """A number that is computed from this one."""
         found = IdInCapture(number)
-        found.weft_kind, found.weft_line = self.weft_kind, self.weft_line
+        vars(found).update(vars(self))
         return found
 
-    def weft_refuse(self, why: str) -> NoReturn:
-        """Refuse the number.
+    def weft_plain(self, why: str) -> int:
+        """The plain number, of an object of the user's.
 
         Raises:
-            UncapturableDraw: names the line.
+            UncapturableDraw: it is an object of the capture.
         """
-        kind = self.weft_kind
-        raise UncapturableDraw(f"id() of a {kind}", self.weft_line, why, f"keep the {kind}, and compare with `is`")
+        if not self.weft_ids.is_made(self.weft_of, self.weft_type, self.weft_alive):
+            return int(self)
+        kinds = (name for kind, name in _KINDS.items() if issubclass(self.weft_type, kind))
+        kind = next(kinds, self.weft_type.__qualname__)
+        remedy = f"keep the {kind}, and compare with `is`"
+        raise UncapturableDraw(f"id() of a {kind}", self.weft_line, why.format(kind=kind), remedy)
 
     def __format__(self, spec: str, /) -> str:
-        self.weft_refuse("text is made of it")
+        return self.weft_plain(_IN_TEXT).__format__(spec)
 
     def __repr__(self) -> str:
-        self.weft_refuse("text is made of it")
+        return repr(self.weft_plain(_IN_TEXT))
 
     __str__ = __repr__
+
+    def __eq__(self, other: object, /) -> bool:
+        same = int.__eq__(self, other)  # type: ignore[bad-argument-type]
+        if same is not True and self.weft_ids.is_from_outside(other):
+            self.weft_plain(_COMPARED)
+        return same
+
+    def __ne__(self, other: object, /) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+
+_IN_TEXT = "text is made of it"
+_KEPT = "the step leaves it for later, and each call has another {kind}"
+_COMPARED = "it is compared with a number that was made outside of the step, and each call has another {kind}"
 
 
 def _computed(name: str) -> Callable[..., Any]:
@@ -66,33 +100,61 @@ for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and",
         setattr(IdInCapture, _method, _computed(_method))
 
 
-def id_followed(intercepts: Callable[[], bool], is_made: Callable[[Any], bool]) -> dict[str, Any]:
-    """What the user's modules get, by the name of Python's own.
+class Ids:
+    """The ids of one capture.
 
     Args:
-        intercepts: whether the step runs now, in this thread.
-        is_made: whether an object was made since the capture began.
+        known: ids of the objects that the walk of the state met.
+        made: gives the ids of the objects of a type that were made since the capture began.
     """
 
-    def id_of(value: Any, /) -> int:
-        if not intercepts() or not (isinstance(value, FakeTensor) or is_made(value)):
-            return id(value)
-        found = IdInCapture(id(value))
-        kinds = (name for kind, name in _KINDS.items() if isinstance(value, kind))
-        found.weft_kind = next(kinds, type(value).__qualname__)
-        found.weft_line = user_line()
-        return found
+    def __init__(self, known: Callable[[], Set[int]], made: Callable[[type], set[int]]) -> None:
+        self._known, self._made = known, made
 
-    setattr(id_of, ORIGINAL, id)
-    return {"id": id_of}
+    def builtins(self, intercepts: Callable[[], bool]) -> dict[str, Any]:
+        """What the user's modules get, by the name of Python's own.
+
+        Args:
+            intercepts: whether the step runs now, in this thread.
+        """
+
+        def id_of(value: Any, /) -> int:
+            # The collector does not list a dictionary of plain values, nor texts and numbers.
+            is_plain = not gc.is_tracked(value) and type(value) is not dict
+            if not intercepts() or is_plain or id(value) in self._known():
+                return id(value)
+            found = IdInCapture(at := id(value))
+            vars(found).update(weft_of=at, weft_type=type(value), weft_alive=_weakly(value))
+            vars(found).update(weft_line=user_line(), weft_ids=self)
+            return found
+
+        setattr(id_of, ORIGINAL, id)
+        return {"id": id_of}
+
+    def is_made(self, at: int, kind: type, alive: Callable[[], Any]) -> bool:
+        """Whether the object with this id and of this type was made since the capture began, as what is gone was."""
+        return issubclass(kind, (FakeTensor, dict)) or alive() is None or at in self._made(kind)
+
+    def is_from_outside(self, number: object) -> bool:
+        """Whether a number can be the id of an object that the step does not know."""
+        if isinstance(number, torch.SymInt):
+            return True
+        return type(number) is int and number >= _LOWEST and number not in self._known()
 
 
-def refuse_ids(*values: Any) -> None:
-    """Refuse ids among what a step leaves.
+def _weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # of a list, or of an object with slots
+        return lambda: True
+
+
+def plain_ids(value: Any) -> Any:
+    """A value that the step leaves, with plain numbers for ids; also in a tuple.
 
     Raises:
-        UncapturableDraw: names the line.
+        UncapturableDraw: one is of an object of the capture.
     """
-    for value in values:
-        if type(value) is IdInCapture:
-            value.weft_refuse(f"the step leaves it for later, and each call has another {value.weft_kind}")
+    if type(value) is tuple and any(type(each) is IdInCapture for each in value):
+        return tuple(map(plain_ids, value))
+    return value.weft_plain(_KEPT) if type(value) is IdInCapture else value

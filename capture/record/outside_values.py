@@ -13,7 +13,7 @@ import contextlib
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
 from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of, users_modules
 from weft.capture.record.host_draws import HostDraws
-from weft.capture.record.object_ids import id_followed
+from weft.capture.record.object_ids import Ids
 from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
 from weft.capture.record.randomness import RandomState
@@ -55,7 +55,7 @@ class OutsideValues:
         recorder: of the capture.
         state: what the step can reach.
         remembering: notes the functions with ``functools.lru_cache`` that the step calls.
-        is_made: whether an object was made since the capture began.
+        ids: tells which objects were made since the capture began.
         watched: whether to look for the line that moves a generator, which takes long.
         arrays: whether arrays that numpy draws are followed.
     """
@@ -65,14 +65,14 @@ class OutsideValues:
         recorder: OpRecorder,
         state: ReachableState,
         remembering: RememberingFunctions,
-        is_made: Callable[[Any], bool],
+        ids: Ids,
         *,
         watched: bool = False,
         arrays: bool = False,
     ) -> None:
         self._recorder = recorder
         self._state = state
-        self._is_made = is_made
+        self._ids = ids
         self._watched = watched
         self._thread = threading.get_ident()
         self.draws = HostDraws(recorder, self._intercepts, arrays=arrays)
@@ -82,8 +82,8 @@ class OutsideValues:
         self._objects = OutsideObjects(self.calls.counts)
         self._torch = RandomState(recorder, self.draws)
         self._generators = TorchGenerators(recorder, self.draws)
-        self._names = ComputedNames(state, self._intercepts)
         self._types = EagerTypes(recorder, self._intercepts)
+        self._names = ComputedNames(state, self._intercepts, self._types.of)
         # Most values of the user's modules are functions and classes: their types are asked once a capture.
         self._no_generators: set[type] = set()  # types of which no object has a stand-in as a generator
         self._remembering_all = remembering
@@ -170,7 +170,7 @@ class OutsideValues:
                         setattr(new, ORIGINAL, original)
                     _replace(stack, owner, name, new)
                 builtins = self._types.builtins() | self._names.builtins()
-                builtins |= id_followed(self._intercepts, self._is_made)
+                builtins |= self._ids.builtins(self._intercepts)
                 functions |= {id(original_of(new)): new for new in builtins.values()}
                 own = lambda value: functions.get(id(value)) or self._remembering(value)
                 held = lambda value: own(value) or self._of_generator(value)

@@ -227,21 +227,29 @@ def may_be_symbolic(value: Any) -> bool:
 
 
 def differing_numbers(containers: Iterable[Container]) -> Iterator[str]:
-    """The paths of the numbers in containers, also in tuples, that are others now than they were found."""
+    """The paths of the numbers in containers, also in tuples, that are others now than they were found, and of the
+    lists of numbers that were replaced by others."""
     for container in containers:
         if not isinstance(container, Content):
             for key, known in container.before.items():
-                if type(known) in (int, float, tuple) or is_rate_of_numpy(known, container):
+                if type(known) in (int, float, tuple, list) or is_rate_of_numpy(known, container):
                     yield from differing(container.label(key), container.get(key), known)
 
 
 def differing(path: str, value: Any, expected: Any) -> Iterator[str]:
-    """The paths at which a number, or a number in a tuple, is another one than expected and of the same type."""
-    if type(value) is type(expected) is tuple:
+    """The paths at which a number, or a number in a tuple, is another one than expected and of the same type; where a
+    list of numbers is another list of the same length than expected, those of it and of its numbers."""
+    if replaced := value is not expected and _are_lists_of_numbers(value, expected) and len(value) == len(expected):
+        yield path
+    if replaced or type(value) is type(expected) is tuple:
         for at, (item, known) in enumerate(zip(value, expected, strict=False)):
             yield from differing(f"{path}[{at}]", item, known)
     elif type(value) is type(expected) and may_be_symbolic(value) and value != expected:
         yield path
+
+
+def _are_lists_of_numbers(*lists: Any) -> bool:
+    return all(type(each) is list and each and all(map(may_be_symbolic, each)) for each in lists)
 
 
 def _changed(place: StatePlace, old: Any, new: Any, around: tuple[int, ...] = ()) -> Iterator[str]:

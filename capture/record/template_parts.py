@@ -21,8 +21,8 @@ from weft.capture.record.iterator_arguments import IteratorSlot
 from weft.capture.record.late_text import LateTextSlot
 from weft.capture.record.plain_numbers import numpy_float
 from weft.capture.state.absent_graphs import mark_absent_graph, with_absent_graph
-from weft.capture.state.containers import StatePlace
-from weft.capture.state.object_parts import ObjectForm
+from weft.capture.state.containers import StatePlace, same_simple
+from weft.capture.state.object_parts import ObjectForm, parts_of
 from weft.tensor_subclasses import Shell
 
 
@@ -141,11 +141,15 @@ class MadeObject:
         """What it stands for in one call; see :func:`filled`."""
         if id(self) in made:
             return made[id(self)]
-        if self.form.is_fixed:
-            new = self.form.fixed([filled(part, outputs, made) for part in self.parts])
-            made[id(self)] = new
-            return new
         new = made.get(self.number) if self.number else None
+        if self.form.is_fixed:
+            parts = [filled(part, outputs, made) for part in self.parts]
+            if new is None or not _is_made_of(new, parts):
+                new = self.form.fixed(parts)
+            made[id(self)] = new
+            if self.number:
+                made[self.number] = new
+            return new
         new = self.form.empty() if new is None else new
         made[id(self)] = new  # before its parts, which may hold it
         if self.number:
@@ -154,6 +158,14 @@ class MadeObject:
         keys = [filled(key, outputs, made) for key in self.keys]
         self.form.put(new, keys, [filled(part, outputs, made) for part in self.parts])
         return new
+
+
+def _is_made_of(kept: Any, parts: list[Any]) -> bool:
+    """Whether an object that a function kept, and that cannot be changed, has these parts still."""
+    taken = parts_of(kept)
+    if taken is None or len(taken.parts) != len(parts):
+        return False
+    return all(own is part or same_simple(own, part) for own, part in zip(taken.parts, parts, strict=True))
 
 
 @dataclass(eq=False)

@@ -18,7 +18,8 @@ from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.iterator_arguments import slot_of_iterator
 from weft.capture.record.late_text import LateTextSlot, is_late
-from weft.capture.record.object_ids import refuse_ids
+from weft.capture.record.left_addresses import LeftAddresses
+from weft.capture.record.object_ids import IdInCapture, plain_ids
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.plain_keys import plain_key
 from weft.capture.record.plain_numbers import NumpyFloat
@@ -66,6 +67,7 @@ class Templates:
         self.outputs: dict[int, int] = {}  # number of the output of each tensor object of the capture, by id
         self.inference: dict[int, bool] = {}  # by number of the output: whether it is an inference tensor
         self.unfinished = set[int]()  # ids of the objects whose parts are being made
+        self.addresses = LeftAddresses()
         self.weak: list[tuple[weakref.ref[Any], str]] = []  # weak references that the step left, and where
         self.made: dict[int, tuple[Any, Any]] = {}  # by id: an object, held so that no other one gets the id; its part
 
@@ -96,7 +98,9 @@ class Templates:
 
         Raises:
             EscapedTensor: the step leaves a weak reference to an object that it made, and the object too.
+            UncapturableDraw: the step leaves the address of such an object.
         """
+        self.addresses.check(value for value, part in self.made.values() if not is_constant(part))
         for reference, where in self.weak:
             value, part = self.made.get(id(reference()), (None, None))
             if value is not None and value is reference() and not is_constant(part):
@@ -120,7 +124,10 @@ class _Making:
         if kind is str and is_late(value):
             return LateTextSlot.of(value, self._all.recorder, self._keep)
         if kind in SIMPLE_KINDS:
+            self._all.addresses.note(value, self._where)
             return value
+        if kind is IdInCapture:
+            return plain_ids(value)
         if kind is UnreadValue:
             return StateReference(value.weft_place)
         if kind is HostList:
@@ -145,7 +152,6 @@ class _Making:
         if (taken := self._all.own.new_parts(value)) is not None:
             return self._made(value, taken)
         count_as_read(value)
-        refuse_ids(value)
         if isinstance(value, weakref.ref):
             self._all.weak.append((value, self._where))
         if not isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):

@@ -57,7 +57,7 @@ from weft.capture.record.new_leaves import refuse_new_leaves
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
-from weft.capture.record.object_ids import refuse_ids
+from weft.capture.record.object_ids import Ids, plain_ids
 from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.own_objects import OwnObjects
@@ -217,9 +217,8 @@ class _StepCapture:
         self.remembering = remembering
         remembering.note(self.state.objects, self._walk_result, self.modes)
         followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
-        self.outside = OutsideValues(
-            self.recorder, self.state, remembering, self._is_made, watched=watched, arrays=followed
-        )
+        ids = Ids(lambda: self.met, self.made)
+        self.outside = OutsideValues(self.recorder, self.state, remembering, ids, watched=watched, arrays=followed)
         self.path = ModulePath(self.state)
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
@@ -521,8 +520,8 @@ class _StepCapture:
         for container, key, _, new in changes:
             if container.outer is None and container is not self.state.types:
                 container.frozen = False  # guarded after all: the step changes it (a scheduler that the step steps)
-            path = container.label(key)
-            refuse_ids(*key) if isinstance(key, tuple) else refuse_ids(key)
+            path = container.label(key := plain_ids(key))
+            templates.addresses.note(key, path)
             if new is MISSING:
                 removals.append(Effect(container, key, None))
                 continue

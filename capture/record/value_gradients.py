@@ -22,7 +22,8 @@ from weft import torch_adapter
 aten = torch.ops.aten
 
 Gradients = tuple[torch.Tensor | None, ...]
-# Makes the gradients of eager from those that the node gave, the gradient of the result, and the operation's arguments.
+# Makes the gradients of eager from those that the node gave, the gradient of the result or of each result, and the
+# operation's arguments.
 Formula = Callable[..., Gradients]
 
 
@@ -32,20 +33,20 @@ class ValueGradients:
     def __init__(self) -> None:
         self._new: list[tuple[str, torch.Tensor, Callable[..., Gradients]]] = []
 
-    def note(
-        self, name: str, formula: Formula, out: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Note an operation of this name that gave ``out``.
+    def note(self, name: str, formula: Formula, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note an operation of this name that gave ``result``, a tensor or a tuple of them.
 
         Where autograd records nothing (``no_grad``, the forward of a custom function), no node is its own. To ask a
         view for its node would run the view's operation again, in the middle of another one.
         """
+        is_tensor = isinstance(result, torch.Tensor)
+        out = result if is_tensor else result[0]
         if torch.is_grad_enabled() and not out._is_view():
 
             def replaced(given: Gradients, grads: Gradients) -> Gradients:
                 # In a checkpoint that runs its own backward a node may be told no gradient of its result.
-                told = bool(grads) and grads[0] is not None
-                return formula(given, grads[0], *args, **kwargs) if told else given
+                told = any(each is not None for each in grads)
+                return formula(given, grads[0] if is_tensor else grads, *args, **kwargs) if told else given
 
             self._new.append((name, out, replaced))
 
@@ -140,10 +141,41 @@ def _filled(given: Gradients, gradient: torch.Tensor, x: torch.Tensor, mask: tor
     return given if len(given) < 2 or given[1] is None else (given[0], gradient.masked_select(mask).sum())
 
 
-def _result() -> torch.Tensor:
-    """The result of the operation whose node runs now, with its autograd graph."""
-    node: Any = torch_adapter.running_autograd_node()
-    return node._saved_result
+def _determinant(given: Gradients, gradients: Gradients, x: torch.Tensor) -> Gradients:
+    # A further gradient needs another formula for singular matrices, of which torch computes both and takes one.
+    if given[0] is None or gradients[0] is None or not torch.is_grad_enabled():
+        return given
+    determinant = _result()
+    if bool((determinant.abs() < 100 * torch.finfo(x.dtype).eps).any()):
+        return given
+    scaled = (gradients[0] * determinant.conj()).unsqueeze(-1)
+    return (torch.linalg.solve(x.mH, torch.diag_embed(scaled.expand(x.shape[:-1]))),)
+
+
+def _eigenvectors(name: str) -> Formula:
+    """That of eigenvectors: for complex ones it must not depend on their phases, which eager looks at."""
+
+    def formula(given: Gradients, gradients: Gradients, x: torch.Tensor, *_: Any) -> Gradients:
+        vectors = _result("eigenvectors")
+        if given[0] is not None and gradients[1] is not None and vectors.is_complex():
+            with torch.no_grad():
+                phases = (vectors.mH @ gradients[1]).diagonal(0, -2, -1).imag
+                aten._assert_async.msg((phases.abs() <= 1e-2).all(), f"{name}{_PHASES}")
+        return given
+
+    return formula
+
+
+# As torch says it, after the name of its function.
+_PHASES = (
+    ": The eigenvectors in the complex case are specified up to multiplication by e^{i phi}. The specified loss "
+    "function depends on this quantity, so it is ill-defined."
+)
+
+
+def _result(name: str = "result") -> torch.Tensor:
+    """A result of the operation whose node runs now, with its autograd graph."""
+    return getattr(torch_adapter.running_autograd_node(), f"_saved_{name}")
 
 
 FORMULAS: dict[Any, Formula] = {
@@ -156,5 +188,8 @@ FORMULAS: dict[Any, Formula] = {
     aten.nanmedian.default: _chosen_element(torch.nanmedian),
     aten.masked_fill.Tensor: _filled,
     aten.masked_fill_.Tensor: _filled,
+    aten._linalg_det.default: _determinant,
+    aten._linalg_eigh.default: _eigenvectors("linalg_eigh_backward"),
+    aten.linalg_eig.default: _eigenvectors("linalg_eig_backward"),
 }
 """By operation."""

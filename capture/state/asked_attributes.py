@@ -53,8 +53,6 @@ class AskedAttributes:
     def attribute(self, obj: Any, name: str) -> None:
         """The step is about to read or write an attribute of an object."""
         walk = self._walk
-        if type(obj) is types.FunctionType and name not in vars(obj):
-            walk.follow_missing(obj, name)
         if walk.is_unknown(obj, name):
             self._add(name)
             if id(obj) in walk.modules:  # of which all attributes count that it has
@@ -71,6 +69,7 @@ class AskedAttributes:
 
     def everything(self, obj: Any) -> None:
         """The step is about to read all attributes of an object, or to get the dictionary that they are in."""
+        self._walk.schedulers.read(obj, "__dict__")
         path = None if issubclass(type(obj), types.ModuleType) else self._walk.path_of(obj)
         if path is not None and not self.has_all(path):
             self.new.add(f"{path}.__dict__")

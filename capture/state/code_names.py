@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import itertools
 import re
 import sys
 import types
@@ -49,7 +50,8 @@ class _Names(NamedTuple):
         variables: those of global variables that it reads.
         globals: those of global variables that it reads or writes, and texts that may be such. An attribute of the
             same name is none of them: ``optimizer.step()`` reads no global ``step``.
-        looked_for: texts that may be names of attributes or variables, and names in code that catches AttributeError.
+        looked_for: texts that may be names of attributes or variables, and names of attributes in code that catches the
+            exception of a missing one.
         modules: the modules that it imports, with the level of a relative import.
         asked: texts that may be keys of ``sys.modules``.
         inner: code of the functions that it defines.
@@ -79,11 +81,15 @@ class _Names(NamedTuple):
 
 
 _MATCHES, _MATCHED_BY_POSITION = dis.opmap["MATCH_CLASS"], "__match_args__"
+# Exceptions that a missing attribute is; a clause without any drops the exception at once.
+_CAUGHT = frozenset({"AttributeError", "Exception", "BaseException"})
+_CATCHES, _DROPS = dis.opmap["PUSH_EXC_INFO"], dis.opmap["POP_TOP"]
 _FORMATTING = frozenset({"format", "format_map", "vformat"})
 _ATTRIBUTE_IN_FORMAT = re.compile(r"\{[^{}!:]*?\.([^\W\d]\w*)")
 _READS = frozenset(op for op in dis.hasname if dis.opname[op].endswith(("_ATTR", "_NAME", "_GLOBAL", "IMPORT_FROM")))
 _VARIABLES = frozenset(dis.opmap[name] for name in ("LOAD_GLOBAL", "LOAD_NAME"))
 _IMPORT = dis.opmap["IMPORT_NAME"]
+_OF_OBJECTS = frozenset(op for op in dis.hasname if dis.opname[op].endswith(("_ATTR", "_METHOD")))
 _OF_MODULE = frozenset(
     op for op in dis.hasname if dis.opname[op].endswith(("_NAME", "_GLOBAL", "_OR_GLOBALS")) and op != _IMPORT
 )
@@ -103,7 +109,7 @@ def _names(code: types.CodeType) -> _Names:
 
 
 def _analysed(code: types.CodeType) -> _Names:
-    read, variables, modules, of_module = set(), set(), [], set()
+    read, variables, modules, of_module, of_objects = set(), set(), [], set(), set()
     for use in uses_of_names(code):
         op, name = use.op, use.name
         if op in _READS and not is_method_load(use):
@@ -112,6 +118,8 @@ def _analysed(code: types.CodeType) -> _Names:
             variables.add(name)
         if op in _OF_MODULE:
             of_module.add(name)
+        if op in _OF_OBJECTS:
+            of_objects.add(name)
         if op == _IMPORT:
             modules.append((name, level_of_import(code, use.at)))
     texts = (
@@ -122,8 +130,16 @@ def _analysed(code: types.CodeType) -> _Names:
     read |= _matched(code) | _formatted(code)
     everything = texts.union(code.co_names, read)
     names = everything, texts.union(read), frozenset(variables), texts.union(of_module)
-    looked_for = texts.union(code.co_names) if "AttributeError" in code.co_names else texts
+    looked_for = texts.union(of_objects) if _may_lack_attributes(code) else texts
     return _Names(*names, looked_for, tuple(modules), asked, inner)
+
+
+def _may_lack_attributes(code: types.CodeType) -> bool:
+    """Whether the code catches, or suppresses, the exception of a missing attribute; ``raise Exception`` is taken for
+    such code, too."""
+    return not _CAUGHT.isdisjoint(code.co_names) or any(
+        op == _CATCHES and after == _DROPS for op, after in itertools.pairwise(code.co_code[::2])
+    )
 
 
 def _texts(constants: tuple[Any, ...]) -> frozenset[str]:
@@ -232,7 +248,7 @@ class AttributeNames(set[str]):
     @property
     def count(self) -> int:
         """Grows with every new name."""
-        return len(self) + len(self.read)
+        return len(self) + len(self.read) + len(self.looked_for)
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -75,7 +75,7 @@ class FollowedNames:
         for a class its bases do."""
         is_class = isinstance(obj, type)
         kind = obj if is_class else type(obj)
-        key = kind, is_class, self._names.count, len(self._names.looked_for), *attributes
+        key = kind, is_class, self._names.count, *attributes
         found = self._absences.get(key)
         if found is None:
             looked_for = self._looked_for(self._kinds[kind], is_class)
@@ -92,7 +92,7 @@ class FollowedNames:
         if is_class:
             return frozenset(name for base in kind.own for name in vars(base) if name in names)
         found = names.looked_for | (kind.defaults & names) | (kind.defaults & {"forward"})
-        return frozenset(found | names.read if kind.falls_back else found)
+        return frozenset(found | names if kind.falls_back else found)
 
     def joined(self, names: frozenset[str], others: frozenset[str]) -> frozenset[str]:
         """Both sets as one."""

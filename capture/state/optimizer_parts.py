@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from weft.capture.state.code_names import AttributeNames
-from weft.capture.state.containers import AllBut, Container, label_of
+from weft.capture.state.containers import MISSING, AllBut, Container, label_of
+from weft.capture.state.contents import attributes_of
 from weft.capture.step_interface import Role
 
 
@@ -31,37 +31,42 @@ def state_of(optimizer: torch.optim.Optimizer, path: str, leaves: Iterable[tuple
 
 class WalkedSchedulers:
     """The learning-rate schedulers that a walk has met. Each changed attribute counts, so that ``scheduler.step()`` in
-    a step is noticed. Their counters change between calls, wherever they are stepped: they are guards only where the
-    step reads them.
+    a step is noticed. Their counters change between calls, wherever they are stepped: attributes are guards only where
+    the step was seen to read them, by code of its own or of torch.
 
     Args:
-        names: of attributes, in the code that the walk has met so far.
         add: lets a container count.
     """
 
-    def __init__(self, names: AttributeNames, add: Callable[[Container], None]) -> None:
-        self._names, self._add = names, add
-        self._known: dict[int, tuple[Any, str, set[str]]] = {}
+    def __init__(self, add: Callable[[Container], None]) -> None:
+        self._add = add
+        self._known: dict[int, tuple[Any, Container, Container]] = {}
 
     @property
     def with_paths(self) -> list[tuple[Any, str]]:
         """The schedulers."""
-        return [(scheduler, path) for scheduler, path, _ in self._known.values()]
+        return [(scheduler, found.path) for scheduler, found, _ in self._known.values()]
 
     def meet(self, scheduler: torch.optim.lr_scheduler.LRScheduler, path: str) -> None:
         """The walk meets one."""
-        self._known[id(scheduler)] = scheduler, path, set()
-        container = Container(vars(scheduler), path, label=label_of(path))
-        container.frozen = True
-        self._add(container)
+        attributes = attributes_of(scheduler)
+        found, read = (Container(attributes, path, names, label_of(path)) for names in (None, frozenset()))
+        found.frozen, read.stand_ins = True, found.stand_ins
+        self._known[id(scheduler)] = scheduler, found, read
+        self._add(found)
+        self._add(read)
 
-    def follow_names(self) -> None:
-        """Follow the attributes that the user's code names."""
-        for scheduler, path, read in list(self._known.values()):
-            names = self._names.of(vars(scheduler)) | ({"_last_lr"} if "get_last_lr" in self._names else set())
-            if keys := frozenset(names & vars(scheduler).keys()) - read:
-                read |= keys
-                self._add(Container(vars(scheduler), path, keys, label=label_of(path)))
+    def read(self, scheduler: Any, name: str) -> None:
+        """The step is about to read an attribute of an object, which may be a scheduler; or all, as ``__dict__``."""
+        if id(scheduler) not in self._known:
+            return
+        found, guarded = self._known[id(scheduler)][1:]
+        if name == "__dict__":
+            found.frozen = False
+        elif not name.startswith("__") and name not in guarded.before:
+            guarded.before[name] = value = found.before.get(name, MISSING)
+            guarded.keys = frozenset(guarded.before)
+            guarded.absent |= {name} if value is MISSING else set()
 
     def clear(self) -> None:
         """Let go of the schedulers."""

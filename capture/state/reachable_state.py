@@ -100,7 +100,7 @@ class ReachableState:
         places_by_id: the place where each tensor object was found first, by its id.
         in_memory: the plain tensors found in each storage, by ``memory_key(tensor)[0]``.
         modules, optimizers, leaves: those found, with their paths. names: attributes that the code of the step names.
-        asked: those that it asks for otherwise.
+        asked: those that it asks for otherwise. schedulers: those of learning rates that were found.
         plain_leaves: the leaves that do not require grad and are no parameters, with their paths.
         sites: where hooks can be registered on the leaves.
         shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
@@ -147,9 +147,10 @@ class ReachableState:
         self._functions: dict[int, types.FunctionType] = {}
         self._classes, self._codes = set[type](), set[tuple[int, int]]()
         self._inside_walked = 0
+        self._names_followed = -1  # how many names there were when all objects were last followed by them
         self.asked = AskedAttributes(self, computed)
         self.names = AttributeNames(step, self.asked.names)
-        self._schedulers = WalkedSchedulers(self.names, self._container)
+        self.schedulers = WalkedSchedulers(self._container)
         self._followed = FollowedNames(self.names, self._kinds)
         self.add(step, "")
 
@@ -166,8 +167,6 @@ class ReachableState:
         """The path of an object that was met and can have attributes, None of any other."""
         if issubclass(type(obj), torch.Tensor):
             return self._tensors.path_of(obj)
-        if type(obj) is types.FunctionType:
-            return obj.__name__ if id(obj) in self._functions and is_own(obj) else None
         met = self.modules.get(id(obj)) or self._objects.get(id(obj))
         return None if met is None else met[1]
 
@@ -188,15 +187,14 @@ class ReachableState:
 
     def go_on(self) -> None:
         """Follow what the walk has met, and not followed yet."""
-        known = -1
-        while self._attributes or self._later or self._keys or known != self.names.count:
+        while self._attributes or self._later or self._keys or self._names_followed != self.names.count:
             if self._attributes:
                 self._module_attributes(*self._attributes.pop(0))
             elif self._later:
                 self._optimizer(*self._later.pop())
-            elif known != self.names.count:
+            elif self._names_followed != self.names.count:
                 # Functions met since then name more attributes. Objects met before may have these attributes.
-                known = self.names.count
+                self._names_followed = self.names.count
                 for module, where in list(self.modules.values()):
                     if self._kinds[type(module)].own and id(module) in self._counted_attributes:
                         self._count_absent(module, where)
@@ -204,7 +202,6 @@ class ReachableState:
                     self._methods(kind)
                 for known_object, where, _ in list(self._objects.values()):
                     self._object(known_object, where)
-                self._schedulers.follow_names()
             else:
                 key, where = self._keys.pop(0)
                 self._visit(key, where, None)
@@ -228,7 +225,7 @@ class ReachableState:
     @property
     def with_attributes(self) -> list[tuple[Any, str]]:
         """The objects and classes whose attributes count, with their paths."""
-        found = (*self.modules.values(), *self._objects.values(), *self._schedulers.with_paths, *self.optimizers)
+        found = (*self.modules.values(), *self._objects.values(), *self.schedulers.with_paths, *self.optimizers)
         return [each[:2] for each in found]
 
     def add_hooks(self, hooks: dict[int, Any], path: str) -> None:
@@ -246,8 +243,8 @@ class ReachableState:
         followed = lambda tensor: self._objects[id(tensor)][2] if id(tensor) in self._objects else ()
         self.containers += self._tensors.new(followed)
 
-    def follow_missing(self, obj: torch.Tensor | types.FunctionType, name: str) -> None:
-        """Let it count that a tensor or a function lacks an attribute, which the step looked for."""
+    def follow_missing(self, obj: torch.Tensor, name: str) -> None:
+        """Let it count that a tensor lacks an attribute, which the step looked for."""
         if (path := self.path_of(obj)) is not None:
             followed = self._objects.setdefault(id(obj), (obj, path, self._followed.none()))[2]
             if name not in followed:
@@ -256,7 +253,7 @@ class ReachableState:
 
     def end_walk(self) -> None:
         """Drop all references that guards, inputs and effects do not need: the program may hold objects weakly."""
-        walked = self._seen, self._objects, self._tensors, self._functions, self._schedulers, self.modules
+        walked = self._seen, self._objects, self._tensors, self._functions, self.schedulers, self.modules
         for known in (*walked, self.in_memory, self.plain_leaves):
             known.clear()
         self.types.forget_unchanged()
@@ -302,7 +299,8 @@ class ReachableState:
         elif isinstance(obj, torch.optim.Optimizer) and "param_groups" in vars(obj):  # no wrapper of a library's
             self._later.append((obj, path))
         elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-            self._schedulers.meet(obj, path)
+            self._class(type(obj))
+            self.schedulers.meet(obj, path)
         elif isinstance(obj, (types.FunctionType, types.MethodType, functools.partial)):
             self._function(obj, path)
         elif isinstance(obj, (types.ModuleType, type)):
@@ -512,6 +510,7 @@ class ReachableState:
             for at, value in enumerate((fn.func, *fn.args)):
                 self._visit(value, f"{path}.args[{at}]" if at else path, None)
             self._visit(fn.keywords, f"{path}.keywords", None)
+            self._object(fn, path)
         else:
             self._function_code(fn)
             if not is_foreign(fn.__module__):
@@ -539,8 +538,7 @@ class ReachableState:
         if is_own(fn):
             self._container(Attributes(fn, fn.__name__, OF_FUNCTIONS, label_of(fn.__name__)))
             self._visit(fn.__kwdefaults__, f"{fn.__name__}.__kwdefaults__", None)
-            if vars(fn) or self.asked.has_all(fn.__name__):
-                self._object(fn, fn.__name__)
+            self._object(fn, fn.__name__)
         else:
             self._visit(list(fn.__defaults__ or ()), f"{fn.__name__}.__defaults__", None)
 

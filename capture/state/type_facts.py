@@ -43,7 +43,7 @@ PLAIN_HOLDERS = frozenset({dict, list, tuple, deque, OrderedDict})
 
 
 # Of these code looks for attributes that others have put there: ``getattr(optimizer, "is_frozen", False)``.
-_MARKED = (types.ModuleType, torch.optim.Optimizer)
+_MARKED = (types.ModuleType, types.FunctionType, functools.partial, torch.optim.Optimizer)
 
 
 class TypeFacts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 
 import weft
 from weft.capture.record.attribute_loads import loads_replaced
+from weft.capture.state.reachable_state import ReachableState
+from weft.errors import UncapturableDraw
 
 CALLS = 5
 ONE = 1
@@ -180,6 +183,12 @@ def method_of_every_object() -> Made:
     return step, after
 
 
+def copied_by_its_methods() -> Made:
+    s = State(x0=1, x1=2)
+    state_of = lambda: s.__reduce_ex__(2)[2][f"x{ONE}"] + s.__getstate__()[f"x{ONE}"]  # type: ignore[attr-defined]
+    return lambda x: x * state_of(), changed(s)
+
+
 CASES = [
     subscript,
     in_a_function_of_its_own,
@@ -196,6 +205,7 @@ CASES = [
     of_a_class,
     assigned,
     method_of_every_object,
+    copied_by_its_methods,
 ]
 
 
@@ -240,3 +250,67 @@ def test_code_with_many_constants_and_names_gets_the_same_values() -> None:
         assert function(s) == (vars(s), 2)
     assert asked == [s] * 301
     assert function.__code__ is code
+
+
+def test_code_with_more_constants_than_a_load_can_name_is_refused() -> None:
+    many = "\n".join(f"    y = {at}" for at in range(1000, 1000 + (1 << 16)))
+    scope: dict[str, Any] = {}
+    exec(f"def f(s):\n{many}\n    return s.__dict__", scope)
+    refused = pytest.raises(UncapturableDraw, match=r"a load of __dict__ at .* in f: the function has more than 65,535")
+    with refused, loads_replaced([scope["f"]], {"__dict__": vars}):
+        pass
+
+
+def test_asking_many_objects_for_all_their_attributes_does_not_follow_all_objects_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original, followed = ReachableState._object, Counter[int]()
+
+    def follow(self: ReachableState, obj: Any, *args: Any) -> None:
+        followed[id(obj)] += 1
+        original(self, obj, *args)
+
+    monkeypatch.setattr(ReachableState, "_object", follow)
+    objects = [State(x1=at) for at in range(30)]
+    assert weft.compile(lambda x: x * sum(vars(each)["x1"] for each in objects))(torch.ones(1)).item() == sum(range(30))
+    assert max(followed[id(each)] for each in objects) < 10
+
+
+def by_class_of_a_number() -> Made:
+    s = State(x1=2)
+    known = {int: 2, float: 3}
+    return lambda x: x * known[s.x1.__class__] * s.x1, changed(s)
+
+
+def by_single_dispatch() -> Made:
+    @functools.singledispatch
+    def scaled(by: Any, x: torch.Tensor) -> Any:
+        return x
+
+    scaled.register(int, lambda by, x: x * by)
+    scaled.register(float, lambda by, x: x * by * 3)
+    s = State(x1=2)
+
+    def after(at: int) -> Any:
+        s.x1 += 1 if at < 2 else 0.5
+
+    return lambda x: scaled(s.x1, x) + scaled(x.sum().item(), x), after
+
+
+def by_a_method_with_single_dispatch() -> Made:
+    class Scaled:
+        @functools.singledispatchmethod
+        def of(self, by: Any, x: torch.Tensor) -> Any:
+            return x
+
+        @of.register
+        def _(self, by: int, x: Any) -> Any:
+            return x * by
+
+    scaled, s = Scaled(), State(x1=2)
+    return lambda x: scaled.of(s.x1, x), changed(s)
+
+
+@pytest.mark.parametrize("case", [by_class_of_a_number, by_single_dispatch, by_a_method_with_single_dispatch])
+def test_numbers_that_change_have_the_class_of_eager(case: Callable[[], Made]) -> None:
+    test_each_call_does_as_eager_does(case)

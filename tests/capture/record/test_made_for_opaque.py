@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -220,6 +221,42 @@ def run(step: Callable[[Any], Any], argument: Callable[[int], Any]) -> list[Any]
 def test_what_it_keeps_is_what_the_step_leaves(step: Callable[[Any], Any]) -> None:
     argument = lambda at: torch.full((2,), float(at % 4))
     assert run(weft.compile(step), argument) == run(step, argument)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any = None
+
+
+TUPLES: dict[str, Callable[[Any], Any]] = {
+    "of a tensor": lambda x: (x * 2, 1),
+    "of a list": lambda x: ([x * 2], 1),
+    "of a tuple": lambda x: ((x, ("a", x * 2)),),
+    "of a number": lambda x: (x.sum().item(), 0.5),
+    "named": lambda x: Pair(x * 2, [x]),
+    "frozen set": lambda x: frozenset([x * 2]),
+    "inside of a list": lambda x: [(x * 2, 1)],
+}
+
+
+@pytest.mark.parametrize("name", TUPLES)
+def test_a_tuple_that_it_keeps_is_the_one_that_the_step_leaves(name: str) -> None:
+    def step(x: torch.Tensor) -> Any:
+        made = TUPLES[name](x)
+        keep(made)
+        s.last = made
+        return made
+
+    def run(step: Callable[[Any], Any]) -> list[Any]:
+        log.clear()
+        found: list[Any] = []
+        for at in range(CALLS):
+            result = step(torch.full((2,), float(at)))
+            inner = list(map(operator.is_, result, log[-1]))
+            found += [shown(list(result)), result is log[-1], result is s.last, inner]
+        return found
+
+    assert run(weft.compile(step)) == run(step)
 
 
 def changed_before_and_after(passed: Any) -> Any:

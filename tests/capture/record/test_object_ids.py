@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.capture.record.escapes import EscapeCheck
 from weft.errors import UncapturableDraw
 
 
@@ -150,3 +151,76 @@ def test_ids_find_lists_dicts_and_modules_of_the_state() -> None:
         return [step(torch.ones(2)).tolist() for _ in range(3)], list(s.known.values())
 
     assert run(weft.compile) == run(lambda step: step)
+
+
+def compared_with_one_from_outside(s: State, x: torch.Tensor) -> Any:
+    return x * 2 if id(x) == s.last else x
+
+
+@pytest.mark.parametrize("argument", [torch.ones(2), [torch.ones(2)]])
+def test_an_argument_is_not_compared_by_an_id_from_outside(argument: Any) -> None:
+    s = State()
+    compiled = weft.compile(lambda x: compared_with_one_from_outside(s, x))
+    compiled(argument)
+    s.last = id(argument)
+    with pytest.raises(UncapturableDraw, match=r"id\(\) of a .*it is compared with a number that was made outside"):
+        compiled(argument)
+
+
+ADDRESSES: dict[str, Callable[[Any], Any]] = {
+    "hash": hash,
+    "method": lambda made: made.__hash__(),
+    "repr": repr,
+    "format": lambda made: f"{made}",
+    "percent": lambda made: "%s" % made,  # noqa: UP031
+    "hex": lambda made: hex(id(made)),
+    "in a list": lambda made: str([made]),
+    "of an exception": lambda made: str(ValueError(made)),
+    "in a tuple": lambda made: {"now": (1, hash(made))},
+}
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+@pytest.mark.parametrize("as_key", [False, True])
+def test_the_address_of_an_object_that_the_step_makes_is_not_kept(name: str, *, as_key: bool) -> None:
+    s = State()
+
+    def step(x: torch.Tensor) -> Any:
+        made = Made()
+        address = ADDRESSES[name](made)
+        if as_key and name != "in a tuple":
+            s.known[address] = made
+        else:
+            s.known["made"], s.last = made, address
+        return x
+
+    with pytest.raises(UncapturableDraw, match=r"the address of a Made .* at s\.(known|last)"):
+        weft.compile(step)(torch.ones(2))
+
+
+def test_addresses_of_the_users_objects_are_kept() -> None:
+    s, own = State(), Made()
+
+    def step(x: torch.Tensor) -> Any:
+        s.known[repr(own)] = hash(own), hash(x) != hash(x * 2), f"{Made()}"[:5]
+        return x
+
+    weft.compile(step)(torch.ones(2))
+    assert s.known == {repr(own): (hash(own), True, f"{Made()}"[:5])}
+
+
+def test_asking_for_ids_of_many_objects_does_not_list_all_objects_each_time() -> None:
+    s = State()
+    listed: list[int] = []
+
+    def step(x: torch.Tensor) -> Any:
+        made = [Made() for _ in range(5)]
+        memo = {id(each): at for at, each in enumerate(made)}
+        return x * sum(memo[id(each)] for each in made)
+
+    original = EscapeCheck.made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EscapeCheck, "made", lambda self, kind: listed.append(1) or original(self, kind))
+        assert weft.compile(step)(torch.ones(1)).item() == sum(range(5))
+    assert s.last is None
+    assert not listed

@@ -117,3 +117,70 @@ def test_a_step_that_changes_betas_trains_as_eager() -> None:
         return training.run(wrap(step))
 
     assert_equal(run(weft.compile), run(lambda step: step))
+
+
+class _Halving(schedulers.LRScheduler):
+    """One of the user's own, with a method that reads an attribute and one that a class default serves."""
+
+    floor = 0.5
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.factor = 2.0
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [rate / self.factor**self.last_epoch for rate in self.base_lrs]
+
+    def bounds(self) -> tuple[float, float]:
+        return self.factor, self.floor
+
+
+class _Decay:
+    """A function of epochs with a setting, and with an attribute that no code names."""
+
+    def __init__(self) -> None:
+        self.rate = 0.9
+
+    def __call__(self, epoch: int) -> float:
+        self.rate *= 0.99
+        setattr(self, f"{type(self).__name__}_epoch", epoch)
+        return self.rate**epoch
+
+
+READS: dict[str, tuple[Make, Callable[[Any], Any], int]] = {
+    "state_dict": (SCHEDULERS["StepLR"], lambda s: s.state_dict(), 3),
+    "state_dict of a plateau": (SCHEDULERS["ReduceLROnPlateau"], lambda s: s.state_dict(), 5),
+    "state_dict of a sequence": (SCHEDULERS["SequentialLR"], lambda s: s.state_dict(), 6),
+    "state_dict of a chain": (
+        lambda o: schedulers.ChainedScheduler([schedulers.ConstantLR(o, 0.5, 2), schedulers.ExponentialLR(o, 0.9)]),
+        lambda s: s.state_dict(),
+        4,
+    ),
+    "state_dict with functions": (lambda o: schedulers.LambdaLR(o, _Decay()), lambda s: s.state_dict(), 3),
+    "vars": (SCHEDULERS["StepLR"], lambda s: {**vars(s), "optimizer": None}, 3),
+    "get_last_lr": (SCHEDULERS["StepLR"], lambda s: s.get_last_lr()[0], 3),
+    "a method of the user's": (_Halving, lambda s: s.bounds(), 3),
+    "nothing": (SCHEDULERS["StepLR"], lambda s: None, 1),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_step_reads_of_its_scheduler_is_as_in_eager(name: str) -> None:
+    make, read, captures = READS[name]
+
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        training = _Training(make, inside=False)
+        step = wrap(lambda x: (training.step(x), read(training.scheduler)))
+        seen: list[Any] = []
+        for at, (x,) in enumerate(batches(20)):
+            seen.append(repr(step(x)[1]))
+            training.move()
+            if at == 6 and isinstance(training.scheduler, _Halving):
+                training.scheduler.factor = 3.0
+                training.scheduler.floor = 0.25
+        return [*seen, len(getattr(step, "captures", ()))]
+
+    *eager, _ = run(lambda step: step)
+    *ours, made = run(weft.compile)
+    assert ours == eager
+    assert made <= captures
