@@ -198,7 +198,14 @@ def _convolution(op: OpOverload, image: int) -> Callable[..., Any]:
 
 
 def _native_batch_norm(
-    input: torch.Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, *rest: Any, **more: Any
+    input: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    *rest: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, ...]:
     """On a GPU the statistics of half precision are float32. A torch without CUDA has no rule for a GPU."""
     if torch.backends.cuda.is_built() or input.device.type != "cuda":
