@@ -475,6 +475,8 @@ class _StepCapture:
             detach_from_autograd(self.recorder.graph, self.fake_mode)
             drop_dead(recorder.graph)
             inputs, places = self._inputs(outputs)
+            if complete:
+                self.optimizer_states.release_unread(places)
             groups = canonical_groups(recorder.graph)
             graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
         return CapturedStep(
