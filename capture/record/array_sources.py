@@ -58,7 +58,7 @@ _TENSORS_OF = (torch.tensor, torch.as_tensor, torch.asarray)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _EXTENSIONS = (".so", ".pyd")
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_CALLERS = ("random", "weft.capture.record.host_draws", __name__)
+_CALLERS = ("random", "weft.capture.record.host_draws", "weft.capture.record.numpy_classes", __name__)
 
 
 class ArrayDrawn(BaseException):
@@ -248,6 +248,18 @@ class ArraySources:
             if name in _SIZES:
                 args, kwargs = self.arrays.plain((args, kwargs))
             return self._made(original, args, kwargs)
+
+        return make
+
+    def number_of_class(self, kind: type) -> Callable[..., Any]:
+        """Stands in for the call of a class of numbers of numpy's."""
+
+        def make(*args: Any, **options: Any) -> Any:
+            found = len(args) == 1 and (type(args[0]) is HostArray or _holds_numbers(args[0]))
+            if not found or self.arrays.busy or not self._intercepts() or not _called_by_step():
+                return kind(*args, **options)
+            self.following()
+            return self._made(kind, args, options)
 
         return make
 
