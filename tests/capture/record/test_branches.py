@@ -176,6 +176,36 @@ def test_a_function_that_branches_equals_eager(function: Callable[..., Any]) -> 
     assert len(ours.captures) == taken
 
 
+def _in_inference_mode(x: torch.Tensor) -> Any:
+    with torch.inference_mode():
+        return 1 if (x > 0).sum() else 2
+
+
+TWO_OUTCOMES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a count as truth": lambda x: x * 2 if (x[0] > 0).sum().remainder(7) else x,
+    "a float as truth": lambda x: x * 2 if x[0].relu().sum() else x,
+    "not a float": lambda x: x * 2 if not x[0, :1].relu() else x,
+    "nan as truth": lambda x: x * 2 if x[0, 0].log() else x,
+    "is_nonzero": lambda x: (torch.is_nonzero((x > 0).sum()), x[0, 0].relu().is_nonzero()),
+    "in inference mode": _in_inference_mode,
+    "allclose": lambda x: x if torch.allclose(x[:1], x[:1].abs()) else x * 2,
+    "allclose with options": lambda x: x[0].allclose(x[1], atol=1.5, equal_nan=True),
+    "equal": lambda x: torch.equal(x[0, :2], x[0, :2].abs()),
+    "equal of other sizes": lambda x: x.equal(x[0]),
+    "covariance": lambda x: (torch.cov(x), torch.corrcoef(x), torch.cov(x, correction=0)),
+    "gradient of a covariance": lambda x: torch.autograd.grad(torch.cov(y := x.clone().requires_grad_()).sum(), y),
+}
+
+
+@pytest.mark.parametrize("name", TWO_OUTCOMES)
+def test_a_question_with_two_answers_is_captured_once_for_each(name: str) -> None:
+    function = TWO_OUTCOMES[name]
+    ours = weft.compile(function)
+    for x in [*BATCHES, torch.zeros_like(BATCHES[0]), torch.ones_like(BATCHES[0])]:
+        assert_equal(detached(ours(x.clone())), detached(function(x.clone())))
+    assert len(ours.captures) <= 3, ours.captures  # and once up to the question
+
+
 class _Reads(TorchDispatchMode):
     """Counts the values that are read from tensors."""
 
