@@ -193,7 +193,7 @@ def matches(value: Any, expected: Any) -> bool:
         is_alike = isinstance(value, torch.Tensor) and AutogradRole.of(value) is expected.role
         return is_alike and value.shape == expected.shape and value.dtype == expected.dtype
     if isinstance(expected, Growing):
-        return type(value) is expected.kind and id(value) not in expected.others
+        return expected.matches(value)
     if isinstance(expected, Pattern):
         if type(value) is not expected.kind or factory_of(value) is not expected.factory:
             return False

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_recorder import OUTSIDE, ArrayRecorder, is_tensor_dtype
+from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.host_arrays import HostArray, names
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.recorder import OpRecorder
@@ -234,7 +235,8 @@ class ArraySources:
 
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
-            if args and _holds_numbers(args[0]) and self._intercepts() and _called_by_step():
+            found = args and (_holds_numbers(args[0]) or isinstance(args[0], AppendedList))
+            if found and self._intercepts() and _called_by_step():
                 self.following()
             return original(*args, **kwargs)
 
@@ -268,6 +270,9 @@ class ArraySources:
 
         @functools.wraps(original)
         def reduce(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], AppendedList) and self._intercepts() and _called_by_step():
+                call = lambda target, given, _: self.arrays.call(target, (*given, *args[1:]), kwargs)
+                return args[0].reduced(original, call, *args[1:], **kwargs)
             if args and _holds_numbers(args[0]) and self._intercepts() and _called_by_step():
                 args = (self._made(array, args[:1], {}), *args[1:])
             return original(*args, **kwargs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -51,12 +51,14 @@ class PythonNumber:
         node: its placeholder.
         place: where a call finds it.
         value: in the captured call.
+        is_guarded: whether it is a guard by its value, which nothing else compares: an entry of a list that grows.
     """
 
     symbol: sympy.Symbol
     node: torch.fx.Node
     place: StatePlace
     value: int | float
+    is_guarded: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class PythonNumbers:
         self._changing = changing.numbers - self._kept
         self._closed = changing.closed
         self._by_entry: dict[tuple[int, Any], Any] = {}
+        self._late: set[sympy.Symbol] = set()
 
     def put_into(self, containers: Iterable[Container]) -> None:
         """Put symbols into the entries of containers; those that have theirs keep them."""
@@ -138,6 +141,14 @@ class PythonNumbers:
     def argument(self, value: Any, place: StatePlace) -> Any:
         """What the step gets for an argument that is no tensor: a symbol, or the value itself."""
         return self._symbolic(value, place, rate=False) if type(value) in (int, float) else value
+
+    def read_late(self, value: Any, place: StatePlace) -> Any:
+        """The symbol of a number that the step is found to read only now; None where a symbol cannot stand for it."""
+        if type(value) not in (int, float) or not may_be_symbolic(value):
+            return None
+        number = self._symbol(value, place)
+        self._late.add(self.found[-1].symbol)
+        return number
 
     def _put(self, container: Container, key: Any, value: Any) -> None:
         entry = id(container.obj), key
@@ -183,8 +194,9 @@ class PythonNumbers:
             The numbers that are symbols to the end. Those that the step's Python needed as numbers are guards.
         """
         shape_env = self._recorder.symbols.shape_env
-        numbers = [each for each in self.found if not torch_adapter.replaced(shape_env, each.symbol).is_number]
-        inputs, changing = {_identity(each.place) for each in numbers}, self._changing
+        is_plain = {each.symbol: torch_adapter.replaced(shape_env, each.symbol).is_number for each in self.found}
+        numbers = [each for each in self.found if not is_plain[each.symbol]]
+        inputs, changing = {_identity(each.place) for each in numbers if each.symbol not in self._late}, self._changing
         entries = {identity[:2] for identity in inputs}
         # What is in a list or dictionary at several places is compared at the first of them.
         first: dict[int, StatePlace] = {}
@@ -203,7 +215,8 @@ class PythonNumbers:
                 if replaced or (container.outer is None and (id(container.obj), key) in entries):
                     container.by_value[key] = _pattern(value, place, changing, inputs)
         self._by_entry.clear()
-        return numbers
+        late = (each for each in self.found if is_plain[each.symbol] and each.symbol in self._late)
+        return [*numbers, *(replace(each, is_guarded=True) for each in late)]
 
 
 def is_rate_of_numpy(value: Any, container: Container) -> bool:

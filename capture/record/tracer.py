@@ -210,7 +210,7 @@ class _StepCapture:
         self.streams = Streams(self.recorder)
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.numbers = PythonNumbers(self.recorder, changing, shared)
-        self.lists = GrowingLists(changing, shared)
+        self.lists = GrowingLists(changing, self.numbers, shared)
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, in_graph)
         self.tables = NumberTables(changing.tables, changing.plain_tables, found)
         self.large_arrays = LargeArrays(self.state, changing.tables)
@@ -433,6 +433,7 @@ class _StepCapture:
             self.graphs.check([tensor for _, tensor in recorder.placeholders])
             changes = [*self.state.changes(), *self.arguments.changes(self.state.containers)]
             self.numbers.check_changed(changes)
+            self.lists.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
             known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
             given, for_opaque = recorder.snapshots.given, list[Template]()
@@ -519,7 +520,6 @@ class _StepCapture:
     ) -> list[Effect]:
         effects: list[Effect] = []
         removals: list[Effect] = []
-        self.lists.check_changed(changes)
         for container, key, _, new in changes:
             if container.outer is None and container is not self.state.types:
                 container.frozen = False  # guarded after all: the step changes it (a scheduler that the step steps)

@@ -14,7 +14,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import islice, repeat
 from operator import is_
 from typing import Any
 
@@ -143,10 +143,20 @@ class Growing:
     Attributes:
         kind: the type.
         others: ids of the objects that guards compare.
+        numbers: the type of the numbers that the step reads together; None where it reads none.
+        last: how many of them it reads, from the end; None for all.
     """
 
     kind: type
     others: frozenset[int]
+    numbers: type | None = None
+    last: int | None = None
+
+    def matches(self, value: Any) -> bool:
+        """Whether a value is such a list."""
+        if type(value) is not self.kind or id(value) in self.others:
+            return False
+        return self.numbers is None or set(map(type, last_of(value, self.last))) <= {self.numbers}
 
 
 class AllBut:
@@ -506,7 +516,7 @@ class StatePlace:
         inner: attributes that lead from a tensor subclass (DTensor) at the place to the plain tensor inside, or the
             part of a sparse matrix.
         items: positions and keys that lead from the entry to the value: ``(1, 0)`` for ``entry[1][0]``; ``vars`` leads
-            to the attributes of an object.
+            to the attributes of an object, ``len`` to the number of entries.
     """
 
     container: Container
@@ -520,6 +530,7 @@ class StatePlace:
         """The place of an item of the tuple, list or dictionary at this place, or of the attributes of the object."""
         is_attribute = self.items[-1:] == (vars,)
         path = self.path if key is vars else f"{self.path}.{key}" if is_attribute else f"{self.path}[{key!r}]"
+        path = f"len({self.path})" if key is len else path
         return replace(self, path=path, items=(*self.items, key), role=role or self.role)
 
     def outer(self) -> Any:
@@ -535,6 +546,11 @@ class StatePlace:
         for name in self.inner:
             value = part_of(value, name)
         return value
+
+
+def last_of(values: Any, count: int | None) -> Any:
+    """The last entries of a list or deque, all of them where there are no more; None counts all."""
+    return values if count is None else [*islice(reversed(values), count)][::-1]
 
 
 def part_of(value: Any, name: str) -> Any:
@@ -555,7 +571,8 @@ def item_of(value: Any, at: Any) -> Any:
         return dict.get(value, at, MISSING)
     if not isinstance(value, (tuple, list, deque)):
         return MISSING
-    return holder_of(type(value)).__getitem__(value, at) if at < len(without_overrides(value)) else MISSING
+    count = len(without_overrides(value))
+    return count if at is len else holder_of(type(value)).__getitem__(value, at) if -count <= at < count else MISSING
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
