@@ -252,7 +252,7 @@ def sum_as_python(values: Iterable[Any], /, start: Any = 0) -> Any:
     """``sum``; one number where there are symbolic floats among numbers, which Python then adds at every call."""
     if recording() is None:
         return _SUM(values, start)
-    if isinstance(values, AppendedList) and type(start) is int and start == 0:
+    if isinstance(values, AppendedList) and not values.is_read and type(start) is int and start == 0:
         return values.reduced(_SUM, computed)
     items = list(values)
     found = added(start, items)

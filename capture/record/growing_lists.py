@@ -3,9 +3,9 @@
 What is in such a list says nothing about the step, so no guard compares it, and a call may find another list in its
 place. While the step is captured, a stand-in is at the place of the list. It notes what is appended, and gives it back
 from the end: ``log[-1]["loss"]``. What the step asks of numbers in the list is asked anew by each call
-(:class:`ListReduction`): their sum, mean, maximum or minimum, also of the last few (``losses[-10:]``), how many there
-are, and single ones. Every other use counts as reading: the list is then an object like any other, which must be the
-same at each call.
+(:class:`ListReduction`): their sum, mean, maximum or minimum, how many there are, and single ones. The last few
+(``losses[-10:]``) may be read in any way. Every other use counts as reading: the list is then an object like any other,
+which must be the same at each call.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class AppendedList:
         own: how many of them were appended in this call.
         log: of the capture: (stand-in, value) of all that was appended, in the order of the calls; None for a part.
         is_read: whether it was used otherwise than to append.
+        is_numbers: whether it then had numbers that each call reads.
         before: the list itself.
         last: how many entries it has at most, None for any number.
         parts: the stand-ins of last entries.
@@ -136,6 +137,7 @@ class AppendedList:
     own: int
     log: list[tuple[AppendedList, Any]] | None
     is_read: bool
+    is_numbers = False
     before: Any
     last: int | None
     parts: list[AppendedList]
@@ -207,7 +209,8 @@ class AppendedList:
         """Append, and note it."""
         if self.log is None:
             self.read()
-            return self.kind.append(self, value)
+            self.kind.append(self, value)
+            return
         self.items.append(value)
         self.own += 1
         self.kind.append(self, value if self.is_read else self._unread)
@@ -231,7 +234,7 @@ class AppendedList:
         if type(at) is int and -min(self.own, len(self.items)) <= at < 0 and not self.is_read:
             return self.items[at]
         if type(at) is slice and self.kind is list and not self.is_read and (count := _of_last(at)):
-            return self._last_entries(count)
+            return self._last_entries(count) if at.stop is None else self._last_entries(count)[: at.stop]
         if type(at) is int and not self.is_read and (found := self._entry(at)) is not None:
             return found
         self.read()
@@ -242,24 +245,32 @@ class AppendedList:
         return Growing(self.kind, others, self._numbers.kind, self._numbers.last)
 
     def read(self) -> None:
-        """Be a list like any other from here on."""
+        """Be a list like any other from here on. Of a few last entries, numbers are read by each call."""
         if not self.is_read:
-            self.is_read = True
+            entries = self._last_numbers() if self.log is None else None
+            self.is_read, self.is_numbers = True, entries is not None
             self.kind.clear(self)
-            self.kind.extend(self, self.items)
+            self.kind.extend(self, self.items if entries is None else entries)
+
+    def _last_numbers(self) -> list[Any] | None:
+        earlier = int(self.count()) - self.own
+        own = [*self.items][len(self.items) - self.own :]
+        numbers = [self._numbers.read(-at) for at in range(earlier, 0, -1)]
+        return None if any(number is None for number in numbers) else [*numbers, *own]
 
     def was_read(self) -> bool:
         """Whether it was read, or changed by code that gets past its methods; and whether anybody holds a part."""
         for part in self.parts:  # to which the list of parts refers, too
-            if part.was_read() or sys.getrefcount(part) > _OWN_REFERENCES + 1:
+            if (part.was_read() and not part.is_numbers) or sys.getrefcount(part) > _OWN_REFERENCES + 1:
                 return True
         present = list(self.kind.__iter__(self))
         return self.is_read or len(present) != len(self.items) or any(each is not self._unread for each in present)
 
 
 def _of_last(at: slice) -> int:
-    """Of how many last entries a slice is, 0 for any other one."""
-    return -at.start if type(at.start) is int and at.start < 0 and at.stop is None and at.step is None else 0
+    """Among how many last entries those of a slice are, 0 for a slice that counts from the beginning."""
+    ends_there = at.stop is None or (type(at.stop) is int and at.stop < 0)
+    return -at.start if ends_there and type(at.start) is int and at.start < 0 and at.step is None else 0
 
 
 def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
