@@ -21,7 +21,8 @@ import torch
 
 from weft.capture.record.python_numbers import ChangingState, PythonNumbers
 from weft.capture.state.code_names import takes_entries
-from weft.capture.state.containers import GROWING_KINDS, Container, Growing, StatePlace, item_of, last_of
+from weft.capture.state.containers import GROWING_KINDS, Container, StatePlace, item_of
+from weft.capture.state.patterns import Growing, last_of
 from weft.capture.step_interface import Role
 from weft.source_files import is_own_file
 

@@ -8,14 +8,15 @@ known, so a comparison in the step's Python has an outcome, and that outcome is 
 (:mod:`weft.capture.guards.size_guard`). What the step leaves at the place is an effect, as a tensor would be.
 
 Numbers that behave unlike their neighbours stay guards by value: infinities, NaN and -0.0, integers that need more than
-64 bits, and subclasses of ``int`` and ``float`` (bools, enumerations, scalars of numpy), but for numpy's among the
-settings of optimizers.
+64 bits, and subclasses of ``int`` and ``float`` (bools, enumerations). Numbers of numpy's that change are symbols among
+the settings of optimizers; elsewhere each call reads them (:mod:`weft.capture.record.numpy_numbers`).
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,17 +25,13 @@ import sympy
 import torch.fx
 
 from weft import torch_adapter
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import NumpyFloat
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.state.containers import (
-    ANY,
-    Container,
-    Content,
-    Pattern,
-    StatePlace,
-)
+from weft.capture.state.containers import ANY, Container, Content, StatePlace
 from weft.capture.state.object_parts import factory_of, followed_items, is_replaceable
+from weft.capture.state.patterns import Pattern
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.step_interface import Role
 
@@ -228,6 +225,16 @@ def is_rate_of_numpy(value: Any, container: Container) -> bool:
     return _is_float64(value) and isinstance(container.obj, dict) and {"lr", "params"} <= container.obj.keys()
 
 
+def is_number_of_numpy(value: Any) -> bool:
+    """Whether a value is a number of numpy's, or a truth value."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc"
+
+
+def _may_change(value: Any) -> bool:
+    return may_be_symbolic(value) or is_number_of_numpy(value)
+
+
 def _is_float64(value: Any) -> bool:
     return isinstance(value, float) and type(value).__name__ == "float64" and type(value).__module__ == "numpy"
 
@@ -244,7 +251,7 @@ def differing_numbers(containers: Iterable[Container]) -> Iterator[str]:
     for container in containers:
         if not isinstance(container, Content):
             for key, known in container.before.items():
-                if type(known) in (int, float, tuple) or is_rate_of_numpy(known, container):
+                if type(known) in (int, float, tuple) or is_number_of_numpy(known):
                     yield from differing(container.label(key), container.get(key), known)
 
 
@@ -253,7 +260,7 @@ def differing(path: str, value: Any, expected: Any) -> Iterator[str]:
     if type(value) is type(expected) is tuple:
         for at, (item, known) in enumerate(zip(value, expected, strict=False)):
             yield from differing(f"{path}[{at}]", item, known)
-    elif type(value) is type(expected) and may_be_symbolic(value) and value != expected:
+    elif type(value) is type(expected) and _may_change(value) and value is not expected and not bool(value == expected):
         yield path
 
 
@@ -272,8 +279,15 @@ def _changed(place: StatePlace, old: Any, new: Any, around: tuple[int, ...] = ()
                     yield from _changed(place.inside(vars).inside(name), known[name], items[vars][name], around)
             elif key in items:
                 yield from _changed(place.inside(key), known, items[key], around)
-    elif may_be_symbolic(old) and (isinstance(new, _SYMBOLIC) or (type(new) in (int, float) and new != old)):
+    elif _is_another_number(old, new):
         yield place.path
+
+
+def _is_another_number(old: Any, new: Any) -> bool:
+    """Whether a step put another number in the place of one that may change."""
+    if is_number_of_numpy(old) and type(new) in (HostArray, type(old)):
+        return type(new) is HostArray or not bool(new == old)
+    return may_be_symbolic(old) and (isinstance(new, _SYMBOLIC) or (type(new) in (int, float) and new != old))
 
 
 def _identity(place: StatePlace) -> tuple[int, Any, tuple[Any, ...]]:

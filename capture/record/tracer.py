@@ -57,6 +57,7 @@ from weft.capture.record.new_leaves import refuse_new_leaves
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
+from weft.capture.record.numpy_numbers import NumpyNumbers
 from weft.capture.record.object_ids import refuse_ids
 from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
 from weft.capture.record.outside_values import OutsideValues
@@ -214,9 +215,10 @@ class _StepCapture:
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, in_graph)
         self.tables = NumberTables(changing.tables, changing.plain_tables, found)
         self.large_arrays = LargeArrays(self.state, changing.tables)
+        self.numpy_numbers = NumpyNumbers(self.state.containers, changing.numbers)
         self.remembering = remembering
         remembering.note(self.state.objects, self._walk_result, self.modes)
-        followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
+        followed = arrays or bool(self.arguments.has_arrays or self.large_arrays or self.numpy_numbers)
         self.outside = OutsideValues(
             self.recorder, self.state, remembering, self._is_made, watched=watched, arrays=followed
         )
@@ -331,6 +333,7 @@ class _StepCapture:
             for stand_ins in (self.numbers, self.tables, self.lists):
                 stand_ins.put_into(self.state.containers)
             self.large_arrays.put_into(self.state.containers, self.recorder, self.outside.arrays.arrays)
+            self.numpy_numbers.put_into(self.outside.arrays.arrays)
             yield
 
     def _running_module(self) -> str:

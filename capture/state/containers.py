@@ -14,7 +14,7 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -50,21 +50,6 @@ SPARSE_PARTS = ("_indices", "_values")
 
 class BuiltinLike(type):
     """Of classes that stand for one of Python's own in the globals of modules while a step is captured."""
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What a tuple, list or dictionary must be made of.
-
-    Attributes:
-        kind: its type.
-        items: a pattern or a value for each position or key.
-        factory: what makes the missing values of a ``defaultdict``; None of another type.
-    """
-
-    kind: type
-    items: dict[Any, Any]
-    factory: Any = None
 
 
 @dataclass(frozen=True)
@@ -136,29 +121,6 @@ def without_overrides(obj: Any) -> Any:
     return obj if type(obj) in _HOLDERS else _WithoutOverrides(obj)
 
 
-@dataclass(frozen=True)
-class Growing:
-    """Any list of a type, but for those that the step knows otherwise.
-
-    Attributes:
-        kind: the type.
-        others: ids of the objects that guards compare.
-        numbers: the type of the numbers that the step reads together; None where it reads none.
-        last: how many of them it reads, from the end; None for all.
-    """
-
-    kind: type
-    others: frozenset[int]
-    numbers: type | None = None
-    last: int | None = None
-
-    def matches(self, value: Any) -> bool:
-        """Whether a value is such a list."""
-        if type(value) is not self.kind or id(value) in self.others:
-            return False
-        return self.numbers is None or set(map(type, last_of(value, self.last))) <= {self.numbers}
-
-
 class AllBut:
     """The keys of a dictionary other than ``names``, those that it gets later included."""
 
@@ -188,8 +150,8 @@ class Container:
         stand_ins: what the capture put in the place of entries, by key: no change that the step made.
         by_value: what an entry must be made of, by key, where a call need not find the same object: :data:`ANY` for a
             number that is an input of the graph, a :class:`Pattern` for a tuple, list or dictionary,
-            :class:`Growing` for a list to which the step appends, :class:`TensorLike` for a gradient that the step
-            replaces.
+            :class:`Growing` for a list to which the step appends, :class:`OfType` for a number of numpy's that changes,
+            :class:`TensorLike` for a gradient that the step replaces.
         outer: its own place, where the step leaves another object there: what is in it is found through that place.
     """
 
@@ -546,11 +508,6 @@ class StatePlace:
         for name in self.inner:
             value = part_of(value, name)
         return value
-
-
-def last_of(values: Any, count: int | None) -> Any:
-    """The last entries of a list or deque, all of them where there are no more; None counts all."""
-    return values if count is None else [*islice(reversed(values), count)][::-1]
 
 
 def part_of(value: Any, name: str) -> Any:
