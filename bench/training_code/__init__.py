@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from coverage_case import Case
 
-from . import loops, losses, models, optimizers, research, state
+from . import loops, losses, models, optimizers, recipes, research, state
 from .pieces import PIECES
 
-__all__ = ["code_cases", "loops", "losses", "models", "optimizers", "research", "state"]
+__all__ = ["code_cases", "loops", "losses", "models", "optimizers", "recipes", "research", "state"]
 
 
 def code_cases() -> dict[str, Case]:

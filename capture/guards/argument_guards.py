@@ -15,8 +15,9 @@ import torch
 from weft import torch_adapter
 from weft.capture.record.arguments import CallArguments
 from weft.capture.state.absent_graphs import AutogradRole
-from weft.capture.state.containers import ANY, SIMPLE, Growing, Pattern, StatePlace, TensorLike, same_simple
+from weft.capture.state.containers import ANY, SIMPLE, StatePlace, TensorLike, same_simple
 from weft.capture.state.object_parts import factory_of, followed_items
+from weft.capture.state.patterns import Growing, OfType, Pattern
 from weft.capture.state.tensor_memory import inner_tensor, own_attributes
 from weft.capture.strided_overlap import apart
 
@@ -177,7 +178,8 @@ def matches(value: Any, expected: Any) -> bool:
     """Whether a value in Python state can replace the one at capture.
 
     It must be the same object, the same method of the same object, an equal simple value, a tensor of the same shape
-    and dtype, a tuple of values that match, or be as a :class:`Pattern`, :class:`Growing` or :class:`TensorLike` says.
+    and dtype, a tuple of values that match, or be as a :class:`Pattern`, :class:`Growing`, :class:`OfType` or
+    :class:`TensorLike` says.
     A leaf that requires grad must be the same object, because its gradient, hooks and optimizer state belong to it.
     """
     if value is expected or expected is ANY:
@@ -192,8 +194,8 @@ def matches(value: Any, expected: Any) -> bool:
     if isinstance(expected, TensorLike):
         is_alike = isinstance(value, torch.Tensor) and AutogradRole.of(value) is expected.role
         return is_alike and value.shape == expected.shape and value.dtype == expected.dtype
-    if isinstance(expected, Growing):
-        return type(value) is expected.kind and id(value) not in expected.others
+    if isinstance(expected, (Growing, OfType)):
+        return expected.matches(value)
     if isinstance(expected, Pattern):
         if type(value) is not expected.kind or factory_of(value) is not expected.factory:
             return False

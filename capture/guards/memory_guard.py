@@ -21,8 +21,9 @@ from weft import state_checks, torch_adapter
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.state.absent_graphs import AutogradRole
-from weft.capture.state.containers import Container, Pattern, StatePlace, TensorLike, items_of
+from weft.capture.state.containers import Container, StatePlace, TensorLike, items_of
 from weft.capture.state.object_parts import followed_items
+from weft.capture.state.patterns import Pattern
 from weft.capture.state.state_reader import PlaceReader
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.strided_overlap import overlapping

@@ -44,6 +44,8 @@ class SizeGuard:
         for number in captured.numbers:
             self._values[str(number.symbol)] = number.place.path, number.place.get
             self.conditions.append(_kind(number))
+            if number.is_guarded:
+                self.conditions.append(f"{number.symbol} == {number.value!r}")
         self._kinds = " and ".join(f"({c})" for c in self.conditions) or "True"
         self._computed = _computed(captured, self._values)
         known = {*self._values, *self._computed}

@@ -37,6 +37,7 @@ from weft.capture.record.array_calls import (
     name_of,
 )
 from weft.capture.record.array_functions import dispatch, dispatch_ufunc
+from weft.capture.record.held_references import original_of
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.late_text import late_text
@@ -201,7 +202,7 @@ class ArrayRecorder:
         if type(leaf) is HostArray:
             settle(leaf.weft_memory)
             return leaf.weft_call
-        return frozen(leaf) if isinstance(leaf, sys.modules["numpy"].ndarray) else leaf
+        return frozen(leaf) if isinstance(leaf, sys.modules["numpy"].ndarray) else original_of(leaf)
 
     def _write(self, call: ArrayCall, target: Any, undecided: bool) -> None:
         if type(target) is not HostArray:

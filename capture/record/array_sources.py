@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_recorder import OUTSIDE, ArrayRecorder, is_tensor_dtype
+from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.host_arrays import HostArray, names
 from weft.capture.record.host_lists import HostList
 from weft.capture.record.recorder import OpRecorder
@@ -58,7 +59,7 @@ _TENSORS_OF = (torch.tensor, torch.as_tensor, torch.asarray)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 _EXTENSIONS = (".so", ".pyd")
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_CALLERS = ("random", "weft.capture.record.host_draws", __name__)
+_CALLERS = ("random", "weft.capture.record.host_draws", "weft.capture.record.numpy_classes", __name__)
 
 
 class ArrayDrawn(BaseException):
@@ -234,7 +235,8 @@ class ArraySources:
 
         @functools.wraps(original)
         def make(*args: Any, **kwargs: Any) -> Any:
-            if args and _holds_numbers(args[0]) and self._intercepts() and _called_by_step():
+            found = args and (_holds_numbers(args[0]) or isinstance(args[0], AppendedList))
+            if found and self._intercepts() and _called_by_step():
                 self.following()
             return original(*args, **kwargs)
 
@@ -251,11 +253,26 @@ class ArraySources:
 
         return make
 
+    def number_of_class(self, kind: type) -> Callable[..., Any]:
+        """Stands in for the call of a class of numbers of numpy's."""
+
+        def make(*args: Any, **options: Any) -> Any:
+            found = len(args) == 1 and (type(args[0]) is HostArray or _holds_numbers(args[0]))
+            if not found or self.arrays.busy or not self._intercepts() or not _called_by_step():
+                return kind(*args, **options)
+            self.following()
+            return self._made(kind, args, options)
+
+        return make
+
     def _reducing(self, original: Callable[..., Any], array: Callable[..., Any]) -> Any:
         """Stands in for a function that reduces a list: of numbers of the step, an array is made first."""
 
         @functools.wraps(original)
         def reduce(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], AppendedList) and self._intercepts() and _called_by_step():
+                call = lambda target, given, _: self.arrays.call(target, (*given, *args[1:]), kwargs)
+                return args[0].reduced(original, call, *args[1:], **kwargs)
             if args and _holds_numbers(args[0]) and self._intercepts() and _called_by_step():
                 args = (self._made(array, args[:1], {}), *args[1:])
             return original(*args, **kwargs)

@@ -7,7 +7,7 @@ capture otherwise.
 
 torch itself asks about sizes that the data decides: whether one is 1, which would be broadcast, whether there are
 elements at all, and whether two sizes are the same. The usual outcomes are that none is 0 or 1, and that those which
-must be the same for an operation are.
+must be the same for an operation are. Of the user's code it is that a loop leaves nothing out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from weft.capture.source_tree import SourceTree
 _BETWEEN = ("weft.", "sympy.", "torch.fx.", "torch._", "torch.utils._", "torch.overrides")
 _BUILTINS = ("bool", "any", "all")
 _EXITS = ("exit", "quit")
+_COUNTS = ("any", "len", "numel", "size", "sum")
 
 
 def outcome_without_error() -> bool | None:
@@ -55,6 +56,37 @@ def asked_by_a_call() -> bool:
         return False
     operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     return operation.startswith("CALL") or operation.endswith("_SUBSCR") or operation.endswith("_SLICE")
+
+
+def outcome_with_elements() -> bool | None:
+    """The outcome with which the user's code leaves nothing out: ``if len(rows) == 0: continue``, ``if mask.any():``
+    without ``else``. None where it asks otherwise.
+
+    An expert without tokens is rare. Where it comes, its path is captured then.
+    """
+    frame = _asking(sys._getframe(1))
+    source = None if frame is None else SourceTree.of(frame.f_code.co_filename)
+    node = None if source is None or frame is None else source.running(frame)
+    if source is None or node is None:
+        return None
+    is_there, alike = _asks_for_elements(node), True
+    while isinstance(parent := source.parents[node], ast.UnaryOp) and isinstance(parent.op, ast.Not):
+        node, alike = parent, not alike
+    if not isinstance(parent, ast.If) or node is not parent.test or parent.orelse:
+        return None
+    if isinstance(parent.body[-1], ast.Continue):
+        return not alike
+    return alike if is_there else None
+
+
+def _asks_for_elements(node: ast.expr) -> bool:
+    """Whether an expression is true where there are elements: ``mask.any()``, ``len(rows) > 0``."""
+    match node:
+        case ast.Compare(left=left, ops=[ast.Gt() | ast.NotEq()], comparators=[ast.Constant(value=0)]):
+            return _asks_for_elements(left) or isinstance(left, ast.Subscript)
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name in _COUNTS
+    return False
 
 
 def usual_outcome(question: Any) -> bool | None:

@@ -29,7 +29,12 @@ from torch.fx.experimental.sym_node import SymNode
 
 from weft import torch_adapter
 from weft.capture.record.answers_from_inputs import MOST_OPERATIONS, answer_from, is_host_number
-from weft.capture.record.assumed_outcomes import asked_by_a_call, outcome_without_error, usual_outcome
+from weft.capture.record.assumed_outcomes import (
+    asked_by_a_call,
+    outcome_with_elements,
+    outcome_without_error,
+    usual_outcome,
+)
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
@@ -132,7 +137,7 @@ class Branches:
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
         assumed = None if expr.is_integer else outcome_without_error()
-        usual = usual_outcome(expr) if asked_by_a_call() else None
+        usual = usual_outcome(expr) if asked_by_a_call() else outcome_with_elements()
         self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed, usual))
         return self._answers[expr]
 

@@ -10,8 +10,8 @@ Where code uses the names as values, torch and Python ask for the very types (``
 other names, under which nobody replaces them.
 
 From Python 3.12 on, ``sum`` adds floats with the rounding errors kept apart. Of symbolic numbers it would be one
-addition after the other, so the function itself is replaced there (:func:`sum_replacements`), under every name by which
-the user's code holds it. Nobody asks for it as a type.
+addition after the other, so the function itself is replaced (:func:`sum_replacements`), under every name by which the
+user's code holds it. Nobody asks for it as a type.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
-from weft.capture.record.float_arithmetic import added, choice, plain
+from weft.capture.record.float_arithmetic import added, choice, computed, plain
+from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import PYTHON_TYPES
 from weft.capture.record.recorder import recording
@@ -236,6 +237,8 @@ def _choosing(function: Callable[..., Any]) -> type:
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if recording() is None or not args or not kwargs.keys() <= {"default"}:
                 return function(*args, **kwargs)
+            if len(args) == 1 and isinstance(args[0], AppendedList):
+                return args[0].reduced(function, computed, **kwargs)
             items = list(args[0]) if len(args) == 1 else args
             chosen = choice(function, items) if items else None
             if chosen is not None:
@@ -249,14 +252,16 @@ def sum_as_python(values: Iterable[Any], /, start: Any = 0) -> Any:
     """``sum``; one number where there are symbolic floats among numbers, which Python then adds at every call."""
     if recording() is None:
         return _SUM(values, start)
+    if isinstance(values, AppendedList) and not values.is_read and type(start) is int and start == 0:
+        return values.reduced(_SUM, computed)
     items = list(values)
     found = added(start, items)
     return _SUM(items, start) if found is None else found
 
 
 def sum_replacements() -> list[tuple[Any, str, Any]]:
-    """(owner, name, replacement), where Python's ``sum`` is more than one addition after the other."""
-    return [(builtins, "sum", sum_as_python)] if sys.version_info >= (3, 12) else []
+    """(owner, name, replacement) of ``sum``."""
+    return [(builtins, "sum", sum_as_python)]
 
 
 def _range(*bounds: Any) -> range:

@@ -28,8 +28,7 @@ _WITHOUT_READING = {
     "distributions/": "Pass validate_args=False to the distribution, which then does not check its arguments by value",
     "nn/utils/clip_grad.py": "Pass error_if_nonfinite=False, and look at the norm that it returns outside the step",
     "amp/grad_scaler.py": "Train in bfloat16, which needs no GradScaler, or call scaler.step and scaler.update outside",
-    "optim/lbfgs.py": "Call its step outside the step, with a compiled closure in which model.zero_grad() stands for "
-    "the optimizer's: how often it calls its closure depends on the loss",
+    "optim/lbfgs.py": "Call its step outside the step, with a compiled closure: the loss decides how often it runs",
 }
 _INDEX_REMEDY = "Index with a tensor: x[y.argmax()] without .item(), or x.index_select(0, positions)"
 

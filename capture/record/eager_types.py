@@ -85,6 +85,8 @@ class EagerTypes:
             # Python's own makes a plain number of the size, which fixes it.
             if type(value) is HostArray and value.ndim:
                 return value.shape[0]
+            if isinstance(value, AppendedList):
+                return value.count()
             if type(value) is HostList:
                 return value.weft_tensor.shape[0]
             return value.shape[0] if isinstance(value, FakeTensor) and seen_as(value) and value.dim() else len(value)

@@ -1,8 +1,8 @@
-"""Numbers that operations of custom libraries return: ``-> bool``, ``-> int``, ``(Tensor, int)``.
+"""Numbers that operations return: ``-> bool``, ``-> int``, ``(Tensor, int)``.
 
 An operation may read its tensors to make such a number. What its fake implementation returns in the place of it is
 then of no call. So each number is a symbol that the node of the operation computes. Torch's own operations return
-numbers that follow from layouts, but for those that it marks as dependent on data.
+numbers that follow from layouts, but for those that it marks as dependent on data: ``torch.equal``, ``torch.allclose``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _REMEDY = "Return a tensor of one element, and call .item() on it in the step"
 
 
 def number_results(op: OpOverload) -> bool:
-    """Whether an operation of a custom library returns other things than tensors."""
-    return op.namespace not in _OF_TORCH and any(str(each.type) not in _TENSORS for each in op._schema.returns)
+    """Whether an operation returns other things than tensors, which may depend on the numbers in tensors. Of torch's,
+    ``item`` is recorded otherwise."""
+    if op.namespace in _OF_TORCH:
+        return torch.Tag.data_dependent_output in op.tags and op._schema.returns[0].type.kind() == "BoolType"
+    return any(str(each.type) not in _TENSORS for each in op._schema.returns)
 
 
 def with_symbols(op: OpOverload, compute: Callable[[], Any], shape_env: Any) -> Any:

@@ -32,7 +32,7 @@ class OpFacts(NamedTuple):
         executable: what a graph calls for it.
         writes: the arguments that it writes, None where there are none.
         reads_data: whether the sizes or the number that it returns depend on data.
-        returns_numbers: whether it is of a custom library and returns other things than tensors.
+        returns_numbers: whether it returns numbers that may depend on data.
         needs_check: whether it is a collective whose operands torch checks only when it runs.
         gradient: makes eager's gradients, where those for fake tensors have other bits.
         is_composite: whether torch computes it by other operations.

@@ -7,12 +7,15 @@ inputs, so one graph serves the first call and all later ones. That is wrong whe
 - the step drops the state (``optimizer.state.clear()``), or makes the optimizer itself: each call allocates it anew.
 
 In these cases the graph allocates the state, and its guards admit only calls that begin without state.
+
+The state of an optimizer that a step does not read is no guard: a compiled closure that only calls
+``optimizer.zero_grad()`` serves all calls of an LBFGS whose state gets longer outside of it.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.tracked_storages import was_tracked
+from weft.capture.state.containers import StatePlace
+from weft.capture.state.optimizer_parts import containers_of_state
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.user_code import called_by_user
@@ -62,6 +67,7 @@ class OptimizerStates:
         self._in_graph = {id(optimizer): optimizer for optimizer in in_graph}
         self._made: list[tuple[torch.optim.Optimizer, torch.Tensor, Any]] = []
         self._read_too_early: dict[int, torch.optim.Optimizer] = {}
+        self._read: set[int] = set()  # ids of the optimizers whose state any code has read
         self._is_stepping = False  # inside `optimizer.step()`, whose own code may read its state
         self._is_preparing = False  # inside weft's own code
 
@@ -94,7 +100,10 @@ class OptimizerStates:
             delattr(torch.optim.Optimizer, "state")
 
     def _note_read(self, optimizer: torch.optim.Optimizer, *, by_user: bool) -> None:
-        if self._is_preparing or (self._is_stepping and not by_user):
+        if self._is_preparing:
+            return
+        self._read.add(id(optimizer))
+        if self._is_stepping and not by_user:
             return
         if not any(optimizer is known for known, *_ in self._made):
             self._in_graph.setdefault(id(optimizer), optimizer)
@@ -108,6 +117,7 @@ class OptimizerStates:
             follow: adds an optimizer to the known Python state.
         """
         self._is_stepping = self._is_preparing = True
+        self._read.add(id(optimizer))
         try:
             follow()
             self._prepare(optimizer)
@@ -117,6 +127,17 @@ class OptimizerStates:
     def make_in_graph(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the graph allocate the state of an optimizer that the step constructs: each call has a new one."""
         self._in_graph[id(optimizer)] = optimizer
+
+    def release_unread(self, places: Iterable[StatePlace]) -> None:
+        """Ask for no guards on state that the step did not read: neither through the optimizer, nor as one of its
+        inputs, which are at ``places``."""
+        read = {id(place.container) for place in places}
+        for optimizer, _ in self._state.optimizers:
+            if id(optimizer) not in self._read:
+                found = containers_of_state(optimizer, self._state.containers)
+                if read.isdisjoint(map(id, found)):
+                    for container in found:
+                        container.frozen = True
 
     def end_step(self) -> None:
         """The optimizer's step has ended."""

@@ -79,7 +79,8 @@ _EFFECTS: dict[str, str] = {
     "torch.backends.cuda": "enable_flash_sdp enable_math_sdp enable_mem_efficient_sdp enable_cudnn_sdp",
 }
 # Modules that stand between the step's code and the function that is replaced.
-_BETWEEN = tuple(f"weft.capture.record.{name}" for name in ("outside_calls", "outside_objects", "repeated_warnings"))
+_MODULES = ("builtin_types", "outside_calls", "outside_objects", "repeated_warnings")
+_BETWEEN = tuple(f"weft.capture.record.{name}" for name in _MODULES)
 _WHY = "the compiled step would have the answer of its first call for ever"
 _REMEDY = "call it before the step and pass the result as an argument, or call it in a function marked @weft.opaque"
 

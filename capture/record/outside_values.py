@@ -27,6 +27,7 @@ from weft.capture.record.environment import EnvironmentReads
 from weft.capture.record.generator_states import GeneratorStates, MovingLine
 from weft.capture.record.held_references import ORIGINAL, held_references_replaced, original_of, users_modules
 from weft.capture.record.host_draws import HostDraws
+from weft.capture.record.numpy_classes import numpy_class_replacements
 from weft.capture.record.object_ids import Ids
 from weft.capture.record.outside_calls import OutsideCalls
 from weft.capture.record.outside_objects import OutsideObjects
@@ -160,6 +161,7 @@ class OutsideValues:
                     *self._types.replacements(),
                     *self._names.replacements(),
                     *tensor_class_replacements(self._state.objects),
+                    *numpy_class_replacements(self._state.objects, self.arrays),
                 ]
                 for owner, name, new in replacements:
                     original = getattr(owner, name)

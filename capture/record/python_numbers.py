@@ -8,33 +8,30 @@ known, so a comparison in the step's Python has an outcome, and that outcome is 
 (:mod:`weft.capture.guards.size_guard`). What the step leaves at the place is an effect, as a tensor would be.
 
 Numbers that behave unlike their neighbours stay guards by value: infinities, NaN and -0.0, integers that need more than
-64 bits, and subclasses of ``int`` and ``float`` (bools, enumerations, scalars of numpy), but for numpy's among the
-settings of optimizers.
+64 bits, and subclasses of ``int`` and ``float`` (bools, enumerations). Numbers of numpy's that change are symbols among
+the settings of optimizers; elsewhere each call reads them (:mod:`weft.capture.record.numpy_numbers`).
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
 import torch.fx
 
 from weft import torch_adapter
+from weft.capture.record.host_arrays import HostArray
 from weft.capture.record.plain_numbers import NumpyFloat
 from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
-from weft.capture.state.containers import (
-    ANY,
-    Container,
-    Content,
-    Pattern,
-    StatePlace,
-)
+from weft.capture.state.containers import ANY, Container, Content, StatePlace
 from weft.capture.state.object_parts import factory_of, followed_items, is_replaceable
+from weft.capture.state.patterns import Pattern
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.step_interface import Role
 
@@ -51,12 +48,14 @@ class PythonNumber:
         node: its placeholder.
         place: where a call finds it.
         value: in the captured call.
+        is_guarded: whether it is a guard by its value, which nothing else compares: an entry of a list that grows.
     """
 
     symbol: sympy.Symbol
     node: torch.fx.Node
     place: StatePlace
     value: int | float
+    is_guarded: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +124,7 @@ class PythonNumbers:
         self._changing = changing.numbers - self._kept
         self._closed = changing.closed
         self._by_entry: dict[tuple[int, Any], Any] = {}
+        self._late: set[sympy.Symbol] = set()
 
     def put_into(self, containers: Iterable[Container]) -> None:
         """Put symbols into the entries of containers; those that have theirs keep them."""
@@ -138,6 +138,14 @@ class PythonNumbers:
     def argument(self, value: Any, place: StatePlace) -> Any:
         """What the step gets for an argument that is no tensor: a symbol, or the value itself."""
         return self._symbolic(value, place, rate=False) if type(value) in (int, float) else value
+
+    def read_late(self, value: Any, place: StatePlace) -> Any:
+        """The symbol of a number that the step is found to read only now; None where a symbol cannot stand for it."""
+        if type(value) not in (int, float) or not may_be_symbolic(value):
+            return None
+        number = self._symbol(value, place)
+        self._late.add(self.found[-1].symbol)
+        return number
 
     def _put(self, container: Container, key: Any, value: Any) -> None:
         entry = id(container.obj), key
@@ -183,8 +191,9 @@ class PythonNumbers:
             The numbers that are symbols to the end. Those that the step's Python needed as numbers are guards.
         """
         shape_env = self._recorder.symbols.shape_env
-        numbers = [each for each in self.found if not torch_adapter.replaced(shape_env, each.symbol).is_number]
-        inputs, changing = {_identity(each.place) for each in numbers}, self._changing
+        is_plain = {each.symbol: torch_adapter.replaced(shape_env, each.symbol).is_number for each in self.found}
+        numbers = [each for each in self.found if not is_plain[each.symbol]]
+        inputs, changing = {_identity(each.place) for each in numbers if each.symbol not in self._late}, self._changing
         entries = {identity[:2] for identity in inputs}
         # What is in a list or dictionary at several places is compared at the first of them.
         first: dict[int, StatePlace] = {}
@@ -203,7 +212,8 @@ class PythonNumbers:
                 if replaced or (container.outer is None and (id(container.obj), key) in entries):
                     container.by_value[key] = _pattern(value, place, changing, inputs)
         self._by_entry.clear()
-        return numbers
+        late = (each for each in self.found if is_plain[each.symbol] and each.symbol in self._late)
+        return [*numbers, *(replace(each, is_guarded=True) for each in late)]
 
 
 def is_rate_of_numpy(value: Any, container: Container) -> bool:
@@ -213,6 +223,16 @@ def is_rate_of_numpy(value: Any, container: Container) -> bool:
     a guard by its value, since code may ask for what only numpy's numbers have.
     """
     return _is_float64(value) and isinstance(container.obj, dict) and {"lr", "params"} <= container.obj.keys()
+
+
+def is_number_of_numpy(value: Any) -> bool:
+    """Whether a value is a number of numpy's, or a truth value."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biufc"
+
+
+def _may_change(value: Any) -> bool:
+    return may_be_symbolic(value) or is_number_of_numpy(value)
 
 
 def _is_float64(value: Any) -> bool:
@@ -232,7 +252,7 @@ def differing_numbers(containers: Iterable[Container]) -> Iterator[str]:
     for container in containers:
         if not isinstance(container, Content):
             for key, known in container.before.items():
-                if type(known) in (int, float, tuple, list) or is_rate_of_numpy(known, container):
+                if type(known) in (int, float, tuple, list) or is_number_of_numpy(known):
                     yield from differing(container.label(key), container.get(key), known)
 
 
@@ -244,7 +264,7 @@ def differing(path: str, value: Any, expected: Any) -> Iterator[str]:
     if replaced or type(value) is type(expected) is tuple:
         for at, (item, known) in enumerate(zip(value, expected, strict=False)):
             yield from differing(f"{path}[{at}]", item, known)
-    elif type(value) is type(expected) and may_be_symbolic(value) and value != expected:
+    elif type(value) is type(expected) and _may_change(value) and value is not expected and not bool(value == expected):
         yield path
 
 
@@ -267,8 +287,15 @@ def _changed(place: StatePlace, old: Any, new: Any, around: tuple[int, ...] = ()
                     yield from _changed(place.inside(vars).inside(name), known[name], items[vars][name], around)
             elif key in items:
                 yield from _changed(place.inside(key), known, items[key], around)
-    elif may_be_symbolic(old) and (isinstance(new, _SYMBOLIC) or (type(new) in (int, float) and new != old)):
+    elif _is_another_number(old, new):
         yield place.path
+
+
+def _is_another_number(old: Any, new: Any) -> bool:
+    """Whether a step put another number in the place of one that may change."""
+    if is_number_of_numpy(old) and type(new) in (HostArray, type(old)):
+        return type(new) is HostArray or not bool(new == old)
+    return may_be_symbolic(old) and (isinstance(new, _SYMBOLIC) or (type(new) in (int, float) and new != old))
 
 
 def _identity(place: StatePlace) -> tuple[int, Any, tuple[Any, ...]]:

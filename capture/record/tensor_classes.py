@@ -32,15 +32,10 @@ _DTYPES = {
 }
 
 
-class TensorClass(type, StandIn):
-    """The class of the stand-ins."""
+class ClassStandIn(type, StandIn):
+    """The class of classes that stand for others, which they are to everything but ``is``."""
 
     weft_original: Any
-    weft_dtype: torch.dtype
-
-    def __call__(cls, *args: Any, **options: Any) -> Any:
-        made = None if options else _of_numbers(args, cls.weft_dtype)
-        return cls.weft_original(*args, **options) if made is None else made
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.weft_original)
@@ -58,10 +53,20 @@ class TensorClass(type, StandIn):
         return getattr(cls.weft_original, name)
 
 
+class TensorClass(ClassStandIn):
+    """The class of the stand-ins."""
+
+    weft_dtype: torch.dtype
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        made = None if options else _of_numbers(args, cls.weft_dtype)
+        return cls.weft_original(*args, **options) if made is None else made
+
+
 def tensor_class_replacements(objects: Iterable[Any]) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, replacement) of the classes whose names stand in functions that the step can call."""
     codes = [each.__code__ for each in objects if type(each) is types.FunctionType]
-    used = {name for code in codes for each in _with_inner(code) for name in each.co_names}
+    used = {name for code in codes for each in with_inner(code) for name in each.co_names}
     for name in sorted(used & _DTYPES.keys()):
         names = {"weft_original": getattr(torch, name), "weft_dtype": _DTYPES[name]}
         yield torch, name, TensorClass(name, (), names)
@@ -80,11 +85,12 @@ def tensors_of_symbols() -> Iterator[None]:
         yield
 
 
-def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of the functions that it defines."""
     yield code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
-            yield from _with_inner(each)
+            yield from with_inner(each)
 
 
 def _of_numbers(args: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor | None:

@@ -36,7 +36,7 @@ from weft.errors import NumpyOnTensor, UncapturableMutation
 from weft.short_tracebacks import mark_refused_call
 from weft.thread_patches import present, replaced
 
-_EQUAL = (torch.equal, torch.Tensor.equal)
+_TRUTH = (torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero)
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 # The dtypes that they give to numbers; None is the default dtype.
@@ -109,8 +109,8 @@ class TorchFunctionInterceptor(TorchFunctionMode):
                 args = (args[0], torch.sym_float(args[1]))
             if func is torch.Tensor.type:
                 args = tuple(map(original_of, args))
-            if func in _EQUAL and not kwargs:
-                return bool(self._equal(*args))
+            if func in _TRUTH and args[0].numel() == 1 and args[0].dtype is not torch.bool:
+                args = (args[0].ne(0),)  # the number would have more outcomes, or one at each call
             if func is torch_adapter.nn_functions.pad_sequence and any(
                 isinstance(each.shape[0], torch.SymInt) for each in args[0]
             ):
@@ -174,15 +174,6 @@ class TorchFunctionInterceptor(TorchFunctionMode):
             recorder.symbols.define(value, lambda at=at, value=value: recorder.getitem(node, at, value))
         recorder.claim_pending_symbols()
         return values
-
-    def _equal(self, *tensors: torch.Tensor) -> torch.SymBool:
-        """``torch.equal``, whose answer is no tensor: one node, whose result is a symbol."""
-        recorder = self._recorder
-        value: Any = torch_adapter.fresh_number(recorder.symbols.shape_env, torch.bool)
-        node = recorder.emit(torch.ops.aten.equal.default, *map(recorder.value, tensors), val=value)
-        recorder.symbols.define(value, lambda: node)
-        recorder.claim_pending_symbols()
-        return value
 
     def _set_data(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """``target.data = value``: target keeps its identity and hooks and shares the memory of value from here on.
@@ -294,7 +285,7 @@ _LOOKED_INTO = frozenset(
         _SET_DATA,
         *_MAKE_TENSORS,
         *_INDEXED,
-        *_EQUAL,
+        *_TRUTH,
         torch.Tensor.type,
         *SIZE_FUNCTIONS,
         *_POWERS,

@@ -57,6 +57,7 @@ from weft.capture.record.new_leaves import refuse_new_leaves
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
+from weft.capture.record.numpy_numbers import NumpyNumbers
 from weft.capture.record.object_ids import Ids, plain_ids
 from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
 from weft.capture.record.outside_values import OutsideValues
@@ -210,13 +211,14 @@ class _StepCapture:
         self.streams = Streams(self.recorder)
         self.sizes = DynamicSizes(self.recorder.symbols.shape_env)
         self.numbers = PythonNumbers(self.recorder, changing, shared)
-        self.lists = GrowingLists(changing, shared)
+        self.lists = GrowingLists(changing, self.numbers, shared)
         self.optimizer_states = OptimizerStates(self.recorder, self.state, self.modes, in_graph)
         self.tables = NumberTables(changing.tables, changing.plain_tables, found)
         self.large_arrays = LargeArrays(self.state, changing.tables)
+        self.numpy_numbers = NumpyNumbers(self.state.containers, changing.numbers)
         self.remembering = remembering
         remembering.note(self.state.objects, self._walk_result, self.modes)
-        followed = arrays or bool(self.arguments.has_arrays or self.large_arrays)
+        followed = arrays or bool(self.arguments.has_arrays or self.large_arrays or self.numpy_numbers)
         ids = Ids(lambda: self.met, self.made)
         self.outside = OutsideValues(self.recorder, self.state, remembering, ids, watched=watched, arrays=followed)
         self.path = ModulePath(self.state)
@@ -330,6 +332,7 @@ class _StepCapture:
             for stand_ins in (self.numbers, self.tables, self.lists):
                 stand_ins.put_into(self.state.containers)
             self.large_arrays.put_into(self.state.containers, self.recorder, self.outside.arrays.arrays)
+            self.numpy_numbers.put_into(self.outside.arrays.arrays)
             yield
 
     def _running_module(self) -> str:
@@ -432,6 +435,7 @@ class _StepCapture:
             self.graphs.check([tensor for _, tensor in recorder.placeholders])
             changes = [*self.state.changes(), *self.arguments.changes(self.state.containers)]
             self.numbers.check_changed(changes)
+            self.lists.check_changed(changes)
             own = (*self.state.containers, *self.arguments.containers)
             known = UserTensors({**self.state.places_by_id, **self.arguments.fakes})
             given, for_opaque = recorder.snapshots.given, list[Template]()
@@ -474,6 +478,8 @@ class _StepCapture:
             detach_from_autograd(self.recorder.graph, self.fake_mode)
             drop_dead(recorder.graph)
             inputs, places = self._inputs(outputs)
+            if complete:
+                self.optimizer_states.release_unread(places)
             groups = canonical_groups(recorder.graph)
             graph = StepGraph(recorder.graph, inputs, outputs, groups).check()
         return CapturedStep(
@@ -516,7 +522,6 @@ class _StepCapture:
     ) -> list[Effect]:
         effects: list[Effect] = []
         removals: list[Effect] = []
-        self.lists.check_changed(changes)
         for container, key, _, new in changes:
             if container.outer is None and container is not self.state.types:
                 container.frozen = False  # guarded after all: the step changes it (a scheduler that the step steps)

@@ -53,21 +53,6 @@ class BuiltinLike(type):
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """What a tuple, list or dictionary must be made of.
-
-    Attributes:
-        kind: its type.
-        items: a pattern or a value for each position or key.
-        factory: what makes the missing values of a ``defaultdict``; None of another type.
-    """
-
-    kind: type
-    items: dict[Any, Any]
-    factory: Any = None
-
-
-@dataclass(frozen=True)
 class TensorLike:
     """What a gradient must be like. It stands for a tensor, which would keep its memory.
 
@@ -136,19 +121,6 @@ def without_overrides(obj: Any) -> Any:
     return obj if type(obj) in _HOLDERS else _WithoutOverrides(obj)
 
 
-@dataclass(frozen=True)
-class Growing:
-    """Any list of a type, but for those that the step knows otherwise.
-
-    Attributes:
-        kind: the type.
-        others: ids of the objects that guards compare.
-    """
-
-    kind: type
-    others: frozenset[int]
-
-
 class AllBut:
     """The keys of a dictionary other than ``names``, those that it gets later included."""
 
@@ -178,8 +150,8 @@ class Container:
         stand_ins: what the capture put in the place of entries, by key: no change that the step made.
         by_value: what an entry must be made of, by key, where a call need not find the same object: :data:`ANY` for a
             number that is an input of the graph, a :class:`Pattern` for a tuple, list or dictionary,
-            :class:`Growing` for a list to which the step appends, :class:`TensorLike` for a gradient that the step
-            replaces.
+            :class:`Growing` for a list to which the step appends, :class:`OfType` for a number of numpy's that changes,
+            :class:`TensorLike` for a gradient that the step replaces.
         outer: its own place, where the step leaves another object there: what is in it is found through that place.
     """
 
@@ -506,7 +478,7 @@ class StatePlace:
         inner: attributes that lead from a tensor subclass (DTensor) at the place to the plain tensor inside, or the
             part of a sparse matrix.
         items: positions and keys that lead from the entry to the value: ``(1, 0)`` for ``entry[1][0]``; ``vars`` leads
-            to the attributes of an object.
+            to the attributes of an object, ``len`` to the number of entries.
     """
 
     container: Container
@@ -520,6 +492,7 @@ class StatePlace:
         """The place of an item of the tuple, list or dictionary at this place, or of the attributes of the object."""
         is_attribute = self.items[-1:] == (vars,)
         path = self.path if key is vars else f"{self.path}.{key}" if is_attribute else f"{self.path}[{key!r}]"
+        path = f"len({self.path})" if key is len else path
         return replace(self, path=path, items=(*self.items, key), role=role or self.role)
 
     def outer(self) -> Any:
@@ -555,7 +528,8 @@ def item_of(value: Any, at: Any) -> Any:
         return dict.get(value, at, MISSING)
     if not isinstance(value, (tuple, list, deque)):
         return MISSING
-    return holder_of(type(value)).__getitem__(value, at) if at < len(without_overrides(value)) else MISSING
+    count = len(without_overrides(value))
+    return count if at is len else holder_of(type(value)).__getitem__(value, at) if -count <= at < count else MISSING
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft.capture.state.containers import MISSING, AllBut, Container, label_of
+from weft.capture.state.containers import MISSING, AllBut, Container, holder_of, label_of
 from weft.capture.state.contents import attributes_of
 from weft.capture.step_interface import Role
 
@@ -27,6 +27,20 @@ def state_of(optimizer: torch.optim.Optimizer, path: str, leaves: Iterable[tuple
     """The state of an optimizer at a path, by parameters, which ``leaves`` has with their paths."""
     names = {id(tensor): where for tensor, where in leaves}
     return Container(optimizer.state, f"{path}.state", label=lambda key: f"{path}.state[{names.get(id(key), '?')}]")
+
+
+def containers_of_state(optimizer: torch.optim.Optimizer, containers: list[Container]) -> list[Container]:
+    """The containers of an optimizer's state; none where a part of the state is reached in another way too."""
+    own = vars(optimizer)
+    parts, waiting = set[int](), [own["state"]]
+    while waiting:
+        holder = waiting.pop()
+        if id(holder) not in parts and holder_of(type(holder)) is not None:
+            parts.add(id(holder))
+            waiting += holder.values() if isinstance(holder, dict) else holder
+    found = [each for each in containers if id(each.obj) in parts]
+    others = (each for each in containers if id(each.obj) not in parts and each.obj is not own)
+    return [] if any(id(value) in parts for each in others for value in each.before.values()) else found
 
 
 class WalkedSchedulers:

@@ -1,8 +1,8 @@
 """How computed values lie in memory, seen through the operations that compute them.
 
 Eager gives each result a layout, and a graph records it. In a kernel most results are not stored: a reduction then
-reads what its operand is computed from, which may lie in memory in another order. The gradient of an average of images is
-recorded with rows of pixels innermost, and multiplied by an image with channels innermost.
+reads what its operand is computed from, which may lie in memory in another order. The gradient of an average of
+images is recorded with rows of pixels innermost, and multiplied by an image with channels innermost.
 """
 
 from __future__ import annotations

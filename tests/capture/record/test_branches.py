@@ -176,6 +176,112 @@ def test_a_function_that_branches_equals_eager(function: Callable[..., Any]) -> 
     assert len(ours.captures) == taken
 
 
+def _in_inference_mode(x: torch.Tensor) -> Any:
+    with torch.inference_mode():
+        return 1 if (x > 0).sum() else 2
+
+
+TWO_OUTCOMES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a count as truth": lambda x: x * 2 if (x[0] > 0).sum().remainder(7) else x,
+    "a float as truth": lambda x: x * 2 if x[0].relu().sum() else x,
+    "not a float": lambda x: x * 2 if not x[0, :1].relu() else x,
+    "nan as truth": lambda x: x * 2 if x[0, 0].log() else x,
+    "is_nonzero": lambda x: (torch.is_nonzero((x > 0).sum()), x[0, 0].relu().is_nonzero()),
+    "in inference mode": _in_inference_mode,
+    "allclose": lambda x: x if torch.allclose(x[:1], x[:1].abs()) else x * 2,
+    "allclose with options": lambda x: x[0].allclose(x[1], atol=1.5, equal_nan=True),
+    "equal": lambda x: torch.equal(x[0, :2], x[0, :2].abs()),
+    "equal of other sizes": lambda x: x.equal(x[0]),
+    "covariance": lambda x: (torch.cov(x), torch.corrcoef(x), torch.cov(x, correction=0)),
+    "gradient of a covariance": lambda x: torch.autograd.grad(torch.cov(y := x.clone().requires_grad_()).sum(), y),
+}
+
+
+@pytest.mark.parametrize("name", TWO_OUTCOMES)
+def test_a_question_with_two_answers_is_captured_once_for_each(name: str) -> None:
+    function = TWO_OUTCOMES[name]
+    ours = weft.compile(function)
+    for x in [*BATCHES, torch.zeros_like(BATCHES[0]), torch.ones_like(BATCHES[0])]:
+        assert_equal(detached(ours(x.clone())), detached(function(x.clone())))
+    assert len(ours.captures) <= 3, ours.captures  # and once up to the question
+
+
+LEAVES_OUT: dict[str, Callable[[torch.Tensor, torch.Tensor, nn.Module], torch.Tensor]] = {}
+
+
+def _leaves_out(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    LEAVES_OUT[step.__name__] = step
+    return step
+
+
+@_leaves_out
+def rows_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for at, expert in enumerate(experts):
+        rows = (chosen == at).nonzero().squeeze(-1)
+        if rows.numel() == 0:
+            continue
+        out = out.index_add(0, rows, expert(x[rows]))
+    return out
+
+
+@_leaves_out
+def mask_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for at, expert in enumerate(experts):
+        mask = chosen == at
+        if mask.any():
+            out[mask] = expert(x[mask])
+    return out
+
+
+@_leaves_out
+def none_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for at, expert in enumerate(experts):
+        mask = chosen == at
+        if not mask.any():
+            continue
+        out[mask] = expert(x[mask])
+    return out
+
+
+@_leaves_out
+def length_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for at, expert in enumerate(experts):
+        rows, _ = torch.where((chosen == at)[:, None])
+        if len(rows) > 0:
+            out.index_add_(0, rows, expert(x[rows]))
+    return out
+
+
+@pytest.mark.parametrize("name", LEAVES_OUT)
+def test_a_loop_that_leaves_nothing_out_is_captured_at_once(name: str) -> None:
+    def make() -> tuple[Callable[..., Any], list[Any]]:
+        router, experts = nn.Linear(8, 3), nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        parameters = [*router.parameters(), *experts.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+        def step(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            gates = router(x).softmax(-1)
+            chosen = (chosen + gates.round().long().sum(-1) * 0).clamp(0, 2)
+            out = LEAVES_OUT[name](x, chosen, experts) * gates.gather(1, chosen[:, None])
+            optimizer.zero_grad(set_to_none=False)
+            (out - x).square().mean().backward()
+            optimizer.step()
+            return out.detach()
+
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        return step, [router, experts]
+
+    full, none = torch.tensor([0, 1, 2, 2, 1, 0]), torch.tensor([0, 0, 2, 2, 2, 0])
+    calls = [(x, full.roll(at)) for at, (x,) in enumerate(batches(4, (6, 8)))]
+    both_ways(make, calls, captures=1)
+    both_ways(make, [*calls, (calls[0][0], none), *calls], captures=2)
+
+
 class _Reads(TorchDispatchMode):
     """Counts the values that are read from tensors."""
 

@@ -1,4 +1,5 @@
-"""Lists and deques to which a step appends: what it does not read is one capture, what it reads is refused by name."""
+"""Lists and deques to which a step appends: one capture for what it appends and for numbers that it asks of them, and
+an error that names the list where it reads otherwise."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -194,22 +196,143 @@ def test_a_list_that_the_step_reads_elsewhere_is_not_taken_for_the_one_it_append
         assert_equal(run(weft.compile), eager)
 
 
+Lists = dict[str, Any]
+
+
+def _lists() -> Lists:
+    return {"floats": [], "counts": [3], "recent": deque(maxlen=4), "short": deque([0.25], maxlen=2), "best": 9.0}
+
+
+def _half(values: Any) -> Any:
+    return sum(values) / 2 if values else 0.0
+
+
+def _stops_early(lists: Lists, loss: float) -> Any:
+    if len(lists["floats"]) > 3 and min(lists["floats"][-3:]) > lists["best"]:
+        return "stopped"
+    lists["best"] = min(lists["best"], loss)
+    return len(lists["floats"]) % 5 == 0
+
+
+# Each gets lists, after the step has appended a number to each of them.
+READS: dict[str, tuple[Callable[[Lists, float], Any], int]] = {
+    "mean": (lambda lists, loss: sum(lists["floats"]) / len(lists["floats"]), 1),
+    "moving average": (lambda lists, loss: sum(lists["floats"][-3:]) / len(lists["floats"][-3:]), 1),
+    "largest and smallest": (
+        lambda lists, loss: (max(lists["floats"]), min(lists["floats"][-5:]), max(lists["counts"])),
+        1,
+    ),
+    "mean of a deque": (lambda lists, loss: sum(lists["recent"]) / len(lists["recent"]), 1),
+    "of integers": (lambda lists, loss: (sum(lists["counts"]), sum(lists["counts"][-2:]) / 2), 1),
+    "numpy": (
+        lambda lists, loss: (np.mean(lists["floats"]), np.std(lists["floats"][-4:]), np.median(lists["recent"])),
+        1,
+    ),
+    "a percentile": (
+        lambda lists, loss: (np.percentile(lists["floats"], 50), np.mean(lists["counts"], dtype="float32")),
+        1,
+    ),
+    "how many": (lambda lists, loss: (len(lists["floats"]), len(lists["recent"]), len(lists["floats"][-3:])), 1),
+    "one before": (lambda lists, loss: loss - lists["floats"][-2] if len(lists["floats"]) > 1 else loss, 2),
+    "the first one": (lambda lists, loss: lists["floats"][0] - loss if len(lists["floats"]) > 1 else loss, 2),
+    "each of the last few": (lambda lists, loss: sum(value * 2 for value in lists["floats"][-3:]), 4),
+    "a tensor of the last few": (lambda lists, loss: torch.tensor([*lists["floats"][-2:], 1.0]), 3),
+    "the last few without the last": (lambda lists, loss: (lists["floats"][-3:-1], max(lists["counts"][-2:-1])), 4),
+    "one of the last few": (lambda lists, loss: (lists["floats"][-4:][0], lists["floats"][-2:][-1]), 5),
+    "as truth": (lambda lists, loss: 1 if lists["floats"] else 2, 1),
+    "given to a function": (lambda lists, loss: (_half(lists["floats"]), _half(lists["floats"][-2:])), 1),
+    "with a default": (lambda lists, loss: max(lists["recent"], default=1.0), 1),
+    "one call in four": (lambda lists, loss: sum(lists["floats"]) if len(lists["floats"]) % 4 == 0 else None, 2),
+    "stops early": (_stops_early, 7),
+}
+
+
+def _read(name: str, wrap: Callable[..., Any], values: list[float]) -> tuple[list[Any], Any]:
+    read, lists = READS[name][0], _lists()
+
+    def step(x: torch.Tensor) -> Any:
+        loss = x.sum().item()
+        before = max(lists["floats"], default=0.5), sum(lists["short"])
+        lists["floats"].append(loss)
+        lists["counts"].append((x > 1).sum().item())
+        lists["recent"].append(loss * 2)
+        lists["short"].extend([loss, 1.0, loss * 3])
+        return before, read(lists, loss), sum(lists["short"])
+
+    wrapped, seen = wrap(step), []
+    for at, value in enumerate(values):
+        if at == 15:  # as at the end of an epoch
+            lists["floats"], lists["recent"] = [0.5], deque([1.0, 2.0], maxlen=4)
+        seen.append([_copy(wrapped(torch.full((2,), value))), _copy(lists)])
+    return seen, wrapped
+
+
+@pytest.mark.parametrize("name", READS)
+def test_numbers_that_a_step_reads_from_a_list_that_grows_are_read_by_each_call(name: str) -> None:
+    values = [((at * 7) % 11) / 3 for at in range(20)]
+    compiled, step = _read(name, weft.compile, values)
+    assert_equal(compiled, _read(name, lambda step: step, values)[0])
+    assert len(step.captures) <= READS[name][1] + 1, step.captures  # of an empty list nothing can be read
+
+
+def test_nan_in_a_list_that_grows() -> None:
+    values = [1.0, float("nan"), 2.0, -0.0, float("inf"), 1.0]
+    for name in ("mean", "largest and smallest", "numpy"):
+        assert_equal(_read(name, weft.compile, values)[0], _read(name, lambda step: step, values)[0])
+
+
+def test_a_list_that_grows_is_captured_anew_where_it_gets_other_things_than_numbers() -> None:
+    def run(wrap: Callable[..., Any]) -> list[Any]:
+        losses, seen = [0.5], []
+
+        def step(x: torch.Tensor) -> Any:
+            losses.append(x.sum().item())
+            return sum(losses)
+
+        step = wrap(step)
+        for at in range(4):
+            if at == 3:
+                losses.append(True)
+            seen.append(step(torch.full((2,), float(at))))
+        return seen
+
+    eager = run(lambda step: step)
+    with pytest.raises(PythonStateChanged, match="losses"):
+        assert_equal(run(weft.compile), eager)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_last_entries_of_a_list_that_grows_are_no_value_that_a_step_can_keep(keeps: bool) -> None:
+    losses, kept = [0.5, 1.5], list[Any]()
+
+    def step(x: torch.Tensor) -> Any:
+        losses.append(x.sum().item())
+        if keeps:
+            kept[:] = [losses[-2:]]
+        return None if keeps else losses[-2:]
+
+    with pytest.raises(PythonStateChanged, match="losses"):
+        weft.compile(step)(torch.ones(2))
+    assert losses == [0.5, 1.5]
+    assert not kept
+
+
 class Meter:
     def __init__(self) -> None:
         self.losses: list[float] = []
-        self.average = 0.0
+        self.middle = 0.0
 
 
 @weft.opaque
 def note(meter: Meter, loss: float) -> None:
     meter.losses.append(loss)
-    meter.average = sum(meter.losses[-3:]) / len(meter.losses[-3:])
+    meter.middle = sorted(meter.losses)[len(meter.losses) // 2]
 
 
 def test_a_list_that_grows_and_is_read_is_refused_with_a_remedy_that_works() -> None:
-    def averaged(meter: Meter, loss: torch.Tensor) -> float:
+    def sorts(meter: Meter, loss: torch.Tensor) -> float:
         meter.losses.append(loss.item())
-        return sum(meter.losses[-3:]) / len(meter.losses[-3:])
+        return sorted([1.0, *meter.losses[:-1]])[len(meter.losses) // 2]
 
     def noted(meter: Meter, loss: torch.Tensor) -> None:
         note(meter, loss.item())
@@ -218,7 +341,7 @@ def test_a_list_that_grows_and_is_read_is_refused_with_a_remedy_that_works() -> 
     meter = Meter()
     meter.losses.append(0.0)
     with pytest.raises(PythonStateChanged, match="the object that has the list"):
-        weft.compile(functools.partial(averaged, meter))(losses[0])
+        weft.compile(functools.partial(sorts, meter))(losses[0])
     mine, eager = Meter(), Meter()
     compiled = weft.compile(functools.partial(noted, mine))
     for loss in losses:

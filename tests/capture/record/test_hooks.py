@@ -391,7 +391,7 @@ def test_a_hook_appends_to_a_list_as_in_eager(kind: str) -> None:
 def test_a_list_that_a_hook_appends_to_and_reads_is_an_error() -> None:
     def register(model: nn.Sequential, optimizer: Any) -> None:
         kept: list[Any] = []
-        model[0].weight.register_hook(lambda grad: kept.append(len(kept)))
+        model[0].weight.register_hook(lambda grad: kept.append(len([*kept])))
 
     raising(PythonStateChanged, r"the step changed kept \(1 -> 2 entries\).*weft\.opaque", register)
 

@@ -162,15 +162,73 @@ def test_a_number_that_a_generator_draws_is_a_seed() -> None:
         assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
 
 
-@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64])
-def test_a_conversion_to_a_type_of_numpys_is_refused_with_a_remedy_that_works(kind: Any) -> None:
-    with pytest.raises(WeftError, match=r"numpy\.asarray\(x, dtype=numpy\.float32\)\[\(\)\]"):
-        weft.compile(lambda x: kind(loss(x)))(torch.ones(2))
-    remedy = lambda x: np.asarray(loss(x), dtype=kind)[()]
-    compiled = weft.compile(remedy)
+single = np.float32
+
+CLASSES: dict[str, Callable[[Tensor], Any]] = {
+    "of a number": lambda x: (np.float32(loss(x)), np.float64(loss(x)), np.half(loss(x)), np.int64(loss(x))),
+    "of a count": lambda x: (np.int32(x.argmax().item()), np.uint8((x > 0).sum().item()), np.bool_(loss(x) > 0)),
+    "of a tensor, an array and a list": lambda x: (np.float32(x.sum()), np.float32(np.asarray(x)), np.int64([loss(x)])),
+    "under another name": lambda x: single(loss(x)),
+    "plain": lambda x: (np.float32(), np.float64(1.5), np.int64("3"), np.float32([1, 2])),
+    "types": lambda x: kinds(np.float32(loss(x)), np.float32(loss(x)) * np.float32(2), np.float32(1) + loss(x)),
+    "asked for": lambda x: (
+        isinstance(np.float32(loss(x)), np.float32),
+        isinstance(np.float64(loss(x)), float),
+        issubclass(np.float32, np.floating),
+        np.float32(loss(x)).dtype == np.float32,
+        type(np.float32(1)) in {np.float32, np.int64},
+    ),
+    "as dtypes": lambda x: (
+        np.zeros(3, dtype=np.float32) + np.float32(loss(x)),
+        np.asarray([loss(x)], dtype=np.float32),
+        np.asarray(x).astype(np.float64),
+        np.finfo(np.float32).eps,
+    ),
+    "tensors": lambda x: (torch.tensor(np.float32(loss(x))), x * np.float32(loss(x)), x * np.float64(loss(x))),
+    "texts": lambda x: f"{np.float32(loss(x)):.3f}",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes_of_numpy_make_numbers(name: str) -> None:
+    step = CLASSES[name]
+    compiled = weft.compile(step)
     for at in range(CALLS):
-        x = torch.full((2,), at / 3)
-        assert repr(compiled(x)) == repr(remedy(x))
+        x = torch.tensor([at, at / 7])
+        assert repr(compiled(x)) == repr(step(x))
+    assert len(compiled.captures) == 1, compiled.captures
+
+
+def test_a_class_of_numpys_that_a_step_returns_and_keeps_is_the_class() -> None:
+    state: dict[str, Any] = {"kind": np.float32}
+
+    def step(x: Tensor) -> Any:
+        state["other"] = np.float32
+        return np.float32, state["kind"](loss(x))
+
+    assert weft.compile(step)(torch.ones(2))[0] is np.float32
+    assert state["kind"] is state["other"] is np.float32
+
+
+def test_a_counter_becomes_a_number_of_numpys() -> None:
+    state = {"calls": 0}
+
+    def step(x: Tensor) -> Any:
+        state["calls"] += 1
+        return np.float32(state["calls"]) * x
+
+    compiled = weft.compile(step)
+    for at in range(CALLS):
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), at + 1.0))
+    assert len(compiled.captures) == 1, compiled.captures
+
+
+def test_a_conversion_where_the_step_asks_for_the_class_is_refused_with_a_remedy_that_works() -> None:
+    step = lambda x: type(np.float32(loss(x))) is np.float32
+    with pytest.raises(WeftError, match=r"numpy\.asarray\(x, dtype=numpy\.float32\)\[\(\)\]"):
+        weft.compile(step)(torch.ones(2))
+    remedy = lambda x: np.asarray(loss(x), dtype=np.float32)[()]
+    assert repr(weft.compile(remedy)(torch.ones(2))) == repr(remedy(torch.ones(2)))
 
 
 RATES: dict[str, Callable[[Any, Tensor], Any]] = {

@@ -254,6 +254,7 @@ ITERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "zip": (lambda: zip([1.0, 2.0], [1, 2], strict=True), lambda it: next(it)[0]),
     "for": (lambda: iter([1.0, 2.0]), _first),
     "islice": (itertools.count, lambda it: sum(itertools.islice(it, 2))),
+    "max": (itertools.count, lambda it: max(itertools.islice(it, 2))),
     "loader": (_loader, lambda it: next(it)[0]),
     "in an attribute": (lambda: Numbered(itertools.count()), lambda holder: next(holder.it)),
     "of a class of the user's": (lambda: Numbered(iter([1.0, 2.0])), lambda holder: next(holder)),
