@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.inductor.codegen.canonical import is_position
 from weft.inductor.loop_ir.ir import Buffer, Int, Load, Nest
 from weft.inductor.lowering.registry import Operand
 
@@ -29,8 +28,8 @@ class MemoryOrders:
         rank = range(len(nest.sizes))
         if nest.sizes != target.sizes or any(store.index.stride(at) != _stride(target, at) for at in rank):
             return
-        # What is broadcast is small. Of the others the widest moves most bytes.
-        wide = [load for load in nest.reads if not is_position(load) and load.buffer in buffers]
+        # What is broadcast is small. Of the others the widest moves most bytes. Positions have no buffer.
+        wide = [load for load in nest.reads if load.buffer in buffers]
         wide = [load for load in wide if all(load.index.stride(at) != 0 or nest.sizes[at] == 1 for at in rank)]
         largest = max(wide, key=lambda load: buffers[load.buffer].dtype.itemsize, default=None)
         if largest is not None:
