@@ -49,6 +49,9 @@ from weft import dtensor_placements, thread_patches
 # ---- capture: what a recording dispatch mode needs
 
 
+_WAIT_FOR_SEVERAL = "_c10d_functional::wait_tensors"  # of torch 2.15: one operation for several waits
+
+
 def shape_env_of(fake_mode: FakeTensorMode) -> ShapeEnv:
     """The ShapeEnv of a fake mode that was made with one."""
     return cast(ShapeEnv, fake_mode.shape_env)
@@ -67,6 +70,8 @@ def is_taken_apart(op: OpOverload) -> bool:
     may be views of its operands (``chunk``, ``to``, ``reshape``), or are no tensors (``bool(x)``), or it is a program's
     own. Other composite operations may choose kernels by what their operands are, and would choose others for fakes
     (LSTMs, ``linalg.svdvals``)."""
+    if op._schema.name == _WAIT_FOR_SEVERAL:
+        return True
     results = op._schema.returns
     may_be_views = all(each.alias_info and not each.alias_info.is_write for each in results)
     no_tensors = not any("Tensor" in str(each.type) for each in results)
@@ -75,6 +80,8 @@ def is_taken_apart(op: OpOverload) -> bool:
 
 def run_composite(op: OpOverload, args: Any, kwargs: Any) -> Any:
     """A composite operation by the C++ function that eager runs; ``op.decompose`` prefers decompositions in Python."""
+    if op._schema.name == _WAIT_FOR_SEVERAL:
+        return [torch.ops._c10d_functional.wait_tensor.default(each) for each in args[0]]
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

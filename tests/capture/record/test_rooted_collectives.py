@@ -125,15 +125,16 @@ def works_in_any_order(rank: int, world: int) -> Step:
             P2POp(dist.isend, x * 2, following, tag=tags[1]),
             P2POp(dist.irecv, key, previous, tag=tags[0]),
         ]
-        if x.is_cuda:
-            operations[2], operations[5] = operations[5], operations[2]
+        if x.is_cuda:  # NCCL matches messages by their order
+            operations = [operations[at] for at in (0, 1, 3, 5, 4, 2)]
         works = dist.batch_isend_irecv(operations)
         seen = []
         for at in (3, 0, 5, 2, 4, 1) if len(works) == len(operations) else range(len(works)):
             works[at].wait()
             if at in (2, 3, 5):
                 seen.append(operations[at].tensor + 1)
-        return key, value, count, seen, len(works), [work.is_completed() for work in works]
+        # On a GPU a wait blocks the stream, and nobody knows when it has ended.
+        return key, value, count, seen, len(works), [x.is_cuda or work.is_completed() for work in works]
 
     return step
 
