@@ -418,9 +418,9 @@ def _column(nest: Nest, accesses: list[Access], over: frozenset[int], multiproce
     # 6272 rows of 96, 212 and 321. Of a forward, parts of 392 rows of 512: 29 us with 8 elements a thread and 4 warps,
     # 43 with 2 and 16. Where rows are loaded again behind the sums, there is nothing to gain.
     if welford and not again:
-        x, tile, warps = min(x, max(32, _next_power_of_two(columns / (5 * multiprocessors)))), 1024, 4
+        x, tile, warps = min(x, max(32, _next_power_of_two(columns / (5 * multiprocessors)))), LOOP_TILE // 4, 4
     elif loads > 1 and not again:
-        x, tile, warps = min(x, 32), 2048, 16
+        x, tile, warps = min(x, 32), LOOP_TILE // 2, 16
     r = _clamped(max(1, tile // x), length)
     dims = (_dim(nest, "r", inner, "loop", r), _dim(nest, "x", outer, "grid", x))
     return KernelPlan("column", _nonempty(dims), min(warps, max(1, r * x // _THREADS)), multiprocessors)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from both_ways import batches, both_ways, training
+from weft import torch_adapter
 from weft.capture.fake import fake_rules
 from weft.capture.fake.fake_rules import fake_result
 
@@ -137,3 +138,40 @@ def test_no_result_of_an_operation_is_another_one() -> None:
             return step, [network]
 
         both_ways(make, batches(4), captures=None)
+
+
+# ---- a GPU's rules, in a torch that has no GPU
+
+
+def on_gpu(*sizes: int, dtype: torch.dtype = torch.bfloat16, last: bool = False) -> torch.Tensor:
+    memory_format = torch.channels_last if last else torch.contiguous_format
+    strides = torch.empty(sizes, device="meta", memory_format=memory_format).stride()
+    return torch_adapter.new_fake(MODE, torch.device("cuda:0"), dtype, sizes, strides, 0, None)
+
+
+MODE = FakeTensorMode()
+without_cuda = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has the rules of a GPU itself")
+
+
+@without_cuda
+@pytest.mark.parametrize("last", [False, True])
+def test_convolutions_keep_channels_innermost_as_cudnn_does(last: bool) -> None:
+    image, weight, grad = on_gpu(2, 16, 8, 8, last=last), on_gpu(32, 16, 3, 3), on_gpu(2, 32, 6, 6)
+    rest = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    with torch_adapter.recomputing(MODE):
+        out = fake_result(torch.ops.aten.convolution.default, (image, weight, None, *rest), {})
+        given = (grad, image, weight, [32], *rest, [True, True, True])
+        gradients = fake_result(torch.ops.aten.convolution_backward.default, given, {})
+    assert [each.is_contiguous(memory_format=torch.channels_last) for each in (out, *gradients[:2])] == [last] * 3
+    assert gradients[2].shape == (32,)
+
+
+@without_cuda
+@pytest.mark.parametrize("training", [False, True])
+def test_statistics_of_batch_norms_are_float32_on_a_gpu(training: bool) -> None:
+    image, vector = on_gpu(2, 16, 8, 8, last=True), on_gpu(16, dtype=torch.float32)
+    with torch_adapter.recomputing(MODE):
+        given = (image, vector, vector, vector, vector, training, 0.1, 1e-5)
+        out, *statistics = fake_result(torch.ops.aten.native_batch_norm.default, given, {})
+    assert (out.dtype, out.stride()) == (image.dtype, image.stride())
+    assert [(each.dtype, tuple(each.shape)) for each in statistics] == [(torch.float32, (16 if training else 0,))] * 2

@@ -311,3 +311,18 @@ def test_an_explanation_is_of_the_gpus_graph(tmp_path: Path) -> None:
     assert called["aten._scaled_dot_product_cudnn_attention.default"] == "a library's kernel"
     assert not any("for_cpu" in name for name in called)
     assert "for_cpu" in str(explained.step_graph)  # the captured graph is as it was captured
+
+
+def test_batch_norms_of_half_precision_have_the_statistics_of_a_gpu() -> None:
+    norm = torch.nn.BatchNorm2d(16)
+
+    def step(x: Tensor) -> Tensor:
+        loss = norm(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    graph = retarget(weft.capture(step, torch.randn(2, 16, 4, 4, dtype=torch.bfloat16)))
+    (forward,) = [node for node in graph.graph.nodes if node.name == "functional_native_batch_norm"]
+    assert [val.dtype for val in forward.meta["val"][:3]] == [torch.bfloat16, torch.float32, torch.float32]
+    assert all(user.meta["val"].dtype == forward.meta["val"][user.args[1]].dtype for user in forward.users)
+    assert not any("batch_norm" in name for name in names(run_passes(graph, KERNEL_PASSES)))

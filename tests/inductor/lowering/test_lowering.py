@@ -474,3 +474,18 @@ def test_symbolic_nests_match_eager_at_other_sizes(name: str, rows: int) -> None
     assert numbers
     assert set(result.reasons) <= {"aten.sym_size.int"}
     compare(result, function, args, 2e-4, numbers)
+
+
+def test_a_reduction_is_split_by_how_what_it_reads_lies_in_memory() -> None:
+    """The gradient of an average of images is recorded with pixels innermost, the image has channels innermost."""
+
+    def scale_gradient(average: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        spread = average[:, :, None, None].expand(images.shape) / 49
+        return (spread * images).sum((0, 2, 3))
+
+    average, images = torch.rand(64, 256), torch.rand(64, 256, 7, 7)
+    (_, *rest) = [item for item in lowered(scale_gradient, average, images).operations if isinstance(item, Loop)]
+    assert sum(bool(item.nest.reduces) for item in rest) == 1  # along memory, 256 programs fill the GPU
+    last = images.to(memory_format=torch.channels_last)
+    result = check(scale_gradient, average, last)
+    assert sum(bool(item.nest.reduces) for item in result.operations if isinstance(item, Loop)) == 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
@@ -69,3 +72,18 @@ def test_a_network_of_float32_keeps_its_layout() -> None:
     conv = nn.Conv2d(16, 32, 3)
     graph = weft.capture(lambda x: conv(x), torch.randn(2, 16, 8, 8))
     assert str(run_passes(graph, [channels_last])) == str(run_passes(graph, []))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Hardswish, nn.Hardsigmoid, nn.LeakyReLU, nn.Mish, nn.SiLU, nn.ELU])
+def test_gradients_of_activations_keep_channels_innermost(activation: Callable[[], nn.Module]) -> None:
+    net = nn.Sequential(nn.Conv2d(16, 32, 3), activation(), nn.Conv2d(32, 16, 3)).bfloat16()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    changed = run_passes(weft.capture(step, torch.randn(2, 16, 9, 9, dtype=torch.bfloat16)), [channels_last])
+    gradients = [n for n in changed.graph.nodes if "backward" in n.name and "convolution" not in n.name]
+    assert gradients
+    assert all(n.meta["val"].is_contiguous(memory_format=torch.channels_last) for n in gradients)
