@@ -32,6 +32,7 @@ from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
 from weft.capture.state.containers import ANY, TensorLike
+from weft.capture.state.patterns import Growing
 from weft.capture.state.state_reader import PlaceReader
 
 _NEVER: tuple[list[torch.Tensor] | None, Callable[[], bool]] = (None, lambda: False)
@@ -75,6 +76,10 @@ class Guards:
         self._values = [
             (each, key, pattern) for each in counted for key, pattern in each.by_value.items() if pattern is not ANY
         ]
+        # What is appended to one list that grows must not be what the step reads of another one.
+        growing = [each for each in self._values if isinstance(each[2], Growing)]
+        self._growing = [each[:2] for each in growing if any(pattern.is_asked for *_, pattern in growing)]
+        self._growing_alike = _numbered([each.before[key] for each, key in self._growing])
         # A list or dictionary that each call replaces is at the same places in each call, and is none that is guarded.
         replaced = captured.state.replaced_places
         self._replaced = [place for place, _ in replaced]
@@ -291,6 +296,11 @@ class Guards:
         for container, key, pattern in self._values:
             if not matches(container.get(key), pattern):
                 return f"{container.label(key)} holds something else"
+        if len(self._growing) > 1:
+            now = _numbered([container.get(key) for container, key in self._growing])
+            for (container, key), at, before in zip(self._growing, now, self._growing_alike, strict=True):
+                if at != before:
+                    return f"the list {container.label(key)} is at {'other' if at < before else 'fewer'} places"
         if self._replaced:
             now = self._numbered([place.outer() for place in self._replaced])
             for place, at, before in zip(self._replaced, now, self._sharing, strict=True):
@@ -300,8 +310,7 @@ class Guards:
 
     def _numbered(self, objects: list[Any]) -> list[int]:
         """For each object the number of the first one that is the same; -1 for those that are guarded."""
-        first: dict[int, int] = {}
-        return [-1 if id(obj) in self._kept else first.setdefault(id(obj), at) for at, obj in enumerate(objects)]
+        return [-1 if id(obj) in self._kept else at for obj, at in zip(objects, _numbered(objects), strict=True)]
 
     def _memory_failure(self) -> str | None:
         with torch_adapter.no_torch_function():
@@ -310,6 +319,12 @@ class Guards:
     def _settings_failure(self) -> str | None:
         found = zip(_SETTINGS, _settings(), self._settings, strict=True)
         return next((f"{name} is {now}, was {before}" for name, now, before in found if now != before), None)
+
+
+def _numbered(objects: list[Any]) -> list[int]:
+    """For each object the number of the first one that is the same."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(obj), at) for at, obj in enumerate(objects)]
 
 
 def _listed(hooks: tuple[HookKey, ...]) -> str:

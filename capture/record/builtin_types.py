@@ -248,10 +248,12 @@ def _choosing(function: Callable[..., Any]) -> type:
     return Like(function.__name__, (), {})
 
 
-def sum_as_python(values: Iterable[Any], /, start: Any = 0) -> Any:
+def sum_as_python(*args: Any, **kwargs: Any) -> Any:
     """``sum``; one number where there are symbolic floats among numbers, which Python then adds at every call."""
-    if recording() is None:
-        return _SUM(values, start)
+    # Wrong arguments are Python's to refuse, in its own words.
+    if recording() is None or not 1 <= len(args) <= 2 or not kwargs.keys() <= {"start"} or len(args) + len(kwargs) > 2:
+        return _SUM(*args, **kwargs)
+    values, start = args[0], args[1] if len(args) == 2 else kwargs.get("start", 0)
     if isinstance(values, AppendedList) and not values.is_read and type(start) is int and start == 0:
         return values.reduced(_SUM, computed)
     items = list(values)

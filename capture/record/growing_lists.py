@@ -127,6 +127,7 @@ class AppendedList:
         own: how many of them were appended in this call.
         log: of the capture: (stand-in, value) of all that was appended, in the order of the calls; None for a part.
         is_read: whether it was used otherwise than to append.
+        is_asked: whether it was asked anything.
         is_numbers: whether it then had numbers that each call reads.
         before: the list itself.
         last: how many entries it has at most, None for any number.
@@ -138,7 +139,7 @@ class AppendedList:
     own: int
     log: list[tuple[AppendedList, Any]] | None
     is_read: bool
-    is_numbers = False
+    is_asked = is_numbers = False
     before: Any
     last: int | None
     parts: list[AppendedList]
@@ -154,6 +155,7 @@ class AppendedList:
 
     def count(self) -> Any:
         """How many entries there are."""
+        self.is_asked = True
         count = None if self.is_read else self._numbers.read(len)
         if count is None:
             self.read()
@@ -231,6 +233,7 @@ class AppendedList:
         return NotImplemented  # then Python joins the two
 
     def __getitem__(self, at: Any) -> Any:
+        self.is_asked = True
         # What is at such a place is the same whatever the list held before.
         if type(at) is int and -min(self.own, len(self.items)) <= at < 0 and not self.is_read:
             return self.items[at]
@@ -243,7 +246,7 @@ class AppendedList:
 
     def guard(self, others: frozenset[int]) -> Growing:
         """What each call must find in the place of the list."""
-        return Growing(self.kind, others, self._numbers.kind, self._numbers.last)
+        return Growing(self.kind, others, self.last, self.is_asked, self._numbers.kind, self._numbers.last)
 
     def read(self) -> None:
         """Be a list like any other from here on. Of a few last entries, numbers are read by each call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -29,18 +30,24 @@ class Growing:
     Attributes:
         kind: the type.
         others: ids of the objects that guards compare.
+        maxlen: the most entries that it can have, None for any number.
+        is_asked: whether the step asks anything of it.
         numbers: the type of the numbers that the step reads together; None where it reads none.
         last: how many of them it reads, from the end; None for all.
     """
 
     kind: type
     others: frozenset[int]
+    maxlen: int | None = None
+    is_asked: bool = False
     numbers: type | None = None
     last: int | None = None
 
     def matches(self, value: Any) -> bool:
         """Whether a value is such a list."""
         if type(value) is not self.kind or id(value) in self.others:
+            return False
+        if isinstance(value, deque) and value.maxlen != self.maxlen:
             return False
         return self.numbers is None or set(map(type, last_of(value, self.last))) <= {self.numbers}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import heapq
+import operator
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -349,3 +350,58 @@ def test_a_list_that_grows_and_is_read_is_refused_with_a_remedy_that_works() -> 
         noted(eager, loss)
         assert vars(mine) == vars(eager)
     assert len(compiled.captures) == 1
+
+
+def test_a_deque_that_is_read_is_replaced_by_one_of_another_length() -> None:
+    def run(compile_: Callable[..., Any]) -> list[Any]:
+        logs = Logs()
+
+        def step(x: torch.Tensor) -> Any:
+            logs.recent.append(x.sum().item())
+            return sum(logs.recent), max(logs.recent), len(logs.recent)
+
+        step, seen = compile_(step), list[Any]()
+        for at, (x,) in enumerate(batches(12)):
+            if at in (4, 9):
+                logs.recent = deque(logs.recent, maxlen=5 if at == 4 else 2)
+            seen.append((step(x), list(logs.recent)))
+        return seen
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+@pytest.mark.parametrize("read", [sum, len, operator.itemgetter(-1)])
+def test_lists_that_are_read_and_become_one_are_refused(read: Callable[[Any], Any]) -> None:
+    logs = {"first": [0.5], "second": [0.5]}
+
+    def step(x: torch.Tensor) -> Any:
+        logs["first"].append(x.sum().item())
+        logs["second"].append(1.0)
+        return read(logs["first"])
+
+    compiled = weft.compile(step)
+    for _ in range(3):
+        compiled(torch.ones(2))
+    logs["second"] = logs["first"]
+    with pytest.raises(PythonStateChanged, match="first"):
+        compiled(torch.ones(2))
+    assert logs["first"] == [0.5, 2, 2, 2]
+
+
+def test_lists_that_grow_become_one_list_and_two_again() -> None:
+    def run(compile_: Callable[..., Any]) -> list[Any]:
+        logs = {"first": list[float](), "second": list[float]()}
+
+        def step(x: torch.Tensor) -> None:
+            logs["first"].append(x.sum().item())
+            logs["second"].append(1.0)
+
+        step, seen = compile_(step), list[Any]()
+        for at, (x,) in enumerate(batches(10)):
+            if at in (4, 7):
+                logs["second"] = logs["first"] if at == 4 else [0.5]
+            step(x)
+            seen.append([*map(list, logs.values())])
+        return seen
+
+    assert run(weft.compile) == run(lambda step: step)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import weft
 from both_ways import both_ways
 
 # One addition after the other loses what stands between the large numbers.
@@ -78,3 +79,19 @@ def test_a_step_may_keep_and_return_the_function() -> None:
 
     both_ways(make, CALLS)
     assert kept["add"] is sum
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), (([1], 2, 3), {}), (([1],), {"begin": 2}), (([1], 2), {"start": 3})]
+)
+def test_wrong_arguments_of_sum_are_refused_in_pythons_words(args: Any, kwargs: Any) -> None:
+    with pytest.raises(TypeError) as expected:
+        sum(*args, **kwargs)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, str]:
+        try:
+            return x, str(sum(*args, **kwargs))
+        except TypeError as error:
+            return x + 1, str(error)
+
+    assert weft.compile(step)(torch.ones(2))[1] == str(expected.value)
