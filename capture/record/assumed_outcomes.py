@@ -27,7 +27,6 @@ from weft.capture.source_tree import SourceTree
 _BETWEEN = ("weft.", "sympy.", "torch.fx.", "torch._", "torch.utils._", "torch.overrides")
 _BUILTINS = ("bool", "any", "all")
 _EXITS = ("exit", "quit")
-_COUNTS = ("any", "len", "numel", "size", "sum")
 
 
 def outcome_without_error() -> bool | None:
@@ -59,34 +58,22 @@ def asked_by_a_call() -> bool:
 
 
 def outcome_with_elements() -> bool | None:
-    """The outcome with which the user's code leaves nothing out: ``if len(rows) == 0: continue``, ``if mask.any():``
-    without ``else``. None where it asks otherwise.
+    """The outcome with which a loop of the user's code leaves nothing out: ``if len(rows) == 0: continue``. None where
+    it asks otherwise.
 
-    An expert without tokens is rare. Where it comes, its path is captured then.
+    An expert without tokens is rare. Where it comes, its path is captured then. Nothing is known of a condition without
+    ``continue``: ``if mask.any():`` may lead to an expert, and to what is done about numbers that are not finite.
     """
     frame = _asking(sys._getframe(1))
     source = None if frame is None else SourceTree.of(frame.f_code.co_filename)
     node = None if source is None or frame is None else source.running(frame)
     if source is None or node is None:
         return None
-    is_there, alike = _asks_for_elements(node), True
+    alike = True
     while isinstance(parent := source.parents[node], ast.UnaryOp) and isinstance(parent.op, ast.Not):
         node, alike = parent, not alike
-    if not isinstance(parent, ast.If) or node is not parent.test or parent.orelse:
-        return None
-    if isinstance(parent.body[-1], ast.Continue):
-        return not alike
-    return alike if is_there else None
-
-
-def _asks_for_elements(node: ast.expr) -> bool:
-    """Whether an expression is true where there are elements: ``mask.any()``, ``len(rows) > 0``."""
-    match node:
-        case ast.Compare(left=left, ops=[ast.Gt() | ast.NotEq()], comparators=[ast.Constant(value=0)]):
-            return _asks_for_elements(left) or isinstance(left, ast.Subscript)
-        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-            return name in _COUNTS
-    return False
+    skips = isinstance(parent, ast.If) and node is parent.test and isinstance(parent.body[-1], ast.Continue)
+    return not alike if skips else None
 
 
 def usual_outcome(question: Any) -> bool | None:

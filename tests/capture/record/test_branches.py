@@ -17,7 +17,7 @@ from torch import distributions, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
-from both_ways import Make, assert_equal, batches, both_ways, detached, mlp, sgd, snapshot
+from both_ways import Make, assert_equal, batches, both_ways, detached, mlp, sgd, snapshot, training
 from weft import knobs
 from weft.errors import CannotCapture, TooManyPaths
 
@@ -226,16 +226,6 @@ def rows_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.T
 
 
 @_leaves_out
-def mask_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.Tensor:
-    out = torch.zeros_like(x)
-    for at, expert in enumerate(experts):
-        mask = chosen == at
-        if mask.any():
-            out[mask] = expert(x[mask])
-    return out
-
-
-@_leaves_out
 def none_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.Tensor:
     out = torch.zeros_like(x)
     for at, expert in enumerate(experts):
@@ -246,14 +236,24 @@ def none_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.T
     return out
 
 
-@_leaves_out
-def length_of_each(x: torch.Tensor, chosen: torch.Tensor, experts: Any) -> torch.Tensor:
-    out = torch.zeros_like(x)
-    for at, expert in enumerate(experts):
-        rows, _ = torch.where((chosen == at)[:, None])
-        if len(rows) > 0:
-            out.index_add_(0, rows, expert(x[rows]))
-    return out
+@pytest.mark.parametrize("name", ["all", "each", "more than none"])
+def test_what_is_done_about_numbers_that_are_not_finite_is_not_captured_before_it_happens(name: str) -> None:
+    """None of what the branches do can be captured."""
+
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        if name == "all" and torch.isnan(loss).any():
+            torch.save(net.state_dict(), "not there/net.pt")
+        for parameter in net.parameters() if name == "each" else ():
+            if not parameter.isfinite().all():
+                torch.save(parameter, "not there/parameter.pt")
+            if parameter.isnan().any():
+                breakpoint()
+        if name == "more than none" and len(loss.isinf().nonzero()) > 0:
+            open("not there/losses.txt")  # noqa: SIM115
+        return loss
+
+    both_ways(training(forward, lambda: nn.Linear(4, 4)), batches(shape=(2, 4)), captures=None)
 
 
 @pytest.mark.parametrize("name", LEAVES_OUT)
