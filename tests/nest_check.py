@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from nest_eval import evaluate
 
+from weft.inductor.codegen import kernel, kernel_plan
 from weft.inductor.codegen.kernel import GeneratedKernel, generate
 from weft.inductor.loop_ir.ir import Buffer, Nest
 from weft.inductor.loop_ir.verify import verify_nest
@@ -19,6 +23,17 @@ SEARCH = settings(
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
 )
+
+
+@contextlib.contextmanager
+def planned_with(**constants: Any) -> Iterator[None]:
+    """Inside, kernels are planned with these constants of ``kernel_plan``; kernels are not kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(kernel_plan, name, value)
+        kernel._generate_canonical.cache_clear()
+        yield
+    kernel._generate_canonical.cache_clear()
 
 
 def check(

@@ -186,9 +186,7 @@ def _convolution(op: OpOverload, image: int) -> Callable[..., Any]:
         out = op(*args, **kwargs)
         operands = args[image : image + 2]
         last = _CHANNELS_LAST.get(operands[0].dim())
-        if torch.backends.cuda.is_built() or operands[0].device.type != "cuda" or last is None:
-            return out
-        if not any(_has_channels_last(each, last) for each in operands):
+        if last is None or not _lacks_rule(operands[0]) or not any(_has_channels_last(each, last) for each in operands):
             return out
         # Of the results of a backward, the gradient of the bias has one dimension.
         alike = lambda each: torch.empty_like(each, memory_format=last) if each.dim() == operands[0].dim() else each
@@ -208,12 +206,17 @@ def _native_batch_norm(
     **more: Any,
 ) -> tuple[torch.Tensor, ...]:
     """On a GPU the statistics of half precision are float32. A torch without CUDA has no rule for a GPU."""
-    if torch.backends.cuda.is_built() or input.device.type != "cuda":
+    if not _lacks_rule(input):
         others = weight, bias, running_mean, running_var, training, *rest
         return aten.native_batch_norm.default(input, *others, **more)
     dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
     mean, deviation = (input.new_empty((input.shape[1] if training else 0,), dtype=dtype) for _ in range(2))
     return torch.empty_like(input), mean, deviation
+
+
+def _lacks_rule(tensor: torch.Tensor) -> bool:
+    """Whether this torch, built without CUDA, has no rule for the GPU of a tensor."""
+    return tensor.device.type == "cuda" and not torch.backends.cuda.is_built()
 
 
 def _has_channels_last(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:

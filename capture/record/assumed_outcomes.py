@@ -7,7 +7,7 @@ capture otherwise.
 
 torch itself asks about sizes that the data decides: whether one is 1, which would be broadcast, whether there are
 elements at all, and whether two sizes are the same. The usual outcomes are that none is 0 or 1, and that those which
-must be the same for an operation are. Of the user's code it is that a loop leaves nothing out.
+must be the same for an operation are. Of the user's code it is that a loop skips no item.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def asked_by_a_call() -> bool:
     return operation.startswith("CALL") or operation.endswith("_SUBSCR") or operation.endswith("_SLICE")
 
 
-def outcome_with_elements() -> bool | None:
-    """The outcome with which a loop of the user's code leaves nothing out: ``if len(rows) == 0: continue``. None where
-    it asks otherwise.
+def outcome_without_skip() -> bool | None:
+    """The outcome with which a loop of the user's code does not skip an item: ``if len(rows) == 0: continue``. None
+    for a question of another form.
 
     An expert without tokens is rare. Where it comes, its path is captured then. Nothing is known of a condition without
     ``continue``: ``if mask.any():`` may lead to an expert, and to what is done about numbers that are not finite.

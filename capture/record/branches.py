@@ -31,8 +31,8 @@ from weft import torch_adapter
 from weft.capture.record.answers_from_inputs import MOST_OPERATIONS, answer_from, is_host_number
 from weft.capture.record.assumed_outcomes import (
     asked_by_a_call,
-    outcome_with_elements,
     outcome_without_error,
+    outcome_without_skip,
     usual_outcome,
 )
 from weft.capture.record.live_values import storages_in_use
@@ -137,7 +137,7 @@ class Branches:
         if not (expr.is_Boolean or expr.is_Relational or expr.is_integer):
             return None  # a float would be another one at every call
         assumed = None if expr.is_integer else outcome_without_error()
-        usual = usual_outcome(expr) if asked_by_a_call() else outcome_with_elements()
+        usual = usual_outcome(expr) if asked_by_a_call() else outcome_without_skip()
         self._answers[expr] = sympy.sympify(self._decide(symbols.expression(expr), assumed, usual))
         return self._answers[expr]
 

@@ -86,6 +86,12 @@ class Functionalized:
         return f"functional({self.op})"
 
 
+def operation_of(target: Any) -> Any:
+    """The operation that a node's target computes: that of a functional form, else the target itself."""
+    # By type: `OpOverload` has an attribute `op` of its own, the C++ function.
+    return target.op if isinstance(target, Functionalized) else target
+
+
 class WithGradMode:
     """An operation that must run with grad mode on, because only then its kernel returns what its backward needs.
 

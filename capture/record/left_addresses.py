@@ -16,7 +16,7 @@ import torch
 from weft.errors import UncapturableDraw
 
 # Smaller numbers are no addresses: programs are loaded there, or nothing.
-_LOWEST = 1 << 32
+LOWEST_ADDRESS = 1 << 32
 _IN_TEXT = re.compile(r"0x([0-9a-fA-F]{9,})")
 
 
@@ -28,7 +28,7 @@ class LeftAddresses:
 
     def note(self, value: Any, where: str) -> None:
         """Note a plain value that the step leaves at a place."""
-        if type(value) is int and not -_LOWEST < value < _LOWEST:
+        if type(value) is int and not -LOWEST_ADDRESS < value < LOWEST_ADDRESS:
             self._found[value] = where
         elif type(value) is str and "0x" in value:
             self._found.update((int(digits, 16), where) for digits in _IN_TEXT.findall(value))

@@ -16,11 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.capture.record.held_references import ORIGINAL
+from weft.capture.record.left_addresses import LOWEST_ADDRESS
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw
 
-# Smaller numbers are no addresses.
-_LOWEST = 1 << 32
 # What a capture's own objects stand for.
 _KINDS = {torch.Tensor: "tensor", list: "list", dict: "dict"}
 
@@ -139,7 +138,7 @@ class Ids:
         """Whether a number can be the id of an object that the step does not know."""
         if isinstance(number, torch.SymInt):
             return True
-        return type(number) is int and number >= _LOWEST and number not in self._known()
+        return type(number) is int and number >= LOWEST_ADDRESS and number not in self._known()
 
 
 def _weakly(value: Any) -> Callable[[], Any]:

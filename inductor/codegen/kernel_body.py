@@ -195,8 +195,8 @@ class KernelBody(ValueWriter):
     def _has_partial_tail(self, dim: Dim) -> bool:
         """Whether a loop along a row, or down columns, is full blocks and then a masked tail."""
         # With a symbolic size, the tail is unknown.
-        alone = self.plan.tile == (dim,) or self.plan.shape == "column"
-        return alone and dim.masked and isinstance(dim.size, int) and dim.size > dim.block
+        is_split = self.plan.tile == (dim,) or self.plan.shape == "column"
+        return is_split and dim.masked and isinstance(dim.size, int) and dim.size > dim.block
 
     def _iteration(self, phase: int, gathered: Mapping[Reduce, reductions.Accumulator]) -> Scope:
         """The statements of pass ``phase`` for one block."""

@@ -410,16 +410,16 @@ def _column(nest: Nest, accesses: list[Access], over: frozenset[int], multiproce
     loads = sum(access.loaded and not access.index.axes.isdisjoint(over) for access in accesses)
     # A sum that needs another one: squared deviations, which a loop sums together with their mean (Welford).
     welford = any(depth[reduce] for reduce in nest.reduces)
-    again = any(depth[store.value] and not store.axes.isdisjoint(over) for store in nest.stores)
+    reloads = any(depth[store.value] and not store.axes.isdisjoint(over) for store in nest.stores)
     tile, warps = LOOP_TILE, _warps(_clamped(max(1, LOOP_TILE // x), length) * x)
     # What computes between load and sum wants few elements a thread, and several programs on each multiprocessor.
     # Measured on an H200, the sums of backwards of batch norms, 32 columns and 4 elements a thread against up to 64
     # columns and 16: with ReLU, parts of 6272 rows of 64, 87 and 123 us, of 1568 rows of 256 104 and 110; with SiLU, of
     # 6272 rows of 96, 212 and 321. Of a forward, parts of 392 rows of 512: 29 us with 8 elements a thread and 4 warps,
     # 43 with 2 and 16. Where rows are loaded again behind the sums, there is nothing to gain.
-    if welford and not again:
+    if welford and not reloads:
         x, tile, warps = min(x, max(32, _next_power_of_two(columns / (5 * multiprocessors)))), LOOP_TILE // 4, 4
-    elif loads > 1 and not again:
+    elif loads > 1 and not reloads:
         x, tile, warps = min(x, 32), LOOP_TILE // 2, 16
     r = _clamped(max(1, tile // x), length)
     dims = (_dim(nest, "r", inner, "loop", r), _dim(nest, "x", outer, "grid", x))

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.capture.graph import StepGraph
 from weft.capture.node_meta import source_line
-from weft.capture.record.functional_ops import Functionalized
+from weft.capture.record.functional_ops import Functionalized, operation_of
 from weft.capture.step_interface import Input, Output, Return, Role, Update
 from weft.capture.user_code import printable
 from weft.errors import NotASavedGraph, UnknownOption
@@ -202,7 +202,7 @@ def units(step: StepGraph) -> list[Node]:
 
 
 def _repeatable(node: Node) -> bool:
-    target = node.target.op if isinstance(node.target, Functionalized) else node.target
+    target = operation_of(node.target)
     if not isinstance(target, OpOverload):
         return _module(target) is not None and not _is_element(node)
     # Random numbers and uninitialised memory are other values in another process, so they become inputs.

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_meta import meta_of, same_meta
-from weft.capture.record.functional_ops import Functionalized
+from weft.capture.record.functional_ops import operation_of
 from weft.capture.step_interface import Role
 from weft.inductor.graph.sizes import tensors_of
 
@@ -70,7 +70,7 @@ def retarget(
         for node in step.graph.find_nodes(op="call_function", target=_FORWARD):
             _use_cudnn(step.graph, node, mode)
         for node in step.graph.nodes:
-            if _BATCH_NORM in (node.target, node.target.op if isinstance(node.target, Functionalized) else None):
+            if operation_of(node.target) is _BATCH_NORM:
                 _widen_statistics(node, mode)
     return step
 

@@ -17,7 +17,7 @@ from weft import torch_adapter
 from weft.capture.graph import StepGraph, neighbourhood
 from weft.capture.node_kinds import is_random
 from weft.capture.node_meta import source_line
-from weft.capture.record.functional_ops import Functionalized
+from weft.capture.record.functional_ops import Functionalized, operation_of
 from weft.errors import MalformedGraph
 from weft.inductor.graph.aliasing import SCATTERS
 from weft.inductor.graph.fake_values import NOT_STATED, SAVED_STATISTICS_DIFFER, infer
@@ -94,8 +94,7 @@ class GraphVerifier:
 
     def _fault(self, node: Node, step: StepGraph) -> str | None:
         recorded = node.meta.get("val")
-        # `OpOverload` has an attribute `op` of its own, the C++ function.
-        operation = node.target.op if isinstance(node.target, Functionalized) else node.target
+        operation = operation_of(node.target)
         if operation in SAVED_STATISTICS_DIFFER:
             return None
         try:

@@ -18,10 +18,10 @@ class MemoryOrders:
 
     def __init__(self) -> None:
         self._strides: dict[str, tuple[Int, ...]] = {}
-        self._spread: set[str] = set()  # computed from what is broadcast, which is small
+        self._broadcast: set[str] = set()  # results of which all operands are broadcast, and so small
 
     def note(self, nest: Nest, buffers: Mapping[str, Buffer]) -> None:
-        """Note the result of a nest. Only elementwise nests without a reduction are looked through."""
+        """Record how the result of a nest is read. Only elementwise nests without a reduction are looked through."""
         if nest.reduces or len(nest.stores) != 1:
             return
         (store,) = nest.stores
@@ -30,11 +30,11 @@ class MemoryOrders:
         if nest.sizes != target.sizes or any(store.index.stride(at) != _stride(target, at) for at in rank):
             return
         # What is broadcast is small. Of the others the widest moves most bytes. Positions have no buffer.
-        wide = [load for load in nest.reads if load.buffer in buffers and load.buffer not in self._spread]
+        wide = [load for load in nest.reads if load.buffer in buffers and load.buffer not in self._broadcast]
         wide = [load for load in wide if all(load.index.stride(at) != 0 or nest.sizes[at] == 1 for at in rank)]
         largest = max(wide, key=lambda load: buffers[load.buffer].dtype.itemsize, default=None)
         if largest is None:
-            self._spread.add(target.name)
+            self._broadcast.add(target.name)
         else:
             self._strides[target.name] = self._read(largest, buffers[largest.buffer], len(rank))
 

@@ -15,7 +15,7 @@ import operator
 import torch
 
 from weft.capture.graph import StepGraph
-from weft.capture.record.functional_ops import Functionalized
+from weft.capture.record.functional_ops import operation_of
 from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.graph.relayout import Relayout
 
@@ -125,5 +125,5 @@ class _LayoutPropagation(Relayout):
 
 def _follows(node: Node) -> bool:
     """Whether the operation works on any layout, and its result has the layout of its operands."""
-    op = node.target.op if isinstance(node.target, Functionalized) else node.target
+    op = operation_of(node.target)
     return torch.Tag.pointwise in getattr(op, "tags", ()) or op in _FOLLOWING

@@ -29,7 +29,7 @@ import torch
 
 from weft.capture.graph import StepGraph
 from weft.capture.node_kinds import calls_collective, calls_wait, is_wait
-from weft.capture.record.functional_ops import Functionalized, written_arguments
+from weft.capture.record.functional_ops import operation_of, written_arguments
 from weft.capture.step_interface import Update
 from weft.errors import MalformedProgram
 from weft.inductor.graph.aliasing import SCATTERS, looks_into, storage_keys, storages
@@ -486,7 +486,7 @@ def _stands_for(node: Node) -> list[Node]:
 
 def _forms(node: Node) -> tuple[Any, ...]:
     """The functions by which a program may compute a node."""
-    target = node.target.op if isinstance(node.target, Functionalized) else node.target
+    target = operation_of(node.target)
     out = getattr(target.overloadpacket, "out", None) if isinstance(target, OpOverload) else None
     return tuple(form for form in (target, writing_form(node), out) if form is not None)
 

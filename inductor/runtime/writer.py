@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from weft.capture.graph import StepGraph, neighbourhood
-from weft.capture.record.functional_ops import Functionalized
+from weft.capture.record.functional_ops import operation_of
 from weft.capture.user_code import printable
 from weft.errors import MalformedGraph
 from weft.inductor.graph.aliasing import looks_into, returns_its_input
@@ -243,7 +243,7 @@ class _ProgramWriter:
         return self._bind(id(value), "constant", value)
 
     def _function(self, target: Callable[..., Any]) -> str:
-        op = target.op if isinstance(target, Functionalized) else target
+        op = operation_of(target)
         if isinstance(op, OpOverload):
             name = str(op).removesuffix(".default")
             return self._bind(op, name, op)

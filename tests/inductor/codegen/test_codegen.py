@@ -13,11 +13,11 @@ import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nest_check import SEARCH, check, tensors
+from nest_check import SEARCH, check, planned_with, tensors
 from nests import layer_norm_backward, load, op, rms_norm, softmax, store, swiglu
 
 from weft.errors import UnsupportedNest
-from weft.inductor.codegen import kernel, kernel_plan
+from weft.inductor.codegen import kernel_plan
 from weft.inductor.codegen.kernel import generate, supports
 from weft.inductor.loop_ir.ir import (
     Call,
@@ -41,13 +41,10 @@ f32, f64, i64, bool_ = torch.float32, torch.float64, torch.int64, torch.bool
 
 
 @pytest.fixture
-def short_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_rows() -> Iterator[None]:
     """Rows of more than 32 elements are walked in loops of 16."""
-    kernel._generate_canonical.cache_clear()
-    monkeypatch.setattr(kernel_plan, "MAX_REGISTER_ROW", 32)
-    monkeypatch.setattr(kernel_plan, "LOOP_TILE", 16)
-    yield
-    kernel._generate_canonical.cache_clear()
+    with planned_with(MAX_REGISTER_ROW=32, LOOP_TILE=16):
+        yield
 
 
 # ---- one kernel of each shape
@@ -101,14 +98,12 @@ def test_layer_norm_backward_is_one_kernel(parts: int, rows: int, width: int) ->
     )
 
 
-def test_a_weight_that_registers_cannot_hold_is_loaded_for_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_registers_cannot_hold_is_loaded_for_every_row() -> None:
     nest, sizes = layer_norm_backward(2, 5, 40), {"x": 400, "dy": 400, "mean": 10, "rstd": 10, "w": 40}
     sizes |= {"dx": 400, "dw": 80, "db": 80}
     rows = check(nest, tensors(**sizes)).source.text
-    kernel._generate_canonical.cache_clear()
-    monkeypatch.setattr(kernel_plan, "_REGISTERS", 4 * 64)  # two tensors of a row and the sums of two
-    again = check(nest, tensors(**sizes)).source.text
-    kernel._generate_canonical.cache_clear()
+    with planned_with(_REGISTERS=4 * 64):  # two tensors of a row and the sums of two
+        again = check(nest, tensors(**sizes)).source.text
     weight = next(line for line in rows.splitlines() if "evict_last" in line and "tl.load" in line)
     assert weight.index("v") == 4
     weight = next(line for line in again.splitlines() if "evict_last" in line and "tl.load" in line)

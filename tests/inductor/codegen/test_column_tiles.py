@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from nest_check import check, tensors
+from nest_check import check, planned_with, tensors
 from nests import load, op, store
 
-from weft.inductor.codegen import kernel, kernel_plan
 from weft.inductor.codegen.kernel_plan import plan_kernel
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.loop_ir.ir import Const, Nest, Reduce, ReductionResult
@@ -19,12 +18,9 @@ f32 = torch.float32
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    kernel._generate_canonical.cache_clear()
-    monkeypatch.setattr(kernel_plan, "LOOP_TILE", 256)
-    monkeypatch.setattr(kernel_plan, "_TILE_OF_COLUMNS", 128)
-    yield
-    kernel._generate_canonical.cache_clear()
+def small_tiles() -> Iterator[None]:
+    with planned_with(LOOP_TILE=256, _TILE_OF_COLUMNS=128):
+        yield
 
 
 def centred(parts: int, rows: int, width: int) -> Nest:

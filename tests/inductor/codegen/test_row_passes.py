@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nest_check import SEARCH, check, tensors
+from nest_check import SEARCH, check, planned_with, tensors
 from nests import layer_norm_backward_past_a_residual, load, op, store
 
-from weft.inductor.codegen import kernel, kernel_plan
+from weft.inductor.codegen import kernel_plan
 from weft.inductor.codegen.kernel import supports
 from weft.inductor.loop_ir.ir import Const, Nest, Position, Reduce, ReductionResult, Store, Value
 
@@ -19,12 +19,10 @@ f32, i64 = torch.float32, torch.int64
 
 
 @pytest.fixture
-def few_registers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def few_registers() -> Iterator[None]:
     """For rows of 33 to 64 elements: the sums of two columns, and one value of each position."""
-    kernel._generate_canonical.cache_clear()
-    monkeypatch.setattr(kernel_plan, "_REGISTERS", 3 * 64)
-    yield
-    kernel._generate_canonical.cache_clear()
+    with planned_with(_REGISTERS=3 * 64):
+        yield
 
 
 @pytest.mark.usefixtures("few_registers")
@@ -120,10 +118,6 @@ def any_rows(draw: st.DrawFn) -> tuple[Nest, dict[str, int]]:
 @settings(SEARCH, max_examples=60)
 def test_random_multi_pass_kernels_equal_the_reference(case: tuple[Nest, dict[str, int]]) -> None:
     nest, lengths = case
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_plan, "_REGISTERS", 3 * 64)
-        patch.setattr(kernel_plan, "live_across_reductions", lambda *given: 4)
-        kernel._generate_canonical.cache_clear()
+    with planned_with(_REGISTERS=3 * 64, live_across_reductions=lambda *given: 4):
         if supports(nest) is None:
             check(nest, tensors(**lengths), tolerance=1e-3)
-        kernel._generate_canonical.cache_clear()
