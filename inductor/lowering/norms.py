@@ -7,6 +7,7 @@ kernel of the input's gradient, which loops over the same rows, can compute the 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,16 +89,18 @@ def _layer_norm_backward(out: Lowering, node: Node) -> bool:
         dx = rstd * (inner - rows.mean(inner) - normal * rows.mean(inner * normal))
         # A nest apart from the column sums: fusion joins the two where a kernel supports both kinds of reduction.
         out.nest(rows.sizes, [rows.target(0, dx)])
-    _column_sums(rows, [(1, grad * normal)] * wanted[1] + [(2, grad)] * wanted[2])
+    _column_sums(rows, args["grad_out"], [(1, grad * normal)] * wanted[1] + [(2, grad)] * wanted[2])
     return True
 
 
-def _column_sums(rows: _Rows, sums: list[tuple[int, Expression]]) -> None:
-    """Sums over all rows, each into a result of its own, in nests that they share."""
+def _column_sums(rows: _Rows, grad: Node, sums: list[tuple[int, Expression]]) -> None:
+    """Sums over all rows, each into a result of its own, in nests that they share. ``grad`` is of the whole space, as
+    the rows are."""
     out = rows.out
     outer = [axis for axis in range(rows.rank) if axis not in rows.inner]
     # Both sums have one split, so that one kernel computes them over the same parts.
-    stages = StagedReduction(out, rows.sizes, outer, rows.x.index())
+    largest = [replace(each, strides=out.read_strides(each)).index() for each in (rows.x, out.operand(grad))]
+    stages = StagedReduction(out, rows.sizes, outer, *largest)
     stores = []
     for result, value in sums:
         (total,) = stages.reduce("sum", value.value)

@@ -4,7 +4,8 @@ The rule (``choose_split``), for ``S`` multiprocessors:
 
 * Along memory ("rows": the reduced axes are contiguous). Every result is a program. Fewer than ``S`` results are split,
   as long as a part keeps 1024 elements.
-* Across memory ("columns": the reduced axes are the outer ones, as in a bias gradient). A program has 64 columns. With
+* Across memory ("columns": the reduced axes are the outer ones, as in a bias gradient), also where only one of two
+  large operands lies so: a program of one column would use one element of each sector of it. A program has 64 columns. With
   fewer than ``2 * S`` programs the rows are split into about ``S`` to ``2 * S`` parts (at least 32 rows in each if
   there are more than ``S`` parts); each part gives one row of partial results. A kernel over the same rows, such as a
   norm's backward, can then compute them too.
@@ -54,20 +55,20 @@ class AxisSplit(NamedTuple):
 
 
 def choose_split(
-    sizes: Sequence[Int], over: Sequence[int], strides: Sequence[Int], multiprocessors: int
+    sizes: Sequence[Int], over: Sequence[int], reads: Sequence[Sequence[Int]], multiprocessors: int
 ) -> dict[int, AxisSplit] | None:
     """How a reduction over the axes ``over`` of a space of ``sizes`` is split; None where one stage does.
 
     Args:
-        strides: of the largest operand, by axis.
+        reads: of each of the largest operands, the strides by axis at which it is read; the first is the largest.
     """
     # Hints stand for symbolic sizes, so the choice depends on the graph and the GPU alone, never on a batch at run
     # time.
-    low, high = _part_bounds(sizes, over, strides, multiprocessors)
+    low, high = _part_bounds(sizes, over, reads, multiprocessors)
     if high < 2:
         return None
     # Ties go to parts along the axis with the largest stride: each part then stays contiguous in memory.
-    slow_first = sorted(over, key=lambda axis: -size_hint(strides[axis]))
+    slow_first = sorted(over, key=lambda axis: -size_hint(reads[0][axis]))
     static = [axis for axis in slow_first if isinstance(sizes[axis], int)]
     # As many parts as fit under the bound: more parts mean more programs.
     best = max(_products([sizes[axis] for axis in static], high), key=lambda d: (math.prod(d), d), default=())
@@ -85,16 +86,17 @@ def choose_split(
     return {longest: AxisSplit(high, FloorDiv(size + high - 1, high), masked_tail=True)}
 
 
-def _part_bounds(sizes: Sequence[Int], over: Sequence[int], strides: Sequence[Int], processors: int) -> tuple[int, int]:
+def _part_bounds(
+    sizes: Sequence[Int], over: Sequence[int], reads: Sequence[Sequence[Int]], processors: int
+) -> tuple[int, int]:
     """The least and most parts."""
-    # Axes of one element and broadcast axes say nothing about memory.
-    wide = [axis for axis, size in enumerate(sizes) if size != 1 and strides[axis] != 0]
-    if not wide:
+    contiguous = [_contiguous_axis(sizes, strides) for strides in reads]
+    if contiguous[0] is None:
         return 1, 1
     reduced = math.prod(size_hint(sizes[axis]) for axis in over)
     kept = math.prod(size_hint(size) for axis, size in enumerate(sizes) if axis not in over)
     # The axis along which memory is contiguous is reduced: rows.
-    if min(wide, key=lambda axis: size_hint(strides[axis])) in over:
+    if all(axis is None or axis in over for axis in contiguous):
         # Each result is a program, so the GPU is full; a second launch would only add its overhead.
         if kept >= processors:
             return 1, 1
@@ -107,6 +109,12 @@ def _part_bounds(sizes: Sequence[Int], over: Sequence[int], strides: Sequence[In
     # A part of fewer rows than _MIN_ROWS would write nearly as much as it reads.
     high = int(min(max(processors, min(reduced / _MIN_COLUMN_ROWS, 2 * processors)), reduced / _MIN_ROWS))
     return (min(processors, high), high) if high >= processors / 2 else (1, 1)
+
+
+def _contiguous_axis(sizes: Sequence[Int], strides: Sequence[Int]) -> int | None:
+    # Axes of one element and broadcast axes say nothing about memory.
+    wide = [axis for axis, size in enumerate(sizes) if size != 1 and strides[axis] != 0]
+    return min(wide, key=lambda axis: size_hint(strides[axis]), default=None)
 
 
 def _products(sizes: Sequence[Int], most: int) -> Iterator[tuple[int, ...]]:
@@ -125,17 +133,17 @@ class StagedReduction:
         count: how many elements are reduced to one.
     """
 
-    def __init__(self, out: Lowering, sizes: Sequence[Int], over: Sequence[int], largest: Index) -> None:
+    def __init__(self, out: Lowering, sizes: Sequence[Int], over: Sequence[int], *largest: Index) -> None:
         """Decide the split.
 
         Args:
             sizes, over: the whole space and the axes to reduce.
-            largest: the index at which the largest operand is read; its strides decide the split.
+            largest: the indices at which the largest operands are read; their strides decide the split.
         """
         self.out, self.whole = out, tuple(sizes)
-        # Every nest of the operation is split alike, so one operand has to speak for all.
-        strides = [largest.stride(axis) for axis in range(len(sizes))]
-        self.splits = choose_split(sizes, over, strides, out.multiprocessors)
+        # Every nest of the operation is split alike.
+        reads = [[index.stride(axis) for axis in range(len(sizes))] for index in largest]
+        self.splits = choose_split(sizes, over, reads, out.multiprocessors)
         self.over = tuple(sorted(over))
         self.count: Int = math.prod(sizes[axis] for axis in over)
         self.sizes = self.whole
