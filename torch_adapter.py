@@ -1391,6 +1391,41 @@ def autocast_copy(weight: torch.Tensor, dtype: torch.dtype | None, *, make: bool
     return None if mode.made and not make else mode.operand
 
 
+AutocastRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Gives the arguments of an operation under the CPU's autocast: those to call it with."""
+
+
+class AutocastRules:
+    """Rules of the CPU's autocast for operations that have none, until they are removed. For the whole process."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+
+    def add(self, name: str, rule: AutocastRule) -> None:
+        """Register a rule for an operation of aten, ``name`` or ``name.overload``, unless torch has none of that name,
+        or a rule for it."""
+        packet, _, overload = name.partition(".")
+        key = torch._C.DispatchKey.AutocastCPU
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+            return
+
+        def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            below = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
+            with below:  # the casts, too, are not for autocast
+                cast, named = rule(op, args, kwargs)
+            if cast is args and named is kwargs:
+                return op.redispatch(keys.remove(key), *args, **kwargs)  # autocast goes on inside of it
+            with below:
+                return op.redispatch(keys.remove(key), *cast, **named)
+
+        self._library.impl(name, kernel, "AutocastCPU", with_keyset=True)
+
+    def remove(self) -> None:
+        """Leave the operations as they were."""
+        self._library._destroy()
+
+
 def no_autocast() -> contextlib.AbstractContextManager[Any]:
     """Operations inside are what they say, whatever autocast the caller is in."""
     return torch._C._DisableAutocast()

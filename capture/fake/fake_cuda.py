@@ -159,7 +159,7 @@ def patch_devices(
     patches.function(torch.utils, "swap_tensors", _swap_tensors(present(torch.utils, "swap_tensors"), fake_mode))
     patches.attribute(torch.nn.Module, "to", _module_to(present(torch.nn.Module, "to")))
     patches.attribute(torch.nn.Module, "cuda", lambda module, device=None: module.to(CPU))
-    patches.attribute(torch.autocast, "__init__", _autocast_init(present(torch.autocast, "__init__")))
+    _patch_autocast(patches)
     patches.attribute(torch.Tensor, "record_stream", lambda tensor, stream: None)
     context = torch_adapter.device_context_type()
     patches.attribute(context, "__init__", _device_context_init(present(context, "__init__")))
@@ -294,19 +294,33 @@ def _device_context_init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _autocast_init(original: Callable[..., None]) -> Callable[..., None]:
-    """The CPU's autocast for cuda's, with cuda's default dtype.
+def _patch_autocast(patches: Patches) -> None:
+    """The CPU's autocast for cuda's, with cuda's default dtype. What the two cast differently is in
+    :mod:`weft.capture.fake.cuda_autocast`, which goes by whether autocast is enabled for "cuda" too."""
+    init, enter, leave = (present(torch.autocast, name) for name in ("__init__", "__enter__", "__exit__"))
 
-    Both cast the same matrix products and convolutions down. The lists of operations that they run in float32 differ
-    in a few reductions.
-    """
-
-    def init(self: Any, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **named: Any) -> None:
+    def new_init(self: Any, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **named: Any) -> None:
         if device_type == "cuda":
+            self._weft_around_cuda = []  # what was set around each begun region; a region may be entered again inside
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        original(self, device_type, dtype, *rest, **named)
+        init(self, device_type, dtype, *rest, **named)
 
-    return init
+    def new_enter(self: Any) -> Any:
+        if hasattr(self, "_weft_around_cuda"):
+            self._weft_around_cuda.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
+            torch.set_autocast_enabled("cuda", self._enabled)
+            torch.set_autocast_dtype("cuda", self.fast_dtype)
+        return enter(self)
+
+    def new_exit(self: Any, *error: Any) -> Any:
+        if hasattr(self, "_weft_around_cuda"):
+            enabled, dtype = self._weft_around_cuda.pop()
+            torch.set_autocast_enabled("cuda", enabled)
+            torch.set_autocast_dtype("cuda", dtype)
+        return leave(self, *error)
+
+    for name, new in (("__init__", new_init), ("__enter__", new_enter), ("__exit__", new_exit)):
+        patches.attribute(torch.autocast, name, new)
 
 
 def _inside(mode: RedirectCudaToCpu, run_engine: Callable[..., Any]) -> Callable[..., Any]:

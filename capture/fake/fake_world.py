@@ -27,6 +27,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft import errors, torch_adapter
 from weft.argument_checks import ArgumentChecks
+from weft.capture.fake.cuda_autocast import cuda_autocast_rules
 from weft.capture.fake.fake_cuda import RedirectCudaToCpu, patch_devices, redirect_to_cpu
 from weft.capture.fake.fake_groups import patch_data_loader, patch_groups
 from weft.short_tracebacks import short_context
@@ -128,6 +129,7 @@ def fake_world(
     with contextlib.ExitStack() as undo:
         undo.enter_context(_one)
         undo.enter_context(_restored_globals())
+        undo.enter_context(cuda_autocast_rules())
         torch_adapter.forget_fake_results()
         mode = RedirectCudaToCpu(world.fake_mode)
         torch_adapter.dispatch_through(world.fake_mode, redirect_to_cpu)
