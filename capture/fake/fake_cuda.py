@@ -35,6 +35,8 @@ _SEQUENCES = frozenset({torch.linspace, torch.arange, torch.logspace})
 _KNOWN = 4096
 # What takes them apart.
 _PARTS = frozenset({torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk})
+# Dtypes of a GPU's memory-efficient attention, and the elements that its rows are multiples of.
+_EFFICIENT, _ALIGNMENT = (torch.bfloat16, torch.float16, torch.float32), 8
 # Methods whose positional arguments, or whose meaning, may be another device.
 _MOVES = frozenset({torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory})
 
@@ -116,10 +118,18 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention as one operation, also with dropout. A GPU has such kernels; the function of torch goes by the CPU,
-    whose kernel draws no dropout, and would take attention apart into two products and what is between them."""
+    """Attention as one operation, also with dropout and with a bias that is learnt. A GPU has such kernels; the function
+    of torch goes by the CPU, whose kernel draws no dropout and gives no gradient of a bias, and would take attention
+    apart into two products and what is between them."""
     shared = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    learnt = attn_mask is not None and attn_mask.requires_grad  # the kernel gives no gradient of the mask
+    learnt = attn_mask is not None and attn_mask.requires_grad
+    if shared and (learnt or dropout_p) and torch.is_autocast_enabled("cpu"):  # which knows the function alone
+        low = torch.get_autocast_dtype("cpu")
+        query, key, value = (each.to(low) for each in (query, key, value))
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(low)
+    if shared and learnt and not enable_gqa and query.dtype in _EFFICIENT and query.shape[-1] % _ALIGNMENT == 0:
+        return _with_learnt_bias(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if not dropout_p or not shared or learnt:
         how = {"scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
@@ -129,6 +139,27 @@ def _attention(
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return attend(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+
+def _with_learnt_bias(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention by the one kernel of a GPU that gives a gradient of the bias, called as torch's own function does
+    (`preprocess_mask` in ATen/native/transformers/attention.cpp): the bias has rows that start at multiples of 16
+    bytes."""
+    length = bias.shape[-1]
+    if length % _ALIGNMENT:
+        bias = F.pad(bias, [0, _ALIGNMENT - length % _ALIGNMENT])[..., :length]
+    bias = bias.expand(*query.shape[:3], key.shape[2])
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    grad = torch.is_grad_enabled()
+    return attend(query, key, value, bias, grad, dropout_p, is_causal, scale=scale)[0]
 
 
 def patch_devices(
