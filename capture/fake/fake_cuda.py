@@ -118,9 +118,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention as one operation, also with dropout and with a bias that is learnt. A GPU has such kernels; the function
-    of torch goes by the CPU, whose kernel draws no dropout and gives no gradient of a bias, and would take attention
-    apart into two products and what is between them."""
+    """Attention as one operation, also with dropout and with a bias that is learnt.
+
+    A GPU has such kernels. The function of torch goes by the CPU, whose kernel draws no dropout and gives no gradient
+    of a bias, and would take attention apart into two products and what is between them.
+    """
     shared = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     learnt = attn_mask is not None and attn_mask.requires_grad
     if shared and (learnt or dropout_p) and torch.is_autocast_enabled("cpu"):  # which knows the function alone
@@ -128,7 +130,8 @@ def _attention(
         query, key, value = (each.to(low) for each in (query, key, value))
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(low)
-    if shared and learnt and not enable_gqa and query.dtype in _EFFICIENT and query.shape[-1] % _ALIGNMENT == 0:
+    efficient = shared and not enable_gqa and query.dtype in _EFFICIENT and query.shape[-1] % _ALIGNMENT == 0
+    if efficient and attn_mask is not None and learnt:
         return _with_learnt_bias(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if not dropout_p or not shared or learnt:
         how = {"scale": scale, "enable_gqa": enable_gqa}

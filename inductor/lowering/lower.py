@@ -81,8 +81,8 @@ def _lower_node(lowered: Lowered, node: Node, on_aten: bool, guard: Guard) -> No
 def _to_loops(lowered: Lowered, node: Node, lowering: Lower) -> bool:
     """Add the loop nests of a node. False where its lowering does not cover it."""
     # Buffers and nests collect in `out` until the lowering is known to cover the case, so a refusal leaves no trace.
-    strides = lambda operand: lowered.orders.strides(operand, lowered.buffers)
-    out = Lowering(node, lowered.operands, lowered.seeds, lowered.multiprocessors, strides)
+    orders = lambda operand: lowered.orders.strides(operand, lowered.buffers)
+    out = Lowering(node, lowered.operands, lowered.seeds, lowered.multiprocessors, orders)
     # The cheap and general conditions first, so that lowerings need not repeat them.
     if not (out.takes_operands() and _known(lowered, node) and _lowered(lowering, out)):
         return False

@@ -12,12 +12,15 @@ from collections.abc import Mapping
 from weft.inductor.loop_ir.ir import Buffer, Int, Load, Nest
 from weft.inductor.lowering.registry import Operand
 
+Strides = tuple[Int, ...]
+
 
 class MemoryOrders:
-    """The strides at which elementwise results are read, where those differ from their own."""
+    """The strides at which elementwise results are read, where those differ from their own. A result has several where
+    it is computed from tensors that lie across each other."""
 
     def __init__(self) -> None:
-        self._strides: dict[str, tuple[Int, ...]] = {}
+        self._strides: dict[str, tuple[Strides, ...]] = {}
         self._broadcast: set[str] = set()  # results of which all operands are broadcast, and so small
 
     def note(self, nest: Nest, buffers: Mapping[str, Buffer]) -> None:
@@ -29,25 +32,28 @@ class MemoryOrders:
         rank = range(len(nest.sizes))
         if nest.sizes != target.sizes or any(store.index.stride(at) != _stride(target, at) for at in rank):
             return
-        # What is broadcast is small. Of the others the widest moves most bytes. Positions have no buffer.
+        # What is broadcast is small. Of the others the widest move most bytes. Positions have no buffer.
         wide = [load for load in nest.reads if load.buffer in buffers and load.buffer not in self._broadcast]
         wide = [load for load in wide if all(load.index.stride(at) != 0 or nest.sizes[at] == 1 for at in rank)]
-        largest = max(wide, key=lambda load: buffers[load.buffer].dtype.itemsize, default=None)
-        if largest is None:
+        if not wide:
             self._broadcast.add(target.name)
-        else:
-            self._strides[target.name] = self._read(largest, buffers[largest.buffer], len(rank))
+            return
+        most = max(buffers[load.buffer].dtype.itemsize for load in wide)
+        largest = [load for load in wide if buffers[load.buffer].dtype.itemsize == most]
+        found = [each for load in largest for each in self._read(load, buffers[load.buffer], len(rank))]
+        self._strides[target.name] = tuple(dict.fromkeys(found))
 
-    def strides(self, operand: Operand, buffers: Mapping[str, Buffer]) -> tuple[Int, ...]:
+    def strides(self, operand: Operand, buffers: Mapping[str, Buffer]) -> tuple[Strides, ...]:
         """The strides at which an operand is read: its own where it is a view, or no elementwise result."""
         buffer = buffers.get(operand.buffer)
         whole = buffer is not None and (buffer.sizes, buffer.strides) == (operand.sizes, operand.strides)
-        return self._strides.get(operand.buffer, operand.strides) if whole else operand.strides
+        own = (operand.strides,)
+        return self._strides.get(operand.buffer, own) if whole else own
 
-    def _read(self, load: Load, source: Buffer, rank: int) -> tuple[Int, ...]:
+    def _read(self, load: Load, source: Buffer, rank: int) -> tuple[Strides, ...]:
         whole = len(source.sizes) == rank and all(load.index.stride(at) == _stride(source, at) for at in range(rank))
-        strides = tuple(load.index.stride(at) for at in range(rank))
-        return self._strides.get(source.name, strides) if whole else strides
+        own = (tuple(load.index.stride(at) for at in range(rank)),)
+        return self._strides.get(source.name, own) if whole else own
 
 
 def _stride(buffer: Buffer, axis: int) -> Int:

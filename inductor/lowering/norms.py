@@ -7,7 +7,6 @@ kernel of the input's gradient, which loops over the same rows, can compute the 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,8 +98,7 @@ def _column_sums(rows: _Rows, grad: Node, sums: list[tuple[int, Expression]]) ->
     out = rows.out
     outer = [axis for axis in range(rows.rank) if axis not in rows.inner]
     # Both sums have one split, so that one kernel computes them over the same parts.
-    largest = [replace(each, strides=out.read_strides(each)).index() for each in (rows.x, out.operand(grad))]
-    stages = StagedReduction(out, rows.sizes, outer, *largest)
+    stages = StagedReduction(out, rows.sizes, outer, *out.read_at(rows.x), *out.read_at(out.operand(grad)))
     stores = []
     for result, value in sums:
         (total,) = stages.reduce("sum", value.value)

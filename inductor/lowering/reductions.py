@@ -45,8 +45,7 @@ class ReducedOperand:
         self.x = Expression(self.operand.load(self.operand.index()))
         # The operand is the largest thing that is read: its strides say whether the reduction runs along memory or
         # across it.
-        largest = replace(self.operand, strides=out.read_strides(self.operand)).index()
-        self.stages = StagedReduction(out, self.operand.sizes, self.over, largest)
+        self.stages = StagedReduction(out, self.operand.sizes, self.over, *out.read_at(self.operand))
 
     def axes(self, result: int = 0) -> list[int | None]:
         """Which axis each dimension of a result is; results keep reduced dimensions or not."""

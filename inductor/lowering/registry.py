@@ -8,7 +8,7 @@ support; the node then runs as its ATen kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -115,7 +115,7 @@ class Lowering:
         buffers: the node's results and temporaries that were requested so far.
         seeds: the random operations of the step so far, each with a seed of its own.
         multiprocessors: of the GPU that the kernels are for.
-        read_strides: the strides at which an operand is read, see :mod:`weft.inductor.lowering.memory_order`.
+        orders: the strides at which an operand is read, see :mod:`weft.inductor.lowering.memory_order`.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Lowering:
         operands: Mapping[Node, Operand],
         seeds: list[Node],
         multiprocessors: int,
-        read_strides: Callable[[Operand], tuple[Int, ...]],
+        orders: Callable[[Operand], tuple[tuple[Int, ...], ...]],
     ) -> None:
         self.node = node
         # By node of the graph. Nodes that are views have an operand on their base's buffer, so lowerings never see a
@@ -132,7 +132,7 @@ class Lowering:
         self.operands = operands
         self.seeds = seeds
         self.multiprocessors = multiprocessors
-        self.read_strides = read_strides
+        self.orders = orders
         self.nests: list[Nest] = []
         self.buffers: dict[str, Buffer] = {}
 
@@ -164,6 +164,10 @@ class Lowering:
         else:
             value = number(arg, dtype)
         return value if dtype is None else convert(value, dtype)
+
+    def read_at(self, operand: Operand) -> list[Index]:
+        """The indices of the whole operand at which kernels read it, or the largest of what it is computed from."""
+        return [replace(operand, strides=strides).index() for strides in self.orders(operand)]
 
     def seed(self) -> Value:
         """The seed of this node's random numbers (int64), another at every step."""

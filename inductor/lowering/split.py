@@ -4,8 +4,8 @@ The rule (``choose_split``), for ``S`` multiprocessors:
 
 * Along memory ("rows": the reduced axes are contiguous). Every result is a program. Fewer than ``S`` results are split,
   as long as a part keeps 1024 elements.
-* Across memory ("columns": the reduced axes are the outer ones, as in a bias gradient), also where only one of two
-  large operands lies so: a program of one column would use one element of each sector of it. A program has 64 columns. With
+* Across memory ("columns": the reduced axes are the outer ones, as in a bias gradient), also where half of the large
+  operands lie so: a program of one column would use one element of each sector of them. A program has 64 columns. With
   fewer than ``2 * S`` programs the rows are split into about ``S`` to ``2 * S`` parts (at least 32 rows in each if
   there are more than ``S`` parts); each part gives one row of partial results. A kernel over the same rows, such as a
   norm's backward, can then compute them too.
@@ -96,7 +96,7 @@ def _part_bounds(
     reduced = math.prod(size_hint(sizes[axis]) for axis in over)
     kept = math.prod(size_hint(size) for axis, size in enumerate(sizes) if axis not in over)
     # The axis along which memory is contiguous is reduced: rows.
-    if all(axis is None or axis in over for axis in contiguous):
+    if sum(axis is None or axis in over for axis in contiguous) * 2 > len(contiguous):
         # Each result is a program, so the GPU is full; a second launch would only add its overhead.
         if kept >= processors:
             return 1, 1

@@ -222,19 +222,19 @@ def test_results_have_the_strides_of_the_fake_tensors() -> None:
 
 
 def test_split_reductions_use_divisors_where_possible() -> None:
-    columns = choose_split((64, 197, 768), (0, 1), (197 * 768, 768, 1), 132)
+    columns = choose_split((64, 197, 768), (0, 1), [(197 * 768, 768, 1)], 132)
     assert columns is not None
     assert {axis: cut.outer for axis, cut in columns.items()} == {0: 1, 1: 197}
-    tokens = choose_split((8192, 4096), (0,), (4096, 1), 132)
+    tokens = choose_split((8192, 4096), (0,), [(4096, 1)], 132)
     assert tokens is not None
     assert 132 <= tokens[0].outer <= 264
     assert tokens[0].outer * tokens[0].inner == 8192
 
 
 def test_reductions_with_enough_results_are_not_split() -> None:
-    assert choose_split((4096, 768), (1,), (768, 1), 132) is None
-    assert choose_split((4096, 50257), (0,), (50257, 1), 132) is None
-    assert choose_split((300, 700), (0, 1), (700, 1), 132) == choose_split((300, 700), (0, 1), (700, 1), 132)
+    assert choose_split((4096, 768), (1,), [(768, 1)], 132) is None
+    assert choose_split((4096, 50257), (0,), [(50257, 1)], 132) is None
+    assert choose_split((300, 700), (0, 1), [(700, 1)], 132) == choose_split((300, 700), (0, 1), [(700, 1)], 132)
 
 
 @pytest.mark.parametrize(
