@@ -34,13 +34,13 @@ from weft.inductor.codegen.canonical import is_position
 from weft.inductor.codegen.kernel_source import registers_per_thread
 from weft.inductor.codegen.live_values import depths, live_across_reductions
 from weft.inductor.codegen.memory_limits import copied_in_vectors, rows_in_flight, rows_sharing_sectors
+from weft.inductor.codegen.row_tiles import LOOP_TILE, rows_of_program, tile_of_rows
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.loop_ir.axes import size_hint
 from weft.inductor.loop_ir.ir import Index, Int, Nest
 from weft.inductor.loop_ir.ops import REDUCTIONS
 
 MAX_REGISTER_ROW = 16384  # elements of a row that one program keeps in registers
-LOOP_TILE = 4096  # elements of a loop's tile
 L2_REUSE_BYTES = 36 << 20  # of the L2 cache, for rows that are read again; an H100 has 50 MiB, an H200 60 MiB
 # Elements of all values that a program can keep: three quarters of a multiprocessor's 65,536 registers.
 _REGISTERS = 49152
@@ -310,7 +310,7 @@ def _row(nest: Nest, accesses: list[Access], over: frozenset[int], multiprocesso
         # As many rows that share sectors as registers hold: part of a sector is still several times what one row uses.
         held = _REGISTERS // (r * max(2, live_across_reductions(nest, over)))
         sharing = min(rows_sharing_sectors(nest, accesses, outer, inner), held)
-        x = min(most, max(1024 // r if r < 512 else 1, 1 << max(0, sharing.bit_length() - 1)))
+        x = min(most, max(rows_of_program(r), 1 << max(0, sharing.bit_length() - 1)))
         dims = (_dim(nest, "x", outer, "grid", x), _dim(nest, "r", inner, "whole", r))
         return KernelPlan("row", _nonempty(dims), _warps(x * r), multiprocessors)
     # One row at a time here: the tile along it fills the threads.
@@ -355,9 +355,9 @@ def _fits(nest: Nest, over: frozenset[int], length: int) -> bool:
 
 
 def _warps(elements: int) -> int:
-    # 8 to 32 elements a thread: the longer the row, the more of its loads a thread has in flight.
-    if elements <= 512:
-        return 1 if elements <= 256 else 2
+    # 16 to 32 elements a thread: the longer the row, the more of its loads a thread has in flight.
+    if elements <= 1024:
+        return 1 if elements <= 512 else 2
     return 4 if elements <= 2048 else 8 if elements <= 8192 else 16
 
 
@@ -480,7 +480,9 @@ def _mixed(nest: Nest, accesses: list[Access], overs: set[frozenset[int]], multi
         raise UnsupportedNest(f"rows of {length} elements, reduced along both ways, do not fit into registers")
     rows = product(nest.sizes[axis] for axis in across)
     # Short rows are processed several at a time; a column then has partial sums within the tile too.
-    n = _clamped(max(1, LOOP_TILE // c), rows)
+    alone = point_count(nest, rest) <= multiprocessors
+    tile, fewest, pipelined = (LOOP_TILE, 4, True) if c > 512 and alone else tile_of_rows(c)
+    n = _clamped(max(1, tile // c), rows)
     dims = (
         _dim(nest, "p", axis_order(nest, accesses, rest), "grid", 1),
         _dim(nest, "n", axis_order(nest, accesses, across), "loop", n),
@@ -488,18 +490,22 @@ def _mixed(nest: Nest, accesses: list[Access], overs: set[frozenset[int]], multi
     )
     # Column sums fill the registers of a thread sooner than a row alone does, and a thread has 255 at most.
     registers = n * c * (resident + shared + 2) // _THREADS
-    warps = 16 if n * c > LOOP_TILE else next((few for few in (4, 8) if registers <= 240 * few), 16)
+    # With several programs on a multiprocessor the assembler keeps a thread to fewer.
+    most = 240 if n * c >= LOOP_TILE else 130
+    enough = (few for few in (2, 4, 8) if few >= fewest and registers <= most * few)
+    warps = 16 if n * c > LOOP_TILE else next(enough, 16)
     # A weight is the same for every row: kept in registers if they suffice, else read from the L1 cache for each row.
     reloads_shared = c * (resident + shared) > _REGISTERS
     loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(along)]
-    tile = sum(c * load.itemsize * (reloads_shared if load.index.axes.isdisjoint(across) else n) for load in loads)
+    ahead = sum(c * load.itemsize * (reloads_shared if load.index.axes.isdisjoint(across) else n) for load in loads)
     fitting = _REGISTERS // (n * c * (resident + shared))
     # Programs that run on one multiprocessor share its shared memory.
     beside = max(1, min(fitting, math.ceil(point_count(nest, rest) / multiprocessors)))
     # Pipelined loads bypass the L1 cache, where a multi-pass kernel has to find the row again.
-    stages = 1 if multi_pass or not copied_in_vectors(loads) else _stages(tile, _PIPELINE_BYTES // beside)
+    pipelined = pipelined and not multi_pass and copied_in_vectors(loads)
+    stages = _stages(ahead, _PIPELINE_BYTES // beside) if pipelined else 1
     return KernelPlan(
-        "mixed", _nonempty(dims), warps, multiprocessors, stages, (stages - 1) * tile, reloads_shared, multi_pass
+        "mixed", _nonempty(dims), warps, multiprocessors, stages, (stages - 1) * ahead, reloads_shared, multi_pass
     )
 
 
