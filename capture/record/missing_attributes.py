@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.capture.state.origin import is_foreign
+from weft.capture.state.origin import is_walked_module
 from weft.capture.user_code import called_by_user
 from weft.short_tracebacks import users_mistake
 
@@ -29,7 +29,7 @@ def missing_attributes_noted(note: Callable[[torch.Tensor, str], None]) -> Itera
 
     def missing(tensor: torch.Tensor, name: str) -> Any:
         asks = sys._getframe(1).f_globals.get("__name__")
-        if threading.get_ident() == thread and (called_by_user() or not is_foreign(asks)):
+        if threading.get_ident() == thread and (called_by_user() or is_walked_module(asks)):
             note(tensor, name)
         kind = torch.Tensor if isinstance(tensor, FakeTensor) else type(tensor)  # as eager says it
         text = f"{kind.__name__!r} object has no attribute {name!r}"
