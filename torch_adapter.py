@@ -299,12 +299,10 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def has_later_post_accumulate_hook(param: torch.Tensor, handle: RemovableHandle) -> bool:
-    """Whether a post-accumulate-grad hook was registered on `param` after the one that `handle` removes."""
-    hooks = param._post_accumulate_grad_hooks
-    return bool(hooks) and next(reversed(hooks)) != handle.id
-
-
+# The post-accumulate-grad hooks on a tensor by their numbers, in the order of registration, or None.
+post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+call_hooks_again = lambda tensor, hooks: setattr(tensor, "_post_accumulate_grad_hooks", hooks)
+address = operator.attrgetter("_cdata")  # of a tensor in C++; `swap_tensors` changes it, and leaves hooks behind
 python_rules = torch._C._EnablePythonDispatcher  # inside, a rule in Python for fakes comes before one in C++
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack  # run operations as if torch.func were not used
 

@@ -39,6 +39,9 @@ class SettingsWithoutEffect:
         """Does nothing: gradients are reduced in every backward that synchronizes. Logged once."""
         say_once("set_is_last_backward", "gradients are reduced in every backward that synchronizes")
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        say_once("_set_unshard_async_op", "the compiler decides when a collective runs")
+
     def set_post_optim_event(self, event: Any) -> None:
         """Does nothing: all-gathers run on the caller's stream, or where the compiler puts them. Logged once."""
         say_once("set_post_optim_event", "the compiler decides when a collective runs")

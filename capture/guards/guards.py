@@ -24,6 +24,7 @@ from weft.capture.guards.class_guard import ClassGuard
 from weft.capture.guards.container_guard import ContainerGuard
 from weft.capture.guards.library_guard import LibraryGuard
 from weft.capture.guards.memory_guard import MemoryGuard
+from weft.capture.guards.missing_attribute_guard import MissingAttributeGuard
 from weft.capture.guards.object_guard import ObjectGuard
 from weft.capture.guards.result_cache_guard import ResultCacheGuard
 from weft.capture.guards.sharing_guard import SharingGuard
@@ -108,6 +109,7 @@ class Guards:
         self._objects = ObjectGuard(captured.state.with_attributes)
         self._classes = ClassGuard(captured.state.with_attributes, captured.state.names.frozen)
         self._results = ResultCacheGuard(captured.state.objects)
+        self._missing = MissingAttributeGuard(captured.state.missing)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.
         static = [guard.place for guard in self._tensors if guard.static]
         kept = [place for place in static if self._containers.keeps(place) and self._memory.follows(place)]
@@ -150,6 +152,7 @@ class Guards:
         found += [Guard("tensor", str(guard)) for guard in self._tensors]
         found += [Guard("class", condition) for condition in self._objects.listed()]
         found += [Guard("result cache", condition) for condition in self._results.listed()]
+        found += [Guard("python state", condition) for condition in self._missing.listed()]
         found += [Guard("library", condition) for condition in self._libraries.listed()]
         found += [Guard("size", condition) for condition in self._sizes.conditions]
         found.append(Guard("memory", "the same tensors of the state and of the arguments overlap"))
@@ -196,6 +199,7 @@ class Guards:
             or self._objects.failure()
             or self._classes.failure()
             or self._results.failure()
+            or self._missing.failure()
             or self._libraries.failure()
             or self._leaf_failure()
             or next(filter(None, (guard.failure() for guard in self._tensors)), None)
@@ -219,6 +223,7 @@ class Guards:
             "classes and attributes of objects": self._objects.holds,
             "attributes of classes": self._classes.holds,
             "cached results": self._results.holds if self._results.listed() else None,
+            "missing attributes": self._missing.holds if len(self._missing) else None,
             "requires_grad": lambda: self._leaves_require_grad(),
             "tensors": self._tensors_hold,
             "hooks": self._hooks_hold,

@@ -33,7 +33,12 @@ def is_foreign(module: str | None) -> bool:
 
 def is_walked(kind: type) -> bool:
     """Whether objects of a class are weft's or torch's and are walked as a whole."""
-    return kind.__module__.startswith(_WALKED)
+    return is_walked_module(kind.__module__)
+
+
+def is_walked_module(module: str | None) -> bool:
+    """Whether a module is weft's or torch's and objects of its classes are walked as a whole, by its name."""
+    return (module or "").startswith(_WALKED)
 
 
 def is_user_class(kind: type) -> bool:

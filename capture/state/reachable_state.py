@@ -66,7 +66,7 @@ from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.optimizer_parts import WalkedSchedulers, parts_of_groups, state_of
 from weft.capture.state.origin import is_foreign, is_own
 from weft.capture.state.script_modules import script_state
-from weft.capture.state.tensor_attributes import AttributesOfTensors
+from weft.capture.state.tensor_attributes import AttributesOfTensors, MissingAttributes
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, parts_at, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
@@ -140,6 +140,7 @@ class ReachableState:
         self._keys: list[tuple[Any, str]] = []
         self._locks: list[Container] = []
         self._tensors = AttributesOfTensors()
+        self.missing = MissingAttributes()
         self._modules_asked: frozenset[str] = frozenset()
         self._objects: dict[int, tuple[Any, str, FollowedByObject]] = {}
         self._whole: set[int] = set()  # ids of objects of which all attributes are followed
@@ -246,10 +247,7 @@ class ReachableState:
     def follow_missing(self, obj: torch.Tensor, name: str) -> None:
         """Let it count that a tensor lacks an attribute, which the step looked for."""
         if (path := self.path_of(obj)) is not None:
-            followed = self._objects.setdefault(id(obj), (obj, path, self._followed.none()))[2]
-            if name not in followed:
-                followed.add(name)
-                self.containers.append(Container(vars(obj), path, names := frozenset({name}), label_of(path), names))
+            self.missing.note(obj, path, name)
 
     def end_walk(self) -> None:
         """Drop all references that guards, inputs and effects do not need: the program may hold objects weakly."""
@@ -407,9 +405,10 @@ class ReachableState:
             for where, names, part in parts_at(tensor, path):
                 self.places.setdefault(key := memory_key(part), dataclasses.replace(place, path=where, inner=names))
                 self.in_memory.setdefault(key[0], []).append(part)
-        self._tensors.note(tensor, path)
-        if vars(tensor) or self.asked.has_all(path):
-            self._objects.setdefault(id(tensor), (tensor, path, self._followed.none()))
+        for each, where, whole in self._tensors.note(tensor, path, self.asked.has_all):
+            self._objects.setdefault(id(each), (each, where, self._followed.none()))
+            if whole:
+                self.follow_all(each, where)
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
             for wrapper in wrappers(tensor):  # a step may exchange what is in it

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weft.capture.state import containers
-from weft.capture.state.tensor_memory import own_attributes
+from weft.capture.state.tensor_memory import own_attributes, with_inside
 
 
 class AttributesOfTensors:
@@ -17,9 +17,22 @@ class AttributesOfTensors:
     def __init__(self) -> None:
         self._known: dict[int, tuple[torch.Tensor, str, dict[str, Any]]] = {}
 
-    def note(self, tensor: torch.Tensor, path: str) -> None:
-        """The walk meets a tensor under a path."""
-        self._known[id(tensor)] = tensor, path, dict(vars(tensor))
+    def note(
+        self, tensor: torch.Tensor, path: str, asked: Callable[[str], bool]
+    ) -> Iterator[tuple[torch.Tensor, str, bool]]:
+        """The walk meets a tensor under a path, and with it those inside, such as the local tensor of a DTensor.
+
+        Args:
+            asked: whether the step asks for all attributes of the tensor at a path.
+
+        Yields:
+            Those of which attributes count, their paths, and whether all count. Of one inside another they do: wrappers
+            read them, whose code is not searched for names.
+        """
+        for where, each in with_inside(tensor, path):
+            self._known[id(each)] = each, where, dict(vars(each))
+            if vars(each) or asked(where):
+                yield each, where, each is not tensor and bool(own_attributes(each))
 
     def path_of(self, tensor: torch.Tensor) -> str | None:
         """The path of a tensor; None of one that the walk has not met."""
@@ -49,3 +62,19 @@ class AttributesOfTensors:
     def clear(self) -> None:
         """Let go of the tensors."""
         self._known.clear()
+
+
+class MissingAttributes:
+    """What a step looked for on tensors and did not find: ``hasattr(p, "main_grad")``.
+
+    Attributes:
+        found: the dictionary of the attributes of each tensor, its path, and the names that the step looked for.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, tuple[dict[str, Any], str, set[str]]] = {}
+
+    def note(self, tensor: torch.Tensor, path: str, name: str) -> None:
+        """The step did not find an attribute of a tensor."""
+        attributes = vars(tensor)
+        self.found.setdefault(id(attributes), (attributes, path, set()))[2].add(name)

@@ -60,6 +60,15 @@ def parts_at(tensor: torch.Tensor, path: str) -> list[tuple[str, tuple[str, ...]
     return [(path if len(parts) == 1 else ".".join((path, *at)), at, part) for at, part in parts.items()]
 
 
+def with_inside(tensor: torch.Tensor, path: str) -> list[tuple[str, torch.Tensor]]:
+    """A tensor and those inside it, such as the local tensor of a DTensor, with their paths."""
+    found = [(path, tensor)]
+    if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            found += with_inside(getattr(tensor, name), f"{path}.{name}")
+    return found
+
+
 def sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """The indices and the values of a sparse matrix in coordinates, by the names that
     ``SPARSE_PARTS`` has; None of other tensors, also of matrices with dense parts."""

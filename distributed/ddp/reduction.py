@@ -18,13 +18,11 @@ operations on every backend (gloo has no average), and no overflow in float16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft import errors, torch_adapter
 from weft.distributed.ddp.slots import ModuleSlot, parameters
@@ -60,7 +58,9 @@ class GradientReduction:
         self.hook: Callable[[torch.Tensor], None] | None = None
         self._group_name = group_name
         self._dtype = dtype
-        self._hooked: MutableMapping[nn.Parameter, RemovableHandle] = WeakTensorKeyDictionary()
+        # The numbers of the hooks, with the addresses of their parameters: these change where torch converts a module
+        # by a swap, which it refuses for a parameter that has weak references.
+        self._hooks: dict[int, int] = {}
         self._pending: dict[nn.Parameter, _Pending] = {}
         self._at_end = False
         # The paths of trainable parameters in the order of their turns, and how many had theirs in this backward.
@@ -80,10 +80,15 @@ class GradientReduction:
         if turns != self._turns and not torch_adapter.in_backward():
             self._turns = turns
         for path, param in trainable:
-            if param not in self._hooked:
+            hooks = torch_adapter.post_accumulate_hooks(param)
+            own = next(filter(self._hooks.__contains__, hooks or ()), None)
+            if own is None:
                 if torch_adapter.is_dtensor(param):
                     raise errors.UnsupportedParameter(path, "is a DTensor")
-                self._hooked[param] = param.register_post_accumulate_grad_hook(self._hook(path))
+                own = param.register_post_accumulate_grad_hook(self._hook(path)).id
+            elif self._hooks[own] != torch_adapter.address(param):
+                torch_adapter.call_hooks_again(param, hooks)
+            self._hooks[own] = torch_adapter.address(param)
 
     def _hook(self, path: str):
         def reduce_gradient(param: torch.Tensor) -> None:
@@ -98,7 +103,7 @@ class GradientReduction:
         if not self._in_backward:
             self._in_backward = True
             torch_adapter.after_backward(self._issue_left)
-        at_once = torch_adapter.has_later_post_accumulate_hook(param, self._hooked[param])
+        at_once = next(reversed(torch_adapter.post_accumulate_hooks(param))) not in self._hooks
         self._ready[path] = None if at_once else param
         if at_once:
             self._finish(self._issue(param, path))

@@ -19,7 +19,7 @@ from weft import torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.distributed.arguments import check_ignored, check_mesh, check_policies, wrapped_modules
 from weft.distributed.ddp import ReplicateModule
-from weft.distributed.fsdp.extension import GatherExtension, extends_gather
+from weft.distributed.fsdp.extension import GATHERED_OVER_FEWER, GatherExtension, extends_gather
 from weft.distributed.fsdp.layout import layout_of
 from weft.distributed.fsdp.mesh import Axis, DataParallelMesh, DataParallelMeshDims, data_parallel_mesh, mesh_device
 from weft.distributed.fsdp.module import FSDPModule, wrap_class
@@ -39,10 +39,6 @@ _M = TypeVar("_M", bound=nn.Module)
 Placement = Callable[[nn.Parameter], object]  # what it returns is checked: see fully_shard
 
 _ARGUMENTS = ArgumentChecks("fully_shard")
-_GATHERED_OVER_FEWER = (
-    "defines fsdp_pre_all_gather, and reshard_after_forward is a number: nothing says how a part of what "
-    "fsdp_post_all_gather made is gathered again. Pass True or False there"
-)
 
 # Whole parameters that were sharded: what is tied to one by a module wrapped later is recognized by it.
 _sharded_from = WeakTensorKeyDictionary()
@@ -142,7 +138,7 @@ def fully_shard(
         if param is None:
             param = _shard(slots, path, axes, shard_placement_fn, mp_policy, options, residence)
             if small is not None and param.extension is not None:
-                raise UnshardableParameter(path, _GATHERED_OVER_FEWER)
+                raise UnshardableParameter(path, GATHERED_OVER_FEWER)
             param.small = small
         members.append(ManagedParameter(param, slots))
     for member in members:

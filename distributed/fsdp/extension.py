@@ -25,6 +25,10 @@ from weft.errors import InvalidGatherExtension, UnshardableParameter
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _SIGNATURES = "(self, mesh) or (self, mesh, outer_size, outer_stride, module, mp_policy)"
+GATHERED_OVER_FEWER = (
+    "defines fsdp_pre_all_gather, and reshard_after_forward is a number: nothing says how a part of what "
+    "fsdp_post_all_gather made is gathered again. Pass True or False there"
+)
 
 
 def extends_gather(shard: torch.Tensor, path: str) -> bool:
@@ -32,11 +36,12 @@ def extends_gather(shard: torch.Tensor, path: str) -> bool:
 
     Raises UnshardableParameter where it has one of them.
     """
-    found = [name for name in (_PRE, _POST) if hasattr(shard, name)]
-    if len(found) == 1:
-        missing = _POST if found == [_PRE] else _PRE
-        raise UnshardableParameter(path, f"is a {type(shard).__name__} that has {found[0]} and no {missing}")
-    return bool(found)
+    # By names that stand here, so that a compiled step notices methods that come and go.
+    before, after = hasattr(shard, "fsdp_pre_all_gather"), hasattr(shard, "fsdp_post_all_gather")
+    if before != after:
+        found, missing = (_PRE, _POST) if before else (_POST, _PRE)
+        raise UnshardableParameter(path, f"is a {type(shard).__name__} that has {found} and no {missing}")
+    return before
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +93,7 @@ class GatherExtension:
         mesh = axes.mesh if axes.mesh.ndim == 1 else axes.mesh[(axes.mesh.mesh_dim_names or ())[-1]]
         return cls(path, layout, mesh, module, policy)
 
-    def start(self, shard: torch.Tensor) -> StartedGather:
+    def start(self, shard: Any) -> StartedGather:
         """Ask the shard what travels, and start the all-gathers.
 
         Raises InvalidGatherExtension.
@@ -104,14 +109,14 @@ class GatherExtension:
         outputs = [gather(tensor, axis.size, axis.group_name) for tensor in flat]
         return StartedGather(outputs, shapes, metadata)
 
-    def finish(self, shard: torch.Tensor, gathered: StartedGather, dtype: torch.dtype) -> torch.Tensor:
+    def finish(self, shard: Any, gathered: StartedGather, dtype: torch.dtype) -> torch.Tensor:
         """The parameter of `layout.shape` that the shard makes of the gathered tensors, for the compute dtype `dtype`.
 
         Raises InvalidGatherExtension.
         """
         pairs = zip(gathered.outputs, gathered.shapes, strict=True)
         outputs = tuple(self._joined(output, shape) for output, shape in pairs)
-        made = getattr(shard, _POST)(outputs, gathered.metadata, dtype)
+        made = shard.fsdp_post_all_gather(outputs, gathered.metadata, dtype)
         if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.Tensor)):
             what = f"returned {type(made).__name__}; without out= it must return (parameter, tensors that it lies in)"
             raise InvalidGatherExtension(_POST, self.path, what)
@@ -124,8 +129,8 @@ class GatherExtension:
         # Rows of padding are cut off here. Of the ways to do so, subclasses written for FSDP2 know this one.
         return torch.as_strided(whole, shape, _contiguous(shape), 0)
 
-    def _inputs(self, shard: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-        before = getattr(shard, _PRE)
+    def _inputs(self, shard: Any) -> tuple[list[torch.Tensor], Any]:
+        before = shard.fsdp_pre_all_gather
         accepted = len(inspect.signature(before).parameters)
         if accepted == 1:
             made = before(self.mesh)

@@ -164,9 +164,6 @@ class FSDPModule(SettingsWithoutEffect):
         """Wrapped modules whose all-gathers are started when this module has gathered in backward."""
         self._state().backward_prefetch = _sharded(modules)
 
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        say_once("_set_unshard_async_op", "the compiler decides when a collective runs")
-
     # ----
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from weft import tensor_subclasses, torch_adapter
 from weft.distributed.fsdp.autograd import Attach, ReduceGradient
-from weft.distributed.fsdp.extension import GatherExtension, StartedGather, extends_gather
+from weft.distributed.fsdp.extension import GATHERED_OVER_FEWER, GatherExtension, StartedGather, extends_gather
 from weft.distributed.fsdp.layout import ShardLayout
 from weft.distributed.fsdp.mesh import Axis
 from weft.distributed.fsdp.offload import ShardHome
@@ -27,7 +27,7 @@ from weft.distributed.fsdp.reduction import (
 )
 from weft.distributed.mixed_precision import reduces_in_grad_dtype
 from weft.distributed.ops import pad_shard, take_shard, unpad_shard
-from weft.errors import ParameterReplaced
+from weft.errors import ParameterReplaced, UnshardableParameter
 
 
 @dataclass(eq=False, frozen=True)
@@ -119,10 +119,21 @@ class ShardedParameter:
             raise ParameterReplaced(self.path, current)
         assert isinstance(current, nn.Parameter)
         self.sharded = current
-        if extends_gather(self.shard, self.path) != (self.extension is not None):
-            own = GatherExtension.of(self.path, self.layout, self.home.module, self.policy)
-            self.extension = None if self.extension is not None else own
+        self.follow_extension()
         self.forget_gathered()
+
+    def follow_extension(self) -> None:
+        """Gather by methods that the shard has now: they may have been put on it, or lost with it, after `fully_shard`.
+
+        Raises UnshardableParameter.
+        """
+        extends = extends_gather(self.shard, self.path)
+        if extends == (self.extension is not None):
+            return
+        if extends and self.small is not None:
+            raise UnshardableParameter(self.path, GATHERED_OVER_FEWER)
+        self.extension = GatherExtension.of(self.path, self.layout, self.home.module, self.policy) if extends else None
+        self.gathered, self.gathered_from = None, 0
 
     # ---- gathering
 

@@ -18,7 +18,7 @@ from weft.distributed.fsdp.param import ParameterSlot, ShardedParameter
 from weft.distributed.fsdp.reduction import ReduceOptions
 from weft.distributed.fsdp.saved import saved_as_recipes
 from weft.distributed.mixed_precision import cast_floating, map_tensors, move_to, tensors_in
-from weft.errors import MetaParameters, UnshardableParameter
+from weft.errors import MetaParameters
 
 _log = logging.getLogger(__name__)
 _STATE = "_weft_fsdp_state"
@@ -195,9 +195,7 @@ class ShardedState:
             self.adopt()
         if member.param.shard.is_meta:
             raise MetaParameters([m.param.path for m in self.members if m.param.shard.is_meta])
-        if member.param.extension is None and hasattr(member.param.shard, "fsdp_pre_all_gather"):
-            what = "was given an all-gather of its own (fsdp_pre_all_gather) after fully_shard"
-            raise UnshardableParameter(member.param.path, what)
+        member.param.follow_extension()
 
     # ---- forward
 

@@ -340,21 +340,11 @@ def on_meta(mesh: Any) -> None:
     model(torch.ones(1, 3))
 
 
-def gathered_another_way(mesh: Any) -> None:
-    """torch's FSDP2 would call these two instead of gathering the values themselves."""
-    model = fully_shard(nn.Linear(3, 5), mesh=mesh)
-    shard = local_tensor(model.weight)
-    shard.fsdp_pre_all_gather = lambda mesh: ((torch.ones(2, 3),), None)  # type: ignore[attr-defined]
-    shard.fsdp_post_all_gather = lambda *_: None  # type: ignore[attr-defined]
-    model(torch.ones(1, 3))
-
-
 @pytest.mark.fake
 @pytest.mark.parametrize(
     ("mistake", "error", "said"),
     [
         (not_contiguous, errors.UnshardableParameter, "weight: it is not contiguous"),
-        (gathered_another_way, errors.UnshardableParameter, "weight: it was given an all-gather of its own"),
         (hooked, errors.HookBeforeSharding, "after fully_shard"),
         (replaced, errors.ParameterReplaced, "sharded parameter weight there is a torch.float32 tensor"),
         (on_meta, errors.MetaParameters, "weight, bias"),

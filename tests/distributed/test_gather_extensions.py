@@ -103,6 +103,77 @@ def test_training_equals_torchs_fully_shard_bit_for_bit(case: str) -> None:
     assert run_ranks(against_torch, 2, case) == [{"eager": True, "compiled": True}] * 2
 
 
+def half_before(self: torch.Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+    return (self.to(torch.bfloat16),), None
+
+
+@torch.no_grad()
+def half_after(self: torch.Tensor, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    if out is None:
+        whole = outputs[0].to(dtype)
+        return whole, (outputs[0], whole)
+    with torch.autograd._unsafe_preserve_version_counter(out):
+        out.copy_(outputs[0])
+    return None
+
+
+def put_on_later(rank: int, world: int) -> dict[str, bool]:
+    """Methods that plain shards get after fully_shard, in the middle of training too, as PyTorch's own tests do it."""
+
+    def found(how: Callable[..., Any], compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
+        step: Any = step_of(shard(model, how))
+        if how is weft.fully_shard:  # PyTorch would keep the parameter that it has gathered by then
+            weft.compile(step)(batch(9)) if compiled else step(batch(9))
+        model.load_state_dict({name: value.detach().clone().fill_(0.3) for name, value in model.state_dict().items()})
+        for part in map(local_tensor, model.parameters()):
+            part.fsdp_pre_all_gather = half_before.__get__(part)
+            part.fsdp_post_all_gather = half_after.__get__(part)
+        step = step_of(model)
+        step = weft.compile(step) if compiled else step
+        losses = [step(batch(at, rank)).detach() for at in range(3)]
+        return losses + [local_tensor(p).detach() for p in model.parameters()]
+
+    theirs = found(torch_fully_shard, False)
+    return {
+        "eager": same(found(weft.fully_shard, False), theirs),
+        "compiled": same(found(weft.fully_shard, True), theirs),
+    }
+
+
+@pytest.mark.gloo
+def test_methods_may_be_put_on_shards_after_fully_shard() -> None:
+    assert run_ranks(put_on_later, 2) == [{"eager": True, "compiled": True}] * 2
+
+
+def come_and_go(rank: int, world: int) -> list[str]:
+    """A compiled step notices that shards get such methods between its calls, and lose them; PyTorch's cannot."""
+
+    def found(compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.ReLU(), nn.Linear(8, 4, bias=False))
+        step: Any = step_of(shard(model))
+        step = weft.compile(step) if compiled else step
+        losses = [step(batch(at, rank)).detach() for at in range(2)]
+        for part in map(local_tensor, model.parameters()):
+            part.fsdp_pre_all_gather = half_before.__get__(part)
+            part.fsdp_post_all_gather = half_after.__get__(part)
+        losses += [step(batch(at, rank)).detach() for at in range(2)]
+        for part in map(local_tensor, model.parameters()):
+            del part.fsdp_pre_all_gather, part.fsdp_post_all_gather
+        losses += [step(batch(at, rank)).detach() for at in range(2)]
+        return losses + [local_tensor(p).detach() for p in model.parameters()]
+
+    pairs = zip(found(False), found(True), strict=True)
+    return [f"value {at}" for at, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
+
+
+@pytest.mark.gloo
+def test_a_compiled_step_notices_methods_that_shards_get_and_lose() -> None:
+    assert run_ranks(come_and_go, 2) == [[], []]
+
+
 def strided(rank: int, world: int) -> bool:
     ours = trained(shard(network(extensions.StridedFloat8Wire)), rank)
     return same(ours, trained(shard(network(extensions.Float8Wire)), rank))

@@ -76,6 +76,7 @@ def public(thing: Any) -> set[str]:
 )
 def test_every_method_of_torch_is_there_with_its_parameters(ours: type, theirs: type) -> None:
     assert public(theirs) <= public(ours)
+    assert hasattr(ours, "_set_unshard_async_op") == hasattr(theirs, "_set_unshard_async_op")
     for name in public(theirs):
         assert list(inspect.signature(getattr(ours, name)).parameters) == list(
             inspect.signature(getattr(theirs, name)).parameters
@@ -206,6 +207,13 @@ def other_dtypes(rank: int, world: int) -> list[tuple[str, bool]]:
     eager, stepped = weft.replicate(net()).to(torch.float64), weft.replicate(net()).to(torch.float64)
     eager(x).sum().backward()
     weft.compile(lambda x: stepped(x).sum().backward())(x)
+    swapped = [weft.replicate(net()), weft.replicate(net())]
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    for model in swapped:
+        model.to(torch.float64)
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    swapped[0](x).sum().backward()
+    weft.compile(lambda x: swapped[1](x).sum().backward())(x)
 
     def frozen(seed: int = 0) -> Frozen:
         torch.manual_seed(seed)
@@ -221,6 +229,7 @@ def other_dtypes(rank: int, world: int) -> list[tuple[str, bool]]:
     expected = gradient(torch_fully_shard(frozen()))
     return [
         ("float64", same(gradients(eager), gradients(theirs))),
+        *((f"float64 by a swap {at}", same(gradients(model), gradients(theirs))) for at, model in enumerate(swapped)),
         ("float64 compiled", same(gradients(stepped), gradients(theirs))),
         ("float8 sharded", torch.equal(gradient(weft.fully_shard(frozen())), expected)),
         ("float8 sharded, compiled", torch.equal(gradient(weft.fully_shard(frozen()), compiled=True), expected)),
