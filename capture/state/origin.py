@@ -16,6 +16,8 @@ from weft.source_files import is_own_file
 _FOREIGN = {"torch", "numpy", "sympy", "mpmath", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
 # Modules inside those packages whose objects are walked all the same.
 _WALKED = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp", "torch.distributions")
+# Modules inside those packages that count as libraries: the user makes their objects, and sets attributes of them.
+_LIBRARIES = ("torch.utils.data",)
 # Classes of the standard library that are made to hold what the user puts there, and where they hold it.
 _HOLDERS: dict[str, tuple[str, ...]] = {
     "argparse.Namespace": (),
@@ -28,7 +30,7 @@ _HOLDERS: dict[str, tuple[str, ...]] = {
 
 def is_foreign(module: str | None) -> bool:
     """Whether functions of a module are machinery, by the module's name."""
-    return _root(module) in _FOREIGN and not (module or "").startswith(_WALKED)
+    return _root(module) in _FOREIGN and not (module or "").startswith((*_WALKED, *_LIBRARIES))
 
 
 def is_walked(kind: type) -> bool:
