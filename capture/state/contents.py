@@ -36,6 +36,8 @@ from weft.capture.state.containers import (
 # Larger arrays are data and no settings: to compare them before every call would take longer than many a step.
 LARGEST_BYTES = 16 << 20
 
+_DECIMALS = ("decimal", "_decimal", "_pydecimal")
+_OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 # While a step is captured, functions stand in their places.
 _ATTRGETTER, _METHODCALLER = operator.attrgetter, operator.methodcaller
 
@@ -133,6 +135,18 @@ def keys_of(names: Mapping[str, Any], path: str) -> Content:
     return Content(names, f"the names in {path}", tuple, unchanged)
 
 
+def subclasses_of(kind: type) -> Content:
+    """The classes that are derived from a class directly."""
+    read = lambda kind: tuple(map(weakref.ref, type.__subclasses__(kind)))
+    return Content(kind, f"{kind.__qualname__}.__subclasses__()", read, unchanged)
+
+
+def settings_of(owner: types.ModuleType | type) -> Content | None:
+    """The settings that decide what the functions of a module of Python's compute, by the module or a class of it."""
+    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return Content(owner, "decimal.getcontext()", _read_decimals, _write_decimals) if module in _DECIMALS else None
+
+
 def value_of(variable: contextvars.ContextVar[Any]) -> Any:
     """The value or the default of a context variable, None where it has neither."""
     try:
@@ -144,8 +158,11 @@ def value_of(variable: contextvars.ContextVar[Any]) -> Any:
 def referents_of(obj: Any) -> list[Any]:
     """The objects that ``obj`` shows under another face: the dictionary of a view or of a read-only proxy, the object
     that a method belongs to, what weak references refer to."""
+    if type(obj).__module__ in _DECIMALS:
+        return [type(obj)]
     if isinstance(obj, (types.BuiltinMethodType, types.MethodWrapperType)):
-        return [] if isinstance(obj.__self__, types.ModuleType) else [obj.__self__]
+        owner = obj.__self__
+        return [] if isinstance(owner, types.ModuleType) and owner.__name__ not in _DECIMALS else [owner]
     if isinstance(obj, weakref.ref):
         return [obj()]
     if isinstance(obj, weakref.WeakSet):
@@ -158,9 +175,12 @@ def referents_of(obj: Any) -> list[Any]:
 
 
 def names_asked_by(getter: Any) -> set[str]:
-    """The names of attributes that an ``operator.attrgetter`` or ``methodcaller`` asks for; none of another object."""
+    """The names of attributes that an ``operator.attrgetter`` or ``methodcaller`` asks for, or the attribute in a slot;
+    none of another object."""
     if type(getter) is _ATTRGETTER:
         return {name for path in getter.__reduce__()[1] for name in path.split(".")}
+    if type(getter) is types.MemberDescriptorType:  # of a slot
+        return {getter.__name__}
     if type(getter) is _METHODCALLER:
         made, arguments = getter.__reduce__()[:2]
         return {made.args[0] if isinstance(made, functools.partial) else arguments[0]}
@@ -253,6 +273,20 @@ def _write_array(values: Any, content: tuple[Any, ...]) -> None:
         values.flat[:] = list(content[2:])
     else:
         values[...] = numpy.frombuffer(content[2], dtype=content[0]).reshape(values.shape)
+
+
+def _read_decimals(owner: Any) -> tuple[Any, ...]:
+    context = sys.modules["decimal"].getcontext()
+    plain = tuple(getattr(context, name) for name in _OF_DECIMALS)
+    return (*plain, *(signal.__name__ for signal, is_set in context.traps.items() if is_set))
+
+
+def _write_decimals(owner: Any, content: tuple[Any, ...]) -> None:
+    context, count = sys.modules["decimal"].getcontext(), len(_OF_DECIMALS)
+    for name, value in zip(_OF_DECIMALS, content[:count], strict=True):
+        setattr(context, name, value)
+    for signal in context.traps:
+        context.traps[signal] = signal.__name__ in content[count:]
 
 
 def _refill_weakly(elements: weakref.WeakSet[Any], content: tuple[weakref.ref[Any], ...]) -> None:

@@ -53,6 +53,7 @@ from weft.capture.state.contents import (
     keys_of,
     names_asked_by,
     referents_of,
+    settings_of,
     sparse_layouts,
     unproxied,
     unsaved_buffers,
@@ -308,6 +309,8 @@ class ReachableState:
                 self._own(obj, path)
             elif obj is sys:
                 self._container(Container(vars(sys), "sys", OF_SYS, label_of("sys")))
+            elif (settings := settings_of(obj)) is not None:
+                self.containers.append(settings)
         elif isinstance(wrapped := attributes_of(obj).get("__wrapped__"), (types.FunctionType, types.MethodType)):
             self._visit(wrapped, path, None)  # a compiled step that this step calls, or a function with a cache
         else:
