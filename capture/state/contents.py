@@ -231,6 +231,10 @@ def _fill(buffer: Any, content: bytes) -> None:
     memoryview(buffer).cast("B")[:] = content
 
 
+def _refill_array(values: array.array[Any], content: bytes) -> None:
+    values[:] = array.array(values.typecode, content)  # of another length, too
+
+
 def _write_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
     variable.set(None if value is MISSING else value)  # a variable cannot be given back its lack of a value
 
@@ -315,7 +319,7 @@ _KEYS_OR_VALUES = (type({}.keys()), type({}.values()), type({}.items()))
 _KINDS: list[tuple[Any, Read, Write]] = [
     (set, tuple, _refill),
     (bytearray, bytes, lambda values, new: values.__setitem__(slice(None), new)),
-    (array.array, array.array.tobytes, _fill),
+    (array.array, array.array.tobytes, _refill_array),
     (memoryview, memoryview.tobytes, lambda values, new: values.readonly or _fill(values, new)),
     ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), bytes, _fill),
     (contextvars.ContextVar, lambda variable: variable.get(MISSING), _write_variable),

@@ -446,3 +446,18 @@ def test_attributes_that_the_step_makes_are_made_by_every_call() -> None:
     for value in (1.0, 2.0, 3.0):
         compiled(torch.tensor(value))
         assert [each.item() for each in (holder.made, slots.a, kind.made)] == [2 * value, 3 * value, 4 * value]
+
+
+def test_a_step_changes_the_length_of_an_array_of_numbers() -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        values = array.array("d", [1.0, 2.0])
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            values[0] += 1
+            values.append(values[0])
+            return x * values[0] * len(values)
+
+        step = wrap(step)
+        return [step(torch.ones(2)).tolist() + list(values) for _ in range(4)]
+
+    assert run(weft.compile) == run(lambda step: step)
