@@ -25,6 +25,9 @@ _HOLDERS: dict[str, tuple[str, ...]] = {
     "collections.UserDict": ("data",),
     "collections.UserList": ("data",),
     "collections.ChainMap": ("maps",),
+    "configparser.RawConfigParser": ("_sections", "_defaults"),
+    "configparser.SectionProxy": ("_parser",),
+    "string.Template": ("template",),
 }
 
 

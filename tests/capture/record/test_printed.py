@@ -295,7 +295,7 @@ def test_texts_of_torchs_objects_show_numbers_that_change() -> None:
 
     def step(x: torch.Tensor) -> Any:
         group = optimizer.param_groups[0]
-        return linear(x).detach(), repr(optimizer), str(drop), f"{norm}", "%s" % linear, norm.extra_repr(), group["lr"]  # noqa: UP031
+        return linear(x).detach(), repr(optimizer), str(drop), f"{norm}", "%s" % linear, norm.extra_repr(), group["lr"]
 
     compiled = weft.compile(step)
     for _ in range(4):

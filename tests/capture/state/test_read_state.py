@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import configparser
 import contextvars
 import ctypes
 import dataclasses
 import enum
 import functools
 import multiprocessing
+import string
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -39,6 +41,16 @@ def _assign(name: str) -> Change:
 
 def _put(key: Any) -> Change:
     return lambda holder, value: holder.__setitem__(key, value)
+
+
+def _set_text(name: str) -> Change:
+    return lambda holder, value: setattr(holder, name, str(value))
+
+
+def _configuration() -> configparser.ConfigParser:
+    found = configparser.ConfigParser()
+    found.read_dict({"a": {"rate": "1"}})
+    return found
 
 
 class Plain:
@@ -236,6 +248,13 @@ STATE: dict[str, tuple[Make, Read, Change]] = {
     "user dict": (lambda: collections.UserDict(a=1.0), lambda h: h["a"], _put("a")),
     "user list": (lambda: collections.UserList([1.0]), lambda h: h[0], _put(0)),
     "chain of dicts": (lambda: collections.ChainMap({"a": 1.0}), lambda h: h["a"], _put("a")),
+    "configuration": (_configuration, lambda h: h.getfloat("a", "rate"), lambda h, v: h.set("a", "rate", str(v))),
+    "section": (lambda: _configuration()["a"], lambda h: float(h["rate"]), lambda h, v: h.update(rate=str(v))),
+    "template": (
+        lambda: string.Template("1"),
+        lambda h: float(h.substitute()),
+        lambda h, v: setattr(h, "template", str(v)),
+    ),
     "deque": (lambda: collections.deque([1.0], maxlen=2), sum, lambda h, v: h.append(v)),
     "set": (lambda: {1.0}, max, _refill),
     "growing set": (set, lambda h: 2.0 if 3.0 in h else 1.0, lambda h, v: h.add(v)),
