@@ -305,3 +305,21 @@ def test_texts_of_torchs_objects_show_numbers_that_change() -> None:
         drop.p += 0.1
         norm.eps *= 2
         linear.out_features += 1
+
+
+def test_the_level_of_a_logger_changes_between_calls(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("of a step that logs")
+
+    def step(x: torch.Tensor) -> Any:
+        logger.info("the sum is %s", x.sum().item())
+        return x * 2 if logger.isEnabledFor(logging.INFO) else x * logger.level
+
+    compiled, found = weft.compile(step), []
+    for run in (compiled, step):
+        caplog.clear()
+        results = []
+        for level in (logging.INFO, logging.ERROR, logging.DEBUG, logging.CRITICAL, logging.INFO):
+            logger.setLevel(level)
+            results.append(run(torch.ones(2)).tolist())
+        found.append([results, [record.getMessage() for record in caplog.records if record.name == logger.name]])
+    assert found[0] == found[1]
