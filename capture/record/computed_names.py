@@ -107,7 +107,7 @@ class ComputedNames:
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
         given |= {name: functools.partial(self._dictionary, read=operator.attrgetter(name)) for name in _OF_ALL}
         given |= {"__dict__": self._dictionary, "__globals__": self._variables_of, "__class__": self._class}
-        given[_SUBCLASSES] = self._subclasses
+        given |= {_SUBCLASSES: self._subclasses, "f_globals": lambda frame: self._variables(frame.f_globals)}
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
         functions.append(functools.singledispatchmethod.__get__)  # type: ignore[bad-argument-type]

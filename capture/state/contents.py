@@ -37,6 +37,7 @@ from weft.capture.state.containers import (
 LARGEST_BYTES = 16 << 20
 
 _DECIMALS = ("decimal", "_decimal", "_pydecimal")
+_OF_SYS = frozenset({"argv", "path"})
 _OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 # While a step is captured, functions stand in their places.
 _ATTRGETTER, _METHODCALLER = operator.attrgetter, operator.methodcaller
@@ -141,8 +142,11 @@ def subclasses_of(kind: type) -> Content:
     return Content(kind, f"{kind.__qualname__}.__subclasses__()", read, unchanged)
 
 
-def settings_of(owner: types.ModuleType | type) -> Content | None:
-    """The settings that decide what the functions of a module of Python's compute, by the module or a class of it."""
+def settings_of(owner: types.ModuleType | type) -> Container | None:
+    """What counts of a module of Python's, by the module or a class of it: the settings that decide what its functions
+    compute."""
+    if owner is sys:
+        return Container(vars(sys), "sys", _OF_SYS, label_of("sys"))
     module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
     return Content(owner, "decimal.getcontext()", _read_decimals, _write_decimals) if module in _DECIMALS else None
 

@@ -28,6 +28,7 @@ _HOLDERS: dict[str, tuple[str, ...]] = {
     "configparser.RawConfigParser": ("_sections", "_defaults"),
     "configparser.SectionProxy": ("_parser",),
     "string.Template": ("template",),
+    "enum.Enum": ("_value_",),
 }
 
 

@@ -15,8 +15,10 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import importlib
 import multiprocessing
 import string
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -480,3 +482,72 @@ def test_a_step_changes_the_length_of_an_array_of_numbers() -> None:
         return [step(torch.ones(2)).tolist() + list(values) for _ in range(4)]
 
     assert run(weft.compile) == run(lambda step: step)
+
+
+class Scales:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def scaled(self, by: float) -> float:
+        return self.factor * by
+
+    tripled = functools.partialmethod(scaled, 3.0)
+
+    @functools.singledispatchmethod
+    def of(self, value: Any) -> float:
+        return 1.0
+
+    @of.register
+    def _(self, value: int) -> float:
+        return self.factor * value
+
+
+class Setting(enum.Enum):
+    RATES = {"low": 1.0}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("read", [lambda s: s.tripled(), lambda s: s.of(2)])
+def test_methods_that_another_function_wraps_are_followed(read: Callable[[Any], float]) -> None:
+    scales = Scales()
+    step = weft.compile(lambda x: x * read(scales))
+    for factor in (1.0, 2.0, 3.0):
+        scales.factor = factor
+        assert step(torch.ones(())).item() == read(scales)
+
+
+def test_what_the_value_of_an_enumeration_holds_is_read_anew() -> None:
+    step = weft.compile(lambda x: x * Setting.RATES.value["low"])
+    for rate in (1.0, 2.0, 3.0):
+        Setting.RATES.value["low"] = rate
+        assert step(torch.ones(())).item() == rate
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda: sys.modules["settings_of_a_test"],
+        lambda: importlib.import_module("settings_of_a_test"),
+        lambda: __import__("settings_of_a_test"),
+    ],
+)
+def test_variables_of_a_module_that_is_found_by_its_name(
+    find: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings_of_a_test.py").write_text("rate = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("settings_of_a_test")
+    step = weft.compile(lambda x: x * find().rate)
+    for rate in (1.0, 2.0, 3.0):
+        module.rate = rate  # type: ignore[missing-attribute]
+        assert step(torch.ones(())).item() == rate
+    monkeypatch.delitem(sys.modules, "settings_of_a_test")
+
+
+shift = 1.0
+
+
+def test_variables_of_a_frame_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = weft.compile(lambda x: x * sys._getframe().f_globals["shift"])
+    for value in (1.0, 2.0, 3.0):
+        monkeypatch.setitem(globals(), "shift", value)
+        assert step(torch.ones(())).item() == value
