@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 
 from weft.source_files import is_own_file
 
@@ -43,8 +44,11 @@ def is_walked(kind: type) -> bool:
 
 
 def is_user_class(kind: type) -> bool:
-    """Whether the code of a class is the user's or of a library that is walked."""
+    """Whether the code of a class is the user's or of a library that is walked. Not that of torch's iterators over
+    data, which each item moves."""
     module = kind.__module__
+    if module.startswith(_LIBRARIES) and issubclass(kind, Iterator):
+        return False
     return not is_foreign(module) and (_root(module) not in sys.stdlib_module_names or module == "__main__")
 
 
