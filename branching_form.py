@@ -11,7 +11,6 @@ other at every branch, over the store, which collectives come next.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from weft.capture.record.runtime_checks import check
 from weft.capture.segments import Outcome, Segment, is_branch, segments_of
 from weft.capture.state.containers import Container, StatePlace
 from weft.capture.step_interface import Role
-from weft.errors import PathsDiffer, StaleAutocastCopy, TooManyPaths, WeftError
+from weft.errors import PathsDiffer, StaleAutocastCopy, TextOfValue, TooManyPaths, WeftError
 from weft.inductor.runtime.piecewise_cudagraph import Program
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import PlacedProgram, ProgramForm
@@ -56,13 +55,16 @@ class PathEnded(Exception):
     Attributes:
         error: what the capture raised, or what the step raises.
         undone: whether the call has left nothing behind, so that the uncompiled step can take its place.
+        raises: whether the step raises there, in eager too.
         called: the functions outside the step that it has called, and that the uncompiled step calls again.
     """
 
-    def __init__(self, error: Exception | SystemExit, undone: bool) -> None:
+    def __init__(self, error: Exception | SystemExit, undone: bool, *, raises: bool = False) -> None:
         super().__init__(str(error))
         self.error = error
         self.undone = undone
+        in_raise = isinstance(error, TextOfValue) and error.in_raise  # for the message of an exception
+        self.raises = raises or in_raise or not isinstance(error, WeftError)
         self.called: list[str] = []
 
 
@@ -279,9 +281,10 @@ class BranchingForm:
                     error.add_note(_what_was_done(self._step, run))
                 raise
         self.captured, self.guards = here.path, here.guards
-        if here.path.raises is not None and undo.possible:
+        if here.path.raises and undo.possible:  # the uncompiled step can raise it
             undo.restore()
-            raise PathEnded(here.path.raises, True)
+            line = run[-1].segment.line
+            raise PathEnded(PathsDiffer(self._step, line, "it raised an exception there"), True, raises=True)
         try:
             result = here.form.run(leaves, call, for_opaque)
         except StaleAutocastCopy as error:  # raised before the last program ran
@@ -290,8 +293,8 @@ class BranchingForm:
             else:
                 error.add_note(_what_was_done(self._step, run))
             raise PathEnded(error, undo.possible) from error
-        if here.path.raises is not None:
-            raise copy.copy(here.path.raises)
+        if here.path.raises:
+            raise result
         return result
 
     def _following(

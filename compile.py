@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import logging
 import threading
 import time
@@ -42,6 +41,7 @@ from weft.capture.record.recorder import recording
 from weft.capture.record.tracer import capture_step
 from weft.capture.segments import Outcome
 from weft.capture.step_threads import PATIENCE_S, capturing, enter_step, in_step, inside_step, leave_step, out_of_step
+from weft.compile_options import check_options
 from weft.errors import (
     AgreementTimeout,
     CannotCopyStep,
@@ -54,17 +54,23 @@ from weft.errors import (
     ScheduleTimeout,
     StaleAutocastCopy,
     StoreLost,
-    TextOfValue,
     TooManyPaths,
     WeftError,
 )
-from weft.inductor.compiler import MODES, Mode
+from weft.inductor.compiler import Mode
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.runtime.compile_pool import kept_workers
 from weft.inductor.schedule.agree_on_collectives import AgreedCollectives
 from weft.program_form import ProgramForm
 from weft.replay import refused
-from weft.short_tracebacks import fault_report, methods_shorten_tracebacks, shortens_tracebacks, without_torchs_log
+from weft.short_tracebacks import (
+    fault_report,
+    is_steps_own,
+    mark_if_steps_own,
+    methods_shorten_tracebacks,
+    shortens_tracebacks,
+    without_torchs_log,
+)
 from weft.shown_values import listed
 from weft.verify import verify_first_call
 
@@ -103,7 +109,7 @@ class CompiledStep(Generic[P, R]):
         fallback: Literal["eager"] | None = None,
         replay_every: int | None = None,
     ) -> None:
-        _check_options(ArgumentChecks("weft.CompiledStep"), step, mode, dynamic, verify, fallback, replay_every)
+        check_options(ArgumentChecks("weft.CompiledStep"), step, mode, dynamic, verify, fallback, replay_every)
         functools.update_wrapper(self, step)
         self.__name__: str = getattr(step, "__name__", type(step).__name__)
         self.__qualname__: str = getattr(step, "__qualname__", self.__name__)
@@ -227,10 +233,10 @@ class CompiledStep(Generic[P, R]):
             return self._with_items(args, kwargs, reasons)
         except (*_RANKS_DIFFER, CaptureValueEscaped):
             raise  # ranks that differ must not go on, compiled or not, nor a model with values of the capture inside
-        except Exception as error:
-            if self.fallback != "eager":
+        except (Exception, SystemExit) as error:
+            if self.fallback != "eager" and not is_steps_own(error):
                 raise
-            why = str(error) if isinstance(error, WeftError) else fault_report(error)
+            failure = error
         else:
             leaves, _ = self._lists.flatten((args, kwargs))
             with in_step():
@@ -238,8 +244,17 @@ class CompiledStep(Generic[P, R]):
                     run = lambda: self._run(entry, leaves, args, kwargs)
                     return verify_first_call(self.step, entry.captured, args, kwargs, run, path=lambda: entry.captured)
                 return self._run(entry, leaves, args, kwargs)
-        result = self.step(*args, **kwargs)  # where it raises, the error is the step's own, and a later call compiles
+        return self._run_uncompiled(failure, args, kwargs)  # not as the context of what the step raises there
+
+    def _run_uncompiled(self, failure: Exception | SystemExit, args: Any, kwargs: Any) -> Any:
+        """The call by the uncompiled step: it raises what the step itself raises, and changes what eager changes before
+        it does. A later call compiles. If it raises nothing, the step cannot be captured: ``failure`` says why."""
+        result = self.step(*args, **kwargs)
+        if self.fallback != "eager":
+            failure.add_note("the uncompiled step, which has run meanwhile, did not raise")
+            raise failure
         self._uncompiled = True
+        why = failure if isinstance(failure, WeftError) else fault_report(failure)
         log.warning("%s runs uncompiled from here on: %s", self.__name__, why)
         return result
 
@@ -322,25 +337,18 @@ class CompiledStep(Generic[P, R]):
         """What a call does that cannot go on compiled after a branch."""
         error = ended.error
         plain = (PathsDiffer, TooManyPaths) if entry.captured.arguments.arrays else PathsDiffer
-        if isinstance(error, plain) and entry.captured.changing.numbers:
+        if isinstance(error, plain) and entry.captured.changing.numbers and not ended.raises:
             # After the branch Python needs plain numbers, and the operations before it have symbols.
             self._plain_numbers = True
             self.entries.drop(entry)
             if ended.undone:
                 return self._first_call(args, kwargs, ["the path after a branch needs plain numbers"])
         falls_back = self.fallback == "eager" and not isinstance(error, (*_RANKS_DIFFER, CaptureValueEscaped))
-        raises = not isinstance(error, WeftError) or (isinstance(error, TextOfValue) and error.in_raise)
-        if not ended.undone or not (falls_back or raises):
+        if not ended.undone or not (falls_back or ended.raises):
             raise error
         if ended.called:
             log.warning("%s has called %s, and calls them again uncompiled", self.__name__, listed(ended.called))
-        result = self.step(*args, **kwargs)  # where it raises, the message has the values of this call
-        if not falls_back:
-            error.add_note("the uncompiled step, which has run meanwhile, did not raise")
-            raise error
-        self._uncompiled = True
-        log.warning("%s runs uncompiled from here on: %s", self.__name__, error)
-        return result
+        return self._run_uncompiled(error, args, kwargs)
 
     @generators_kept()
     @garbage_collection_paused()
@@ -370,8 +378,9 @@ class CompiledStep(Generic[P, R]):
                 guards = Guards(captured)
                 if not self.verify:  # which walks the objects again
                     captured.state.end_walk()
-        except Exception as error:
-            self._tell_of_failure(error)
+        except (Exception, SystemExit) as error:
+            if self._tell_of_failure(error):
+                mark_if_steps_own(error)
             raise
         options = {"mode": self.mode, "memory limit": self.memory_limit, "verify": self.verify}
         options |= {"fallback": self.fallback, "replay every": self.replay_every}
@@ -426,8 +435,12 @@ class CompiledStep(Generic[P, R]):
             self._agreed[event.key] = agreed
         return agreed
 
-    def _tell_of_failure(self, error: Exception) -> None:
-        """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none."""
+    def _tell_of_failure(self, error: Exception | SystemExit) -> bool:
+        """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none.
+
+        Returns:
+            Whether all ranks failed in the same way.
+        """
         try:
             if communicates():
                 agree_in_order(
@@ -436,6 +449,8 @@ class CompiledStep(Generic[P, R]):
         except WeftError:
             if self.fallback == "eager":
                 raise
+            return False
+        return True
 
     def _begin_capture(self, reasons: list[str]) -> None:
         self.began.clear()  # a call that captures takes seconds, and says nothing of the speed of the others
@@ -559,7 +574,7 @@ def compile(
     A call of the step raises ReplayDiffers, with the rank and the first tensor, where a replay has other bits.
     """
     checks = ArgumentChecks("weft.compile")
-    _check_options(checks, step if step is not None else compile, mode, dynamic, verify, fallback, replay_every)
+    check_options(checks, step if step is not None else compile, mode, dynamic, verify, fallback, replay_every)
     limit = checks.gibibytes("memory_limit", memory_limit)
     options: dict[str, Any] = {"mode": mode, "dynamic": dynamic, "verify": verify, "fallback": fallback}
     options["replay_every"] = replay_every
@@ -567,23 +582,6 @@ def compile(
         return functools.partial(compile, memory_limit=memory_limit, **options)
     options["verify"] = knobs.verify if verify is None else verify
     return CompiledStep(step, memory_limit=limit, **options)
-
-
-def _check_options(
-    checks: ArgumentChecks, step: Any, mode: Any, dynamic: Any, verify: Any, fallback: Any, replay_every: Any
-) -> None:
-    below = isinstance(step, (classmethod, staticmethod, property))
-    remedy = "Write @weft.compile below that decorator" if below else "Write @weft.compile above a function"
-    checks.function_or_callable("step", step, remedy)
-    if inspect.iscoroutinefunction(step):
-        remedy = "Move the training step to an ordinary function, call that"
-        raise checks.wrong_type("step", step, "a function that runs when it is called", remedy)
-    checks.one_of("mode", mode, list(MODES))
-    checks.boolean("dynamic", dynamic, optional=True)
-    checks.boolean("verify", verify, optional=True)
-    checks.one_of("fallback", fallback, [None, "eager"])
-    if replay_every is not None:
-        checks.number("replay_every", replay_every, least=1, whole=True)
 
 
 @shortens_tracebacks

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from weft import knobs
-from weft.errors import CannotCapture, InternalFault, WeftError
+from weft.errors import CannotCapture, InternalFault, TextOfValue, WeftError
 from weft.source_files import is_user_file, is_weft_file
 
 P = ParamSpec("P")
@@ -37,9 +37,13 @@ def shorten_traceback(error: Exception) -> None:
 
     The errors that it came from are shortened likewise. Faults of weft's own keep all frames.
     """
-    own = isinstance(error, InternalFault) or (not isinstance(error, WeftError) and _is_of_weft(error.__traceback__))
-    if knobs.full_traceback or (own and not getattr(error, _USERS, False)):
+    if knobs.full_traceback or _is_fault(error):
         return
+    without_machinery(error)
+
+
+def without_machinery(error: BaseException) -> None:
+    """Leave the frames of user code alone in the tracebacks of ``error`` and of the errors that it came from."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = _users(seen.__traceback__)
@@ -151,6 +155,28 @@ def _users(traceback: TracebackType | None) -> TracebackType | None:
     return short
 
 
+_STEPS_OWN = "_weft_raised_by_step"
+
+
+def mark_if_steps_own(error: BaseException) -> None:
+    """Mark an error of a capture that the step itself raises, or what it calls: its traceback leads through the user's
+    code, or a call of theirs was refused. Eager raises it too, unless the capture itself gave rise to it."""
+    in_raise = isinstance(error, TextOfValue) and error.in_raise  # for the message of an exception
+    if in_raise or (not isinstance(error, WeftError) and not _is_fault(error) and _users(error.__traceback__)):
+        setattr(error, _STEPS_OWN, True)
+
+
+def is_steps_own(error: BaseException) -> bool:
+    """Whether :func:`mark_if_steps_own` has marked an error."""
+    return getattr(error, _STEPS_OWN, False)
+
+
+def _is_fault(error: BaseException) -> bool:
+    """Whether an error is a fault of weft's own."""
+    of_weft = not isinstance(error, WeftError) and _is_of_weft(error.__traceback__)
+    return (isinstance(error, InternalFault) or of_weft) and not getattr(error, _USERS, False)
+
+
 def _is_of_weft(traceback: TracebackType | None) -> bool:
     """Whether the innermost frame is weft's: an error that nobody wrote for a user, which needs all of its frames."""
     while traceback is not None and traceback.tb_next is not None:
@@ -175,7 +201,7 @@ def _is_no_traceback(record: logging.LogRecord) -> bool:
     return record.levelno != logging.ERROR or record.exc_info is None
 
 
-def fault_report(error: Exception) -> str:
+def fault_report(error: BaseException) -> str:
     """What a user is told of an error that is neither weft's own nor the step's."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     return f"{type(error).__name__}: {error}. This is a fault in weft; please report it with\n{trace}"

@@ -27,6 +27,9 @@ _ASK_FOR_THEMSELVES = frozenset(
 _COMPUTED_NAMES = "weft.capture.record.computed_names"
 _FORMATS = "weft.capture.record.percent_formats"
 # Where the step is called.
+# Methods of torch's objects that make text for whoever calls them, and the functions that comprehensions run in.
+_TEXTS = frozenset({"__repr__", "__str__", "__format__", "extra_repr"})
+_COMPREHENSIONS = frozenset({"<listcomp>", "<genexpr>", "<dictcomp>"})
 _TRACER = "weft.capture.record.tracer"
 
 
@@ -212,13 +215,20 @@ def called_for_user(*skipped: str) -> bool:
         package = module.split(".")[0]
         if package in _ASK_FOR_THEMSELVES:
             return False
-        if module == _COMPUTED_NAMES:
+        if module in (_COMPUTED_NAMES, _FORMATS) or (package == "torch" and _makes_text(frame)):
             frame = frame.f_back
             continue
         if module == "__main__" or not (package in sys.stdlib_module_names or module in skipped):
             return is_user_file(frame.f_code.co_filename) and not _runs_once(frame)
         frame = frame.f_back
     return False
+
+
+def _makes_text(frame: FrameType | None) -> bool:
+    """Whether a method runs in the frame that makes text of an object for whoever calls it."""
+    while frame is not None and frame.f_code.co_name in _COMPREHENSIONS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in _TEXTS
 
 
 def _runs_once(frame: FrameType | None) -> bool:

@@ -497,3 +497,51 @@ RUN = "import torch; f = torch.compile(lambda x: x.sin() + 1, backend='weft'); p
 def test_importing_weft_is_enough_to_name_the_backend(script: str) -> None:
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.stdout.split() == ["[1.0,", "1.0]"], run.stderr
+
+
+VALUE_GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prod": lambda x: x.prod(),
+    "prod along": lambda x: x.prod(0),
+    "prod along the last": lambda x: x.prod(-1, keepdim=True),
+    "cumprod": lambda x: x.cumprod(-1),
+    "prod inside": lambda x: (x.exp() * x.sin()).prod(1).sum() * x.prod(),
+    "max": lambda x: x.round().max(),
+    "median": lambda x: x.round().median(),
+    "masked_fill": lambda x: (x * 2).masked_fill(x > 0, x.mean()),
+    "determinant": lambda x: torch.linalg.det(x @ x.mT),
+}
+ZEROS = {"none": [], "one": [(0, 1)], "two": [(0, 1), (2, 1)], "in columns": [(0, 1), (2, 3)]}
+
+
+@pytest.mark.parametrize("name", VALUE_GRADIENTS)
+@pytest.mark.parametrize("zeros", ZEROS)
+def test_gradients_that_depend_on_values(name: str, zeros: str) -> None:
+    x = torch.randn(4, 5)
+    for at in ZEROS[zeros]:
+        x[at] = 0.0
+    function, found = VALUE_GRADIENTS[name], []
+    for run in (compiled(function, fullgraph=True), function):
+        leaf = x.clone().requires_grad_()
+        run(leaf).sum().backward()
+        found.append(leaf.grad)
+    same(*found)
+
+
+@pytest.mark.parametrize("function", [torch.linalg.eig, lambda x: torch.linalg.eigh(x + x.mH)])
+@pytest.mark.parametrize("on_phase", [False, True])
+def test_a_loss_on_the_phase_of_eigenvectors_is_refused_as_in_eager(function: Any, on_phase: bool) -> None:
+    x = torch.randn(3, 3, dtype=torch.complex64)
+    loss = lambda x: (function(x)[1].real if on_phase else function(x)[1].abs()).sum()
+    found: list[Any] = []
+    for run in (compiled(loss, fullgraph=True), loss):
+        leaf = x.clone().requires_grad_()
+        try:
+            run(leaf).backward()
+            found.append(leaf.grad)
+        except RuntimeError as error:
+            found.append(str(error))
+    assert isinstance(found[1], str) == on_phase
+    if on_phase:
+        assert found[0] == found[1]
+    else:
+        same(*found)

@@ -30,6 +30,7 @@ FLOORS = [
     "branching_form",
     "agreed_options",
     "step_summary",
+    "compile_options",
     "compile",
     "backend",
     "metrics",

@@ -10,7 +10,7 @@ captured anew.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
-from weft.capture.state.containers import ANY, TensorLike
+from weft.capture.state.containers import ANY, Container, TensorLike
 from weft.capture.state.patterns import Growing
 from weft.capture.state.state_reader import PlaceReader
 
@@ -94,6 +94,7 @@ class Guards:
             if isinstance(node.meta["val"], torch.Tensor) and place.container is not arguments.container
         ]
         self._flags = [(tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves]
+        self._plain = _plain_leaves(counted)
         self._kinds = [type(tensor) for tensor, *_ in self._flags]
         self._sites = captured.state.sites
         quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
@@ -149,6 +150,7 @@ class Guards:
         found += [Guard("python state", condition) for condition in self._containers.listed()]
         for _, path, requires_grad, hooks in self._flags:
             found.append(Guard("parameter", f"{path}.requires_grad is {requires_grad}, {len(hooks)} hooks on it"))
+        found.append(Guard("tensor", "no other tensor of the Python state requires grad"))
         found += [Guard("tensor", str(guard)) for guard in self._tensors]
         found += [Guard("class", condition) for condition in self._objects.listed()]
         found += [Guard("result cache", condition) for condition in self._results.listed()]
@@ -274,6 +276,7 @@ class Guards:
         # Of tensors that have to be alike, `requires_grad` has to be the same too.
         compared = set(map(id, self._kept_tensors))
         others = [(leaf, required) for leaf, _, required, _ in self._flags if id(leaf) not in compared]
+        others += [(leaf, False) for leaf, _ in self._plain if id(leaf) not in compared]
         self._leaves_require_grad = state_checks.require_grad(others)
         self._unhooked = [leaf for leaf, _, _, hooks in self._flags if not hooks]
         self._hooked = [(leaf, hooks) for leaf, _, _, hooks in self._flags if hooks]
@@ -292,6 +295,9 @@ class Guards:
                 return f"{path}.requires_grad is {tensor.requires_grad}"
             if hooks_of(tensor) != hooks:
                 return f"the hooks registered on {path} changed: {_listed(hooks_of(tensor))}, had {_listed(hooks)}"
+        for tensor, path in self._plain:
+            if tensor.requires_grad:
+                return f"{path}.requires_grad is True"
         if not self._are_quiet():
             site = next(site for site in self._sites if site.read() and not site.before)
             return f"a {site.kind} hook was registered on {site.owner}"
@@ -324,6 +330,16 @@ class Guards:
     def _settings_failure(self) -> str | None:
         found = zip(_SETTINGS, _settings(), self._settings, strict=True)
         return next((f"{name} is {now}, was {before}" for name, now, before in found if now != before), None)
+
+
+def _plain_leaves(containers: Iterable[Container]) -> list[tuple[torch.Tensor, str]]:
+    """The tensors in containers that do not require grad, and may at a later call; but for gradients."""
+    found: dict[int, tuple[torch.Tensor, str]] = {}
+    for container in containers:
+        for key, value in container.guarded().items() if not isinstance(container.obj, torch.Tensor) else ():
+            if isinstance(value, torch.Tensor) and value.is_leaf and not value.requires_grad:
+                found.setdefault(id(value), (value, container.label(key)))
+    return [each for each in found.values() if not isinstance(each[0], torch.nn.Parameter)]
 
 
 def _numbered(objects: list[Any]) -> list[int]:

@@ -40,6 +40,7 @@ from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
 from weft.capture.user_code import user_line
 from weft.errors import TextOfValue
+from weft.short_tracebacks import without_machinery
 
 
 class Undecided(BaseException):
@@ -50,14 +51,14 @@ class Undecided(BaseException):
 
 
 def without_capture(error: Exception | SystemExit) -> Exception | SystemExit:
-    """The exception with which a step ends after a branch, without what leads from it to the capture.
+    """The exception with which a step ends after a branch, without the frames that lead from it to the capture.
 
     Raises:
         TextOfValue: a library made text of a tensor for its message.
     """
     if "FakeTensor(" in str(error):
         raise TextOfValue(user_line(), in_raise=True)
-    error.__traceback__ = error.__context__ = error.__cause__ = None
+    without_machinery(error)
     return error
 
 

@@ -70,7 +70,7 @@ class CapturedStep:
         autocast_copies: copies of weights that autocast keeps in the region around the call.
         outcomes: of the branches on values that the captured path takes.
         complete: whether the path goes to the end of the step, and not to a branch whose outcome is not known.
-        raises: the exception with which the step ends on this path, after its branches.
+        raises: whether the step ends with an exception on this path, after its branches: ``result`` is that one.
         aliases: numbers of the values that ``effects`` and ``result`` take which eager would hand out as tensor objects
             of their own, and a program may return as an input or as another result (``p.detach()``).
         inference: numbers of tensors among these values, with whether eager makes an inference tensor; empty where
@@ -107,7 +107,7 @@ class CapturedStep:
     changing: ChangingState
     outcomes: tuple[Outcome, ...] = ()
     complete: bool = True
-    raises: Exception | SystemExit | None = None
+    raises: bool = False
     unread_gradients: list[Container] = field(default_factory=list)
     moved: list[tuple[Container, list[Any], frozenset[str]]] = field(default_factory=list)
     left_with_graph: list[StatePlace] = field(default_factory=list)

@@ -38,6 +38,8 @@ ASKS = __file__
 _BY_TEXT: tuple[Callable[..., Any], ...] = (getattr, hasattr, setattr, delattr)
 # Methods of every object that do, and those that read all of its attributes.
 _METHODS = ("__getattribute__", "__setattr__", "__delattr__")
+_OWNERS = (object, type, types.ModuleType)
+_SUBCLASSES = "__subclasses__"
 _OF_ALL = ("__getstate__", "__reduce__", "__reduce_ex__")
 
 
@@ -77,6 +79,27 @@ class ComputedNames:
         for name in ("getmembers", "getmembers_static"):
             yield inspect, name, self._whole(getattr(inspect, name), _with_classes)
 
+    def held(self) -> dict[int, Callable[..., Any]]:
+        """What stands for methods of Python's own types where the user's code holds them, by their ids."""
+        methods = [vars(owner)[name] for owner in _OWNERS for name in _METHODS if name in vars(owner)]
+        new = [(each, self._by_text(each)) for each in methods]
+        new.append((vars(type)[_SUBCLASSES], lambda kind, *wrong: self._subclasses(kind)(*wrong)))
+        for original, function in new:
+            setattr(function, ORIGINAL, original)
+        return {id(original): function for original, function in new}
+
+    def bound(self, value: Any) -> Callable[..., Any] | None:
+        """The same for such a method of one object; None for another value."""
+        if type(value) is types.MethodWrapperType and value.__name__ in _METHODS:
+            asks = self._by_text(lambda owner, *args: value(*args))
+            found = lambda *args: asks(value.__self__, *args)
+        elif type(value) is types.BuiltinMethodType and value.__name__ == _SUBCLASSES:
+            found = lambda *wrong: self._subclasses(value.__self__)(*wrong)
+        else:
+            return None
+        setattr(found, ORIGINAL, value)
+        return found
+
     @contextlib.contextmanager
     def in_code(self) -> Iterator[None]:
         """Inside, what the functions of the step read of ``__dict__`` is followed, too, and all reads of attributes of
@@ -84,6 +107,7 @@ class ComputedNames:
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
         given |= {name: functools.partial(self._dictionary, read=operator.attrgetter(name)) for name in _OF_ALL}
         given |= {"__dict__": self._dictionary, "__globals__": self._variables_of, "__class__": self._class}
+        given |= {_SUBCLASSES: self._subclasses, "f_globals": lambda frame: self._variables(frame.f_globals)}
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
         functions.append(functools.singledispatchmethod.__get__)  # type: ignore[bad-argument-type]
@@ -172,6 +196,12 @@ class ComputedNames:
     def _class(self, obj: Any) -> Any:
         """The class of an object: of a number that changes ``int`` or ``float``, by which singledispatch chooses."""
         return self._seen_as(obj) or obj.__class__
+
+    def _subclasses(self, kind: Any) -> Any:
+        """The method that lists the subclasses of a class, which are walked."""
+        if self._intercepts() and isinstance(kind, type) and is_own(kind):
+            self._state.asked.subclasses(kind)
+        return kind.__subclasses__
 
     def _variables_of(self, function: Any) -> Any:
         return self._variables(function.__globals__)

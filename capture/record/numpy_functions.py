@@ -102,7 +102,8 @@ class NumpyFunctions:
     def call(self, ufunc: Any, method: str, operands: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The result of a function of numpy's; NotImplemented makes numpy raise a TypeError that names the class of the
         symbol."""
-        if _asked_by_user():
+        # Of numpy's smaller types the result depends on the types of all operands, whoever asks.
+        if _asked_by_user() or any(map(_is_small, operands)):
             if self._undecided((operands, options)):
                 return self._followed().ufunc(ufunc, method, operands, options)
             values, given = self._with_values((operands, options))
@@ -251,6 +252,10 @@ def _of_torch(number: Any) -> Any:
 
 def _is_float64(number: Any) -> bool:
     return type(number).__name__ == "float64" and type(number).__module__ == "numpy"
+
+
+def _is_small(number: Any) -> bool:
+    return type(number).__module__ == "numpy" and not _is_float64(number)
 
 
 def _is_float64_or_python(number: Any) -> bool:

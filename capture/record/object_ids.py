@@ -1,13 +1,14 @@
-"""``id()`` of objects that are others at each call: of arguments, and of what a step makes.
+"""``id()`` and ``hash()`` of objects that are others at each call: of arguments, and of what a step makes.
 
 A step may tell objects apart by such a number. It cannot keep it: in a later call it would be that of an object of the
-capture. While a step is captured, the user's modules have an ``id`` of their own, whose numbers are known again where
-the step leaves them.
+capture. While a step is captured, the user's modules have an ``id`` and a ``hash`` of their own, whose numbers are
+known again where the step leaves them.
 """
 
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 from collections.abc import Callable, Set
 from typing import Any
@@ -19,21 +20,27 @@ from weft.capture.record.held_references import ORIGINAL
 from weft.capture.record.left_addresses import LOWEST_ADDRESS
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw
+from weft.short_tracebacks import called_for_user
+
+_BY_IDENTITY = (object.__hash__, torch.Tensor.__hash__)
+_OF_PARTS = (tuple.__hash__, frozenset.__hash__)
 
 # What a capture's own objects stand for.
 _KINDS = {torch.Tensor: "tensor", list: "list", dict: "dict"}
 
 
 class IdInCapture(int):
-    """The ``id()`` of an object that may be the capture's, or a number computed from it.
+    """The ``id()`` of an object that may be the capture's, its ``hash()`` by identity, or a number computed from it.
 
     Attributes:
-        weft_of: the id; weft_type: the type of the object; weft_alive: gives it, None where it is gone.
+        weft_by: "id" or "hash"; weft_of: the id; weft_type: the type of the object; weft_alive: gives it, None where it
+            is gone.
         weft_line: the user's line that asked for it; weft_ids: of the capture.
 
     Whether the object was made since the capture began is looked up where it counts: that takes long.
     """
 
+    weft_by: str
     weft_of: int
     weft_type: type
     weft_alive: Callable[[], Any]
@@ -57,7 +64,7 @@ class IdInCapture(int):
         kinds = (name for kind, name in _KINDS.items() if issubclass(self.weft_type, kind))
         kind = next(kinds, self.weft_type.__qualname__)
         remedy = f"keep the {kind}, and compare with `is`"
-        raise UncapturableDraw(f"id() of a {kind}", self.weft_line, why.format(kind=kind), remedy)
+        raise UncapturableDraw(f"{self.weft_by}() of a {kind}", self.weft_line, why.format(kind=kind), remedy)
 
     def __format__(self, spec: str, /) -> str:
         return self.weft_plain(_IN_TEXT).__format__(spec)
@@ -109,6 +116,7 @@ class Ids:
 
     def __init__(self, known: Callable[[], Set[int]], made: Callable[[type], set[int]]) -> None:
         self._known, self._made = known, made
+        self._used: list[IdInCapture] = []  # those that a `__hash__` asked for
 
     def builtins(self, intercepts: Callable[[], bool]) -> dict[str, Any]:
         """What the user's modules get, by the name of Python's own.
@@ -122,13 +130,47 @@ class Ids:
             is_plain = not gc.is_tracked(value) and type(value) is not dict
             if not intercepts() or is_plain or id(value) in self._known():
                 return id(value)
-            found = IdInCapture(at := id(value))
-            vars(found).update(weft_of=at, weft_type=type(value), weft_alive=_weakly(value))
-            vars(found).update(weft_line=user_line(), weft_ids=self)
+            return self._number(id(value), "id", value)
+
+        def hash_of(value: Any, /) -> int:
+            if not intercepts():
+                return hash(value)
+            before, self._used = self._used, []
+            try:
+                number, used = called_for_user(hash, value), self._used
+            finally:
+                self._used = before
+            if (hashed := self._hashed_by_identity(value)) is not None:
+                return self._number(number, "hash", hashed)
+            if not used:
+                return number
+            found = used[0].weft_like(number)
+            vars(found).update(weft_by="hash", weft_line=user_line())
+            self._used.append(found)
             return found
 
         setattr(id_of, ORIGINAL, id)
-        return {"id": id_of}
+        setattr(hash_of, ORIGINAL, hash)
+        return {"id": id_of, "hash": hash_of}
+
+    def _number(self, number: int, by: str, value: Any) -> IdInCapture:
+        """What stands for a number that the identity of an object decides."""
+        found = IdInCapture(number)
+        vars(found).update(weft_by=by, weft_of=id(value), weft_type=type(value), weft_alive=_weakly(value))
+        vars(found).update(weft_line=user_line(), weft_ids=self)
+        self._used.append(found)
+        return found
+
+    def _hashed_by_identity(self, value: Any) -> Any:
+        """The object whose identity decides the hash of a value, if the step may have made it; also one in a tuple."""
+        kind = type(value)
+        if not gc.is_tracked(value) or id(value) in self._known():
+            return None
+        if kind.__hash__ in _OF_PARTS:
+            return next((found for each in value if (found := self._hashed_by_identity(each)) is not None), None)
+        if kind is types.MethodType:
+            return self._hashed_by_identity(value.__self__)
+        return value if kind.__hash__ in _BY_IDENTITY else None
 
     def is_made(self, at: int, kind: type, alive: Callable[[], Any]) -> bool:
         """Whether the object with this id and of this type was made since the capture began, as what is gone was."""

@@ -24,14 +24,18 @@ from weft.errors import OutsideEffect, UncapturableDraw
 
 # The owner as "module" or "module:class", and names of functions in it. Modules that are not imported are left out.
 _COMPARED: dict[str, str] = {
+    "concurrent.futures:Future": "done cancelled running",
+    "multiprocessing.process:BaseProcess": "is_alive exitcode",
+    "numpy": "geterr get_printoptions",
     "os": "stat lstat statvfs listdir access getcwd getcwdb readlink getpid cpu_count",
     "os.path": "exists lexists isfile isdir islink getsize getmtime",
     "pathlib:Path": "exists is_file is_dir is_symlink",
     "shutil": "which",
     "socket": "gethostname getfqdn",
     "sys": "getrecursionlimit gettrace getprofile",
+    "subprocess:Popen": "poll",
     "threading": "active_count current_thread",
-    "threading:Thread": "name",
+    "threading:Thread": "name is_alive",
     "torch": "get_num_threads get_num_interop_threads",
     "torch.backends:ContextProp": "__get__",
     "torch.backends.cuda": "flash_sdp_enabled math_sdp_enabled mem_efficient_sdp_enabled cudnn_sdp_enabled",
@@ -57,7 +61,7 @@ _EFFECTS: dict[str, str] = {
     "csv:DictWriter": "writerow writerows writeheader",
     "gc": "disable enable freeze unfreeze set_threshold",
     "multiprocessing.connection:_ConnectionBase": "send send_bytes",
-    "multiprocessing.process:BaseProcess": "start",
+    "multiprocessing.process:BaseProcess": "start join terminate kill",
     "multiprocessing.queues:Queue": "put",
     "multiprocessing.queues:SimpleQueue": "put",
     "os": (
@@ -67,9 +71,9 @@ _EFFECTS: dict[str, str] = {
     "queue:Queue": "put task_done",
     "socket:socket": "connect bind listen send sendall sendto sendmsg",
     "sqlite3": "connect",
-    "subprocess:Popen": "__init__",
+    "subprocess:Popen": "__init__ wait communicate terminate kill send_signal",
     "sys": "setrecursionlimit settrace setprofile",
-    "threading:Thread": "start",
+    "threading:Thread": "start join",
     "time": "sleep",
     "torch": (
         "set_num_threads set_num_interop_threads use_deterministic_algorithms set_deterministic_debug_mode "
@@ -151,12 +155,12 @@ class OutsideCalls:
             if not self.counts():
                 return original(*args, **kwargs)
             call = functools.partial(original, *args, **kwargs)
-            self._busy = True
+            self._busy = True  # also for the text of an argument: that of a thread asks whether it is alive
             try:
                 answer, result, error = _answer(call)
+                asked = _flag_name(*args) if text == "ContextProp.__get__" else f"{text}({', '.join(map(repr, args))})"
             finally:
                 self._busy = False
-            asked = _flag_name(*args) if text == "ContextProp.__get__" else f"{text}({', '.join(map(repr, args))})"
             if all((known.text, known.answer) != (asked, answer) for known in self.reads):
                 self.reads.append(OutsideRead(asked, call, answer))
             if error is not None:

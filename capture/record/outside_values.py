@@ -174,7 +174,8 @@ class OutsideValues:
                 builtins = self._types.builtins() | self._names.builtins()
                 builtins |= self._ids.builtins(self._intercepts)
                 functions |= {id(original_of(new)): new for new in builtins.values()}
-                own = lambda value: functions.get(id(value)) or self._remembering(value)
+                functions |= self._names.held()
+                own = lambda value: functions.get(id(value)) or self._remembering(value) or self._names.bound(value)
                 held = lambda value: own(value) or self._of_generator(value)
                 reached = lambda value: own(value) or self._stand_in(value)
                 containers = lambda: self._state.containers

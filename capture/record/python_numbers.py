@@ -14,6 +14,7 @@ the settings of optimizers; elsewhere each call reads them (:mod:`weft.capture.r
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import sys
@@ -130,6 +131,8 @@ class PythonNumbers:
         """Put symbols into the entries of containers; those that have theirs keep them."""
         for container in containers:
             if (self._changing or container.holds_rates) and not isinstance(container, Content):
+                if isinstance(container.obj, logging.Logger):  # which keeps what it finds out about its level
+                    continue
                 for key, value in container.before.items():
                     known = type(value) in (int, float, tuple) or is_rate_of_numpy(value, container)
                     if known and key not in container.stand_ins:

@@ -60,6 +60,7 @@ from weft.capture.record.numpy_functions import NumpyFunctions
 from weft.capture.record.numpy_numbers import NumpyNumbers
 from weft.capture.record.object_ids import Ids, plain_ids
 from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
+from weft.capture.record.other_threads import numbers_in_other_threads
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.percent_formats import percent_formats_know_symbols
@@ -92,11 +93,7 @@ from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.step_threads import capturing
 from weft.capture.user_code import user_line
-from weft.errors import (
-    PythonStateChanged,
-    UsedDuringCapture,
-    WeftError,
-)
+from weft.errors import PythonStateChanged, UsedDuringCapture, WeftError
 from weft.short_tracebacks import mark_refused_call
 
 
@@ -138,7 +135,8 @@ def capture_step(
         remove(created)  # of a discarded attempt
         created.clear()
         capture = _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how)
-        captured = capture.run()
+        with numbers_in_other_threads(capture.fake_mode.shape_env):
+            captured = capture.run()
         created[:] = capture.optimizer_states.created
         return captured
 
@@ -242,7 +240,7 @@ class _StepCapture:
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
                 reported = data_dependence_reported(self.step, symbols, drawn)
                 results: list[Any] = [None]  # of which no variable holds one: references to them are counted
-                raised = None
+                raised = False
                 try:
                     caught = caught_exceptions_noted(self.found)
                     compared = self.remembering.compared(self._changes_so_far, self.recorder.graph)
@@ -254,7 +252,7 @@ class _StepCapture:
                     mark_refused_call(error)
                     if isinstance(error, WeftError) or not self.branches.taken:
                         raise
-                    raised = without_capture(error)
+                    results[0], raised = without_capture(error), True
                 self.specialised = self.sizes.specialised()
             self.optimizer_states.check()
             self.outside.arrays.check_unreached()
@@ -411,7 +409,7 @@ class _StepCapture:
 
     # ---- from the record to the captured step
 
-    def _finish(self, results: list[Any], raised: Exception | SystemExit | None) -> CapturedStep:
+    def _finish(self, results: list[Any], raised: bool) -> CapturedStep:
         recorder = self.recorder
         outputs: list[Output] = []
         nodes: list[Any] = []
@@ -427,7 +425,7 @@ class _StepCapture:
             appends: list[Append] = []
             moved: list[tuple[Container, list[Any], frozenset[str]]] = []
             if complete := not self.branches.undecided:
-                if raised is None:
+                if not raised:
                     self.hooks.check()
                 refuse_new_leaves(self.state.plain_leaves)
             self.state.notice_new_hooks()
@@ -448,7 +446,9 @@ class _StepCapture:
                 moved = [(each, keys, frozenset[str]()) for each in own if (keys := each.moved())]
                 moved += self.state.types.reordered()
                 appends = self._appends(appended, keep, templates)
-            returned = templates.of(results[0], lambda value: keep(Return, value), "the step's return value")
+            what = "the exception that the step raises" if raised else "the step's return value"
+            returned = templates.of(results[0], lambda value: keep(Return, value), what)
+            results.clear()
             replaced: set[int] = set()
             if complete:
                 create = lambda value, path: keep(lambda _: Create(path), value)

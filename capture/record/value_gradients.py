@@ -7,7 +7,8 @@ computed and the values choose between them. Else the choice is a branch of the 
 would have gradients of both.
 
 A hook on the node of autograd does this. The node does not exist yet when the operation is recorded, below autograd; it
-does at the next operation.
+does at the next operation. Under ``torch.compile`` nothing is recorded there: the last operation of Dynamo's graph
+finds the nodes that lead to its results.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 
 from weft import torch_adapter
 
@@ -173,8 +175,8 @@ _PHASES = (
 )
 
 
-def _result(name: str = "result") -> torch.Tensor:
-    """A result of the operation whose node runs now, with its autograd graph."""
+def _result(name: str = "result") -> Any:
+    """What the node that runs now has saved of the operation: by default its result, with its autograd graph."""
     return getattr(torch_adapter.running_autograd_node(), f"_saved_{name}")
 
 
@@ -193,3 +195,53 @@ FORMULAS: dict[Any, Formula] = {
     aten.linalg_eig.default: _eigenvectors("linalg_eig_backward"),
 }
 """By operation."""
+
+# By the name of autograd's node: the operation, and what the node saved of its arguments, in the order of the formula.
+_BY_NODE: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "ProdBackward0": (aten.prod.default, ("self",)),
+    "ProdBackward1": (aten.prod.dim_int, ("self", "dim", "keepdim")),
+    "CumprodBackward0": (aten.cumprod.default, ("self", "dim")),
+    "MaxBackward1": (aten.max.default, ("self",)),
+    "MinBackward1": (aten.min.default, ("self",)),
+    "MedianBackward0": (aten.median.default, ("self",)),
+    "NanmedianBackward0": (aten.nanmedian.default, ("self",)),
+    "MaskedFillBackward1": (aten.masked_fill.Tensor, ("mask", "mask", "mask")),
+    "LinalgEighBackward0": (aten._linalg_eigh.default, ("eigenvectors",)),
+    "LinalgEigBackward0": (aten.linalg_eig.default, ("eigenvectors",)),
+}
+
+
+def follow_graph(graph: torch.fx.Graph) -> None:
+    """Let a graph of Dynamo's register the hooks when it is traced: at its end, since its nodes are those of torch's
+    functions, which may be many operations."""
+    output = next(iter(reversed(graph.nodes)))
+    with graph.inserting_before(output):
+        graph.call_function(_register_behind, (output.args[0],))
+
+
+def _register_behind(results: Any) -> None:
+    pending = [each.grad_fn for each in results if isinstance(each, torch.Tensor)]
+    met = set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        pending += [each for each, _ in node.next_functions]
+        if node.name() in _BY_NODE:
+            node.register_hook(_of_node(*_BY_NODE[node.name()]))
+
+
+def _of_node(operation: Any, names: tuple[str, ...]) -> Callable[..., Gradients]:
+    """The hook of a node that computes the gradients of eager."""
+    many = operation in (aten._linalg_eigh.default, aten.linalg_eig.default)
+
+    def replaced(given: Gradients, grads: Gradients) -> Gradients:
+        saved = map(_result, names)
+        args = [each - _WRAPPED if type(each) is int and each >= _WRAPPED // 2 else each for each in saved]
+        return FORMULAS[operation](given, grads if many else grads[0], *args)
+
+    return replaced
+
+
+_WRAPPED = 1 << 64  # autograd shows a negative number that it saved as an unsigned one

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.capture.state.containers import Container, label_of
+from weft.capture.state.contents import subclasses_of
 
 
 class AskedAttributes:
@@ -75,6 +76,12 @@ class AskedAttributes:
             self.new.add(f"{path}.__dict__")
             self._walk.follow_all(obj, path)
             self._walk.go_on()
+
+    def subclasses(self, kind: type) -> None:
+        """The step is about to ask for the subclasses of a class."""
+        self._walk.containers.append(subclasses_of(kind))
+        for each in type.__subclasses__(kind):
+            self._walk.add(each, each.__qualname__)
 
     def variable(self, module: dict[str, Any], name: str) -> None:
         """The step is about to read or write a global variable of a module, or with "" to read the names of all."""

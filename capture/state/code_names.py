@@ -29,6 +29,8 @@ OPAQUE = "__weft_opaque__"
 opaque_code: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 # What takes names of attributes and variables as text. Texts in code that uses one of these count as names.
 _BY_TEXT = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "globals", "__dict__"})
+# Functions that import the module of a name.
+_IMPORTING = frozenset({"import_module", "__import__"})
 # What reads all fields of a dataclass.
 _ALL_FIELDS = frozenset({"asdict", "astuple", "fields"})
 # Methods with such names are called where no code names them (by operators, by ``with``), but for these; ``forward``
@@ -53,7 +55,7 @@ class _Names(NamedTuple):
         looked_for: texts that may be names of attributes or variables, and names of attributes in code that catches the
             exception of a missing one.
         modules: the modules that it imports, with the level of a relative import.
-        asked: texts that may be keys of ``sys.modules``.
+        asked: texts that may be keys of ``sys.modules``, or names of modules that it imports by a function.
         inner: code of the functions that it defines.
     """
 
@@ -125,7 +127,8 @@ def _analysed(code: types.CodeType) -> _Names:
     texts = (
         frozenset(filter(str.isidentifier, _texts(code.co_consts))) if _BY_TEXT & set(code.co_names) else frozenset()
     )
-    asked = _texts(code.co_consts) if {"sys", "modules"} <= set(code.co_names) else frozenset()
+    asks = {"sys", "modules"} <= set(code.co_names) or not _IMPORTING.isdisjoint(code.co_names)
+    asked = _texts(code.co_consts) if asks else frozenset()
     inner = tuple(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     read |= _matched(code) | _formatted(code)
     everything = texts.union(code.co_names, read)
@@ -330,6 +333,10 @@ def parts_of_member(member: Any) -> tuple[Any, ...]:
         return member.fget, member.fset, member.fdel
     if isinstance(member, (staticmethod, classmethod)):
         return (member.__func__,)
+    if isinstance(member, functools.partialmethod):
+        return member.func, member.args, member.keywords
+    if isinstance(member, functools.singledispatchmethod):
+        return member.func, *member.dispatcher.registry.values()
     return (member.func,) if isinstance(member, functools.cached_property) else ()
 
 

@@ -36,6 +36,9 @@ from weft.capture.state.containers import (
 # Larger arrays are data and no settings: to compare them before every call would take longer than many a step.
 LARGEST_BYTES = 16 << 20
 
+_DECIMALS = ("decimal", "_decimal", "_pydecimal")
+_OF_SYS = frozenset({"argv", "path"})
+_OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 # While a step is captured, functions stand in their places.
 _ATTRGETTER, _METHODCALLER = operator.attrgetter, operator.methodcaller
 
@@ -133,6 +136,21 @@ def keys_of(names: Mapping[str, Any], path: str) -> Content:
     return Content(names, f"the names in {path}", tuple, unchanged)
 
 
+def subclasses_of(kind: type) -> Content:
+    """The classes that are derived from a class directly."""
+    read = lambda kind: tuple(map(weakref.ref, type.__subclasses__(kind)))
+    return Content(kind, f"{kind.__qualname__}.__subclasses__()", read, unchanged)
+
+
+def settings_of(owner: types.ModuleType | type) -> Container | None:
+    """What counts of a module of Python's, by the module or a class of it: the settings that decide what its functions
+    compute."""
+    if owner is sys:
+        return Container(vars(sys), "sys", _OF_SYS, label_of("sys"))
+    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return Content(owner, "decimal.getcontext()", _read_decimals, _write_decimals) if module in _DECIMALS else None
+
+
 def value_of(variable: contextvars.ContextVar[Any]) -> Any:
     """The value or the default of a context variable, None where it has neither."""
     try:
@@ -144,8 +162,11 @@ def value_of(variable: contextvars.ContextVar[Any]) -> Any:
 def referents_of(obj: Any) -> list[Any]:
     """The objects that ``obj`` shows under another face: the dictionary of a view or of a read-only proxy, the object
     that a method belongs to, what weak references refer to."""
+    if type(obj).__module__ in _DECIMALS:
+        return [type(obj)]
     if isinstance(obj, (types.BuiltinMethodType, types.MethodWrapperType)):
-        return [] if isinstance(obj.__self__, types.ModuleType) else [obj.__self__]
+        owner = obj.__self__
+        return [] if isinstance(owner, types.ModuleType) and owner.__name__ not in _DECIMALS else [owner]
     if isinstance(obj, weakref.ref):
         return [obj()]
     if isinstance(obj, weakref.WeakSet):
@@ -158,9 +179,12 @@ def referents_of(obj: Any) -> list[Any]:
 
 
 def names_asked_by(getter: Any) -> set[str]:
-    """The names of attributes that an ``operator.attrgetter`` or ``methodcaller`` asks for; none of another object."""
+    """The names of attributes that an ``operator.attrgetter`` or ``methodcaller`` asks for, or the attribute in a slot;
+    none of another object."""
     if type(getter) is _ATTRGETTER:
         return {name for path in getter.__reduce__()[1] for name in path.split(".")}
+    if type(getter) is types.MemberDescriptorType:  # of a slot
+        return {getter.__name__}
     if type(getter) is _METHODCALLER:
         made, arguments = getter.__reduce__()[:2]
         return {made.args[0] if isinstance(made, functools.partial) else arguments[0]}
@@ -211,6 +235,10 @@ def _fill(buffer: Any, content: bytes) -> None:
     memoryview(buffer).cast("B")[:] = content
 
 
+def _refill_array(values: array.array[Any], content: bytes) -> None:
+    values[:] = array.array(values.typecode, content)  # of another length, too
+
+
 def _write_variable(variable: contextvars.ContextVar[Any], value: Any) -> None:
     variable.set(None if value is MISSING else value)  # a variable cannot be given back its lack of a value
 
@@ -255,6 +283,20 @@ def _write_array(values: Any, content: tuple[Any, ...]) -> None:
         values[...] = numpy.frombuffer(content[2], dtype=content[0]).reshape(values.shape)
 
 
+def _read_decimals(owner: Any) -> tuple[Any, ...]:
+    context = sys.modules["decimal"].getcontext()
+    plain = tuple(getattr(context, name) for name in _OF_DECIMALS)
+    return (*plain, *(signal.__name__ for signal, is_set in context.traps.items() if is_set))
+
+
+def _write_decimals(owner: Any, content: tuple[Any, ...]) -> None:
+    context, count = sys.modules["decimal"].getcontext(), len(_OF_DECIMALS)
+    for name, value in zip(_OF_DECIMALS, content[:count], strict=True):
+        setattr(context, name, value)
+    for signal in context.traps:
+        context.traps[signal] = signal.__name__ in content[count:]
+
+
 def _refill_weakly(elements: weakref.WeakSet[Any], content: tuple[weakref.ref[Any], ...]) -> None:
     _refill(elements, tuple(element for each in content if (element := each()) is not None))  # type: ignore[arg-type]
 
@@ -281,7 +323,7 @@ _KEYS_OR_VALUES = (type({}.keys()), type({}.values()), type({}.items()))
 _KINDS: list[tuple[Any, Read, Write]] = [
     (set, tuple, _refill),
     (bytearray, bytes, lambda values, new: values.__setitem__(slice(None), new)),
-    (array.array, array.array.tobytes, _fill),
+    (array.array, array.array.tobytes, _refill_array),
     (memoryview, memoryview.tobytes, lambda values, new: values.readonly or _fill(values, new)),
     ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), bytes, _fill),
     (contextvars.ContextVar, lambda variable: variable.get(MISSING), _write_variable),

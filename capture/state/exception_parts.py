@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 from weft.capture.state.object_parts import ObjectForm, ObjectParts, is_python_class
+from weft.capture.state.traceback_lines import lines_of, traceback_of
 
 CAPTURE_NOTE = "while capturing"
 """How the notes begin that a capture adds to exceptions."""
@@ -19,14 +20,14 @@ _WITHOUT_FIELDS = (object, BaseException, BaseExceptionGroup)
 
 
 def exception_parts(error: BaseException) -> ObjectParts:
-    """Its arguments, attributes, the fields of its type, its cause and its context. All have the same traceback."""
+    """Its arguments, attributes, the fields of its type, its cause and its context. All show the same lines."""
     kind = type(error)
     base = next(each for each in kind.__mro__ if not is_python_class(each))
     of_kind = (vars(each).values() for each in kind.__mro__ if each not in _WITHOUT_FIELDS)
     fields = [each for values in of_kind for each in values if type(each) is types.MemberDescriptorType]
     fields = [each for each in fields if hasattr(error, each.__name__)]
     attributes, count = _attributes(error), len(error.args)
-    suppresses, traceback = error.__suppress_context__, error.__traceback__
+    suppresses, lines = error.__suppress_context__, lines_of(error.__traceback__)
 
     def made(parts: list[Any]) -> BaseException:
         args, rest = parts[:count], iter(parts[count:])
@@ -38,7 +39,7 @@ def exception_parts(error: BaseException) -> ObjectParts:
             field.__set__(new, next(rest))
         new.__cause__, new.__context__ = rest
         new.__suppress_context__ = suppresses
-        return new.with_traceback(traceback)
+        return new.with_traceback(traceback_of(lines))
 
     values = [*error.args, *attributes.values(), *(each.__get__(error) for each in fields)]
     return ObjectParts(ObjectForm(kind, object, node=made), [], [*values, error.__cause__, error.__context__])

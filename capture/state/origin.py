@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
 
 from weft.source_files import is_own_file
 
@@ -16,6 +17,8 @@ from weft.source_files import is_own_file
 _FOREIGN = {"torch", "numpy", "sympy", "mpmath", "rich", "triton", "weft", "_pytest", "pytest", "tyro", "matplotlib"}
 # Modules inside those packages whose objects are walked all the same.
 _WALKED = ("weft.distributed", "weft.capture.toy", "torch.amp", "torch.cuda.amp", "torch.distributions")
+# Modules inside those packages that count as libraries: the user makes their objects, and sets attributes of them.
+_LIBRARIES = ("torch.utils.data",)
 # Classes of the standard library that are made to hold what the user puts there, and where they hold it.
 _HOLDERS: dict[str, tuple[str, ...]] = {
     "argparse.Namespace": (),
@@ -23,12 +26,16 @@ _HOLDERS: dict[str, tuple[str, ...]] = {
     "collections.UserDict": ("data",),
     "collections.UserList": ("data",),
     "collections.ChainMap": ("maps",),
+    "configparser.RawConfigParser": ("_sections", "_defaults"),
+    "configparser.SectionProxy": ("_parser",),
+    "string.Template": ("template",),
+    "enum.Enum": ("_value_",),
 }
 
 
 def is_foreign(module: str | None) -> bool:
     """Whether functions of a module are machinery, by the module's name."""
-    return _root(module) in _FOREIGN and not (module or "").startswith(_WALKED)
+    return _root(module) in _FOREIGN and not (module or "").startswith((*_WALKED, *_LIBRARIES))
 
 
 def is_walked(kind: type) -> bool:
@@ -42,8 +49,11 @@ def is_walked_module(module: str | None) -> bool:
 
 
 def is_user_class(kind: type) -> bool:
-    """Whether the code of a class is the user's or of a library that is walked."""
+    """Whether the code of a class is the user's or of a library that is walked. Not that of torch's iterators over
+    data, which each item moves."""
     module = kind.__module__
+    if module.startswith(_LIBRARIES) and issubclass(kind, Iterator):
+        return False
     return not is_foreign(module) and (_root(module) not in sys.stdlib_module_names or module == "__main__")
 
 

@@ -53,6 +53,7 @@ from weft.capture.state.contents import (
     keys_of,
     names_asked_by,
     referents_of,
+    settings_of,
     sparse_layouts,
     unproxied,
     unsaved_buffers,
@@ -73,7 +74,6 @@ from weft.capture.state.type_facts import (
     BOOKKEEPING,
     OF_FUNCTIONS,
     OF_LOGGERS,
-    OF_SYS,
     PLAIN_HOLDERS,
     SIMPLE_KINDS,
     FactsOfTypes,
@@ -210,6 +210,9 @@ class ReachableState:
         if names := frozenset(self.names.modules) - self._modules_asked:
             self._modules_asked |= names
             self.containers.append(LoadedModules(names))
+            for name in names & sys.modules.keys():
+                self._visit(sys.modules[name], name, None)
+            self.go_on()
         for lock in self._locks:  # another thread may hold one that a `with` of the step would wait for
             lock.frozen = self.names.isdisjoint(ASK_LOCKS)
 
@@ -304,8 +307,8 @@ class ReachableState:
         elif isinstance(obj, (types.ModuleType, type)):
             if is_own(obj):
                 self._own(obj, path)
-            elif obj is sys:
-                self._container(Container(vars(sys), "sys", OF_SYS, label_of("sys")))
+            elif (settings := settings_of(obj)) is not None:
+                self._container(settings)
         elif isinstance(wrapped := attributes_of(obj).get("__wrapped__"), (types.FunctionType, types.MethodType)):
             self._visit(wrapped, path, None)  # a compiled step that this step calls, or a function with a cache
         else:

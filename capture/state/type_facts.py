@@ -30,9 +30,8 @@ BOOKKEEPING = frozenset(
         "_load_state_dict_post_hooks",
     }
 )
-# What counts of a function of the user's, of Python itself, and of a logger.
+# What counts of a function of the user's, and of a logger.
 OF_FUNCTIONS = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
-OF_SYS = frozenset({"argv", "path"})
 OF_LOGGERS = frozenset({"level", "disabled", "parent"})
 # What tells whether a lock is held.
 ASK_LOCKS = frozenset({"acquire", "locked"})

@@ -413,3 +413,36 @@ def test_a_loop_variable_with_the_name_of_a_method_is_no_state_of_the_step() -> 
     variables = {"torch": torch, "weft": weft}
     exec(compile(program, "<script>", "exec"), variables)
     assert variables["before"] == ["first call"]
+
+
+class Held:
+    def __init__(self) -> None:
+        self.tensor, self.shift = torch.ones(2), torch.ones(2)
+
+
+@pytest.mark.parametrize("name", ["tensor", "shift"])
+def test_a_plain_tensor_that_is_made_to_require_grad_between_calls(name: str) -> None:
+    held, weight = Held(), nn.Parameter(torch.ones(2))
+
+    def step(x: torch.Tensor) -> Any:
+        result = x * held.tensor * weight
+        result.sum().backward()
+        return held.tensor.requires_grad, held.shift.requires_grad, (x * held.tensor).requires_grad, weight.grad
+
+    compiled = weft.compile(step)
+    for at in range(4):
+        found = []
+        for run in (compiled, step):
+            held.tensor.grad = held.shift.grad = weight.grad = None
+            found.append([run(torch.ones(2)), held.tensor.grad])
+        assert_equal(*found)
+        getattr(held, name).requires_grad_(at % 2 == 0)
+    assert len(compiled.captures) == 2
+
+
+def test_so_it_is_where_the_step_returns_what_it_computes_with_it() -> None:
+    table = torch.ones(2)
+    compiled = weft.compile(lambda x: x * table)
+    for required in (False, True, False):
+        table.requires_grad_(required)
+        assert compiled(torch.ones(2)).requires_grad is required

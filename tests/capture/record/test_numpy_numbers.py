@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import weft
 
@@ -109,3 +110,44 @@ def test_a_number_of_numpys_that_changes_between_calls_alone() -> None:
     compiled, wrapped = _run(step, weft.compile, change)
     assert compiled == _run(step, lambda step: step, change)[0]
     assert len(wrapped.captures) == 2, wrapped.captures
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A class of the user's."""
+
+
+SMALL = np.float32(0.01)
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=SMALL),  # type: ignore[arg-type]
+    "a class of the user's": lambda p: OwnAdamW(p, lr=SMALL),  # type: ignore[arg-type]
+    "one group": lambda p: torch.optim.AdamW([{"params": p[:1], "lr": SMALL}, {"params": p[1:]}]),
+    "weight decay": lambda p: torch.optim.AdamW(p, weight_decay=np.float32(0.1), eps=np.float16(1e-3)),  # type: ignore
+    "half": lambda p: torch.optim.NAdam(p, lr=np.float16(0.01)),  # type: ignore[arg-type]
+    "foreach": lambda p: torch.optim.AdamW(p, lr=SMALL, foreach=True),  # type: ignore[arg-type]
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=SMALL, alpha=np.float32(0.9)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("changes", [False, True])
+def test_small_numbers_of_numpy_in_optimizers(name: str, *, changes: bool) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = OPTIMIZERS[name](list(model.parameters()))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        step, losses = wrap(step), list[float]()
+        for at in range(4):
+            losses.append(step(torch.ones(2, 3) + at).item())
+            if changes:
+                optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * np.float32(0.9)
+        return [losses, [p.tolist() for p in model.parameters()], repr(optimizer.param_groups[0]["lr"])]
+
+    assert run(weft.compile) == run(lambda step: step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -168,7 +169,6 @@ def test_an_argument_is_not_compared_by_an_id_from_outside(argument: Any) -> Non
 
 
 ADDRESSES: dict[str, Callable[[Any], Any]] = {
-    "hash": hash,
     "method": lambda made: made.__hash__(),
     "repr": repr,
     "format": lambda made: f"{made}",
@@ -176,7 +176,7 @@ ADDRESSES: dict[str, Callable[[Any], Any]] = {
     "hex": lambda made: hex(id(made)),
     "in a list": lambda made: str([made]),
     "of an exception": lambda made: str(ValueError(made)),
-    "in a tuple": lambda made: {"now": (1, hash(made))},
+    "in a tuple": lambda made: {"now": (1, made.__hash__())},
 }
 
 
@@ -196,6 +196,66 @@ def test_the_address_of_an_object_that_the_step_makes_is_not_kept(name: str, *, 
 
     with pytest.raises(UncapturableDraw, match=r"the address of a Made .* at s\.(known|last)"):
         weft.compile(step)(torch.ones(2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Around:
+    inner: Any
+
+
+class HashedById:
+    def __hash__(self) -> int:
+        return id(self) // 16
+
+
+class WithMethod:
+    def method(self) -> None: ...
+
+
+HASHES: dict[str, Callable[[], Any]] = {
+    "Made": Made,
+    "Made in a tuple": lambda: (Made(), 1),
+    "Made in tuples": lambda: ("a", ((Made(),), 2)),
+    "Made in a frozenset": lambda: frozenset({Made()}),
+    "Made of a dataclass": lambda: Around(Made()),
+    "Made in a tuple of a dataclass": lambda: (Around((1, Made())), 2),
+    "HashedById": HashedById,
+    "HashedById in a tuple": lambda: (HashedById(), 1),
+    "WithMethod": lambda: WithMethod().method,
+    "tensor": lambda: (torch.ones(2), 1),
+}
+
+
+@pytest.mark.parametrize("kind", HASHES)
+@pytest.mark.parametrize("kept", [lambda number: number, lambda number: {number % 97: 1}, lambda number: (number, 1)])
+def test_so_is_a_hash_that_the_identity_of_such_an_object_decides(kind: str, kept: Callable[[int], Any]) -> None:
+    s, make = State(), HASHES[kind]
+
+    def step(x: torch.Tensor) -> Any:
+        made = make()
+        s.last = made, kept(hash(made))  # the line
+        return x
+
+    match = rf"hash\(\) of a {kind.split()[0]} at .*test_object_ids.py:\d+ in step"
+    with pytest.raises(UncapturableDraw, match=match):
+        weft.compile(step)(torch.ones(2))
+
+
+def test_hashes_of_plain_values_and_of_the_users_objects_are_kept() -> None:
+    s, own = State(), Made()
+    values = [1, "a", (1, ("b", 2.5)), frozenset({"c", 1}), own, (own, 1), Around(own), Around(3), Made, print]
+
+    def step(x: torch.Tensor) -> Any:
+        made = Made()
+        s.last = (
+            [hash(each) for each in values],
+            hash((made, 1)) == hash((made, 1)),
+            hash((made, 1)) == hash((Made(), 1)),
+        )
+        return x
+
+    weft.compile(step)(torch.ones(2))
+    assert s.last == ([hash(each) for each in values], True, False)
 
 
 def test_addresses_of_the_users_objects_are_kept() -> None:

@@ -7,6 +7,7 @@ error; nothing happened outside by then.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import csv
 import functools
 import io
@@ -26,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -340,6 +342,24 @@ def _named(at: int) -> None:
     threading.current_thread().name = "x" * at
 
 
+def _future() -> tuple[Step, Change]:
+    saving = concurrent.futures.Future[int]()
+    return lambda x: x * (2 if saving.done() else 3), lambda at: saving.set_result(1) if at == 2 else None
+
+
+def _thread() -> tuple[Step, Change]:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+
+    def change(at: int) -> None:
+        if at == 2:
+            ended.set()
+            thread.join()
+
+    return lambda x: x * (2 if thread.is_alive() else 3), change
+
+
 # A step, and what the script changes before each call but the first.
 COMPARED: dict[str, Callable[[], tuple[Step, Change]]] = {
     "order of a dictionary": _ordered,
@@ -347,6 +367,12 @@ COMPARED: dict[str, Callable[[], tuple[Step, Change]]] = {
     "weak keys": _weakly(lambda keys: weakref.WeakKeyDictionary(dict.fromkeys(keys, 2.0)), lambda d: sum(d.values())),
     "weak values": _weakly(lambda keys: weakref.WeakValueDictionary(dict(enumerate(keys))), len),
     "arguments of the script": lambda: (lambda x: x * len(sys.argv), lambda at: sys.argv.append("more")),
+    "future": _future,
+    "thread": _thread,
+    "what numpy does about errors": lambda: (
+        lambda x: x * len(np.geterr()["divide"]),
+        lambda at: np.seterr(divide=["warn", "ignore"][at % 2]),  # type: ignore[arg-type]
+    ),
     "name of the thread": lambda: (lambda x: x * len(threading.current_thread().name), _named),
     "flag of a backend": lambda: (
         lambda x: x * (2 if torch.backends.cudnn.benchmark else 3),
@@ -368,6 +394,7 @@ def test_what_the_script_changes_is_seen(name: str, monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
         monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
         torch.backends.cuda.enable_flash_sdp(True)
+        np.seterr(divide="warn")
         step, change = COMPARED[name]()
         compiled, found = wrap(step), []
         for at in range(4):
@@ -381,6 +408,7 @@ def test_what_the_script_changes_is_seen(name: str, monkeypatch: pytest.MonkeyPa
         assert len(set(expected)) > 1
         assert results(weft.compile) == expected
     finally:
+        np.seterr(divide="warn")
         torch.backends.cuda.enable_flash_sdp(True)
 
 

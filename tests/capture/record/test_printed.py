@@ -287,3 +287,39 @@ def test_a_module_that_is_imported_in_a_step_opens_files_and_prints_as_in_eager(
     for _ in range(3):
         assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
     assert capsys.readouterr().out == "read 3\n"
+
+
+def test_texts_of_torchs_objects_show_numbers_that_change() -> None:
+    linear, drop, norm = torch.nn.Linear(2, 2), torch.nn.Dropout(0.1), torch.nn.LayerNorm(2, eps=1e-3)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.5)
+
+    def step(x: torch.Tensor) -> Any:
+        group = optimizer.param_groups[0]
+        return linear(x).detach(), repr(optimizer), str(drop), f"{norm}", "%s" % linear, norm.extra_repr(), group["lr"]
+
+    compiled = weft.compile(step)
+    for _ in range(4):
+        ours, eager = compiled(torch.ones(2)), step(torch.ones(2))
+        assert ours[1:] == eager[1:]
+        optimizer.param_groups[0]["lr"] *= 0.5
+        drop.p += 0.1
+        norm.eps *= 2
+        linear.out_features += 1
+
+
+def test_the_level_of_a_logger_changes_between_calls(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("of a step that logs")
+
+    def step(x: torch.Tensor) -> Any:
+        logger.info("the sum is %s", x.sum().item())
+        return x * 2 if logger.isEnabledFor(logging.INFO) else x * logger.level
+
+    compiled, found = weft.compile(step), []
+    for run in (compiled, step):
+        caplog.clear()
+        results = []
+        for level in (logging.INFO, logging.ERROR, logging.DEBUG, logging.CRITICAL, logging.INFO):
+            logger.setLevel(level)
+            results.append(run(torch.ones(2)).tolist())
+        found.append([results, [record.getMessage() for record in caplog.records if record.name == logger.name]])
+    assert found[0] == found[1]

@@ -240,7 +240,7 @@ def test_an_argument_of_an_unregistered_type_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "refused",
-    [branch, numpy_of_parameter, reshaped, kept_in_an_object, raises_by_itself],
+    [branch, numpy_of_parameter, reshaped, kept_in_an_object],
     ids=lambda value: value.__name__,
 )
 def test_a_failed_capture_changes_nothing(refused: Callable[..., Any]) -> None:
@@ -249,7 +249,7 @@ def test_a_failed_capture_changes_nothing(refused: Callable[..., Any]) -> None:
     (x,) = batches()[0]
     kept = x.clone()
     for _ in range(2):
-        with pytest.raises((WeftError, ValueError)):
+        with pytest.raises(WeftError):
             weft.compile(lambda x: refused(s, s.train(x)))(x)
         assert_equal(s.all(), before)
         assert torch.equal(x, kept)

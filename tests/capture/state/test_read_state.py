@@ -9,12 +9,16 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import configparser
 import contextvars
 import ctypes
 import dataclasses
 import enum
 import functools
+import importlib
 import multiprocessing
+import string
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -39,6 +43,16 @@ def _assign(name: str) -> Change:
 
 def _put(key: Any) -> Change:
     return lambda holder, value: holder.__setitem__(key, value)
+
+
+def _set_text(name: str) -> Change:
+    return lambda holder, value: setattr(holder, name, str(value))
+
+
+def _configuration() -> configparser.ConfigParser:
+    found = configparser.ConfigParser()
+    found.read_dict({"a": {"rate": "1"}})
+    return found
 
 
 class Plain:
@@ -236,6 +250,13 @@ STATE: dict[str, tuple[Make, Read, Change]] = {
     "user dict": (lambda: collections.UserDict(a=1.0), lambda h: h["a"], _put("a")),
     "user list": (lambda: collections.UserList([1.0]), lambda h: h[0], _put(0)),
     "chain of dicts": (lambda: collections.ChainMap({"a": 1.0}), lambda h: h["a"], _put("a")),
+    "configuration": (_configuration, lambda h: h.getfloat("a", "rate"), lambda h, v: h.set("a", "rate", str(v))),
+    "section": (lambda: _configuration()["a"], lambda h: float(h["rate"]), lambda h, v: h.update(rate=str(v))),
+    "template": (
+        lambda: string.Template("1"),
+        lambda h: float(h.substitute()),
+        lambda h, v: setattr(h, "template", str(v)),
+    ),
     "deque": (lambda: collections.deque([1.0], maxlen=2), sum, lambda h, v: h.append(v)),
     "set": (lambda: {1.0}, max, _refill),
     "growing set": (set, lambda h: 2.0 if 3.0 in h else 1.0, lambda h, v: h.add(v)),
@@ -446,3 +467,87 @@ def test_attributes_that_the_step_makes_are_made_by_every_call() -> None:
     for value in (1.0, 2.0, 3.0):
         compiled(torch.tensor(value))
         assert [each.item() for each in (holder.made, slots.a, kind.made)] == [2 * value, 3 * value, 4 * value]
+
+
+def test_a_step_changes_the_length_of_an_array_of_numbers() -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        values = array.array("d", [1.0, 2.0])
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            values[0] += 1
+            values.append(values[0])
+            return x * values[0] * len(values)
+
+        step = wrap(step)
+        return [step(torch.ones(2)).tolist() + list(values) for _ in range(4)]
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+class Scales:
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def scaled(self, by: float) -> float:
+        return self.factor * by
+
+    tripled = functools.partialmethod(scaled, 3.0)
+
+    @functools.singledispatchmethod
+    def of(self, value: Any) -> float:
+        return 1.0
+
+    @of.register
+    def _(self, value: int) -> float:
+        return self.factor * value
+
+
+class Setting(enum.Enum):
+    RATES = {"low": 1.0}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("read", [lambda s: s.tripled(), lambda s: s.of(2)])
+def test_methods_that_another_function_wraps_are_followed(read: Callable[[Any], float]) -> None:
+    scales = Scales()
+    step = weft.compile(lambda x: x * read(scales))
+    for factor in (1.0, 2.0, 3.0):
+        scales.factor = factor
+        assert step(torch.ones(())).item() == read(scales)
+
+
+def test_what_the_value_of_an_enumeration_holds_is_read_anew() -> None:
+    step = weft.compile(lambda x: x * Setting.RATES.value["low"])
+    for rate in (1.0, 2.0, 3.0):
+        Setting.RATES.value["low"] = rate
+        assert step(torch.ones(())).item() == rate
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda: sys.modules["settings_of_a_test"],
+        lambda: importlib.import_module("settings_of_a_test"),
+        lambda: __import__("settings_of_a_test"),
+    ],
+)
+def test_variables_of_a_module_that_is_found_by_its_name(
+    find: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "settings_of_a_test.py").write_text("rate = 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("settings_of_a_test")
+    step = weft.compile(lambda x: x * find().rate)
+    for rate in (1.0, 2.0, 3.0):
+        module.rate = rate  # type: ignore[missing-attribute]
+        assert step(torch.ones(())).item() == rate
+    monkeypatch.delitem(sys.modules, "settings_of_a_test")
+
+
+shift = 1.0
+
+
+def test_variables_of_a_frame_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = weft.compile(lambda x: x * sys._getframe().f_globals["shift"])
+    for value in (1.0, 2.0, 3.0):
+        monkeypatch.setitem(globals(), "shift", value)
+        assert step(torch.ones(())).item() == value
