@@ -46,7 +46,7 @@ def test_rows_that_exceed_registers_are_reloaded_after_each_reduction(width: int
 def test_the_next_row_is_prefetched_where_its_size_is_a_multiple_of_16_bytes(
     width: int, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_plan, "LOOP_TILE", 64)
+    monkeypatch.setattr(kernel_plan, "tile_of_rows", lambda c: (64, 4, True))
     whole = 10 * width
     sizes = {"x": whole, "dy": whole, "past": whole, "w": width, "dx": whole, "dw": 2 * width, "db": 2 * width}
     made = check(layer_norm_backward_past_a_residual(2, 5, width), tensors(**sizes, rstd=10), tolerance=2e-4)

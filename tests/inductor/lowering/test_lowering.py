@@ -231,6 +231,29 @@ def test_split_reductions_use_divisors_where_possible() -> None:
     assert tokens[0].outer * tokens[0].inner == 8192
 
 
+def test_a_reduction_of_operands_that_lie_across_each_other_is_split_as_columns() -> None:
+    """One program a column would load a sector for each element of the second operand."""
+    along, across = (150528, 1, 196), (150528, 768, 1)
+    assert choose_split((64, 196, 768), (0, 1), [along], 132) is None
+    split = choose_split((64, 196, 768), (0, 1), [along, across], 132)
+    assert split is not None
+    assert 132 <= split[0].outer * split[1].outer <= 264
+    assert choose_split((64, 196, 768), (0, 1), [along, across, along], 132) is None  # most lie along memory
+
+
+def test_gradients_of_a_layer_norm_are_split_by_how_its_operands_lie() -> None:
+    """Gradients of weight and bias where the input is transposed, and where it is a transposed result of memory that is
+    not."""
+    norm = _with_gradients(lambda x, w, b: F.layer_norm(x, (40,), w, b), (1, 2))
+    w, b = _x(40), _x(40)
+    transposed = _x(64, 40, 196).transpose(1, 2)
+    images = _x(64, 40, 14, 14).to(memory_format=torch.channels_last)
+    for x in (transposed, images.flatten(2).transpose(1, 2), _x(64, 196, 40)):
+        result = check(norm, x, w, b)
+        stages = [item for item in result.operations if isinstance(item, Loop) and "backward" in item.node.name]
+        assert len(stages) >= 2, "the sums have two stages"
+
+
 def test_reductions_with_enough_results_are_not_split() -> None:
     assert choose_split((4096, 768), (1,), [(768, 1)], 132) is None
     assert choose_split((4096, 50257), (0,), [(50257, 1)], 132) is None
