@@ -105,7 +105,10 @@ class ComputeCosts:
             rates = self._gemm_rates(node)
             return sum(gemm_shapes.seconds(each, rates) for each in gemms) + self._bias_seconds(node)
         if packet in _ATTENTION:
-            return self._attention_seconds(gemm_shapes.arguments_of(node), backward=_ATTENTION[packet])
+            arguments, backward = gemm_shapes.arguments_of(node), _ATTENTION[packet]
+            if "efficient_attention" in str(packet):
+                return self._efficient_attention_seconds(arguments, backward=backward)
+            return self._attention_seconds(arguments, backward=backward)
         if packet in flop_registry:
             return self._registered(node) / self._rate(tensors_of(node)[0].dtype)
         return 0.0
@@ -194,6 +197,13 @@ class ComputeCosts:
         kind = attention_shapes.BACKWARD if backward else attention_shapes.FORWARD
         shape, rate = self._attention(arguments, kind.gemms), self._attention_rate(arguments, backward=backward)
         return attention_shapes.seconds(shape, kind, rate, self.gpu.multiprocessors, self.gpu.copy_bandwidth)
+
+    def _efficient_attention_seconds(self, arguments: Mapping[str, Any], *, backward: bool) -> float:
+        """The same of the memory-efficient kernels."""
+        kind = attention_shapes.EFFICIENT_BACKWARD if backward else attention_shapes.EFFICIENT_FORWARD
+        dtype, biased = arguments["query"].dtype, arguments["attn_bias"] is not None
+        rate, shape = self._rate(dtype), self._attention(arguments, kind.gemms)
+        return attention_shapes.efficient_seconds(shape, kind, rate, dtype.itemsize, biased, self.gpu.multiprocessors)
 
     def _attention_rate(self, arguments: Mapping[str, Any], *, backward: bool) -> float:
         """Operations per second of large attention. The rates of a GPU are those of bfloat16; other dtypes scale like

@@ -178,6 +178,37 @@ def test_attention_of_narrow_heads_and_short_sequences_costs_what_was_measured(
     assert [COSTS.seconds(node) * 1e6 for node in nodes] == pytest.approx([forward, backward], rel=0.12)
 
 
+# The same of the memory-efficient kernels, 27 November 2026: batch, heads, tokens, width, dtype, and whether there is a
+# bias, which is learnt.
+EFFICIENT_TIMES = [
+    ((64, 12, 197, 64, BF16, True), 192.0, 476.3),
+    ((64, 12, 197, 64, BF16, False), 140.0, 402.5),
+    ((8, 16, 1024, 64, BF16, True), 436.2, 1138.4),
+    ((2, 32, 2048, 128, BF16, False), 862.3, 2650.4),
+    ((8, 16, 512, 128, BF16, True), 193.6, 473.9),
+    ((8, 16, 1024, 64, torch.float32, True), 1315.5, 3030.1),
+]
+
+
+@pytest.mark.parametrize(("shape", "forward", "backward"), EFFICIENT_TIMES)
+def test_memory_efficient_attention_costs_what_was_measured(
+    shape: tuple[int, int, int, int, torch.dtype, bool], forward: float, backward: float
+) -> None:
+    batch, heads, length, width, dtype, learnt = shape
+    one = torch.empty(batch, heads, length, width, dtype=dtype, device="meta")
+    bias = torch.empty(1, heads, length, length, dtype=dtype, device="meta") if learnt else None
+    sums, seed = torch.empty(batch, heads, length, device="meta"), torch.empty((), dtype=torch.long, device="meta")
+    wanted = [True, True, True, learnt]
+    nodes = [
+        call(aten._scaled_dot_product_efficient_attention.default, one, one, one, bias, True, 0.0, False),
+        call(
+            aten._scaled_dot_product_efficient_attention_backward.default,
+            *(one, one, one, one, bias, one, sums, seed, seed, 0.0, wanted, False),
+        ),
+    ]
+    assert [COSTS.seconds(node) * 1e6 for node in nodes] == pytest.approx([forward, backward], rel=0.25)
+
+
 def test_attention_on_a_cpu_is_priced_as_on_a_gpu() -> None:
     shape = size(1, 32, 4096, 128)
     on_cpu = call(aten._scaled_dot_product_flash_attention_for_cpu.default, shape, shape, shape, 0.0, True)
