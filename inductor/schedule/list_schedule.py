@@ -221,6 +221,8 @@ class _ListScheduler:
         computation needs yet.
         """
         partial = self.partial
+        if not partial.has_room(start):  # nearly all that are refused under a tight limit
+            return False
         lacking = partial.lacking(start)
         if partial.ready(lacking) > partial.machine.now or not partial.can_issue(lacking):
             return False

@@ -170,6 +170,10 @@ class PartialSchedule:
 
     # ---- memory
 
+    def has_room(self, task: int) -> bool:
+        """Whether what ``task`` allocates fits beside the live memory. If not, :meth:`fits` is false as well."""
+        return self.live_memory.now + self.allocated[task] <= self.limit
+
     def fits(self, lacking: Sequence[int]) -> bool:
         """Whether these tasks fit within the limit, and all postponed tasks after them.
 
