@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from weft.capture.record.other_threads import value_elsewhere
 from weft.capture.record.recorder import recording
 from weft.source_files import is_user_file
 from weft.thread_patches import present, replaced, stand_in
@@ -97,13 +96,10 @@ def _attribute(number: Any, name: str) -> Any:
             frame = frame.f_back
         if is_user_file(frame.f_code.co_filename) or frame.f_globals.get("__name__") in _OF_TORCH:
             return PYTHON_TYPES[type(number)]
-    if name == "__class__" and (value := value_elsewhere(number)) is not number:
-        return type(value)
     return object.__getattribute__(number, name)
 
 
 def _divmod(a: Any, b: Any) -> Any:
-    a, b = value_elsewhere(a), value_elsewhere(b)
     if not all(issubclass(type(each), (int, float, torch.SymInt, torch.SymFloat)) for each in (a, b)):
         return NotImplemented
     return a // b, a % b

@@ -60,7 +60,6 @@ from weft.capture.record.numpy_functions import NumpyFunctions
 from weft.capture.record.numpy_numbers import NumpyNumbers
 from weft.capture.record.object_ids import Ids, plain_ids
 from weft.capture.record.optimizer_states import Entry, OptimizerStates, remove
-from weft.capture.record.other_threads import numbers_in_other_threads
 from weft.capture.record.outside_values import OutsideValues
 from weft.capture.record.own_objects import OwnObjects
 from weft.capture.record.percent_formats import percent_formats_know_symbols
@@ -93,7 +92,11 @@ from weft.capture.state.tensor_memory import inner_tensor, memory_key
 from weft.capture.step_interface import Create, Input, Output, Return, Role, Update
 from weft.capture.step_threads import capturing
 from weft.capture.user_code import user_line
-from weft.errors import PythonStateChanged, UsedDuringCapture, WeftError
+from weft.errors import (
+    PythonStateChanged,
+    UsedDuringCapture,
+    WeftError,
+)
 from weft.short_tracebacks import mark_refused_call
 
 
@@ -135,8 +138,7 @@ def capture_step(
         remove(created)  # of a discarded attempt
         created.clear()
         capture = _StepCapture(step, args, kwargs or {}, dynamic, changing, escapes, paths, earlier, **how)
-        with numbers_in_other_threads(capture.fake_mode.shape_env):
-            captured = capture.run()
+        captured = capture.run()
         created[:] = capture.optimizer_states.created
         return captured
 
