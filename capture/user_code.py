@@ -26,10 +26,10 @@ _ASK_FOR_THEMSELVES = frozenset(
 # Its functions stand for those of Python that take a name as text.
 _COMPUTED_NAMES = "weft.capture.record.computed_names"
 _FORMATS = "weft.capture.record.percent_formats"
-# Where the step is called.
 # Methods of torch's objects that make text for whoever calls them, and the functions that comprehensions run in.
 _TEXTS = frozenset({"__repr__", "__str__", "__format__", "extra_repr"})
 _COMPREHENSIONS = frozenset({"<listcomp>", "<genexpr>", "<dictcomp>"})
+# Where the step is called.
 _TRACER = "weft.capture.record.tracer"
 
 

@@ -188,6 +188,8 @@ def _restored_globals() -> Iterator[None]:
     device = torch_adapter.default_device()
     dtype = torch.get_default_dtype()
     random_state = torch.get_rng_state()
+    # A region of autocast may be entered inside the world and not left.
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     try:
         if device is not None and device.type == "cuda":
             torch.set_default_device("cpu")
@@ -195,6 +197,9 @@ def _restored_globals() -> Iterator[None]:
     finally:
         torch.set_rng_state(random_state)
         torch.set_default_dtype(dtype)
+        for kind, enabled, lower in autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, lower)
         if torch_adapter.default_device() != device:
             torch.set_default_device(device)
         for name in os.environ.keys() - environment.keys():

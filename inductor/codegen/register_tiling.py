@@ -23,8 +23,9 @@ from dataclasses import replace
 import torch
 
 from weft.inductor.codegen.canonical import is_position
-from weft.inductor.codegen.kernel_plan import LOOP_TILE, Dim, KernelPlan
+from weft.inductor.codegen.kernel_plan import Dim, KernelPlan
 from weft.inductor.codegen.live_values import depths
+from weft.inductor.codegen.row_tiles import LOOP_TILE
 from weft.inductor.loop_ir.ir import Index, Load, Nest, Value
 from weft.inductor.loop_ir.ops import REDUCTIONS
 

@@ -97,6 +97,15 @@ def test_the_autocast_of_a_cpu_keeps_its_own_rules() -> None:
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::exp", "AutocastCPU")
 
 
+def test_a_region_that_is_not_left_ends_with_the_world() -> None:
+    before = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    with fake_world(2):
+        torch.autocast("cuda", torch.bfloat16).__enter__()
+        assert torch.is_autocast_enabled("cuda")
+    torch.autocast_decrement_nesting()
+    assert [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")] == before
+
+
 def test_a_script_sees_that_autocast_is_on_and_recomputes_under_it() -> None:
     seen: list[tuple[bool, torch.dtype]] = []
 

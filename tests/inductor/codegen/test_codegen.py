@@ -43,7 +43,7 @@ f32, f64, i64, bool_ = torch.float32, torch.float64, torch.int64, torch.bool
 @pytest.fixture
 def short_rows() -> Iterator[None]:
     """Rows of more than 32 elements are walked in loops of 16."""
-    with planned_with(MAX_REGISTER_ROW=32, LOOP_TILE=16):
+    with planned_with(MAX_REGISTER_ROW=32, LOOP_TILE=16, tile_of_rows=lambda c: (16, 4, True)):
         yield
 
 
