@@ -1351,77 +1351,22 @@ def in_autocast_region() -> bool:
     return torch.autocast_decrement_nesting() > 0
 
 
-class _SeesCopy(TorchDispatchMode):
-    """Under a matrix product: notes its operand, as autocast has it, and makes that one where ``make`` says so."""
-
-    def __init__(self, make: bool) -> None:
-        super().__init__()
-        self.make = make
-        self.made = False
-        self.operand: torch.Tensor | None = None
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
-            self.made = True
-            return func(*args, **kwargs) if self.make else torch.empty(0, dtype=kwargs["dtype"])
-        self.operand = args[0]
-        return torch.empty(0, dtype=args[0].dtype)
+def cpu_autocast_casts(name: str) -> bool:
+    """Whether the CPU's autocast has a rule for an operation of aten."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
 
 
-def autocast_copy(weight: torch.Tensor, dtype: torch.dtype | None, *, make: bool) -> torch.Tensor | None:
-    """The copy of a float32 leaf that autocast keeps in the region that this thread is in.
+def autocast_kernel(op: OpOverload, cast: Callable[..., tuple[Any, Any] | None]) -> Callable[..., Any]:
+    """The CPU's autocast for ``op``: it gets the arguments that ``cast`` makes of its own; for None it is as it was."""
+    key = torch._C.DispatchKey.AutocastCPU
 
-    Args:
-        weight: the leaf.
-        dtype: of the copy to make; None stands for the region's.
-        make: whether to let autocast make the copy where it has none. If not, it gets an empty one, so the caller must
-            clear the cache.
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            if (given := cast(op, args, kwargs)) is not None:
+                return op.redispatch(keys.remove(key), *given[0], **given[1])
+        return op.redispatch(keys.remove(key), *args, **kwargs)
 
-    Returns:
-        The very tensor that autocast would use; None where it has none (``make=False``), or does not keep copies.
-    """
-    kind = weight.device.type
-    if not torch.amp.is_autocast_available(kind):
-        return None
-    mode = _SeesCopy(make)
-    with only_mode(), torch.enable_grad(), torch.autocast(kind, dtype or torch.get_autocast_dtype(kind)), mode:
-        torch.mm(weight, weight)
-    return None if mode.made and not make else mode.operand
-
-
-AutocastRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Gives the arguments of an operation under the CPU's autocast: those to call it with."""
-
-
-class AutocastRules:
-    """Rules of the CPU's autocast for operations that have none, until they are removed. For the whole process."""
-
-    def __init__(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL")
-
-    def add(self, name: str, rule: AutocastRule) -> None:
-        """Register a rule for an operation of aten, ``name`` or ``name.overload``, unless torch has none of that name,
-        or a rule for it."""
-        packet, _, overload = name.partition(".")
-        key = torch._C.DispatchKey.AutocastCPU
-        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
-            return
-
-        def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            below = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key))
-            with below:  # the casts, too, are not for autocast
-                cast, named = rule(op, args, kwargs)
-            if cast is args and named is kwargs:
-                return op.redispatch(keys.remove(key), *args, **kwargs)  # autocast goes on inside of it
-            with below:
-                return op.redispatch(keys.remove(key), *cast, **named)
-
-        self._library.impl(name, kernel, "AutocastCPU", with_keyset=True)
-
-    def remove(self) -> None:
-        """Leave the operations as they were."""
-        self._library._destroy()
+    return kernel
 
 
 def no_autocast() -> contextlib.AbstractContextManager[Any]:

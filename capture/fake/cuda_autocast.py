@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_map_only
 
 from weft import torch_adapter
+from weft.torch_adapter import OpOverload
 
 # In float32.
 _FLOAT32 = (
@@ -40,51 +39,54 @@ _FLOAT32_BY_DEFAULT = (
 # In the widest dtype of their operands.
 _WIDEST = ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "index_put", "tensordot", "scatter_add")
 
-Cast = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Cast = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Arguments | None]
 
 
 @contextlib.contextmanager
 def cuda_autocast_rules() -> Iterator[None]:
     """Inside, what is listed above follows CUDA's rules where autocast is enabled for "cuda". That of the CPU alone has
     its own rules, as before."""
-    rules = torch_adapter.AutocastRules()
+    library = torch.library.Library("aten", "IMPL")  # its rules end with this object
     try:
         for names, cast in ((_FLOAT32, _to_float32), (_FLOAT32_BY_DEFAULT, _by_default), (_WIDEST, _to_widest)):
             for name in names:
-                rules.add(name, _rule(cast))
+                packet, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+                if op is not None and not torch_adapter.cpu_autocast_casts(name):
+                    kernel = torch_adapter.autocast_kernel(op, _if_enabled(cast))
+                    library.impl(name, kernel, "AutocastCPU", with_keyset=True)
         yield
     finally:
-        rules.remove()
+        del library
 
 
-def _rule(cast: Cast) -> torch_adapter.AutocastRule:
-    def rule(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return cast(op, args, kwargs) if torch.is_autocast_enabled("cuda") else (args, kwargs)
-
-    return rule
+def _if_enabled(cast: Cast) -> Cast:
+    return lambda op, args, kwargs: cast(op, args, kwargs) if torch.is_autocast_enabled("cuda") else None
 
 
 def _is_cast(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype is not torch.float64
 
 
-def _in(dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if _is_cast(each) else each, (args, kwargs))
+def _in(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    cast = lambda tensor: tensor.to(dtype) if _is_cast(tensor) else tensor
+    return torch_adapter.map_leaves(torch.Tensor, cast, (args, kwargs))
 
 
-def _to_float32(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _to_float32(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return _in(torch.float32, args, kwargs)
 
 
-def _by_default(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_default(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     at = next(at for at, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
     given = args[at] if at < len(args) else kwargs.get("dtype")
     if given is not None or not _is_cast(args[0]):
-        return args, kwargs
+        return None
     return args[:at], {**kwargs, "dtype": torch.float32}
 
 
-def _to_widest(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found: list[torch.dtype] = []
-    tree_map_only(torch.Tensor, lambda each: found.append(each.dtype) if _is_cast(each) else None, (args, kwargs))
-    return _in(torch.float32 if torch.float32 in found else found[0], args, kwargs) if found else (args, kwargs)
+def _to_widest(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    tensors = [each for each in torch_adapter.flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
+    found = [tensor.dtype for tensor in tensors if _is_cast(tensor)]
+    return _in(torch.float32 if torch.float32 in found else found[0], args, kwargs) if found else None

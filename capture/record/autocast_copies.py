@@ -9,7 +9,7 @@ weight was updated since its copy was made, and that is checked here, at each ca
   finds them, and raises where one is older than its weight;
 - :func:`weights_updated` notes which weights a compiled step changed. Generated kernels do not move version counters.
 
-Autocast's cache can only be asked by an operation that it casts for (:func:`weft.torch_adapter.autocast_copy`).
+Autocast's cache can only be asked by an operation that it casts for (:func:`autocast_copy`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from weft.capture.state.containers import StatePlace
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.user_code import user_line
 from weft.errors import StaleAutocastCopy
+from weft.torch_adapter import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,49 @@ def may_be_copied(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.requires_grad and tensor.is_leaf and tensor.layout is torch.strided
 
 
+class _SeesCopy(TorchDispatchMode):
+    """Under a matrix product: notes its operand, as autocast has it, and makes that one where ``make`` says so."""
+
+    def __init__(self, make: bool) -> None:
+        super().__init__()
+        self.make = make
+        self.made = False
+        self.operand: torch.Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.made = True
+            return func(*args, **kwargs) if self.make else torch.empty(0, dtype=kwargs["dtype"])
+        self.operand = args[0]
+        return torch.empty(0, dtype=args[0].dtype)
+
+
+def autocast_copy(weight: torch.Tensor, dtype: torch.dtype | None, *, make: bool) -> torch.Tensor | None:
+    """The copy of a float32 leaf that autocast keeps in the region that this thread is in.
+
+    Args:
+        weight: the leaf.
+        dtype: of the copy to make; None stands for the region's.
+        make: whether to let autocast make the copy where it has none. If not, it gets an empty one, so the caller must
+            clear the cache.
+
+    Returns:
+        The very tensor that autocast would use; None where it has none (``make=False``), or does not keep copies.
+    """
+    kind = weight.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return None
+    mode = _SeesCopy(make)
+    with (
+        torch_adapter.only_mode(),
+        torch.enable_grad(),
+        torch.autocast(kind, dtype or torch.get_autocast_dtype(kind)),
+        mode,
+    ):
+        torch.mm(weight, weight)
+    return None if mode.made and not make else mode.operand
+
+
 def check_copies(copies: Iterable[AutocastCopy]) -> None:
     """Make the copies that a step will make in the region around it, where autocast has none yet.
 
@@ -79,7 +124,7 @@ def check_copies(copies: Iterable[AutocastCopy]) -> None:
                 continue
         if each.after_write:
             raise StaleAutocastCopy(each.step, each.place.path, str(each.dtype), user_line())
-        copy = torch_adapter.autocast_copy(weight, each.dtype, make=True)
+        copy = autocast_copy(weight, each.dtype, make=True)
         if copy is None:
             continue
         if not _equal(copy, weight):
@@ -108,7 +153,7 @@ def emptied(step: str, leaves: list[tuple[torch.Tensor, str]]) -> Iterator[None]
     Raises:
         StaleAutocastCopy: one of them is older than its weight.
     """
-    before = [(leaf, name, torch_adapter.autocast_copy(leaf, None, make=False)) for leaf, name in leaves]
+    before = [(leaf, name, autocast_copy(leaf, None, make=False)) for leaf, name in leaves]
     for leaf, name, copy in before:
         if copy is not None and not _equal(copy, leaf):
             raise StaleAutocastCopy(step, name, str(copy.dtype), user_line())
@@ -119,7 +164,7 @@ def emptied(step: str, leaves: list[tuple[torch.Tensor, str]]) -> Iterator[None]
         torch.clear_autocast_cache()
         for leaf, _, copy in before:
             if copy is not None:
-                torch_adapter.autocast_copy(leaf, copy.dtype, make=True)
+                autocast_copy(leaf, copy.dtype, make=True)
 
 
 def _version(weight: torch.Tensor) -> int:

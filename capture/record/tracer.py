@@ -31,7 +31,7 @@ from weft.capture.garbage_collection import garbage_collection_paused
 from weft.capture.graph import StepGraph, drop_dead
 from weft.capture.record.arguments import CallArguments
 from weft.capture.record.attempts import captured_in_attempts
-from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
+from weft.capture.record.autocast_copies import AutocastCopy, autocast_copy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
 from weft.capture.record.branches import Branches, without_capture
 from weft.capture.record.builtin_types import builtin_types_know_symbols
@@ -371,7 +371,7 @@ class _StepCapture:
             places = {**self.state.places_by_id, **arguments}
             leaves = [] if self.modes else [*self.state.leaves, *self.arguments.differentiable]
             for leaf, _ in leaves:
-                copy = torch_adapter.autocast_copy(leaf, None, make=False) if may_be_copied(leaf) else None
+                copy = autocast_copy(leaf, None, make=False) if may_be_copied(leaf) else None
                 if copy is not None and id(leaf) in places:
                     cast = self.recorder.current_value(inner_tensor(copy)[0])
                     after_write = not any(node.op == "placeholder" for node in cast.all_input_nodes)
