@@ -25,18 +25,27 @@ from weft.errors import FakeWorldActive, OutsideEffect, UsedDuringCapture
 SECONDS = 20
 
 
-def submit(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> Future[Any]:
-    """Start work in another thread, as that thread might do by itself: a step may not."""
+def outside() -> contextlib.AbstractContextManager[None]:
+    """Inside, what the step does is as if another thread did it: a step may start and join none."""
     recorder = recording()
-    with recorder.paused() if recorder is not None else contextlib.nullcontext():
+    return recorder.paused() if recorder is not None else contextlib.nullcontext()
+
+
+def submit(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> Future[Any]:
+    """Start work in another thread, as that thread might do by itself."""
+    with outside():
         return pool.submit(function)
 
 
 def in_another_thread(function: Callable[[], Any]) -> Any:
     """What the function returns, or the exception that it raises."""
-    with ThreadPoolExecutor(1) as pool:
+    pool = ThreadPoolExecutor(1)
+    try:
         future = submit(pool, function)
         return future.exception(SECONDS) or future.result(SECONDS)
+    finally:
+        with outside():
+            pool.shutdown()
 
 
 @pytest.fixture
