@@ -116,6 +116,13 @@ def on_data_from_another(t: Training, x: Tensor) -> Tensor:
     return loss
 
 
+def on_data_in_time(t: Training, x: Tensor) -> Tensor:
+    loss = t.train(x)
+    if loss > 100:
+        raise TimeoutError("slow")
+    return loss
+
+
 def on_data_exits(t: Training, x: Tensor) -> Tensor:
     loss = t.train(x)
     if loss > 100:
@@ -127,7 +134,7 @@ def on_data_exits(t: Training, x: Tensor) -> Tensor:
 def outcome(called: Callable[[Tensor], Any], x: Tensor) -> Any:
     try:
         return detached(called(x))
-    except (StopTraining, CallFailed, ValueError, LookupError, RuntimeError, SystemExit) as error:
+    except (StopTraining, CallFailed, ValueError, LookupError, RuntimeError, OSError, SystemExit) as error:
         cause = error.__cause__
         entries = traceback.extract_tb(error.__traceback__)
         lines = [(each.name, each.line) for each in entries if each.filename == __file__ and each.name != "<lambda>"]
@@ -138,7 +145,7 @@ def outcome(called: Callable[[Tensor], Any], x: Tensor) -> Any:
     "step",
     [
         *(counted, after_an_update, with_finally, exits, wrong_sizes),
-        *(on_data, on_data_from_another, on_data_exits),
+        *(on_data, on_data_from_another, on_data_in_time, on_data_exits),
     ],
 )
 def test_a_step_that_raises_leaves_what_eager_leaves(step: Callable[[Training, Tensor], Any]) -> None:
