@@ -35,6 +35,7 @@ from weft.capture.record.assumed_outcomes import (
     outcome_without_skip,
     usual_outcome,
 )
+from weft.capture.record.ended_runs import RunEnded, is_interrupt
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.segments import Outcome, branch
@@ -43,14 +44,11 @@ from weft.errors import TextOfValue
 from weft.short_tracebacks import without_machinery
 
 
-class Undecided(BaseException):
-    """Ends the run of a step at a question without a known outcome.
-
-    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
-    """
+class Undecided(RunEnded):
+    """Ends the run of a step at a question without a known outcome."""
 
 
-def without_capture(error: Exception | SystemExit) -> Exception | SystemExit:
+def without_capture(error: BaseException) -> BaseException:
     """The exception with which a step ends after a branch, without the frames that lead from it to the capture.
 
     Raises:
@@ -118,7 +116,7 @@ class Branches:
             yield
         except BaseException as error:
             # The step may have caught the exception that ended it, and raised another one.
-            if not self.undecided or isinstance(error, KeyboardInterrupt):
+            if not self.undecided or is_interrupt(error):
                 raise
         finally:
             SymNode.guard_bool = guard_bool  # type: ignore[method-assign]
