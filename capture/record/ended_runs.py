@@ -32,20 +32,23 @@ def is_interrupt(error: BaseException) -> bool:
 
     Python's own handler of Ctrl-C is written in C: the innermost frame is at any instruction but one that raises.
     """
-    entries = list(_entries(error.__traceback__))
-    if not _handlers().isdisjoint(entry.tb_frame.f_code for entry in entries):
+    if not _handlers().isdisjoint(entry.tb_frame.f_code for entry in _entries(error.__traceback__)):
         return True
-    return isinstance(error, KeyboardInterrupt) and not (entries and _raises(entries[-1]))
+    return isinstance(error, KeyboardInterrupt) and raised_by_statement(error) is None
+
+
+def raised_by_statement(error: BaseException) -> str | None:
+    """The file of the ``raise`` statement that raised an exception; None where code in C did, or an operation."""
+    *_, innermost = None, *_entries(error.__traceback__)
+    if innermost is None or innermost.tb_frame.f_code.co_code[innermost.tb_lasti] != _RAISE:
+        return None
+    return innermost.tb_frame.f_code.co_filename
 
 
 def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
     while traceback is not None:
         yield traceback
         traceback = traceback.tb_next
-
-
-def _raises(entry: TracebackType) -> bool:
-    return entry.tb_frame.f_code.co_code[entry.tb_lasti] == _RAISE
 
 
 def _handlers() -> set[CodeType]:

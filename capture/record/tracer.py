@@ -33,7 +33,7 @@ from weft.capture.record.arguments import CallArguments
 from weft.capture.record.attempts import captured_in_attempts
 from weft.capture.record.autocast_copies import AutocastCopy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
-from weft.capture.record.branches import Branches, without_capture
+from weft.capture.record.branches import Branches
 from weft.capture.record.builtin_types import builtin_types_know_symbols
 from weft.capture.record.captured_step import Append, CapturedStep, Effect
 from weft.capture.record.data_dependence import data_dependence_reported
@@ -253,7 +253,7 @@ class _StepCapture:
                     mark_refused_call(error)
                     if isinstance(error, WeftError) or not may_be_of_step(error) or not self.branches.taken:
                         raise
-                    results[0], raised = without_capture(error), True
+                    results[0], raised = self.branches.ended_by(error), True
                 self.specialised = self.sizes.specialised()
             self.optimizer_states.check()
             self.outside.arrays.check_unreached()
