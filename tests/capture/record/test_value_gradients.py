@@ -78,7 +78,11 @@ def test_gradients_of_products_in_another_dtype_have_the_bits_of_eager(name: str
         generator = torch.Generator().manual_seed(seed)
         x, weight = torch.randn(5, 5, generator=generator), torch.randn(5, generator=generator)
         x[1, 2 : 2 + seed // 2] = 0
-        expected = _bits(step(loss, x, weight))
+        try:
+            expected = _bits(step(loss, x, weight))
+        except RuntimeError as error:  # of torch 2.11, for zeros among cumulative products
+            assert "masked_scatter: expected self and source to have same dtypes" in str(error)
+            continue
         assert torch.equal(_bits(compiled(x, weight)), expected)
         assert torch.equal(_bits(step(by_torch, x, weight)), expected)
 
