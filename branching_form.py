@@ -59,7 +59,7 @@ class PathEnded(Exception):
         called: the functions outside the step that it has called, and that the uncompiled step calls again.
     """
 
-    def __init__(self, error: Exception | SystemExit, undone: bool, *, raises: bool = False) -> None:
+    def __init__(self, error: BaseException, undone: bool, *, raises: bool = False) -> None:
         super().__init__(str(error))
         self.error = error
         self.undone = undone
@@ -307,9 +307,11 @@ class BranchingForm:
                 self._capture(capture, outcomes, line)
                 if outcome not in branch.next:
                     raise PathsDiffer(self._step, line, "captured again, the step does not branch there")
-            except Exception as error:
+            except BaseException as error:
                 if undo.possible:
                     undo.restore()
+                if not isinstance(error, Exception):  # an interrupt
+                    raise
                 if self._communicates:
                     agree(self._step, f"{self._step} cannot be captured at {line}: {type(error).__name__}")
                 raise PathEnded(error, undo.possible) from error

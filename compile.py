@@ -33,6 +33,7 @@ from weft.capture.guards.compiled_forms import CompiledForms
 from weft.capture.guards.guards import Guards
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.dynamic_sizes import MARKS, changed_dims
+from weft.capture.record.ended_runs import may_be_of_step
 from weft.capture.record.generator_states import generators_kept
 from weft.capture.record.iterator_arguments import ItemsWanted, IteratorArguments
 from weft.capture.record.list_arguments import ListHistory
@@ -233,8 +234,8 @@ class CompiledStep(Generic[P, R]):
             return self._with_items(args, kwargs, reasons)
         except (*_RANKS_DIFFER, CaptureValueEscaped):
             raise  # ranks that differ must not go on, compiled or not, nor a model with values of the capture inside
-        except (Exception, SystemExit) as error:
-            if self.fallback != "eager" and not is_steps_own(error):
+        except BaseException as error:
+            if not may_be_of_step(error) or (self.fallback != "eager" and not is_steps_own(error)):
                 raise
             failure = error
         else:
@@ -246,7 +247,7 @@ class CompiledStep(Generic[P, R]):
                 return self._run(entry, leaves, args, kwargs)
         return self._run_uncompiled(failure, args, kwargs)  # not as the context of what the step raises there
 
-    def _run_uncompiled(self, failure: Exception | SystemExit, args: Any, kwargs: Any) -> Any:
+    def _run_uncompiled(self, failure: BaseException, args: Any, kwargs: Any) -> Any:
         """The call by the uncompiled step: it raises what the step itself raises, and changes what eager changes before
         it does. A later call compiles. If it raises nothing, the step cannot be captured: ``failure`` says why."""
         result = self.step(*args, **kwargs)
@@ -378,8 +379,8 @@ class CompiledStep(Generic[P, R]):
                 guards = Guards(captured)
                 if not self.verify:  # which walks the objects again
                     captured.state.end_walk()
-        except (Exception, SystemExit) as error:
-            if self._tell_of_failure(error):
+        except BaseException as error:
+            if may_be_of_step(error) and self._tell_of_failure(error):
                 mark_if_steps_own(error)
             raise
         options = {"mode": self.mode, "memory limit": self.memory_limit, "verify": self.verify}
@@ -435,7 +436,7 @@ class CompiledStep(Generic[P, R]):
             self._agreed[event.key] = agreed
         return agreed
 
-    def _tell_of_failure(self, error: Exception | SystemExit) -> bool:
+    def _tell_of_failure(self, error: BaseException) -> bool:
         """Ranks that did capture must not wait for this one; all ranks may run uncompiled, or none.
 
         Returns:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import torch_adapter
 from weft.capture.record.array_calls import map_leaves
 from weft.capture.record.array_recorder import OUTSIDE, ArrayRecorder, is_tensor_dtype
+from weft.capture.record.ended_runs import RunEnded
 from weft.capture.record.growing_lists import AppendedList
 from weft.capture.record.host_arrays import HostArray, names
 from weft.capture.record.host_lists import HostList
@@ -62,11 +63,8 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CALLERS = ("random", "weft.capture.record.host_draws", "weft.capture.record.numpy_classes", __name__)
 
 
-class ArrayDrawn(BaseException):
-    """Ends the run of a step that draws an array, which is then captured with arrays followed.
-
-    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
-    """
+class ArrayDrawn(RunEnded):
+    """Ends the run of a step that draws an array, which is then captured with arrays followed."""
 
 
 class ArrayDraw:

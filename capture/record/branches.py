@@ -35,31 +35,18 @@ from weft.capture.record.assumed_outcomes import (
     outcome_without_skip,
     usual_outcome,
 )
+from weft.capture.record.ended_runs import RunEnded, is_interrupt
 from weft.capture.record.live_values import storages_in_use
 from weft.capture.record.recorder import OpRecorder
+from weft.capture.record.shown_symbols import ShownSymbols
 from weft.capture.segments import Outcome, branch
 from weft.capture.user_code import user_line
 from weft.errors import TextOfValue
 from weft.short_tracebacks import without_machinery
 
 
-class Undecided(BaseException):
-    """Ends the run of a step at a question without a known outcome.
-
-    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
-    """
-
-
-def without_capture(error: Exception | SystemExit) -> Exception | SystemExit:
-    """The exception with which a step ends after a branch, without the frames that lead from it to the capture.
-
-    Raises:
-        TextOfValue: a library made text of a tensor for its message.
-    """
-    if "FakeTensor(" in str(error):
-        raise TextOfValue(user_line(), in_raise=True)
-    without_machinery(error)
-    return error
+class Undecided(RunEnded):
+    """Ends the run of a step at a question without a known outcome."""
 
 
 class Branches:
@@ -88,6 +75,19 @@ class Branches:
         self.is_constant: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.taken: tuple[Outcome, ...] = ()
         self.undecided = False
+        self._shown = ShownSymbols(recorder)
+
+    def ended_by(self, error: BaseException) -> BaseException:
+        """The exception with which a step ends after a branch, without the frames that lead from it to the capture.
+
+        Raises:
+            TextOfValue: a library made text of a tensor, or of an unknown number, for its message.
+        """
+        if "FakeTensor(" in str(error):
+            raise TextOfValue(user_line(), in_raise=True)
+        self._shown.mark_messages(error)
+        without_machinery(error)
+        return error
 
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
@@ -115,10 +115,11 @@ class Branches:
         shape_env.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
         SymNode.guard_bool = is_true  # type: ignore[method-assign]
         try:
-            yield
+            with self._shown.noted():
+                yield
         except BaseException as error:
             # The step may have caught the exception that ended it, and raised another one.
-            if not self.undecided or isinstance(error, KeyboardInterrupt):
+            if not self.undecided or is_interrupt(error):
                 raise
         finally:
             SymNode.guard_bool = guard_bool  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ import torch
 
 from weft import torch_adapter
 from weft.capture.node_kinds import is_ordered, is_random
+from weft.capture.record.ended_runs import RunEnded
 from weft.capture.record.recorder import OpRecorder, recording
 from weft.capture.record.runtime_checks import check
 from weft.capture.segments import is_branch
@@ -41,11 +42,8 @@ _MOST_WANTED = 64  # at once: a loop over an iterator would get the same item fo
 _SAME_ITEMS = "take as many items at each call, or take them before the step and pass them as arguments"
 
 
-class ItemsWanted(BaseException):
-    """Ends a capture in which the step asked for items that are no arguments yet.
-
-    Not an ``Exception``: no rank failed.
-    """
+class ItemsWanted(RunEnded):
+    """Ends a capture in which the step asked for items that are no arguments yet."""
 
 
 class IteratorItems:

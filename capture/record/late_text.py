@@ -81,7 +81,12 @@ def late_text(
     gradient = gradient_shown(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().clone()  # the text is that of the value as it is now
-    recorder.late_texts.append(LateText(value, method, arguments, gradient, place, convert))
+    return mark_of(recorder, LateText(value, method, arguments, gradient, place, convert))
+
+
+def mark_of(recorder: OpRecorder, text: LateText) -> str:
+    """A mark that stands for a text."""
+    recorder.late_texts.append(text)
     return f"{_BEGIN}{len(recorder.late_texts) - 1}{_END}"
 
 

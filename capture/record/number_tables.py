@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from weft import torch_adapter
+from weft.capture.record.ended_runs import RunEnded
 from weft.capture.record.float_arithmetic import computed
 from weft.capture.record.held_references import StandIn
 from weft.capture.record.numpy_arguments import may_be_input
@@ -34,11 +35,8 @@ _WRITES = ("setitem", "delitem", "iadd", "imul")
 _WRITING_METHODS = ("append", "extend", "insert", "remove", "pop", "clear", "sort", "reverse")
 
 
-class TableWritten(BaseException):
-    """Ends an attempt in which the step writes to a list that has a stand-in.
-
-    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
-    """
+class TableWritten(RunEnded):
+    """Ends an attempt in which the step writes to a list that has a stand-in."""
 
 
 class TableElement:

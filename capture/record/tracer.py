@@ -33,11 +33,12 @@ from weft.capture.record.arguments import CallArguments
 from weft.capture.record.attempts import captured_in_attempts
 from weft.capture.record.autocast_copies import AutocastCopy, autocast_copy, emptied, may_be_copied
 from weft.capture.record.autograd_links import detach_from_autograd
-from weft.capture.record.branches import Branches, without_capture
+from weft.capture.record.branches import Branches
 from weft.capture.record.builtin_types import builtin_types_know_symbols
 from weft.capture.record.captured_step import Append, CapturedStep, Effect
 from weft.capture.record.data_dependence import data_dependence_reported
 from weft.capture.record.dynamic_sizes import DynamicSizes
+from weft.capture.record.ended_runs import may_be_of_step
 from weft.capture.record.escapes import EscapeCheck
 from weft.capture.record.float_arithmetic import FloatArithmetic
 from weft.capture.record.generator_states import generators_kept
@@ -250,11 +251,11 @@ class _StepCapture:
                     keys = plain_keys_in_state(self.state.containers)
                     with reported, compared, self.fake_mode, self.recorder, functions, inside, answered, caught, keys:
                         results[0] = self.step(*args, **kwargs)
-                except (Exception, SystemExit) as error:
+                except BaseException as error:
                     mark_refused_call(error)
-                    if isinstance(error, WeftError) or not self.branches.taken:
+                    if isinstance(error, WeftError) or not may_be_of_step(error) or not self.branches.taken:
                         raise
-                    results[0], raised = without_capture(error), True
+                    results[0], raised = self.branches.ended_by(error), True
                 self.specialised = self.sizes.specialised()
             self.optimizer_states.check()
             self.outside.arrays.check_unreached()

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from weft.capture.record.ended_runs import RunEnded
 from weft.capture.record.late_text import late_text
 from weft.capture.record.numpy_arguments import may_be_input
 from weft.capture.record.recorder import recording
@@ -88,11 +89,8 @@ class ValuesOfArguments:
     caught: bool = False
 
 
-class ArgumentRead(BaseException):
-    """Ends an attempt in which the step looks at the value of an argument that is to change from call to call.
-
-    Not an ``Exception``: the step's own ``except Exception`` must not take it for an error of its own.
-    """
+class ArgumentRead(RunEnded):
+    """Ends an attempt in which the step looks at the value of an argument that is to change from call to call."""
 
 
 class UnreadValue:

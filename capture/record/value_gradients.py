@@ -109,7 +109,7 @@ def _products_up_to(
     further = torch.is_grad_enabled()
     if further and bool((x == 0).any()):
         return given
-    result = (_result() if further else x.cumprod(dim, dtype=dtype)).conj()
+    result = (_result() if further else x.cumprod(dim, dtype=gradient.dtype)).conj()
     gradient, sum_from = gradient.to(x.dtype), lambda terms: terms.flip(dim).cumsum(dim).flip(dim)
     if further:
         return (sum_from(result * gradient).div(x.conj()).to(x.dtype),)

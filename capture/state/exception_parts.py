@@ -35,14 +35,24 @@ def exception_parts(error: BaseException) -> ObjectParts:
         base.__init__(new, *args)
         new.args = tuple(args)
         vars(new).update({name: next(rest) for name in attributes})
-        for field in fields:
-            field.__set__(new, next(rest))
+        for field, value in zip(fields, rest, strict=False):
+            # An OSError shows a field that was set, even to None; one that was not reads as None too.
+            if _value(field, new) is not value:
+                field.__set__(new, value)
         new.__cause__, new.__context__ = rest
         new.__suppress_context__ = suppresses
         return new.with_traceback(traceback_of(lines))
 
     values = [*error.args, *attributes.values(), *(each.__get__(error) for each in fields)]
     return ObjectParts(ObjectForm(kind, object, node=made), [], [*values, error.__cause__, error.__context__])
+
+
+def _value(field: types.MemberDescriptorType, error: BaseException) -> Any:
+    """The value of a field of an exception, an object of its own where it has none."""
+    try:
+        return field.__get__(error)
+    except AttributeError:
+        return object()
 
 
 def _attributes(error: BaseException) -> dict[str, Any]:

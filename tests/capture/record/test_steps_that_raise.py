@@ -27,6 +27,10 @@ class StopTraining(Exception):
         self.calls, self.value = calls, value
 
 
+class Stop(BaseException):
+    """No ``Exception``: the loop around the step does not take it for an error."""
+
+
 @dataclass
 class CallFailed(Exception):
     """Has a field and no arguments of its own."""
@@ -93,6 +97,21 @@ def exits(t: Training, x: Tensor) -> Tensor:
     return loss
 
 
+def stops(t: Training, x: Tensor) -> Tensor:
+    loss = t.train(x)
+    if t.calls % 3 == 0:
+        raise [Stop, KeyboardInterrupt][t.calls % 2](t.calls)
+    return loss
+
+
+def stops_a_generator(t: Training, x: Tensor) -> Tensor:
+    loss = t.train(x)
+    if t.calls == 3:
+        t.seen["last"] = loss
+        raise GeneratorExit
+    return loss
+
+
 def wrong_sizes(t: Training, x: Tensor) -> Tensor:
     loss = t.train(x)
     return loss if t.calls % 3 else x @ x
@@ -116,6 +135,30 @@ def on_data_from_another(t: Training, x: Tensor) -> Tensor:
     return loss
 
 
+def on_data_in_time(t: Training, x: Tensor) -> Tensor:
+    loss = t.train(x)
+    if loss > 100:
+        raise TimeoutError("slow")
+    return loss
+
+
+def on_data_stops(t: Training, x: Tensor) -> Tensor:
+    loss = t.train(x)
+    if loss > 100:
+        t.ended += 1
+        t.seen["large"] = loss
+        raise Stop(t.calls)
+    return loss
+
+
+def on_data_is_interrupted(t: Training, x: Tensor) -> Tensor:
+    loss = t.train(x)
+    if loss > 100:
+        t.ended += 1
+        raise KeyboardInterrupt
+    return loss
+
+
 def on_data_exits(t: Training, x: Tensor) -> Tensor:
     loss = t.train(x)
     if loss > 100:
@@ -124,10 +167,13 @@ def on_data_exits(t: Training, x: Tensor) -> Tensor:
     return loss
 
 
+NO_EXCEPTIONS = (SystemExit, Stop, KeyboardInterrupt, GeneratorExit)
+
+
 def outcome(called: Callable[[Tensor], Any], x: Tensor) -> Any:
     try:
         return detached(called(x))
-    except (StopTraining, CallFailed, ValueError, LookupError, RuntimeError, SystemExit) as error:
+    except (StopTraining, CallFailed, ValueError, LookupError, RuntimeError, OSError, *NO_EXCEPTIONS) as error:
         cause = error.__cause__
         entries = traceback.extract_tb(error.__traceback__)
         lines = [(each.name, each.line) for each in entries if each.filename == __file__ and each.name != "<lambda>"]
@@ -137,8 +183,8 @@ def outcome(called: Callable[[Tensor], Any], x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "step",
     [
-        *(counted, after_an_update, with_finally, exits, wrong_sizes),
-        *(on_data, on_data_from_another, on_data_exits),
+        *(counted, after_an_update, with_finally, exits, stops, stops_a_generator, wrong_sizes),
+        *(on_data, on_data_from_another, on_data_in_time, on_data_exits, on_data_stops, on_data_is_interrupted),
     ],
 )
 def test_a_step_that_raises_leaves_what_eager_leaves(step: Callable[[Training, Tensor], Any]) -> None:

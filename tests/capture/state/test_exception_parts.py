@@ -68,6 +68,17 @@ def _grouped(s: list[Any], x: torch.Tensor) -> Any:
     return ExceptionGroup("several", [ValueError(x[0]), KeyError("b"), StopIteration(3), OSError(2, "gone", "file")])
 
 
+def _of_the_system(s: list[Any], x: torch.Tensor) -> Any:
+    try:
+        raise TimeoutError("slow")
+    except OSError as error:
+        s.append(error)
+    changed = OSError(5, "changed", "file")
+    changed.errno, changed.filename = None, "other"
+    s += [changed, OSError(5, "io"), FileNotFoundError(2, "none", "a"), OSError(18, "link", "a", None, "b")]
+    return BlockingIOError(11, "again", 3)
+
+
 def _in_a_branch(s: list[Any], x: torch.Tensor) -> Any:
     try:
         if x.sum() > 20:
@@ -81,15 +92,16 @@ def _shown(error: Any) -> Any:
     """An exception as plain data."""
     if not isinstance(error, BaseException):
         return error.tolist() if isinstance(error, torch.Tensor) else error
-    names = "errno", "filename", "value", "name", "code", "__notes__"
+    names = "errno", "strerror", "filename", "filename2", "characters_written", "value", "name", "code", "__notes__"
     fields = {name: getattr(error, name, None) for name in names}
     inside = [_shown(each) for each in (*getattr(error, "exceptions", ()), error.__cause__, error.__context__)]
     lines = [each.line for each in traceback.extract_tb(error.__traceback__) if each.filename == __file__]
     args = error.args if not isinstance(error, ExceptionGroup) else error.args[:1]
-    return type(error), [_shown(each) for each in args], fields, inside, error.__suppress_context__, lines
+    text = str(error) if isinstance(error, OSError) else ""
+    return type(error), text, [_shown(each) for each in args], fields, inside, error.__suppress_context__, lines
 
 
-STEPS = [_kept, _made, _chained, _with_values, _of_python, _of_torch, _grouped, _in_a_branch]
+STEPS = [_kept, _made, _chained, _with_values, _of_python, _of_torch, _grouped, _of_the_system, _in_a_branch]
 
 
 @pytest.mark.parametrize("act", STEPS, ids=lambda act: act.__name__)
