@@ -421,7 +421,7 @@ class ReachableState:
             if tensor.requires_grad and self._with_hooks:
                 self._leaf_hooks(tensor, path)
         elif tensor.is_leaf:
-            self.plain_leaves.note(tensor, path, self._container)
+            self.plain_leaves.note(tensor, path, place, self._container)
 
     def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
         self.sites += (sites := sites_of(leaf, path))
