@@ -413,22 +413,20 @@ class ReachableState:
             self._objects.setdefault(id(each), (each, where, self._followed.none()))
             if whole:
                 self.follow_all(each, where)
+        if tensor._base is not None and tensor._base.requires_grad:  # it may get the gradient of this view
+            self._visit(tensor._base, f"{path}._base", None)
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
             for wrapper in wrappers(tensor):  # a step may exchange what is in it
                 self._container(Container(vars(wrapper), path, frozenset(vars(wrapper)), label_of(path)))
             self._container(Container(tensor, path, label=lambda key: f"{path}.{key}"), Role.GRADIENT)
-            if tensor.requires_grad and self._with_hooks:
-                self._leaf_hooks(tensor, path)
+            for site in sites_of(tensor, path) if tensor.requires_grad and self._with_hooks else ():
+                self.sites.append(site)
+                if (hooks := site.read()) and id(hooks) not in self._seen:
+                    self._seen[id(hooks)] = hooks
+                    self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
         elif tensor.is_leaf:
             self.plain_leaves.note(tensor, path, place, self._container)
-
-    def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
-        self.sites += (sites := sites_of(leaf, path))
-        for site in sites:
-            if (hooks := site.read()) and id(hooks) not in self._seen:
-                self._seen[id(hooks)] = hooks
-                self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         refuse_wrapper_of_torch(module, path)

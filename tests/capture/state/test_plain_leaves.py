@@ -64,7 +64,7 @@ def gradients(make: Callable[[], Any], change: Callable[[Held, torch.Tensor], No
                 raise ValueError("of the step")
 
         run = weft.compile(step) if compiled else step
-        rows = []
+        rows: list[Any] = []
         for at in range(3):
             try:
                 run(torch.full((2,), at + 1.0))
@@ -99,3 +99,52 @@ def test_a_refused_step_leaves_the_tensor_as_it_was(make: Any) -> None:
             step(torch.ones(2))
         assert held.tensor.grad is before
         assert not held.tensor.requires_grad
+
+
+class WithView:
+    """A view of a tensor; the tensor itself is nowhere in the state of a step that uses the view."""
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self.base, self.view, self.weight = base, base.view(2), nn.Parameter(torch.full((2,), 3.0))
+
+
+def of_the_view(held: WithView, x: torch.Tensor) -> torch.Tensor:
+    loss = (held.view * x * held.weight).sum()
+    loss.backward()
+    held.weight.grad = None
+    return loss.detach()
+
+
+def of_the_tensor_too(held: WithView, x: torch.Tensor) -> torch.Tensor:
+    return of_the_view(held, x * held.base)
+
+
+def multiplied(held: WithView, x: torch.Tensor) -> torch.Tensor:
+    return (x * held.view).detach()
+
+
+def asked(held: WithView, x: torch.Tensor) -> tuple[bool, bool, torch.Tensor]:
+    return held.view.requires_grad, held.view.is_leaf, (held.view * x).detach()
+
+
+@pytest.mark.parametrize("passes_view", [False, True])
+@pytest.mark.parametrize("first", [0, 2, -1], ids=["before all calls", "between calls", "before the view is made"])
+@pytest.mark.parametrize("use", [of_the_view, of_the_tensor_too, multiplied, asked])
+def test_a_view_of_a_tensor_that_is_made_to_require_grad(use: Any, first: int, passes_view: bool) -> None:
+    found = []
+    for compiled in (True, False):
+        held = WithView(torch.ones(2).requires_grad_(first < 0))
+
+        def step(x: torch.Tensor, held: WithView = held) -> Any:
+            return use(held, x)
+
+        run, rows = weft.compile(step) if compiled else step, []
+        for at in range(4):
+            if at == first:
+                held.base.requires_grad_()
+                held.view.register_hook(lambda grad: grad * 2)
+            result = run(held.view if passes_view and first >= 0 else torch.full((2,), at + 1.0))
+            grad = held.base.grad
+            rows.append((result, None if grad is None else grad.clone(), held.view.requires_grad, held.view.is_leaf))
+        found.append(rows)
+    assert_equal(*found)
