@@ -743,7 +743,7 @@ def tensor_hooks(tensor: torch.Tensor) -> list[tuple[str, dict[int, Any] | None]
 
 def accumulator(leaf: torch.Tensor) -> Any:
     """The autograd node that adds to the ``.grad`` of a leaf that requires grad; torch forgets it when nobody
-    holds it."""
+    holds it. None of a view of a tensor that was made to require grad after the view: it gets no gradient."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
         touched = _Touch.apply(leaf)
         return touched.grad_fn.next_functions[0][0]

@@ -132,7 +132,8 @@ def hooks_of(tensor: torch.Tensor) -> tuple[HookKey, ...]:
 
 
 def _node_hooks_of(leaf: torch.Tensor) -> tuple[HookKey, ...]:
-    found = torch_adapter.node_hooks(torch_adapter.accumulator(leaf)) if leaf.is_leaf else []
+    node = torch_adapter.accumulator(leaf) if leaf.is_leaf else None
+    found = [] if node is None else torch_adapter.node_hooks(node)
     return tuple(HookKey(hook) for _, hooks in found for hook in hooks.values())
 
 

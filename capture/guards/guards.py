@@ -10,7 +10,7 @@ captured anew.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from weft.capture.guards.size_guard import SizeGuard
 from weft.capture.record.captured_step import CapturedStep
 from weft.capture.record.environment import environment_failure
 from weft.capture.record.outside_calls import outside_failure
-from weft.capture.state.containers import ANY, Container, TensorLike
+from weft.capture.state.containers import ANY, TensorLike
 from weft.capture.state.patterns import Growing
 from weft.capture.state.state_reader import PlaceReader
 
@@ -94,7 +94,7 @@ class Guards:
             if isinstance(node.meta["val"], torch.Tensor) and place.container is not arguments.container
         ]
         self._flags = [(tensor, path, tensor.requires_grad, hooks_of(tensor)) for tensor, path in captured.state.leaves]
-        self._plain = _plain_leaves(counted)
+        self._plain = list(captured.state.plain_leaves.guarded(captured.places))
         self._kinds = [type(tensor) for tensor, *_ in self._flags]
         self._sites = captured.state.sites
         quiet = [hooks for site in captured.state.sites if not (hooks := site.read()) and hooks is not None]
@@ -330,16 +330,6 @@ class Guards:
     def _settings_failure(self) -> str | None:
         found = zip(_SETTINGS, _settings(), self._settings, strict=True)
         return next((f"{name} is {now}, was {before}" for name, now, before in found if now != before), None)
-
-
-def _plain_leaves(containers: Iterable[Container]) -> list[tuple[torch.Tensor, str]]:
-    """The tensors in containers that do not require grad, and may at a later call; but for gradients."""
-    found: dict[int, tuple[torch.Tensor, str]] = {}
-    for container in containers:
-        for key, value in container.guarded().items() if not isinstance(container.obj, torch.Tensor) else ():
-            if isinstance(value, torch.Tensor) and value.is_leaf and not value.requires_grad:
-                found.setdefault(id(value), (value, container.label(key)))
-    return [each for each in found.values() if not isinstance(each[0], torch.nn.Parameter)]
 
 
 def _numbered(objects: list[Any]) -> list[int]:

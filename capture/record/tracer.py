@@ -54,7 +54,6 @@ from weft.capture.record.memory_access import storages_keep_their_memory
 from weft.capture.record.memory_of_arrays import refuse_writes_to_overlapping, refuse_writes_to_shared_memory
 from weft.capture.record.missing_attributes import missing_attributes_noted
 from weft.capture.record.module_path import ModulePath
-from weft.capture.record.new_leaves import refuse_new_leaves
 from weft.capture.record.number_lists import NumberList
 from weft.capture.record.number_tables import NumberTables
 from weft.capture.record.numpy_functions import NumpyFunctions
@@ -430,7 +429,7 @@ class _StepCapture:
             if complete := not self.branches.undecided:
                 if not raised:
                     self.hooks.check()
-                refuse_new_leaves(self.state.plain_leaves)
+                self.state.plain_leaves.refuse_changed()
             self.state.notice_new_hooks()
             self.state.notice_new_attributes()
             self.graphs.check([tensor for _, tensor in recorder.placeholders])

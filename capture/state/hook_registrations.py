@@ -49,12 +49,14 @@ class HookSite:
 
 
 def sites_of(leaf: torch.Tensor, path: str) -> list[HookSite]:
-    """Where hooks can be registered on a leaf that requires grad: the tensor and its autograd node."""
+    """Where hooks can be registered on a leaf that requires grad: the tensor and its autograd node. None where it has
+    no such node, because then no hook of it ever runs."""
     sites: list[HookSite] = []
+    if (node := torch_adapter.accumulator(leaf)) is None:
+        return sites
     for at, (kind, hooks) in enumerate(torch_adapter.tensor_hooks(leaf)):
         read: Callable[[], Any] = lambda at=at: torch_adapter.tensor_hooks(leaf)[at][1]
         sites.append(HookSite(path, kind, read, dict(hooks or {})))
-    node = torch_adapter.accumulator(leaf)
     for kind, hooks in torch_adapter.node_hooks(node):
         sites.append(HookSite(path, kind, lambda hooks=hooks, node=node: hooks, dict(hooks)))
     return sites

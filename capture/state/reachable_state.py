@@ -66,6 +66,7 @@ from weft.capture.state.object_parts import followed_items, is_replaceable
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.optimizer_parts import WalkedSchedulers, parts_of_groups, state_of
 from weft.capture.state.origin import is_foreign, is_own
+from weft.capture.state.plain_leaves import PlainLeaves
 from weft.capture.state.script_modules import script_state
 from weft.capture.state.tensor_attributes import AttributesOfTensors, MissingAttributes
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, parts_at, wrappers
@@ -101,7 +102,7 @@ class ReachableState:
         in_memory: the plain tensors found in each storage, by ``memory_key(tensor)[0]``.
         modules, optimizers, leaves: those found, with their paths. names: attributes that the code of the step names.
         asked: those that it asks for otherwise. schedulers: those of learning rates that were found.
-        plain_leaves: the leaves that do not require grad and are no parameters, with their paths.
+        plain_leaves: the leaves that do not require grad and are no parameters.
         sites: where hooks can be registered on the leaves.
         shared: those of ``replaced`` and ``growing`` that were met at another place, too, which keeps its object.
         replaced_places: where lists and dictionaries of ``replaced`` are, with the object there. One object may be at
@@ -132,7 +133,7 @@ class ReachableState:
         self.modules: dict[int, tuple[torch.nn.Module, str]] = {}
         self.optimizers: list[tuple[torch.optim.Optimizer, str]] = []
         self.leaves: list[tuple[torch.Tensor, str]] = []
-        self.plain_leaves: list[tuple[torch.Tensor, str]] = []
+        self.plain_leaves = PlainLeaves()
         self._seen: dict[int, Any] = {}
         self.sites: list[HookSite] = []
         self._counted_attributes: dict[int, frozenset[str]] = {}  # by id of a module
@@ -245,7 +246,7 @@ class ReachableState:
     def notice_new_attributes(self) -> None:
         """Treat attributes that the step put on tensors as changes of Python state, also where no code names them."""
         followed = lambda tensor: self._objects[id(tensor)][2] if id(tensor) in self._objects else ()
-        self.containers += self._tensors.new(followed)
+        self.containers += [*self._tensors.new(followed), *self.plain_leaves.changed()]
 
     def follow_missing(self, obj: torch.Tensor, name: str) -> None:
         """Let it count that a tensor lacks an attribute, which the step looked for."""
@@ -412,22 +413,20 @@ class ReachableState:
             self._objects.setdefault(id(each), (each, where, self._followed.none()))
             if whole:
                 self.follow_all(each, where)
+        if tensor._base is not None and tensor._base.requires_grad:  # it may get the gradient of this view
+            self._visit(tensor._base, f"{path}._base", None)
         if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
             self.leaves.append((tensor, path))
             for wrapper in wrappers(tensor):  # a step may exchange what is in it
                 self._container(Container(vars(wrapper), path, frozenset(vars(wrapper)), label_of(path)))
             self._container(Container(tensor, path, label=lambda key: f"{path}.{key}"), Role.GRADIENT)
-            if tensor.requires_grad and self._with_hooks:
-                self._leaf_hooks(tensor, path)
+            for site in sites_of(tensor, path) if tensor.requires_grad and self._with_hooks else ():
+                self.sites.append(site)
+                if (hooks := site.read()) and id(hooks) not in self._seen:
+                    self._seen[id(hooks)] = hooks
+                    self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
         elif tensor.is_leaf:
-            self.plain_leaves.append((tensor, path))
-
-    def _leaf_hooks(self, leaf: torch.Tensor, path: str) -> None:
-        self.sites += (sites := sites_of(leaf, path))
-        for site in sites:
-            if (hooks := site.read()) and id(hooks) not in self._seen:
-                self._seen[id(hooks)] = hooks
-                self.add_hooks(hooks, f"the {site.kind} hooks of {path}")
+            self.plain_leaves.note(tensor, path, place, self._container)
 
     def _module(self, module: torch.nn.Module, path: str) -> None:
         refuse_wrapper_of_torch(module, path)

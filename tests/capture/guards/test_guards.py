@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -420,6 +422,11 @@ class Held:
         self.tensor, self.shift = torch.ones(2), torch.ones(2)
 
 
+class Pair(NamedTuple):
+    tensor: torch.Tensor
+    scale: float
+
+
 @pytest.mark.parametrize("name", ["tensor", "shift"])
 def test_a_plain_tensor_that_is_made_to_require_grad_between_calls(name: str) -> None:
     held, weight = Held(), nn.Parameter(torch.ones(2))
@@ -438,6 +445,49 @@ def test_a_plain_tensor_that_is_made_to_require_grad_between_calls(name: str) ->
         assert_equal(*found)
         getattr(held, name).requires_grad_(at % 2 == 0)
     assert len(compiled.captures) == 2
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], tuple[Any, Callable[[Any], torch.Tensor]]]] = {
+    "a tuple": lambda tensor: ((tensor,), lambda held: held[0]),
+    "a tuple in a list": lambda tensor: ([(1, tensor)], lambda held: held[0][1]),
+    "a named tuple": lambda tensor: (Pair(tensor, 1.0), lambda held: held.tensor),
+    "a set": lambda tensor: ({tensor}, lambda held: next(iter(held))),
+    "a default": lambda tensor: ((lambda found=tensor: found), lambda held: held()),
+    "a partial": lambda tensor: (functools.partial(torch.Tensor.mul, tensor), lambda held: held(1.0)),
+    "a weak reference": lambda tensor: (weakref.ref(tensor), lambda held: held()),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_so_it_is_wherever_the_tensor_is_held(holder: Any) -> None:
+    found = []
+    for compile_step in (weft.compile, lambda step: step):
+        tensor, weight = torch.ones(2), nn.Parameter(torch.full((2,), 3.0))
+        held, read = holder(tensor)
+
+        def step(x: torch.Tensor, held: Any = held, read: Any = read, weight: nn.Parameter = weight) -> torch.Tensor:
+            loss = (read(held) * x * weight).sum()
+            loss.backward()
+            weight.grad = None
+            return loss.detach()
+
+        run, rows = compile_step(step), []
+        for at in range(5):
+            if at == 2:
+                tensor.requires_grad_()
+            rows.append((run(torch.full((2,), at + 1.0)), None if tensor.grad is None else tensor.grad.clone()))
+        found.append(rows)
+    assert_equal(*found)
+
+
+def test_a_tensor_that_is_held_weakly_stays_so() -> None:
+    tensor = torch.ones(2)
+    reference = weakref.ref(tensor)
+    compiled = weft.compile(lambda x: x * 2 if reference() is None else x)
+    assert_equal(compiled(torch.ones(2)), torch.ones(2))
+    del tensor
+    assert reference() is None
+    assert_equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
 
 
 def test_so_it_is_where_the_step_returns_what_it_computes_with_it() -> None:
