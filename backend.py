@@ -17,7 +17,7 @@ from weft import knobs, torch_adapter
 from weft.argument_checks import ArgumentChecks
 from weft.capture.graph import StepGraph, calls
 from weft.capture.record.aot import Source, dynamo_sources, step_graph
-from weft.capture.record.value_gradients import follow_graph
+from weft.capture.record.value_gradients import register_in_graph
 from weft.inductor.compiler import MODES, Mode, compile_graph
 from weft.inductor.lowering.lower import device_kind
 from weft.inductor.passes.drop_noops import same_tensor
@@ -57,7 +57,7 @@ def weft(
     with knobs.override(**(options or {})):
         pass  # raises for invalid options before any work
     sources = dynamo_sources(module)
-    follow_graph(module.graph)
+    register_in_graph(module.graph)
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         with knobs.override(**(options or {})):

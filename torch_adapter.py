@@ -301,7 +301,8 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 # The post-accumulate-grad hooks on a tensor by their numbers, in the order of registration, or None.
 post_accumulate_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
-call_hooks_again = lambda tensor, hooks: setattr(tensor, "_post_accumulate_grad_hooks", hooks)
+# Register hooks that a tensor lists but autograd no longer calls, as after `swap_tensors`.
+register_listed_hooks = lambda tensor, hooks: setattr(tensor, "_post_accumulate_grad_hooks", hooks)
 address = operator.attrgetter("_cdata")  # of a tensor in C++; `swap_tensors` changes it, and leaves hooks behind
 python_rules = torch._C._EnablePythonDispatcher  # inside, a rule in Python for fakes comes before one in C++
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack  # run operations as if torch.func were not used

@@ -47,7 +47,7 @@ Cast = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Arguments | None]
 def cuda_autocast_rules() -> Iterator[None]:
     """Inside, what is listed above follows CUDA's rules where autocast is enabled for "cuda". That of the CPU alone has
     its own rules, as before."""
-    library = torch.library.Library("aten", "IMPL")  # its rules end with this object
+    library = torch.library.Library("aten", "IMPL")  # its rules are removed when it is deleted
     try:
         for names, cast in ((_FLOAT32, _to_float32), (_FLOAT32_BY_DEFAULT, _by_default), (_WIDEST, _to_widest)):
             for name in names:

@@ -125,7 +125,8 @@ def _attention(
     """
     shared = query.dim() == key.dim() == value.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
     learnt = attn_mask is not None and attn_mask.requires_grad
-    if shared and (learnt or dropout_p) and torch.is_autocast_enabled("cpu"):  # which knows the function alone
+    # Autocast casts for torch's function, and not for the operations that are called here.
+    if shared and (learnt or dropout_p) and torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (each.to(low) for each in (query, key, value))
         if attn_mask is not None and attn_mask.is_floating_point():
@@ -154,8 +155,8 @@ def _with_learnt_bias(
     scale: float | None,
 ) -> torch.Tensor:
     """Attention by the one kernel of a GPU that gives a gradient of the bias, called as torch's own function does
-    (`preprocess_mask` in ATen/native/transformers/attention.cpp): the bias has rows that start at multiples of 16
-    bytes."""
+    (`preprocess_mask` in ATen/native/transformers/attention.cpp): rows of the bias start at multiples of
+    ``_ALIGNMENT`` elements."""
     length = bias.shape[-1]
     if length % _ALIGNMENT:
         bias = F.pad(bias, [0, _ALIGNMENT - length % _ALIGNMENT])[..., :length]

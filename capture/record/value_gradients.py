@@ -196,6 +196,7 @@ FORMULAS: dict[Any, Formula] = {
 }
 """By operation."""
 
+_WRAPPED = 1 << 64  # autograd shows a negative number that it saved as an unsigned one
 # By the name of autograd's node: the operation, and what the node saved of its arguments, in the order of the formula.
 _BY_NODE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "ProdBackward0": (aten.prod.default, ("self",)),
@@ -211,7 +212,7 @@ _BY_NODE: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-def follow_graph(graph: torch.fx.Graph) -> None:
+def register_in_graph(graph: torch.fx.Graph) -> None:
     """Let a graph of Dynamo's register the hooks when it is traced: at its end, since its nodes are those of torch's
     functions, which may be many operations."""
     output = next(iter(reversed(graph.nodes)))
@@ -242,6 +243,3 @@ def _of_node(operation: Any, names: tuple[str, ...]) -> Callable[..., Gradients]
         return FORMULAS[operation](given, grads if many else grads[0], *args)
 
     return replaced
-
-
-_WRAPPED = 1 << 64  # autograd shows a negative number that it saved as an unsigned one

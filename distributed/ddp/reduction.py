@@ -87,7 +87,7 @@ class GradientReduction:
                     raise errors.UnsupportedParameter(path, "is a DTensor")
                 own = param.register_post_accumulate_grad_hook(self._hook(path)).id
             elif self._hooks[own] != torch_adapter.address(param):
-                torch_adapter.call_hooks_again(param, hooks)
+                torch_adapter.register_listed_hooks(param, hooks)
             self._hooks[own] = torch_adapter.address(param)
 
     def _hook(self, path: str):

@@ -34,7 +34,13 @@ from weft.inductor.codegen.canonical import is_position
 from weft.inductor.codegen.kernel_source import registers_per_thread
 from weft.inductor.codegen.live_values import depths, live_across_reductions
 from weft.inductor.codegen.memory_limits import copied_in_vectors, rows_in_flight, rows_sharing_sectors
-from weft.inductor.codegen.row_tiles import LOOP_TILE, rows_of_program, tile_of_rows
+from weft.inductor.codegen.row_tiles import (
+    LOOP_TILE,
+    next_power_of_two,
+    previous_power_of_two,
+    rows_of_program,
+    tile_of_rows,
+)
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
 from weft.inductor.loop_ir.axes import size_hint
 from weft.inductor.loop_ir.ir import Index, Int, Nest
@@ -193,20 +199,14 @@ def _dim(nest: Nest, name: str, axes: Sequence[int], tiling: Tiling, block: int)
     return Dim(name, tuple(axes), product(nest.sizes[axis] for axis in axes), tiling, block)
 
 
-def _next_power_of_two(n: float) -> int:
-    """The smallest power of two that is no less."""
-    return 1 << max(0, math.ceil(n) - 1).bit_length()
-
-
 def _covering_block(length: int) -> int:
     """The block that covers a whole dimension; at least 2, so that an empty one has a masked tile too."""
-    return max(2, _next_power_of_two(length))
+    return max(2, next_power_of_two(length))
 
 
 def _clamped(block: int, size: Int) -> int:
     """``block``, or the next power of two of a shorter dimension."""
-    # Tiles have powers of two elements in Triton.
-    return min(block, _next_power_of_two(size)) if isinstance(size, int) else block
+    return min(block, next_power_of_two(size)) if isinstance(size, int) else block
 
 
 # ---- the shapes
@@ -225,7 +225,7 @@ def _pointwise(nest: Nest, accesses: list[Access], multiprocessors: int) -> Kern
     total = point_count(nest, order)
     # Small tensors get smaller blocks, down to 128, so that each multiprocessor has one to two programs.
     # 1024 elements are two 16-byte loads of a half in each of 64 threads, enough in flight to cover memory's latency.
-    block = min(1024, max(128, _next_power_of_two(total / (2 * multiprocessors))))
+    block = min(1024, max(128, next_power_of_two(total / (2 * multiprocessors))))
     dim = _dim(nest, "x", order, "grid", block)
     warps = max(1, block // _elements_of_thread(accesses) // _THREADS)
     return KernelPlan("pointwise", (dim,), warps, multiprocessors)
@@ -306,11 +306,11 @@ def _row(nest: Nest, accesses: list[Access], over: frozenset[int], multiprocesso
     if isinstance(length, int) and _fits(nest, over, length):
         r = _covering_block(length)
         # Short rows share a program, several to a tile, as long as each multiprocessor still gets one or two programs.
-        most = _next_power_of_two(rows / (2 * multiprocessors)) if outer else 1
+        most = next_power_of_two(rows / (2 * multiprocessors)) if outer else 1
         # As many rows that share sectors as registers hold: part of a sector is still several times what one row uses.
         held = _REGISTERS // (r * max(2, live_across_reductions(nest, over)))
         sharing = min(rows_sharing_sectors(nest, accesses, outer, inner), held)
-        x = min(most, max(rows_of_program(r), 1 << max(0, sharing.bit_length() - 1)))
+        x = min(most, max(rows_of_program(r), previous_power_of_two(sharing)))
         dims = (_dim(nest, "x", outer, "grid", x), _dim(nest, "r", inner, "whole", r))
         return KernelPlan("row", _nonempty(dims), _warps(x * r), multiprocessors)
     # One row at a time here: the tile along it fills the threads.
@@ -351,7 +351,7 @@ def _fits(nest: Nest, over: frozenset[int], length: int) -> bool:
     """Whether a row stays in registers from its first load to its last store."""
     live = max(2, live_across_reductions(nest, over))
     # By the padded length: masked elements occupy registers as well.
-    return length <= MAX_REGISTER_ROW and _next_power_of_two(length) * live <= _REGISTERS
+    return length <= MAX_REGISTER_ROW and next_power_of_two(length) * live <= _REGISTERS
 
 
 def _warps(elements: int) -> int:
@@ -373,7 +373,7 @@ def _column(nest: Nest, accesses: list[Access], over: frozenset[int], multiproce
     columns = point_count(nest, outer)
     # 16 columns of 2 bytes are one 32-byte sector; fewer would waste a part of each load.
     # 64 at most: beyond that a tile has fewer rows, and a column's sum fewer elements in flight.
-    x = min(64, max(16, _next_power_of_two(columns / (2 * multiprocessors)))) if outer else 1
+    x = min(64, max(16, next_power_of_two(columns / (2 * multiprocessors)))) if outer else 1
     x = _clamped(x, product(nest.sizes[axis] for axis in outer))
     if streamed := _streamed(nest, over, outer, multiprocessors):
         dims = (_dim(nest, "r", inner, "loop", 2), _dim(nest, "x", outer, "grid", streamed))
@@ -386,9 +386,9 @@ def _column(nest: Nest, accesses: list[Access], over: frozenset[int], multiproce
         stages = 2 if wide and _OCCUPANCY_WARPS // warps * ahead <= _PIPELINE_BYTES else 1
         return KernelPlan("column", _nonempty(dims), warps, multiprocessors, stages, (stages - 1) * ahead)
     kept = max(1, live_across_reductions(nest, over))
-    near = rows_in_flight(nest, accesses, over, inner)
+    near = previous_power_of_two(rows_in_flight(nest, accesses, over, inner))
     # The whole column in one tile: no loop, no accumulators.
-    if isinstance(length, int) and _next_power_of_two(length) * x * kept <= 2 * LOOP_TILE and length <= near:
+    if isinstance(length, int) and next_power_of_two(length) * x * kept <= 2 * LOOP_TILE and length <= near:
         r = _covering_block(length)
         x = _wide_enough(x, r, nest, outer, columns, multiprocessors)
         dims = (_dim(nest, "r", inner, "whole", r), _dim(nest, "x", outer, "grid", x))
@@ -405,7 +405,7 @@ def _column(nest: Nest, accesses: list[Access], over: frozenset[int], multiproce
     # 6272 rows of 96, 212 and 321. Of a forward, parts of 392 rows of 512: 29 us with 8 elements a thread and 4 warps,
     # 43 with 2 and 16. Where rows are loaded again behind the sums, there is nothing to gain.
     if welford and not reloads:
-        x, tile, warps = min(x, max(32, _next_power_of_two(columns / (5 * multiprocessors)))), LOOP_TILE // 4, 4
+        x, tile, warps = min(x, max(32, next_power_of_two(columns / (5 * multiprocessors)))), LOOP_TILE // 4, 4
     elif loads > 1 and not reloads:
         x, tile, warps = min(x, 32), LOOP_TILE // 2, 16
     r = _clamped(max(1, tile // x), length)
@@ -421,7 +421,7 @@ def _wide_enough(x: int, rows: int, nest: Nest, outer: Sequence[int], columns: f
     512."""
     if not outer:
         return x
-    most = _next_power_of_two(columns / (8 * multiprocessors))
+    most = next_power_of_two(columns / (8 * multiprocessors))
     return _clamped(max(x, min(_COLUMN_TILE // rows, most)), product(nest.sizes[axis] for axis in outer))
 
 
@@ -460,7 +460,7 @@ def _warps_of_columns(nest: Nest, over: frozenset[int], rows: int, columns: int)
     if stored:
         warps = max(warps, min(2 * columns // _THREADS, tile // 256))
     # Rounded down to a power of two, which Triton asks of the number of warps.
-    return min(16, 1 << (warps.bit_length() - 1))
+    return min(16, previous_power_of_two(warps))
 
 
 def _mixed(nest: Nest, accesses: list[Access], overs: set[frozenset[int]], multiprocessors: int) -> KernelPlan:

@@ -14,8 +14,8 @@ from weft.inductor.loop_ir.ir import Nest
 
 _SECTOR = 32  # bytes of a DRAM and L2 sector, the smallest transfer
 _FEWEST_ROWS = 8  # of a program, where rows share the sectors of a transposed tensor
-# Bytes from the first row of a tile of columns to its last, which are in flight together: where rows lie further apart
-# there are more pages than a multiprocessor has addresses of.
+# Bytes from the first row of a tile of columns to its last, which are loaded together. Rows that lie further apart take
+# more pages than, presumably, the TLB of a multiprocessor holds.
 _ROWS_APART = 4 << 20
 _VECTOR = 16  # bytes
 
@@ -55,7 +55,7 @@ def rows_in_flight(nest: Nest, accesses: list[Access], over: frozenset[int], inn
     # The last axis is the one of the smallest stride: consecutive rows of a tile are along it.
     strides = [size_hint(load.index.stride(inner[-1])) * load.itemsize for load in loads]
     far = int(max(map(abs, strides), default=0))
-    return max(4, 1 << max(0, (_ROWS_APART // max(1, far)).bit_length() - 1))
+    return max(4, _ROWS_APART // max(1, far))
 
 
 def copied_in_vectors(loads: Iterable[Access]) -> bool:

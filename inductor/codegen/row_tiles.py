@@ -1,6 +1,9 @@
-"""Tiles of kernels that reduce short rows, as measured on an H200."""
+"""Sizes of tiles, which are powers of two in Triton, and the tiles of kernels that reduce short rows, as measured on an
+H200."""
 
 from __future__ import annotations
+
+import math
 
 LOOP_TILE = 4096  # elements of a loop's tile
 
@@ -26,7 +29,17 @@ def tile_of_rows(c: int) -> tuple[int, int, bool]:
     if c <= 128:
         return 2048, 8, True
     if c == 256:
-        return LOOP_TILE, 4, False  # a warp has whole rows, and loads wait for nothing else
+        return LOOP_TILE, 4, False  # a row fits a warp; pipelined loads were slower
     if c == 512:
         return 1024, 2, True
     return (2048, 4, True) if c == 1024 else (LOOP_TILE, 4, True)
+
+
+def next_power_of_two(n: float) -> int:
+    """The smallest power of two that is no less."""
+    return 1 << max(0, math.ceil(n) - 1).bit_length()
+
+
+def previous_power_of_two(n: int) -> int:
+    """The largest power of two that is no more; 1 for 0."""
+    return 1 << max(0, n.bit_length() - 1)
