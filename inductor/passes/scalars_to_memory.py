@@ -6,7 +6,9 @@ host can compute before the step into one tensor on the GPU:
 
 - Multi-tensor operations and fused optimizers read an element of it as a 0-dim tensor, or a part of it as a list.
 - Generated kernels load a number from the place that ``meta["scalar_in_memory"]`` of its node names.
-- A 0-dim CPU tensor that a GPU operation reads, which is a number too, is copied there.
+- A 0-dim CPU tensor that a GPU operation reads, which is a number too, is copied there. If no input of the step decides
+  the number (``x / torch.sqrt(torch.tensor(64.0))``), kernels get it as a constant: a copy in each call would take the
+  host longer than starting the kernel.
 
 Numbers are float64, as in Python. Lists are float32, as the kernels that read them expect. Changes results only of
 ATen's fused optimizers, which read a learning rate in memory as float32.
@@ -22,6 +24,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.graph import StepGraph
 from weft.capture.node_meta import meta_of
+from weft.capture.record.constant_scalars import constant_scalar
 from weft.inductor.graph.host_scalars import host_nodes, to_memory
 from weft.inductor.graph.pass_runner import changes_bits
 from weft.inductor.graph.sizes import tensors_of
@@ -79,7 +82,7 @@ class _ScalarPlacer:
         self.order = {node: at for at, node in enumerate(self.step.graph.nodes)}
 
     def _move_tensors(self) -> None:
-        """Copy 0-dim CPU tensors to the GPU for GPU operations that read them; their results stay the same."""
+        """Give GPU operations that read 0-dim CPU tensors the same numbers on the GPU; their results stay the same."""
         moved: dict[Node, Node] = {}
         for node in list(self.order):
             takes_numbers = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _TAKE_NUMBERS
@@ -89,8 +92,15 @@ class _ScalarPlacer:
                 val = used.meta.get("val")
                 if used in self.host and isinstance(val, torch.Tensor) and not val.dim():
                     if used not in moved:
-                        moved[used] = self._emit(aten._to_copy.default, used, after=self.known, device=self.device)
+                        moved[used] = self._on_gpu(used, val.dtype)
                     node.replace_input_with(used, moved[used])
+
+    def _on_gpu(self, scalar: Node, dtype: torch.dtype) -> Node:
+        """A 0-dim tensor on the GPU with the number of one on the CPU."""
+        number = constant_scalar(scalar)
+        if number is None:
+            return self._emit(aten._to_copy.default, scalar, after=self.known, device=self.device)
+        return self._emit(aten.full.default, [], number, after=self.known, dtype=dtype, device=self.device)
 
     def _is_read(self, node: Node) -> bool:
         """Whether the node is a float on the host that an operation on tensors reads."""

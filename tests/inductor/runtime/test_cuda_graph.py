@@ -441,6 +441,22 @@ def test_constants_on_the_cpu_are_moved_and_do_not_partition_the_step() -> None:
     assert [g.replays for g in _graphed(program)] == [3]
 
 
+def test_numbers_that_no_input_decides_are_constants_of_kernels() -> None:
+    build = StepBuilder()
+    x, number = build.input(torch.ones(3), Role.BATCH), build.input(torch.tensor(3.0))
+    made = build.call(aten.full.default, [], 64.0, dtype=torch.float64, device=CPU)
+    root = build.call(aten.sqrt.default, made)
+    build.returns(build.call(aten.div.Tensor, build.call(aten.mul.Tensor, x, number), root))
+    eager = compile_aten(build.build().copy())
+    step = scalars_to_memory(_on_gpu(build, number, made, root))
+    (copied,) = (node for node in step.graph.nodes if node.target is aten._to_copy.default)
+    assert copied.args[0] is step.placeholders[1]
+    x, number = torch.randn(3), torch.tensor(5.0)
+    (found,), (expected,) = compile_recorded(step, FakeRecorder(), CPU)(x, number), eager(x, number)
+    assert found.dtype is torch.float32
+    assert torch.equal(found, expected)
+
+
 FILLED: dict[str, Callable[[StepBuilder, Node, Node], Node]] = {
     "fill": lambda build, x, number: build.call(aten.fill.Tensor, x, number),
     "masked_fill": lambda build, x, number: build.call(
