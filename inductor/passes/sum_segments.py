@@ -8,6 +8,8 @@ sorts for some of them and uses atomics, in any order, for others. Here they bec
 - :class:`weft.inductor.multi_tensor.one_hot.OneHotSum` for narrow rows, where comparing every index with every row of
   the table is less work than a sort: a bias for each pair of positions, looked up by their distance.
 
+Scattered sums along the last dimension are another operation, see :mod:`weft.inductor.passes.shared_index`.
+
 Left to ATen: tables and rows of unknown size, many narrow rows for many places, indices along other dimensions, counts
 (``scale_grad_by_freq``) and integers. ATen's ``index_add`` and ``scatter_add`` use atomics on a GPU, as in the
 uncompiled step. Tables of few rows are left to :mod:`weft.inductor.lowering.gather`.
@@ -18,9 +20,10 @@ values with 22 bits of significand.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from weft.inductor.multi_tensor.one_hot import MAX_COLUMNS, OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
 from weft.inductor.multi_tensor.packed_sort import fits_packed_sort
 from weft.inductor.multi_tensor.segment_sum import SegmentSum
+from weft.inductor.passes.shared_index import SharedScatterSum
 from weft.inductor.passes.tensor_lists import is_static, multi_tensor_call
 
 Node = torch.fx.Node
@@ -110,7 +114,9 @@ class _Sum:
             return False
         if not self._compares():
             return math.prod(table.shape[1:]) >= _NARROWEST and rows.is_contiguous()
-        return rows.is_contiguous() or (rows.dim() == 2 and len(indexed) == 1)
+        shape, stride = rows.shape, rows.stride()
+        by_index, by_column = slice(len(indexed)), slice(len(indexed), None)
+        return _is_one_dim(shape[by_index], stride[by_index]) and _is_one_dim(shape[by_column], stride[by_column])
 
     def _compares(self) -> bool:
         """Whether comparing every index with every place is less work than a sort."""
@@ -133,7 +139,7 @@ class _Sum:
                 indices = index
                 call = OneHotSum(self.size, self.skipped, float(self.scale), self.wraps)
             rows = emit(aten.view.default, self.rows, [-1, width])
-            base = [] if self._is_zero() else [emit(aten.view.default, self.base, [-1, width])]
+            base = [] if self.base is None or _is_zero(self.base) else [emit(aten.view.default, self.base, [-1, width])]
             flat = val.new_empty(self.size, width)
             ((table,),) = multi_tensor_call(graph, node, call, ([rows], indices, base), [[flat]])
             replace_uses(graph, node, emit(aten.view.default, table, list(val.shape)))
@@ -160,10 +166,15 @@ class _Sum:
         both = emit(aten.sort.stable, index, stable=True)
         return [emit(operator.getitem, both, 0), emit(operator.getitem, both, 1)]
 
-    def _is_zero(self) -> bool:
-        if self.base is None or self.base.target in _ZEROS:
-            return True
-        return self.base.target in _FILLS and arguments(self.base)["fill_value"] == 0
+
+def _is_one_dim(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a view makes one dimension of these, from outermost to innermost."""
+    dims = [dim for dim in zip(sizes, strides, strict=True) if dim[0] != 1]
+    return all(outer[1] == inner[0] * inner[1] for outer, inner in itertools.pairwise(dims))
+
+
+def _is_zero(base: Node) -> bool:
+    return base.target in _ZEROS or (base.target in _FILLS and arguments(base)["fill_value"] == 0)
 
 
 def _embedding_backward(arguments: dict[str, Any]) -> _Sum | None:
@@ -188,17 +199,20 @@ def _index_put(arguments: dict[str, Any]) -> _Sum | None:
     return _Sum(arguments["values"], indices[0], base.meta["val"].shape[0], base, wraps=True)
 
 
-def _scatter_add(arguments: dict[str, Any]) -> _Sum | None:
-    """Only where all columns of a row have one index, which ``index`` expresses by strides of 0."""
+def _scatter_add(arguments: dict[str, Any]) -> _Sum | SharedScatterSum | None:
+    """Only where all columns of a row have one index, or many lines share a row of it, which ``index`` expresses by
+    strides of 0."""
     index, base = arguments["index"], arguments["self"]
     val = index.meta["val"]
+    if SharedScatterSum.matches(arguments) and _is_zero(base):
+        return SharedScatterSum(arguments["src"], index)
     repeated = all(stride == 0 for size, stride in zip(val.shape[1:], val.stride()[1:], strict=True) if size != 1)
     if arguments["dim"] != 0 or val.dim() < 2 or not repeated or val.shape != arguments["src"].meta["val"].shape:
         return None
     return _Sum(arguments["src"], index, base.meta["val"].shape[0], base, repeats=True)
 
 
-_SUMS: dict[Any, Callable[[dict[str, Any]], _Sum | None]] = {
+_SUMS: dict[Any, Callable[[dict[str, Any]], _Sum | SharedScatterSum | None]] = {
     aten.embedding_dense_backward.default: _embedding_backward,
     aten.index_add.default: _index_add,
     aten.index_put.default: _index_put,

@@ -134,6 +134,21 @@ def test_the_gradient_of_position_biases_is_a_product(monkeypatch: pytest.Monkey
     torch.testing.assert_close(found, biased(*GIVEN), rtol=1e-5, atol=1e-5)
 
 
+def test_rows_of_two_dimensions_of_indices_may_be_transposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As T5's gradients of buckets of distances are."""
+
+    def buckets(table: Tensor, index: Tensor, scores: Tensor) -> Tensor:
+        leaf = table.detach().requires_grad_()
+        (scores + torch.nn.functional.embedding(index % 25, leaf).permute(2, 0, 1)).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    monkeypatch.setattr(passes, "few_places", lambda places, elements: False)
+    run, plain = Run(buckets, GIVEN, [sum_segments]), Run(buckets, GIVEN, [])
+    assert calls(run) == [OneHotSum(25)]
+    close(run, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_few_places_and_very_many_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not calls(Run(biased, GIVEN, [sum_segments]))
     monkeypatch.setattr(passes, "few_places", lambda places, elements: False)
