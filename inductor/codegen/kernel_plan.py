@@ -39,6 +39,7 @@ from weft.inductor.codegen.row_tiles import (
     next_power_of_two,
     previous_power_of_two,
     rows_of_program,
+    streamed_tile,
     tile_of_rows,
 )
 from weft.inductor.graph.gpu import HOPPER_MULTIPROCESSORS
@@ -376,15 +377,14 @@ def _column(nest: Nest, accesses: list[Access], over: frozenset[int], multiproce
     x = min(64, max(16, next_power_of_two(columns / (2 * multiprocessors)))) if outer else 1
     x = _clamped(x, product(nest.sizes[axis] for axis in outer))
     if streamed := _streamed(nest, over, outer, multiprocessors):
-        dims = (_dim(nest, "r", inner, "loop", 2), _dim(nest, "x", outer, "grid", streamed))
         loads = [access for access in accesses if access.loaded and not access.index.axes.isdisjoint(over)]
-        # Two rows of `streamed` columns over 256 columns a warp: 16 elements a thread, and no partial sum crosses
-        # threads.
-        ahead, warps = sum(2 * streamed * load.itemsize for load in loads), streamed // 256
         # What is one number a row would be copied once for each column.
         wide = all(outer[-1] in load.index.axes for load in loads)
-        stages = 2 if wide and _OCCUPANCY_WARPS // warps * ahead <= _PIPELINE_BYTES else 1
-        return KernelPlan("column", _nonempty(dims), warps, multiprocessors, stages, (stages - 1) * ahead)
+        rows, warps, ahead = streamed_tile(streamed, point_count(nest, outer) / streamed, wide, multiprocessors)
+        size = sum(rows * streamed * load.itemsize for load in loads)
+        ahead = ahead if wide and (ahead > 1 or _OCCUPANCY_WARPS // warps * size <= _PIPELINE_BYTES) else 0
+        dims = (_dim(nest, "r", inner, "loop", rows), _dim(nest, "x", outer, "grid", streamed))
+        return KernelPlan("column", _nonempty(dims), warps, multiprocessors, 1 + ahead, ahead * size)
     kept = max(1, live_across_reductions(nest, over))
     near = previous_power_of_two(rows_in_flight(nest, accesses, over, inner))
     # The whole column in one tile: no loop, no accumulators.

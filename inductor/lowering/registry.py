@@ -192,13 +192,16 @@ class Lowering:
         sizes, strides = tuple(map(size_of, fake.shape)), tuple(map(size_of, fake.stride()))
         return self._buffer(name, fake.dtype, sizes, strides)
 
-    def temporary(self, suffix: str, dtype: torch.dtype, sizes: Sequence[Int]) -> Operand:
-        """A contiguous tensor between two nests of this node."""
-        strides: list[Int] = []
+    def temporary(
+        self, suffix: str, dtype: torch.dtype, sizes: Sequence[Int], order: Sequence[int] | None = None
+    ) -> Operand:
+        """A tensor without gaps between two nests of this node. ``order`` is that of its dimensions in memory, the
+        outermost first; by default their own."""
+        strides: list[Int] = [1] * len(sizes)
         step: Int = 1
-        for size in reversed(sizes):
-            strides.insert(0, step)
-            step = step * size
+        for dim in reversed(range(len(sizes)) if order is None else order):
+            strides[dim] = step
+            step = step * sizes[dim]
         return self._buffer(f"{self.node.name}.{suffix}", dtype, tuple(sizes), tuple(strides))
 
     def _buffer(self, name: str, dtype: torch.dtype, sizes: tuple[Int, ...], strides: tuple[Int, ...]) -> Operand:

@@ -257,6 +257,7 @@ def add_launch(
     grid: int,
     constants: dict[str, Any],
     registers: int | None = None,
+    warps: int = WARPS,
 ) -> None:
     """Add the launch of the kernel of ``lines`` to ``plan``; memory of its tables, scratch and results is aligned."""
     # Arguments of the call may start at any element, so no alignment is promised for them.
@@ -266,7 +267,7 @@ def add_launch(
         for argument, place in zip(signature, places, strict=True)
         if isinstance(place, (ConstantTable, PointerTable, Scratch, CallResult))
     )
-    source = write_kernel(name, lines, signature, constants, divisible=aligned, num_warps=WARPS, registers=registers)
+    source = write_kernel(name, lines, signature, constants, divisible=aligned, num_warps=warps, registers=registers)
     plan.launches.append(Launch(source, grid, places))
 
 

@@ -11,7 +11,7 @@ import torch
 from weft.inductor.graph.emitter import emitter
 from weft.inductor.graph.fake_values import replace_uses
 from weft.inductor.multi_tensor.chunked_kernel import COLUMN_DTYPES
-from weft.inductor.multi_tensor.shared_scatter import SharedScatter
+from weft.inductor.multi_tensor.shared_scatter import MAX_COUNT, SharedScatter
 from weft.inductor.passes.tensor_lists import is_static, multi_tensor_call
 
 Node = torch.fx.Node
@@ -20,9 +20,9 @@ aten = torch.ops.aten
 
 # Fewer lines would leave most of a tensor core idle.
 _FEWEST_LINES = 16
-# Places, above which the products of an index in any order take longer than ATen's atomics: an H200 adds 9e10 elements
-# a second by atomics (measured, 25 million in 266 us) and needs 2 * places operations for each, of some 2.5e14.
-_MOST_PLACES = 1024
+# Above it an index in random order takes more than twice as long as by ATen's atomics (see the module of the kernel);
+# one that grows along its rows never does.
+_MOST_PLACES = 512
 
 
 class SharedScatterSum:
@@ -52,8 +52,9 @@ class SharedScatterSum:
             return False
         if sums.dtype != source.dtype or index.dtype not in (torch.int32, torch.int64) or not sums.is_contiguous():
             return False
-        lines = math.prod(source.shape[:-2])
-        return sums.shape[:-1] == source.shape[:-1] and lines >= _FEWEST_LINES and sums.shape[-1] <= _MOST_PLACES
+        if sums.shape[:-1] != source.shape[:-1] or source.shape[-1] > MAX_COUNT:
+            return False
+        return math.prod(source.shape[:-2]) >= _FEWEST_LINES and sums.shape[-1] <= _MOST_PLACES
 
     def replace(self, graph: torch.fx.Graph, node: Node) -> None:
         """Replace ``node`` by a multi-tensor call."""

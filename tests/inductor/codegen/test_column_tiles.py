@@ -89,3 +89,15 @@ def test_rows_are_streamed_where_their_parts_fill_the_gpu(parts: int, streamed: 
     programs = math.prod(-(-int(dim.size) // dim.block) for dim in plan.grid)
     assert programs >= HOPPER_MULTIPROCESSORS / 4
     assert any(dim.block == width for dim in plan.dims) is streamed
+
+
+@pytest.mark.parametrize(("parts", "rows", "stages"), [(256, 8, 3), (4096, 2, 2)])
+def test_few_programs_have_more_rows_in_flight(parts: int, rows: int, stages: int) -> None:
+    length, width = 64, 512
+    product = op("mul", load("x", length * width, width, 1), load("y", length * width, width, 1))
+    total = Reduce("sum", (product,), [1], f32)
+    stores = store("z", product, length * width, width, 1), store("sums", total, width, 0, 1)
+    nest = Nest((parts, length, width), stores)
+    plan = plan_kernel(nest, dict.fromkeys(("x", "y", "z", "sums"), torch.bfloat16))
+    assert plan.loop is not None
+    assert (plan.loop.block, plan.stages) == (rows, stages)

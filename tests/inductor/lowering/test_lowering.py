@@ -7,6 +7,7 @@ computes the nests. Operations without a lowering run as they are, so that a fai
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -229,6 +230,26 @@ def test_split_reductions_use_divisors_where_possible() -> None:
     assert tokens is not None
     assert 132 <= tokens[0].outer <= 264
     assert tokens[0].outer * tokens[0].inner == 8192
+
+
+@pytest.mark.parametrize(("columns", "programs"), [(16, 8), (96, 8), (256, 8), (4096, 64)])
+def test_few_columns_are_split_into_more_parts(columns: int, programs: int) -> None:
+    """Two programs a multiprocessor, of four warps, would wait for memory most of the time."""
+    split = choose_split((1 << 20, columns), (0,), [(columns, 1)], 132)
+    assert split is not None
+    made = split[0].outer * -(-columns // 64) / 132
+    assert programs / 2 <= made <= 2 * programs
+
+
+def test_parts_of_columns_lie_as_the_operand_does() -> None:
+    """Sums over images with channels innermost: a program writes neighbouring channels to neighbouring elements."""
+    images = _x(64, 40, 14, 14).to(memory_format=torch.channels_last)
+    result = check(lambda x: x.sum((0, 2, 3)), images)
+    (part,) = (buffer for name, buffer in result.buffers.items() if "part" in name)
+    assert part.strides[1] == 1
+    assert math.prod(part.sizes) == 1 + sum(
+        (n - 1) * stride for n, stride in zip(part.sizes, part.strides, strict=True)
+    )
 
 
 def test_a_reduction_of_operands_that_lie_across_each_other_is_split_as_columns() -> None:
