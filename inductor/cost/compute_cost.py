@@ -8,7 +8,7 @@ counted in operations. Other calls read their operands and write their results. 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,14 +17,16 @@ from torch.utils.flop_counter import flop_registry
 from weft import torch_adapter
 from weft.capture.node_kinds import is_collective
 from weft.inductor.codegen.kernel_call import KernelCall
-from weft.inductor.cost import attention_shapes, gemm_shapes
+from weft.inductor.cost import attention_shapes, convolution_costs, gemm_shapes
 from weft.inductor.cost.attention_shapes import AttentionShape
 from weft.inductor.cost.cluster import Gpu
 from weft.inductor.cost.collective_cost import UNBACKED
-from weft.inductor.cost.gemm_shapes import Gemm, GemmRates
+from weft.inductor.cost.gemm_shapes import GemmRates
 from weft.inductor.graph.aliasing import looks_into, share_storage
 from weft.inductor.graph.sizes import tensors_of
+from weft.inductor.multi_tensor.one_hot import INDEX, OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.multi_tensor.shared_scatter import SharedScatter
 from weft.inductor.runtime.multi_tensor import Launcher
 from weft.torch_adapter import OpOverload
 
@@ -39,11 +41,15 @@ _ATTENTION = {
     for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
     for suffix in ("", "_backward")
 }
-# Parts of the float32 rate without tensor cores that cuDNN's depthwise convolutions of 16-bit channels-last tensors
-# reach: forward and for the gradient of the weights, and for the gradient of the input. Measured on an H200 with torch
-# 2.11, nine shapes with windows of 3, 5 and 7: 10 to 14, 8 to 17 and 5.2 to 7 of 49 TFLOP/s.
-_DEPTHWISE = 0.24
-_DEPTHWISE_INPUT = 0.12
+# Kernels of some library calls, in launches of the same time: a sort of thousands of elements takes 55 us on an H200
+# with torch 2.11, the largest of each of thousands of rows 18. The gradients of a convolution take two kernels, the
+# clearing of memory and the sum of parts.
+_KERNELS = {aten.sort: 27, aten.topk: 9, aten.convolution_backward: 3}
+# Bytes that a copy moves in the time of one atomic addition: 25 million take 266 us (as above).
+_ATOMIC_BYTES = 45
+# Float32 operations without tensor cores in whose time a one-hot product compares an index with a place: 28 million
+# pairs take 38 us, 67 million 77 (as above).
+_COMPARISON = 60
 
 # Parts of the bandwidth of a copy that kernels reach which do more than read and write elements: those that sum rows,
 # columns or both, by the shape of the kernel, and those that update many tensors. Fitted to the total time of such
@@ -51,6 +57,7 @@ _DEPTHWISE_INPUT = 0.12
 # 0.62 to 0.65 and 0.61 to 0.66; the wide range of rows is one kernel that gathers. Pointwise kernels reach 1.0.
 _REACHED = {"row": 0.82, "column": 0.63, "mixed": 0.64}
 _MANY_TENSORS_REACH = 0.92
+_SHARED_SCATTER_REACH = 0.21  # of indices that grow along their rows
 
 # These read no more of their first tensor than they return.
 _GATHERS = frozenset({aten.embedding, aten.gather, aten.index, aten.index_select, aten.take})
@@ -81,8 +88,10 @@ class ComputeCosts:
 
     def _launches(self, node: Node) -> int:
         """Kernels that a node launches one after the other, as far as they are known."""
-        backward = _ATTENTION.get(getattr(node.target, "overloadpacket", None), False)
-        return 1 + attention_shapes.BACKWARD.extra_kernels if backward else 1
+        packet = getattr(node.target, "overloadpacket", None)
+        if _ATTENTION.get(packet, False):
+            return 1 + attention_shapes.BACKWARD.extra_kernels
+        return _KERNELS.get(packet, 1)
 
     def bytes(self, node: Node) -> int:
         """Bytes that a call reads and writes. Each element of an expanded tensor counts once."""
@@ -100,8 +109,8 @@ class ComputeCosts:
         packet = getattr(node.target, "overloadpacket", None)
         gemms = gemm_shapes.gemms_of(node, self._shape)
         if gemms is not None:
-            if is_depthwise(node):
-                return self._depthwise(node, gemms) + self._bias_seconds(node)
+            if "convolution" in str(node.target) and (seconds := self._convolution(node)) is not None:
+                return seconds + self._bias_seconds(node)
             rates = self._gemm_rates(node)
             return sum(gemm_shapes.seconds(each, rates) for each in gemms) + self._bias_seconds(node)
         if packet in _ATTENTION:
@@ -111,6 +120,13 @@ class ComputeCosts:
             return self._attention_seconds(arguments, backward=backward)
         if packet in flop_registry:
             return self._registered(node) / self._rate(tensors_of(node)[0].dtype)
+        if packet is aten.scatter_add:
+            return (
+                math.prod(self._shape(gemm_shapes.arguments_of(node)["src"])) * _ATOMIC_BYTES / self.gpu.copy_bandwidth
+            )
+        if isinstance(node.target, OneHotSum):
+            count = math.prod(self._shape(node.args[INDEX].meta["val"]))  # type: ignore[union-attr]
+            return count * node.target.size * _COMPARISON / self._rate(torch.float32)
         return 0.0
 
     def operations(self, node: Node) -> float:
@@ -173,15 +189,16 @@ class ComputeCosts:
             moved = 2 * self._bytes(node.meta["val"]) if arguments["bias"] is not None else 0
         return self.gpu.launch_latency + moved / self.gpu.copy_bandwidth if moved else 0.0
 
-    def _depthwise(self, node: Node, gemms: Sequence[Gemm]) -> float:
-        """Seconds of a depthwise convolution or its backward. It uses no tensor cores."""
-        rate = self._rate(torch.float32, convolves=False)
-        parts = [_DEPTHWISE] * len(gemms)
+    def _convolution(self, node: Node) -> float | None:
+        """Seconds of a convolution or its backward that is no implicit GEMM, without its bias; None for others."""
         arguments = gemm_shapes.arguments_of(node)
-        if "output_mask" in arguments and arguments["output_mask"][0]:
-            # The gradient of the input visits the pixels that a stride leaves out too, as zeros.
-            parts[0] = _DEPTHWISE_INPUT / math.prod(arguments["stride"])
-        return sum(gemm.operations / (rate * part) for gemm, part in zip(gemms, parts, strict=True))
+        result = arguments["grad_output"] if "output_mask" in arguments else node.meta["val"]
+        if convolution_costs.is_depthwise(arguments):
+            rate = self._rate(torch.float32, convolves=False)
+            return convolution_costs.depthwise_seconds(arguments, self._shape, result, rate)
+        if convolution_costs.has_few_channels(arguments):
+            return convolution_costs.few_channels_seconds(arguments, self._shape, result, self.gpu.copy_bandwidth)
+        return None
 
     def _attention(self, arguments: Mapping[str, Any], gemms: int) -> AttentionShape:
         """The shape of attention. Of five GEMMs, three contract the width of keys and two that of values; of fewer, one
@@ -247,19 +264,13 @@ def is_attention(node: Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in _ATTENTION
 
 
-def is_depthwise(node: Node) -> bool:
-    """Whether a node is a convolution, or its backward, of every channel by itself."""
-    if "convolution" not in str(node.target):
-        return False
-    weight = gemm_shapes.arguments_of(node)["weight"]
-    return weight.shape[1] == 1 and gemm_shapes.arguments_of(node)["groups"] > 1
-
-
 def _reached(node: Node) -> float:
     """The part of the bandwidth of a large copy that a node reaches."""
     target = node.target
     if isinstance(target, KernelCall):
         return _REACHED.get(target.generated.source.shape, 1.0)
+    if isinstance(target, SharedScatter):
+        return _SHARED_SCATTER_REACH
     return _MANY_TENSORS_REACH if isinstance(target, (MultiTensor, Launcher)) else 1.0
 
 

@@ -31,6 +31,7 @@ VALUES, INDEX = range(2)
 # The tile of a program. Measured on an H200, 96 lines of 512 rows of 512 values for 512 places, by distance and in
 # random order: 114 and 478 us with these, 148 and 428 with 128 places and 4 warps, 163 and 440 with 32 positions too;
 # ATen takes 197 and 298, and has to clear the sums before.
+_LINES = 32
 _PLACES = 64
 _AT_ONCE = 16  # positions of a row whose indices are compared at a time
 _WARPS = 2

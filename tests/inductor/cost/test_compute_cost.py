@@ -24,7 +24,9 @@ from weft.inductor.cost.cluster import load_cluster
 from weft.inductor.cost.collective_cost import UNBACKED
 from weft.inductor.cost.compute_cost import ComputeCosts, is_free
 from weft.inductor.cost.gemm_shapes import Gemm, GemmRates
+from weft.inductor.multi_tensor.one_hot import OneHotSum
 from weft.inductor.multi_tensor.operation import MultiTensor
+from weft.inductor.multi_tensor.shared_scatter import SharedScatter
 from weft.inductor.passes.fuse_optimizer import fuse_optimizer
 from weft.inductor.passes.pipeline import run_passes
 
@@ -45,7 +47,7 @@ def call(target: Any, *args: Any, **kwargs: Any) -> Node:
             return build.input(torch.empty(arg, dtype=BF16))
         if isinstance(arg, torch.Tensor):
             return build.input(torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype))
-        return arg
+        return [*map(given, arg)] if isinstance(arg, list) else arg
 
     return build.call(target, *map(given, args), **kwargs)
 
@@ -306,13 +308,30 @@ def test_groups_of_rows_and_of_the_contracted_dimension_are_gemms() -> None:
     assert COSTS.operations(forward) == COSTS.operations(gradient) == 2 * 8192 * 1024 * 7168
 
 
-# Microseconds of cuDNN's depthwise convolutions of channels-last bfloat16 on an H200, as above: forward, and gradients
-# of input and weight. Batch, channels, pixels along a side, window, stride.
+# Microseconds of cuDNN's convolutions of channels-last bfloat16 on an H200 (torch 2.11): forward, and the gradients of
+# the input and the weights. Samples, channels, pixels along a side, window, stride.
 DEPTHWISE_TIMES = [
-    ((64, 128, 56, 7, 1), 177.6, 587.0),
-    ((128, 672, 14, 5, 1), 71.5, 202.9),
-    ((64, 512, 14, 7, 1), 54.8, 155.9),
+    ((64, 128, 56, 7, 1), 187.1, 596.4),
+    ((64, 512, 14, 7, 1), 62.2, 160.9),
+    ((128, 672, 14, 5, 1), 72.6, 205.4),
+    ((128, 144, 56, 5, 2), 109.7, 509.7),
+    ((128, 144, 56, 3, 1), 102.8, 313.7),
+    ((128, 480, 14, 3, 1), 24.9, 79.9),
+    ((128, 96, 112, 3, 2), 140.2, 665.1),
+    ((128, 672, 14, 5, 2), 41.9, 894.2),
 ]
+
+
+def convolutions(
+    images: torch.Tensor, filters: torch.Tensor, stride: int, groups: int, mask: list[bool]
+) -> tuple[Node, Node]:
+    """A convolution and its backward, without a bias."""
+    samples, _, pixels, _ = images.shape
+    side, window = (pixels - 1) // stride + 1, filters.shape[2]
+    result = torch.empty(samples, filters.shape[0], side, side, dtype=BF16, device="meta")
+    numbers = ([stride] * 2, [window // 2] * 2, [1, 1], False, [0, 0], groups)
+    forward = call(aten.convolution.default, images, filters, None, *numbers)
+    return forward, call(aten.convolution_backward.default, result, images, filters, None, *numbers, mask)
 
 
 @pytest.mark.parametrize(("shape", "forward", "backward_"), DEPTHWISE_TIMES)
@@ -322,11 +341,52 @@ def test_depthwise_convolutions_cost_what_was_measured(
     batch, channels, pixels, window, stride = shape
     images = torch.empty(batch, channels, pixels, pixels, dtype=BF16, device="meta")
     filters = torch.empty(channels, 1, window, window, dtype=BF16, device="meta")
-    numbers = ([stride] * 2, [window // 2] * 2, [1, 1], False, [0, 0], channels)
-    found = call(aten.convolution.default, images, filters, None, *numbers)
+    found, back = convolutions(images, filters, stride, channels, [True, True, False])
     assert COSTS.seconds(found) * 1e6 == pytest.approx(forward, rel=0.25)
-    back = call(aten.convolution_backward.default, images, images, filters, None, *numbers, [True, True, False])
     assert COSTS.seconds(back) * 1e6 == pytest.approx(backward_, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("channels", "window", "forward", "backward_"),
+    [(64, 7, 892.9, 571.9), (32, 3, 245.5, 263.0), (16, 3, 238.7, 258.0)],
+)
+def test_convolutions_of_images_cost_what_was_measured(
+    channels: int, window: int, forward: float, backward_: float
+) -> None:
+    images = torch.empty(128, 3, 224, 224, dtype=BF16, device="meta")
+    filters = torch.empty(channels, 3, window, window, dtype=BF16, device="meta")
+    found, back = convolutions(images, filters, 2, 1, [False, True, False])
+    assert COSTS.seconds(found) * 1e6 == pytest.approx(forward, rel=0.1)
+    assert COSTS.seconds(back) * 1e6 == pytest.approx(backward_, rel=0.3)
+
+
+@pytest.mark.parametrize(("sizes", "measured"), [((49, 49, 32), 116.9), ((49, 32, 49), 88.3), ((32, 49, 49), 116.9)])
+def test_many_small_products_take_the_time_of_their_tiles(sizes: tuple[int, int, int], measured: float) -> None:
+    """Attention of Swin's windows."""
+    m, k, n = sizes
+    assert batch_of(12288, m, k, n) == pytest.approx(measured, rel=0.2)
+
+
+def batch_of(count: int, m: int, k: int, n: int) -> float:
+    """Microseconds of a product of batches of matrices."""
+    one = torch.empty(count, m, k, dtype=BF16, device="meta")
+    return COSTS.seconds(call(aten.bmm.default, one, torch.empty(count, k, n, dtype=BF16, device="meta"))) * 1e6
+
+
+@pytest.mark.parametrize(("count", "columns", "size", "measured"), [(38809, 12, 732, 40.6), (8192, 1, 8192, 79.7)])
+def test_one_hot_sums_cost_what_was_measured(count: int, columns: int, size: int, measured: float) -> None:
+    rows = torch.empty(count, columns, dtype=BF16, device="meta")
+    index = torch.empty(count, dtype=torch.int64, device="meta")
+    assert COSTS.seconds(call(OneHotSum(size), [rows], index, [])) * 1e6 == pytest.approx(measured, rel=0.15)
+
+
+def test_scattered_sums_cost_what_was_measured() -> None:
+    scores = torch.empty(96, 512, 512, dtype=BF16, device="meta")
+    index = torch.empty(512, 512, dtype=torch.int64, device="meta")
+    scattered = call(aten.scatter_add.default, scores, -1, index.expand(96, 512, 512), scores)
+    assert COSTS.seconds(scattered) * 1e6 == pytest.approx(266, rel=0.1)
+    shared = call(SharedScatter(512), [scores], index)
+    assert COSTS.seconds(shared) * 1e6 == pytest.approx(113.5, rel=0.1)
 
 
 def test_a_large_product_has_the_rate_of_large_products() -> None:
