@@ -225,7 +225,7 @@ class _StepCapture:
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []
-        self.graphs = KeptGraphs(self.state.places_by_id, earlier)
+        self.graphs = KeptGraphs(self.state, earlier)
         self.recorder.snapshots = self._snapshots()
 
     def run(self) -> CapturedStep:
@@ -588,6 +588,7 @@ class _StepCapture:
             self.state.add(tensor, "a parameter outside the known state")  # its gradient and hooks are state
         if found is None:
             self.outside.arrays.note_unreached(tensor)
+            self.graphs.refuse_backward(tensor, "a tensor from outside the step")
         return "constant" if found is None else readable_name(found.path)
 
     def _known_place(self, tensor: torch.Tensor) -> StatePlace | None:
