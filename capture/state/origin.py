@@ -65,6 +65,8 @@ def is_own(obj: types.ModuleType | type | types.FunctionType) -> bool:
     if module.__name__ == "__main__":
         return True
     filename = vars(module).get("__file__")
+    if filename is None and type(module) is types.ModuleType and vars(module).get("__spec__") is None:
+        return not is_foreign(module.__name__)  # code made it, and put into it what it holds
     return isinstance(filename, str) and is_own_file(filename)
 
 

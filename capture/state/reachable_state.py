@@ -151,7 +151,7 @@ class ReachableState:
         self._inside_walked = 0
         self._names_followed = -1  # how many names there were when all objects were last followed by them
         self.asked = AskedAttributes(self, computed)
-        self.names = AttributeNames(step, self.asked.names)
+        self.names = AttributeNames(step, self.asked.names, self.asked.modules)
         self.schedulers = WalkedSchedulers(self._container)
         self._followed = FollowedNames(self.names, self._kinds)
         self.add(step, "")
