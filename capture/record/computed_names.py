@@ -38,7 +38,7 @@ ASKS = __file__
 # What takes the name of an attribute as text.
 _BY_TEXT: tuple[Callable[..., Any], ...] = (getattr, hasattr, setattr, delattr)
 # Methods of every object that do, and those that read all of its attributes.
-_METHODS = ("__getattribute__", "__setattr__", "__delattr__")
+_METHODS = frozenset({"__getattribute__", "__setattr__", "__delattr__"})
 _OWNERS = (object, type, types.ModuleType)
 _SUBCLASSES = "__subclasses__"
 _OF_ALL = ("__getstate__", "__reduce__", "__reduce_ex__")
@@ -66,6 +66,7 @@ class ComputedNames:
         replaced: dict[Any, Callable[..., Any]] = {each: self._by_text(each) for each in _BY_TEXT}
         replaced |= {vars: _function(self._vars), dir: _function(self._dir), globals: _function(self._globals)}
         replaced |= {each: self._running(each) for each in (eval, exec)}
+        replaced |= {super: _function(self._super)}
         replaced[__import__] = self._importing(__import__)
         for original, new in replaced.items():
             setattr(new, ORIGINAL, original)
@@ -238,6 +239,17 @@ class ComputedNames:
             return module
         return self._modules.setdefault(id(module), ModuleVariables(module, self._state.asked.variable))
 
+    def _super(self, *given: Any) -> Any:
+        """``super()``, which finds the class and the object in the frame that calls it."""
+        frame = sys._getframe(2)
+        first = frame.f_code.co_varnames[:1]
+        if not given and "__class__" in frame.f_locals and first and first[0] in frame.f_locals:
+            given = frame.f_locals["__class__"], frame.f_locals[first[0]]
+        made = _Super(*given) if given and not _METHODS.isdisjoint(frame.f_code.co_names) else super(*given)
+        if type(made) is _Super:
+            made.asks = self._by_text
+        return made
+
     def _method(self, name: str, obj: Any) -> Any:
         """A method that takes the name of an attribute: of an object, or as its class has it."""
         original = getattr(obj, name)
@@ -247,6 +259,19 @@ class ComputedNames:
         is_class = issubclass(type(obj), type)
         given = lambda owner: (owner,) if is_class else ()
         return by_text if is_class else functools.partial(by_text, obj)
+
+
+class _Super(super):
+    """Gives methods that take the name of an attribute as functions that tell the name."""
+
+    asks: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super.__getattribute__(self, name)
+        if name not in _METHODS:
+            return value
+        asks, owner = object.__getattribute__(self, "asks"), object.__getattribute__(self, "__self__")
+        return functools.partial(asks(lambda owner, *given: value(*given)), owner)
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:
