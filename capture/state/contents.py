@@ -38,7 +38,7 @@ LARGEST_BYTES = 16 << 20
 
 _DECIMALS = ("decimal", "_decimal", "_pydecimal")
 _OF_SYS = frozenset({"argv", "path"})
-_OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+_OF_CONTEXTS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 # While a step is captured, functions stand in their places.
 _ATTRGETTER, _METHODCALLER = operator.attrgetter, operator.methodcaller
 
@@ -148,7 +148,11 @@ def settings_of(owner: types.ModuleType | type) -> Container | None:
     if owner is sys:
         return Container(vars(sys), "sys", _OF_SYS, label_of("sys"))
     module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return Content(owner, "decimal.getcontext()", _read_decimals, _write_decimals) if module in _DECIMALS else None
+    if module not in _DECIMALS:
+        return None
+    current = sys.modules["decimal"].getcontext
+    write = lambda owner, content: _write_context(current(), content)
+    return Content(owner, "decimal.getcontext()", lambda owner: _read_context(current()), write)
 
 
 def value_of(variable: contextvars.ContextVar[Any]) -> Any:
@@ -283,15 +287,14 @@ def _write_array(values: Any, content: tuple[Any, ...]) -> None:
         values[...] = numpy.frombuffer(content[2], dtype=content[0]).reshape(values.shape)
 
 
-def _read_decimals(owner: Any) -> tuple[Any, ...]:
-    context = sys.modules["decimal"].getcontext()
-    plain = tuple(getattr(context, name) for name in _OF_DECIMALS)
+def _read_context(context: Any) -> tuple[Any, ...]:
+    plain = tuple(getattr(context, name) for name in _OF_CONTEXTS)
     return (*plain, *(signal.__name__ for signal, is_set in context.traps.items() if is_set))
 
 
-def _write_decimals(owner: Any, content: tuple[Any, ...]) -> None:
-    context, count = sys.modules["decimal"].getcontext(), len(_OF_DECIMALS)
-    for name, value in zip(_OF_DECIMALS, content[:count], strict=True):
+def _write_context(context: Any, content: tuple[Any, ...]) -> None:
+    count = len(_OF_CONTEXTS)
+    for name, value in zip(_OF_CONTEXTS, content[:count], strict=True):
         setattr(context, name, value)
     for signal in context.traps:
         context.traps[signal] = signal.__name__ in content[count:]
@@ -340,6 +343,7 @@ _ARRAY: Access = (_read_array, _write_array)
 # Types of modules that a program may not have imported.
 _OF_MODULES: dict[str, Access] = {
     "numpy.ndarray": _ARRAY,
+    **{f"{module}.Context": (_read_context, _write_context) for module in _DECIMALS},
     "multiprocessing.sharedctypes.SynchronizedBase": (
         lambda value: bytes(value.get_obj()),
         lambda value, new: _fill(value.get_obj(), new),

@@ -332,7 +332,7 @@ class ReachableState:
             self._class(type(obj))
             return
         # Sets inside weft's own objects change with what else is guarded.
-        access = None if self._inside_walked else kind.access
+        access = None if self._inside_walked and isinstance(obj, set) else kind.access
         if access is not None and (content := content_of(obj, access, path)) is not None:
             self.containers.append(content)
             self._locks += [content] if isinstance(obj, LOCKS) else []
