@@ -196,7 +196,9 @@ class _LibraryNames:
         found = self._run.get(base)
         if found is None:
             members = vars(base).items()
-            found = self._run[base] = [name for name, value in members if may_run(name, self._names) and _counts(value)]
+            every = issubclass(base, torch.Tensor)  # code puts attributes for all tensors there
+            run = [name for name, value in members if may_run(name, self._names) and (every or _counts(value))]
+            found = self._run[base] = run
         return found
 
     def _note(self, entries: dict[str, Any], path: str, names: Iterable[str]) -> None:

@@ -65,7 +65,7 @@ from weft.capture.state.hook_registrations import HookSite, new_hooks, sites_of,
 from weft.capture.state.object_parts import followed_items, is_replaceable
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.optimizer_parts import WalkedSchedulers, parts_of_groups, state_of
-from weft.capture.state.origin import is_foreign, is_own
+from weft.capture.state.origin import is_foreign, is_own, is_walked_module
 from weft.capture.state.plain_leaves import PlainLeaves
 from weft.capture.state.script_modules import script_state
 from weft.capture.state.tensor_attributes import AttributesOfTensors, MissingAttributes
@@ -332,7 +332,7 @@ class ReachableState:
             self._class(type(obj))
             return
         # Sets inside weft's own objects change with what else is guarded.
-        access = None if self._inside_walked and isinstance(obj, set) else kind.access
+        access = None if self._inside_walked else kind.access
         if access is not None and (content := content_of(obj, access, path)) is not None:
             self.containers.append(content)
             self._locks += [content] if isinstance(obj, LOCKS) else []
@@ -402,6 +402,7 @@ class ReachableState:
 
     def _tensor(self, tensor: torch.Tensor, path: str, place: StatePlace | None) -> None:
         self._seen[id(tensor)] = tensor
+        self._class(type(tensor))
         if place is not None:
             if tensor.layout is torch.strided:
                 self.places_by_id[id(tensor)] = dataclasses.replace(place, path=path, inner=inner_tensor(tensor)[1])
@@ -592,6 +593,7 @@ class ReachableState:
             return
         container = Container(attributes, path, keys, label_of(path), new.absent, new.left_out)
         container.frozen = kind.is_frozen
-        self._inside_walked += kind.is_walked
+        inside = is_walked_module(type(obj).__module__)
+        self._inside_walked += inside
         self._container(container)
-        self._inside_walked -= kind.is_walked
+        self._inside_walked -= inside
