@@ -7,11 +7,12 @@ on, and the next attempt at the capture follows it from the beginning (:mod:`wef
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
 
-from weft.capture.state.containers import Container, label_of
+from weft.capture.state.containers import Container, LoadedModules, label_of
 from weft.capture.state.contents import subclasses_of
 
 _MODULES = "sys.modules:"
@@ -36,6 +37,7 @@ class AskedAttributes:
         self._known = frozenset(known)
         self.new: set[str] = set()
         self._variables: set[tuple[int, str]] = set()
+        self._modules: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -107,6 +109,14 @@ class AskedAttributes:
             self._walk.names.modules.add(name)
             self.new.add(_MODULES + name)
             self._walk.go_on()
+
+    def follow_modules(self) -> None:
+        """Follow the modules that code looks up by name, as far as they are not followed yet."""
+        if names := frozenset(self._walk.names.modules) - self._modules:
+            self._modules |= names
+            self._walk.containers.append(LoadedModules(names))
+            for name in names & sys.modules.keys():
+                self._walk.add(sys.modules[name], name)
 
     def _add(self, name: str) -> None:
         self._walk.names.add_text(name)

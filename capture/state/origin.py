@@ -29,6 +29,9 @@ _HOLDERS: dict[str, tuple[str, ...]] = {
     "configparser.RawConfigParser": ("_sections", "_defaults"),
     "configparser.SectionProxy": ("_parser",),
     "string.Template": ("template",),
+    "unittest.mock.Base": tuple(
+        f"_mock_{name}" for name in ("children", "return_value", "side_effect", "called", "call_count")
+    ),
     "enum.Enum": ("_value_",),
 }
 
