@@ -320,7 +320,7 @@ class _StepCapture:
             stack.enter_context(NumpyFunctions(arithmetic, self.outside.arrays.following).recorded())
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
-            stack.enter_context(output_repeated())
+            stack.enter_context(output_repeated(self.recorder.symbols.shape_env))
             stack.enter_context(missing_attributes_noted(self.state.follow_missing))
             stack.enter_context(self.optimizer_states.reads_noted())
             stack.enter_context(symbols_answer_as_numbers())
