@@ -54,6 +54,11 @@ class ClassGuard:
         for at in sorted(changes):
             kind = self._classes[at]
             for name in vars(kind).keys() - self._known[at] - _LEFT_BY_PYTHON:
-                if type(name) is str and may_run(name, self._names):
+                if type(name) is str and may_run(name, self._names) and not _is_of_capture(vars(kind).get(name)):
                     return f"{kind.__qualname__} has got an attribute {name}"
         return None
+
+
+def _is_of_capture(value: Any) -> bool:
+    """Whether an attribute of a class is there for the time of a capture, maybe in another thread."""
+    return (getattr(value, "__module__", None) or "").startswith("weft.")

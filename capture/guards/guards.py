@@ -108,7 +108,8 @@ class Guards:
                 each.before["grad"] = like
         self._libraries = LibraryGuard(captured.libraries)
         self._objects = ObjectGuard(captured.state.with_attributes)
-        self._classes = ClassGuard(captured.state.with_attributes, captured.state.names.frozen)
+        classes = [*captured.state.with_attributes, (torch.nn.Parameter, "")]  # of tensors, its bases included
+        self._classes = ClassGuard(classes, captured.state.names.frozen)
         self._results = ResultCacheGuard(captured.state.objects)
         self._missing = MissingAttributeGuard(captured.state.missing)
         # Read by `unchanged`, and compared with what `_remember` stored when `failure` accepted a state.

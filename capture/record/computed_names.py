@@ -12,6 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import operator
 import sys
@@ -37,7 +38,7 @@ ASKS = __file__
 # What takes the name of an attribute as text.
 _BY_TEXT: tuple[Callable[..., Any], ...] = (getattr, hasattr, setattr, delattr)
 # Methods of every object that do, and those that read all of its attributes.
-_METHODS = ("__getattribute__", "__setattr__", "__delattr__")
+_METHODS = frozenset({"__getattribute__", "__setattr__", "__delattr__"})
 _OWNERS = (object, type, types.ModuleType)
 _SUBCLASSES = "__subclasses__"
 _OF_ALL = ("__getstate__", "__reduce__", "__reduce_ex__")
@@ -58,12 +59,15 @@ class ComputedNames:
         self._state = state
         self._intercepts, self._seen_as = intercepts, seen_as
         self._modules: dict[int, ModuleVariables] = {}
+        self._loaded = ModuleVariables(sys.modules, lambda _, name: state.asked.module(name))
 
     def builtins(self) -> dict[str, Any]:
         """What the user's modules get, by the names of Python's own."""
         replaced: dict[Any, Callable[..., Any]] = {each: self._by_text(each) for each in _BY_TEXT}
         replaced |= {vars: _function(self._vars), dir: _function(self._dir), globals: _function(self._globals)}
         replaced |= {each: self._running(each) for each in (eval, exec)}
+        replaced |= {super: _function(self._super)}
+        replaced[__import__] = self._importing(__import__)
         for original, new in replaced.items():
             setattr(new, ORIGINAL, original)
         return {original.__name__: new for original, new in replaced.items()}
@@ -71,6 +75,7 @@ class ComputedNames:
     def replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
         """(owner, name, replacement) of functions of Python's modules."""
         yield inspect, "getattr_static", self._by_text(inspect.getattr_static)
+        yield importlib, "import_module", self._importing(importlib.import_module)
         for owner, name in ((operator, "attrgetter"), (operator, "methodcaller")):
             yield owner, name, self._getter(getattr(owner, name))
         for owner, name in ((copy, "copy"), (dataclasses, "replace")):
@@ -107,6 +112,7 @@ class ComputedNames:
         given: dict[str, Callable[[Any], Any]] = {name: functools.partial(self._method, name) for name in _METHODS}
         given |= {name: functools.partial(self._dictionary, read=operator.attrgetter(name)) for name in _OF_ALL}
         given |= {"__dict__": self._dictionary, "__globals__": self._variables_of, "__class__": self._class}
+        given["modules"] = lambda obj: self._loaded if obj is sys and self._intercepts() else obj.modules
         given |= {_SUBCLASSES: self._subclasses, "f_globals": lambda frame: self._variables(frame.f_globals)}
         # weft's own functions put parts of parameters there and take them away again, which is no state of the step.
         functions = [each for each in self._state.functions if (each.__module__ or "").partition(".")[0] != "weft"]
@@ -188,6 +194,20 @@ class ComputedNames:
 
         return run
 
+    def _importing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``importlib.import_module`` and ``__import__``: which module they load is known only now."""
+
+        def load(name: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(name, *map(original_of, args), **kwargs)
+            if self._intercepts() and called_by_user():
+                package = kwargs.get("package", args[0] if args else None)
+                parts = (importlib.util.resolve_name(name, package) if name[:1] == "." else name).split(".")
+                for at in range(len(parts)):
+                    self._state.asked.module(".".join(parts[: at + 1]))
+            return found
+
+        return load
+
     def _of_scheduler(self, scheduler: Any, name: str) -> Any:
         if self._intercepts():
             self._state.schedulers.read(scheduler, name)
@@ -219,6 +239,17 @@ class ComputedNames:
             return module
         return self._modules.setdefault(id(module), ModuleVariables(module, self._state.asked.variable))
 
+    def _super(self, *given: Any) -> Any:
+        """``super()``, which finds the class and the object in the frame that calls it."""
+        frame = sys._getframe(2)
+        first = frame.f_code.co_varnames[:1]
+        if not given and "__class__" in frame.f_locals and first and first[0] in frame.f_locals:
+            given = frame.f_locals["__class__"], frame.f_locals[first[0]]
+        made = _Super(*given) if given and not _METHODS.isdisjoint(frame.f_code.co_names) else super(*given)
+        if type(made) is _Super:
+            made.asks = self._by_text
+        return made
+
     def _method(self, name: str, obj: Any) -> Any:
         """A method that takes the name of an attribute: of an object, or as its class has it."""
         original = getattr(obj, name)
@@ -228,6 +259,19 @@ class ComputedNames:
         is_class = issubclass(type(obj), type)
         given = lambda owner: (owner,) if is_class else ()
         return by_text if is_class else functools.partial(by_text, obj)
+
+
+class _Super(super):
+    """Gives methods that take the name of an attribute as functions that tell the name."""
+
+    asks: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super.__getattribute__(self, name)
+        if name not in _METHODS:
+            return value
+        asks, owner = object.__getattribute__(self, "asks"), object.__getattribute__(self, "__self__")
+        return functools.partial(asks(lambda owner, *given: value(*given)), owner)
 
 
 def _function(method: Callable[..., Any]) -> Callable[..., Any]:

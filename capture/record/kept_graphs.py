@@ -22,6 +22,7 @@ import torch
 from weft import torch_adapter
 from weft.capture.state.absent_graphs import AutogradRole, restore_absent_graph
 from weft.capture.state.containers import StatePlace
+from weft.capture.state.reachable_state import ReachableState
 from weft.capture.state.tensor_memory import inner_tensor
 from weft.capture.user_code import user_line
 from weft.errors import GraphOutsideStep
@@ -60,7 +61,7 @@ class KeptGraphs:
     """The grad_fns of the tensors of a step's state and of its arguments, during one attempt at its capture.
 
     Args:
-        places: of the tensors of the state.
+        state: the state of the step.
         earlier: tensors of the state that get a grad_fn for the calls before, by path; those that the attempt before
             found.
 
@@ -68,10 +69,12 @@ class KeptGraphs:
         updated: the places of the tensors that the step wrote in place, and left with a graph.
     """
 
-    def __init__(self, places: Mapping[int, StatePlace], earlier: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, state: ReachableState, earlier: Mapping[str, torch.Tensor]) -> None:
         self._earlier = earlier
+        self._state = state
+        self._refused: list[torch.utils.hooks.RemovableHandle] = []
         self._known: list[_GraphBefore] = []
-        for place in places.values():
+        for place in state.places_by_id.values():
             tensor = place.get()
             # A leaf that requires grad gets no grad_fn. Of a view, torch cannot take one away.
             if isinstance(tensor, torch.Tensor) and not (tensor.requires_grad and tensor.is_leaf):
@@ -104,9 +107,30 @@ class KeptGraphs:
                     _FromOutside.apply(fake, torch.zeros((), requires_grad=True), place.path, remedy)
             self._arguments.append(_GraphBefore(place, fake, fake.grad_fn, AutogradRole.of(argument)))
 
+    def refuse_backward(self, tensor: torch.Tensor, path: str) -> None:
+        """Have a backward raise that goes through a tensor to operations outside of the step.
+
+        In eager it would give gradients to leaves that the step does not know, and often only once. That of a view of
+        a leaf goes to the leaf, which is known.
+        """
+        if AutogradRole.of(tensor) is not AutogradRole.COMPUTED:
+            return
+        source = tensor if tensor._base is None else tensor._base
+        if source.grad_fn is not None:
+            remedy = "to where it was computed. Store it detached, or compute it inside the step"
+
+            def refuse(gradients: Any) -> None:
+                raise GraphOutsideStep(path, f"the backward at {user_line()} would go through it {remedy}")
+
+            self._refused.append(source.grad_fn.register_prehook(refuse))
+
     @contextlib.contextmanager
     def followed(self, *modes: Any) -> Iterator[None]:
         """While the step runs on fakes. Afterwards the user's tensors have no grad_fn that is the capture's."""
+        for each in self._state.objects:
+            if issubclass(type(each), torch.Tensor) and each.requires_grad and not each.is_leaf:
+                place = self._state.places_by_id.get(id(each))
+                self.refuse_backward(each, "a tensor of the state" if place is None else place.path)
         with torch_adapter.only_mode(*modes), torch.enable_grad():
             for path, tensor in self._earlier.items():
                 _FromOutside.apply(tensor, torch.zeros((), requires_grad=True), path, _STATE_REMEDY)
@@ -114,6 +138,8 @@ class KeptGraphs:
         try:
             yield
         finally:
+            for handle in self._refused:
+                handle.remove()
             self._left = [each for each in self._known if each.is_left_with_graph()]
             started += self._arguments
             self.updated = [each.place for each in started if each.tensor.grad_fn is not each.before]

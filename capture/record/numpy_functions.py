@@ -6,6 +6,7 @@ and the user's code may depend on its type. What becomes of a call in the user's
 
 - With a number that only the step's data decides, the result is a
   :class:`~weft.capture.record.host_arrays.HostArray`, which has numpy's type and methods.
+- A result that is one ``numpy.float64`` is a node, and a :class:`~weft.capture.record.plain_numbers.NumpyFloat`.
 - Otherwise all values are known in the captured call. They become guards, and numpy computes the result.
 - Operators for which numpy gives the same bits as Python (``+ - *``, division by a number that is not 0) stay
   symbolic: their result is a :class:`~weft.capture.record.plain_numbers.NumpyFloat`.
@@ -16,6 +17,7 @@ Torch's own code does not depend on numpy's types. There, a call is a node whose
 from __future__ import annotations
 
 import contextlib
+import dis
 import math
 import operator
 import sys
@@ -106,15 +108,27 @@ class NumpyFunctions:
         if _asked_by_user() or any(map(_is_small, operands)):
             if self._undecided((operands, options)):
                 return self._followed().ufunc(ufunc, method, operands, options)
+            by_operator = ufunc.__name__ == "power" and method == "__call__" and _is_operator()
+            if self._gives_float64(ufunc, method, operands, options):
+                found = self._computed(_power if by_operator else ufunc, operands)
+                return NumpyFloat(found) if isinstance(found, torch.SymFloat) else numpy_float(found)
             values, given = self._with_values((operands, options))
-            return getattr(ufunc, method)(*values, **given)
+            return operator.pow(*values) if by_operator else getattr(ufunc, method)(*values, **given)
         if method != "__call__" or options or ufunc.nout != 1 or not all(map(self._is_number, operands)):
             return NotImplemented
         dtype = ufunc(*map(_sample, operands)).dtype
         if dtype.kind not in _DTYPES or dtype.itemsize not in (1, 8):
             return NotImplemented
-        function = self._functions.setdefault(ufunc.__name__, NumpyFunction(ufunc))
-        return self._arithmetic.computed(function, list(operands), _DTYPES[dtype.kind])
+        return self._computed(ufunc, operands, _DTYPES[dtype.kind])
+
+    def _gives_float64(self, ufunc: Any, method: str, operands: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether the result is one ``numpy.float64``, for whose type to the user's code there is a symbolic number."""
+        known = method == "__call__" and not options and ufunc.nout == 1 and all(map(self._is_number, operands))
+        return known and ufunc(*map(_sample, operands)).dtype == "float64"
+
+    def _computed(self, function: Any, operands: tuple[Any, ...], dtype: torch.dtype = torch.float64) -> Any:
+        target = self._functions.setdefault(function.__name__, NumpyFunction(function))
+        return self._arithmetic.computed(target, list(operands), dtype)
 
     def call_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The same of a function that is no ufunc: ``numpy.clip``, ``numpy.interp``."""
@@ -231,6 +245,9 @@ def _with_numpy(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             functions = _functions_of(number)
             if functions is not None and _asked_by_user():
                 return functions.apply(name, original, (number, *others))
+            if functions is not None and name in _EXACT and NumpyFloat in kinds:  # torch's schedulers make rates of it
+                found = original(number, *others)
+                return NumpyFloat(found) if type(found) is torch.SymFloat else found
         return original(number, *others)
 
     return operate
@@ -268,6 +285,19 @@ def _asked_by_user() -> bool:
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("weft."):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def _is_operator() -> bool:
+    """Whether the user's code applies an operator, and calls no function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("weft."):
+        frame = frame.f_back
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "BINARY_OP"
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """``**`` of numbers of numpy's: ``numpy.power`` computes with vector instructions, and gives other bits."""
+    return numpy_float(base) ** exponent
 
 
 def _sample(operand: Any) -> Any:

@@ -86,7 +86,10 @@ class OutsideObjects:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if not isinstance(stream, (StandIn, type(None))):
-                yield sys, name, _ObjectStandIn(stream, _FILE, self, name)
+                stand_in = _ObjectStandIn(stream, _FILE, self, name)
+                yield sys, name, stand_in
+                if getattr(sys, f"__{name}__") is stream:  # as code asks where nobody redirects it
+                    yield sys, f"__{name}__", stand_in
 
 
 class _ObjectStandIn(StandIn):

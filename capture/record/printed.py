@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.capture.record.late_text import is_late, late_text, text_by
 from weft.capture.record.opaque import opaque
@@ -81,8 +82,12 @@ def text_of_value(frame: types.FrameType, value: Any, method: str, arguments: tu
 
 
 @contextlib.contextmanager
-def output_repeated() -> Iterator[None]:
-    """Inside, the capturing thread's calls of ``print`` and of loggers are recorded; other threads notice nothing."""
+def output_repeated(shape_env: ShapeEnv) -> Iterator[None]:
+    """Inside, the capturing thread's calls of ``print`` and of loggers are recorded; other threads notice nothing.
+
+    Args:
+        shape_env: of the capture. Another thread may find a number of it in the user's state, and log it.
+    """
     originals = builtins.print, logging.Logger.handle, builtins.open
     texts = [(kind, name, getattr(kind, name)) for kind in _NUMBERS for name in ("__repr__", "__str__", "__format__")]
     builtins.print = _print_through(originals[0])
@@ -90,7 +95,7 @@ def output_repeated() -> Iterator[None]:
     builtins.open = io.open = _open_through(originals[2])  # type: ignore[assignment]
     inherited = [name not in vars(kind) for kind, name, _ in texts]
     for kind, name, original in texts:
-        setattr(kind, name, _text_through(name, original))
+        setattr(kind, name, _text_through(name, original, shape_env))
     try:
         yield
     finally:
@@ -157,13 +162,13 @@ def _open_through(original: Callable[..., Any]) -> Callable[..., Any]:
     return open
 
 
-def _text_through(name: str, original: Callable[..., str]) -> Callable[..., str]:
+def _text_through(name: str, original: Callable[..., str], shape_env: ShapeEnv) -> Callable[..., str]:
     @functools.wraps(original)
     def text(number: Any, *args: Any) -> str:
-        return (
-            text_of_value(formatting_frame(sys._getframe(1)), number, name, args)
-            if _by_user()
-            else original(number, *args)
-        )
+        if _by_user():
+            return text_of_value(formatting_frame(sys._getframe(1)), number, name, args)
+        if recording() is None and number.node.shape_env is shape_env and (plain := plain_number(number)) is not None:
+            return text_by(name, plain, args)
+        return original(number, *args)
 
     return text

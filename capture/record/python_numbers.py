@@ -32,7 +32,7 @@ from weft.capture.record.readable_names import readable_name
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.state.containers import ANY, Container, Content, StatePlace
 from weft.capture.state.object_parts import factory_of, followed_items, is_replaceable
-from weft.capture.state.patterns import Pattern
+from weft.capture.state.patterns import OfType, Pattern
 from weft.capture.state.reachable_state import ReachableState
 from weft.capture.step_interface import Role
 
@@ -309,6 +309,8 @@ def _pattern(value: Any, place: StatePlace, changing: Any, inputs: set[Any]) -> 
     """What a value must look like: ANY at the places of inputs."""
     if _identity(place) in inputs:
         return ANY
+    if place.items and place.path in changing and is_number_of_numpy(value):
+        return OfType(type(value))  # each call reads it anew
     if type(value) is tuple or (place.path in changing and is_replaceable(value)):
         items = {key: _pattern(item, place.inside(key), changing, inputs) for key, item in followed_items(value)}
         return Pattern(type(value), items, factory_of(value))

@@ -225,7 +225,7 @@ class _StepCapture:
         self.running = RunningCode(type(self).run.__code__)
         self.hooks = self._hooks()
         self.autocast_copies: list[AutocastCopy] = []
-        self.graphs = KeptGraphs(self.state.places_by_id, earlier)
+        self.graphs = KeptGraphs(self.state, earlier)
         self.recorder.snapshots = self._snapshots()
 
     def run(self) -> CapturedStep:
@@ -320,7 +320,7 @@ class _StepCapture:
             stack.enter_context(NumpyFunctions(arithmetic, self.outside.arrays.following).recorded())
             stack.enter_context(self.streams.noted())
             stack.enter_context(storages_keep_their_memory())
-            stack.enter_context(output_repeated())
+            stack.enter_context(output_repeated(self.recorder.symbols.shape_env))
             stack.enter_context(missing_attributes_noted(self.state.follow_missing))
             stack.enter_context(self.optimizer_states.reads_noted())
             stack.enter_context(symbols_answer_as_numbers())
@@ -588,6 +588,7 @@ class _StepCapture:
             self.state.add(tensor, "a parameter outside the known state")  # its gradient and hooks are state
         if found is None:
             self.outside.arrays.note_unreached(tensor)
+            self.graphs.refuse_backward(tensor, "a tensor from outside the step")
         return "constant" if found is None else readable_name(found.path)
 
     def _known_place(self, tensor: torch.Tensor) -> StatePlace | None:

@@ -7,12 +7,15 @@ on, and the next attempt at the capture follows it from the beginning (:mod:`wef
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
 
-from weft.capture.state.containers import Container, label_of
+from weft.capture.state.containers import Container, LoadedModules, label_of
 from weft.capture.state.contents import subclasses_of
+
+_MODULES = "sys.modules:"
 
 
 class AskedAttributes:
@@ -25,7 +28,8 @@ class AskedAttributes:
 
     Attributes:
         new: what else it was found to ask for: names of attributes, ``path.__dict__`` of objects of which all
-            attributes count, ``module:name`` of global variables, ``module:`` where the names of all count.
+            attributes count, ``module:name`` of global variables, ``module:`` where the names of all count,
+            ``sys.modules:name`` of modules.
     """
 
     def __init__(self, walk: Any, known: Iterable[str]) -> None:
@@ -33,11 +37,17 @@ class AskedAttributes:
         self._known = frozenset(known)
         self.new: set[str] = set()
         self._variables: set[tuple[int, str]] = set()
+        self._modules: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
         """The names of attributes that the step is known to ask for."""
         return list(filter(str.isidentifier, self._known))
+
+    @property
+    def modules(self) -> list[str]:
+        """The names of the modules that the step is known to look up or import."""
+        return [each.removeprefix(_MODULES) for each in self._known if each.startswith(_MODULES)]
 
     def has_all(self, path: str) -> bool:
         """Whether all attributes of the object at ``path`` count, those that it may get included."""
@@ -92,6 +102,21 @@ class AskedAttributes:
         self.new |= {entry} - self._known
         self._walk.follow_variables(module, [name])
         self._walk.go_on()
+
+    def module(self, name: str) -> None:
+        """The step has imported a module, or is about to look whether it is loaded."""
+        if name and name not in self._walk.names.modules:
+            self._walk.names.modules.add(name)
+            self.new.add(_MODULES + name)
+            self._walk.go_on()
+
+    def follow_modules(self) -> None:
+        """Follow the modules that code looks up by name, as far as they are not followed yet."""
+        if names := frozenset(self._walk.names.modules) - self._modules:
+            self._modules |= names
+            self._walk.containers.append(LoadedModules(names))
+            for name in names & sys.modules.keys():
+                self._walk.add(sys.modules[name], name)
 
     def _add(self, name: str) -> None:
         self._walk.names.add_text(name)

@@ -233,13 +233,14 @@ class AttributeNames(set[str]):
     Args:
         step: a function, a method, or an object with ``__call__``.
         computed: names that its code is known to compute, and to give as text.
+        modules: names of modules that it is known to look up.
     """
 
-    def __init__(self, step: Callable[..., Any], computed: Iterable[str] = ()) -> None:
+    def __init__(self, step: Callable[..., Any], computed: Iterable[str] = (), modules: Iterable[str] = ()) -> None:
         super().__init__(computed)
         self.read: set[str] = set(self)
         self.looked_for: set[str] = set(self)
-        self.modules: set[str] = set()
+        self.modules = set(modules)
         self._methods: dict[type, dict[str, list[types.FunctionType]]] = {}
         self._used: dict[type, tuple[int, list[types.FunctionType]]] = {}
         self._frozen: frozenset[str] = frozenset()

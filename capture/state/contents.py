@@ -38,7 +38,9 @@ LARGEST_BYTES = 16 << 20
 
 _DECIMALS = ("decimal", "_decimal", "_pydecimal")
 _OF_SYS = frozenset({"argv", "path"})
-_OF_DECIMALS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+_OF_CONTEXTS = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+_ASK_STREAMS = frozenset({"__stdout__", "__stderr__"})
+_ASK_TEXT = frozenset({"__repr__", "array2string", "array_repr", "array_str", "get_printoptions"})
 # While a step is captured, functions stand in their places.
 _ATTRGETTER, _METHODCALLER = operator.attrgetter, operator.methodcaller
 
@@ -88,12 +90,10 @@ def is_input_for_its_size(array: Any) -> bool:
 def unsaved_buffers(module: torch.nn.Module, path: str) -> Content:
     """The names of the buffers of a module that ``register_buffer(persistent=False)`` made.
 
-    A step may register buffers. Only ``state_dict()`` reads these names: no call is captured again for them.
+    A step may register buffers. Only ``state_dict()`` reads these names.
     """
     label = f"{path}._non_persistent_buffers_set" if path else "_non_persistent_buffers_set"
-    names = Content(vars(module)["_non_persistent_buffers_set"], label, tuple, _refill)
-    names.frozen = True
-    return names
+    return Content(vars(module)["_non_persistent_buffers_set"], label, tuple, _refill)
 
 
 def access_to(kind: type) -> Access | None:
@@ -142,13 +142,20 @@ def subclasses_of(kind: type) -> Content:
     return Content(kind, f"{kind.__qualname__}.__subclasses__()", read, unchanged)
 
 
-def settings_of(owner: types.ModuleType | type) -> Container | None:
-    """What counts of a module of Python's, by the module or a class of it: the settings that decide what its functions
-    compute."""
+def settings_of(owner: types.ModuleType | type) -> list[tuple[Container, frozenset[str]]]:
+    """What counts of a module of Python's or numpy's, by the module or a class of it: the settings that decide what its
+    functions compute; with each the names of which code has one where it counts, none where it always does."""
     if owner is sys:
-        return Container(vars(sys), "sys", _OF_SYS, label_of("sys"))
+        streams = Content(sys, "sys.stdout is sys.__stdout__", _read_streams, unchanged)
+        return [(Container(vars(sys), "sys", _OF_SYS, label_of("sys")), frozenset()), (streams, _ASK_STREAMS)]
     module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return Content(owner, "decimal.getcontext()", _read_decimals, _write_decimals) if module in _DECIMALS else None
+    if module == "numpy":
+        return [(Content(owner, "numpy.get_printoptions()", _read_print_options, unchanged), _ASK_TEXT)]
+    if module not in _DECIMALS:
+        return []
+    current = sys.modules["decimal"].getcontext
+    write = lambda owner, content: _write_context(current(), content)
+    return [(Content(owner, "decimal.getcontext()", lambda owner: _read_context(current()), write), frozenset())]
 
 
 def value_of(variable: contextvars.ContextVar[Any]) -> Any:
@@ -162,7 +169,7 @@ def value_of(variable: contextvars.ContextVar[Any]) -> Any:
 def referents_of(obj: Any) -> list[Any]:
     """The objects that ``obj`` shows under another face: the dictionary of a view or of a read-only proxy, the object
     that a method belongs to, what weak references refer to."""
-    if type(obj).__module__ in _DECIMALS:
+    if type(obj).__module__ in (*_DECIMALS, "numpy"):
         return [type(obj)]
     if isinstance(obj, (types.BuiltinMethodType, types.MethodWrapperType)):
         owner = obj.__self__
@@ -283,18 +290,26 @@ def _write_array(values: Any, content: tuple[Any, ...]) -> None:
         values[...] = numpy.frombuffer(content[2], dtype=content[0]).reshape(values.shape)
 
 
-def _read_decimals(owner: Any) -> tuple[Any, ...]:
-    context = sys.modules["decimal"].getcontext()
-    plain = tuple(getattr(context, name) for name in _OF_DECIMALS)
+def _read_context(context: Any) -> tuple[Any, ...]:
+    plain = tuple(getattr(context, name) for name in _OF_CONTEXTS)
     return (*plain, *(signal.__name__ for signal, is_set in context.traps.items() if is_set))
 
 
-def _write_decimals(owner: Any, content: tuple[Any, ...]) -> None:
-    context, count = sys.modules["decimal"].getcontext(), len(_OF_DECIMALS)
-    for name, value in zip(_OF_DECIMALS, content[:count], strict=True):
+def _write_context(context: Any, content: tuple[Any, ...]) -> None:
+    count = len(_OF_CONTEXTS)
+    for name, value in zip(_OF_CONTEXTS, content[:count], strict=True):
         setattr(context, name, value)
     for signal in context.traps:
         context.traps[signal] = signal.__name__ in content[count:]
+
+
+def _read_streams(owner: Any) -> tuple[bool, bool]:
+    """Whether the streams are those that the process began with. Each call writes to those of the call."""
+    return sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__
+
+
+def _read_print_options(owner: Any) -> tuple[Any, ...]:
+    return tuple(value for value in sys.modules["numpy"].get_printoptions().values() if isinstance(value, SIMPLE))
 
 
 def _refill_weakly(elements: weakref.WeakSet[Any], content: tuple[weakref.ref[Any], ...]) -> None:
@@ -340,6 +355,7 @@ _ARRAY: Access = (_read_array, _write_array)
 # Types of modules that a program may not have imported.
 _OF_MODULES: dict[str, Access] = {
     "numpy.ndarray": _ARRAY,
+    **{f"{module}.Context": (_read_context, _write_context) for module in _DECIMALS},
     "multiprocessing.sharedctypes.SynchronizedBase": (
         lambda value: bytes(value.get_obj()),
         lambda value, new: _fill(value.get_obj(), new),

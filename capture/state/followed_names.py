@@ -63,6 +63,8 @@ class FollowedNames:
         of_class = next((base for base in kind.__mro__ if name in vars(base)), None)
         if of_class is not None and is_user_class(of_class):
             return name not in self._names
+        if issubclass(kind, torch.Tensor):  # its class may have it
+            return name not in self._names.looked_for
         if not met:
             return False
         if issubclass(kind, torch.nn.Module):

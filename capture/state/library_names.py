@@ -33,7 +33,7 @@ from weft.capture.state.code_names import (
 )
 from weft.capture.state.containers import SIMPLE
 from weft.capture.state.contents import dictionary_behind
-from weft.capture.state.origin import is_own
+from weft.capture.state.origin import is_own, is_walked
 from weft.capture.state.reachable_state import ReachableState
 from weft.source_files import is_own_file
 
@@ -196,7 +196,10 @@ class _LibraryNames:
         found = self._run.get(base)
         if found is None:
             members = vars(base).items()
-            found = self._run[base] = [name for name, value in members if may_run(name, self._names) and _counts(value)]
+            # Code puts attributes for all tensors into their classes. Distributions have settings there.
+            every = issubclass(base, torch.Tensor) or is_walked(base)
+            run = [name for name, value in members if may_run(name, self._names) and (every or _counts(value))]
+            found = self._run[base] = run
         return found
 
     def _note(self, entries: dict[str, Any], path: str, names: Iterable[str]) -> None:

@@ -29,6 +29,9 @@ _HOLDERS: dict[str, tuple[str, ...]] = {
     "configparser.RawConfigParser": ("_sections", "_defaults"),
     "configparser.SectionProxy": ("_parser",),
     "string.Template": ("template",),
+    "unittest.mock.Base": tuple(
+        f"_mock_{name}" for name in ("children", "return_value", "side_effect", "called", "call_count")
+    ),
     "enum.Enum": ("_value_",),
 }
 
@@ -39,8 +42,14 @@ def is_foreign(module: str | None) -> bool:
 
 
 def is_walked(kind: type) -> bool:
-    """Whether objects of a class are weft's or torch's and are walked as a whole."""
-    return is_walked_module(kind.__module__)
+    """Whether objects of a class are weft's, torch's or numpy's and are walked as a whole."""
+    return is_walked_module(kind.__module__) or _is_data(kind)
+
+
+def _is_data(kind: type) -> bool:
+    """Whether objects of a class of numpy's have attributes. They hold what the user put there: the coefficients of a
+    polynomial, the mask of an array."""
+    return _root(kind.__module__) == "numpy" and any("__dict__" in vars(base) for base in kind.__mro__)
 
 
 def is_walked_module(module: str | None) -> bool:
@@ -54,7 +63,8 @@ def is_user_class(kind: type) -> bool:
     module = kind.__module__
     if module.startswith(_LIBRARIES) and issubclass(kind, Iterator):
         return False
-    return not is_foreign(module) and (_root(module) not in sys.stdlib_module_names or module == "__main__")
+    foreign = is_foreign(module) and not _is_data(kind)
+    return not foreign and (_root(module) not in sys.stdlib_module_names or module == "__main__")
 
 
 def is_own(obj: types.ModuleType | type | types.FunctionType) -> bool:
@@ -65,6 +75,8 @@ def is_own(obj: types.ModuleType | type | types.FunctionType) -> bool:
     if module.__name__ == "__main__":
         return True
     filename = vars(module).get("__file__")
+    if filename is None and type(obj) is types.ModuleType and vars(module).get("__spec__") is None:
+        return not is_foreign(module.__name__)  # code made it, and put into it what it holds
     return isinstance(filename, str) and is_own_file(filename)
 
 

@@ -13,7 +13,6 @@ import contextvars
 import dataclasses
 import functools
 import logging
-import sys
 import threading
 import types
 from collections import deque
@@ -39,7 +38,6 @@ from weft.capture.state.containers import (
     SIMPLE,
     Attributes,
     Container,
-    LoadedModules,
     StatePlace,
     label_of,
     role_of,
@@ -65,13 +63,14 @@ from weft.capture.state.hook_registrations import HookSite, new_hooks, sites_of,
 from weft.capture.state.object_parts import followed_items, is_replaceable
 from weft.capture.state.object_types import ObjectTypes
 from weft.capture.state.optimizer_parts import WalkedSchedulers, parts_of_groups, state_of
-from weft.capture.state.origin import is_foreign, is_own
+from weft.capture.state.origin import is_foreign, is_own, is_walked_module
 from weft.capture.state.plain_leaves import PlainLeaves
 from weft.capture.state.script_modules import script_state
 from weft.capture.state.tensor_attributes import AttributesOfTensors, MissingAttributes
 from weft.capture.state.tensor_memory import inner_tensor, memory_key, parts_at, wrappers
 from weft.capture.state.type_facts import (
     ASK_LOCKS,
+    ASK_STATE,
     BOOKKEEPING,
     OF_FUNCTIONS,
     OF_LOGGERS,
@@ -139,10 +138,9 @@ class ReachableState:
         self._counted_attributes: dict[int, frozenset[str]] = {}  # by id of a module
         self._attributes, self._later = list[tuple[torch.nn.Module, str]](), list[tuple[torch.optim.Optimizer, str]]()
         self._keys: list[tuple[Any, str]] = []
-        self._locks: list[Container] = []
+        self._when_asked: list[tuple[Container, frozenset[str]]] = []  # count where code has one of these names
         self._tensors = AttributesOfTensors()
         self.missing = MissingAttributes()
-        self._modules_asked: frozenset[str] = frozenset()
         self._objects: dict[int, tuple[Any, str, FollowedByObject]] = {}
         self._whole: set[int] = set()  # ids of objects of which all attributes are followed
         self._kinds = FactsOfTypes()
@@ -151,7 +149,7 @@ class ReachableState:
         self._inside_walked = 0
         self._names_followed = -1  # how many names there were when all objects were last followed by them
         self.asked = AskedAttributes(self, computed)
-        self.names = AttributeNames(step, self.asked.names)
+        self.names = AttributeNames(step, self.asked.names, self.asked.modules)
         self.schedulers = WalkedSchedulers(self._container)
         self._followed = FollowedNames(self.names, self._kinds)
         self.add(step, "")
@@ -208,14 +206,9 @@ class ReachableState:
                 key, where = self._keys.pop(0)
                 self._visit(key, where, None)
         self.types.note(self.with_attributes)
-        if names := frozenset(self.names.modules) - self._modules_asked:
-            self._modules_asked |= names
-            self.containers.append(LoadedModules(names))
-            for name in names & sys.modules.keys():
-                self._visit(sys.modules[name], name, None)
-            self.go_on()
-        for lock in self._locks:  # another thread may hold one that a `with` of the step would wait for
-            lock.frozen = self.names.isdisjoint(ASK_LOCKS)
+        self.asked.follow_modules()
+        for container, names in self._when_asked:
+            container.frozen = self.names.isdisjoint(names)
 
     @property
     def objects(self) -> list[Any]:
@@ -308,8 +301,9 @@ class ReachableState:
         elif isinstance(obj, (types.ModuleType, type)):
             if is_own(obj):
                 self._own(obj, path)
-            elif (settings := settings_of(obj)) is not None:
+            for settings, names in [] if is_own(obj) else settings_of(obj):
                 self._container(settings)
+                self._when_asked += [(settings, names)] if names else []
         elif isinstance(wrapped := attributes_of(obj).get("__wrapped__"), (types.FunctionType, types.MethodType)):
             self._visit(wrapped, path, None)  # a compiled step that this step calls, or a function with a cache
         else:
@@ -335,7 +329,8 @@ class ReachableState:
         access = None if self._inside_walked else kind.access
         if access is not None and (content := content_of(obj, access, path)) is not None:
             self.containers.append(content)
-            self._locks += [content] if isinstance(obj, LOCKS) else []
+            if isinstance(obj, LOCKS):  # another thread may hold one that a `with` of the step would wait for
+                self._when_asked.append((content, ASK_LOCKS))
             if isinstance(obj, contextvars.ContextVar):
                 is_set = content.before[content.KEY] is not MISSING
                 found = StatePlace(content, content.KEY, path, Role.BUFFER) if is_set else None
@@ -402,6 +397,7 @@ class ReachableState:
 
     def _tensor(self, tensor: torch.Tensor, path: str, place: StatePlace | None) -> None:
         self._seen[id(tensor)] = tensor
+        self._class(type(tensor))
         if place is not None:
             if tensor.layout is torch.strided:
                 self.places_by_id[id(tensor)] = dataclasses.replace(place, path=path, inner=inner_tensor(tensor)[1])
@@ -440,7 +436,8 @@ class ReachableState:
         self._seen |= {id(each): each for each in (own["_parameters"], own["_buffers"], own["_modules"])}
         for name, role in (("_parameters", Role.PARAMETER), ("_buffers", Role.BUFFER), ("_modules", None)):
             self._container(Container(own[name], path, label=lambda key: f"{prefix}{key}"), role)
-        self.containers.append(unsaved_buffers(module, path))
+        self.containers.append(unsaved := unsaved_buffers(module, path))
+        self._when_asked.append((unsaved, ASK_STATE))
         self._attributes.append((module, path))
 
     def _module_attributes(self, module: torch.nn.Module, path: str) -> None:
@@ -592,6 +589,7 @@ class ReachableState:
             return
         container = Container(attributes, path, keys, label_of(path), new.absent, new.left_out)
         container.frozen = kind.is_frozen
-        self._inside_walked += kind.is_walked
+        inside = is_walked_module(type(obj).__module__)
+        self._inside_walked += inside
         self._container(container)
-        self._inside_walked -= kind.is_walked
+        self._inside_walked -= inside

@@ -32,9 +32,13 @@ BOOKKEEPING = frozenset(
 )
 # What counts of a function of the user's, and of a logger.
 OF_FUNCTIONS = frozenset({"__code__", "__defaults__", "__kwdefaults__"})
+# What counts of them where the code of the step names it.
+_NAMES_OF_FUNCTIONS = frozenset({"__name__", "__qualname__", "__doc__", "__module__"})
 OF_LOGGERS = frozenset({"level", "disabled", "parent"})
 # What tells whether a lock is held.
 ASK_LOCKS = frozenset({"acquire", "locked"})
+# What reads which buffers of a module are saved.
+ASK_STATE = frozenset({"state_dict", "_save_to_state_dict", "_non_persistent_buffers_set"})
 
 SIMPLE_KINDS = frozenset(SIMPLE)
 # Types that hold objects and have no attributes: most objects are of one of these.
@@ -53,7 +57,7 @@ class TypeFacts(NamedTuple):
         is_walked: whether it is weft's or torch's and its objects are walked as a whole.
         is_frozen: whether nobody assigns to attributes of its objects.
         has_attributes: whether its objects have attributes that code may name.
-        slots: those of the attributes that are in slots.
+        slots: those of the attributes that are in slots; of functions what else code can assign.
         holder: the attributes that count whether code names them or not.
         own: those classes among it and its bases that are the user's own.
         defaults: names that these define, other than properties: an object's attribute of the same name takes the
@@ -91,6 +95,8 @@ class FactsOfTypes(dict[type, TypeFacts]):
             for name, value in vars(base).items()
             if isinstance(value, types.MemberDescriptorType)
         )
+        if issubclass(kind, types.FunctionType):
+            slots |= _NAMES_OF_FUNCTIONS
         values = {name for base in own for name, value in vars(base).items() if not hasattr(type(value), "__set__")}
         values = {name for name in values if not name.startswith("__")}
         if issubclass(kind, torch.nn.Module):

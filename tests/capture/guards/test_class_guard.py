@@ -170,3 +170,61 @@ def compare(case: Callable[[], tuple[Step, list[Change]]]) -> None:
     compiled = run(weft.compile)
     assert compiled == run(lambda step: step)
     assert len(set(compiled)) > 1
+
+
+class Marked(torch.Tensor):
+    """A subclass of the user's."""
+
+
+MARK = "mark_of_a_class"
+TENSORS: dict[str, tuple[Callable[[], Any], type]] = {
+    "subclass": (lambda: torch.ones(2).as_subclass(Marked), Marked),
+    "base of a subclass": (lambda: torch.ones(2).as_subclass(Marked), torch.Tensor),
+    "tensor": (lambda: torch.ones(2), torch.Tensor),
+    "parameter": (lambda: nn.Parameter(torch.ones(2)), nn.Parameter),
+    "base of a parameter": (lambda: nn.Parameter(torch.ones(2)), torch.Tensor),
+}
+READS: dict[str, Callable[[Any], Any]] = {
+    "default": lambda t: getattr(t, "mark_of_a_class", 1),
+    "question": lambda t: 2 if hasattr(t, "mark_of_a_class") else 1,
+    "computed name": lambda t: getattr(t, "_of_".join(["mark", "a_class"]), 1),
+    "result": lambda t: getattr(t * 2, "mark_of_a_class", 1) if type(t) is torch.Tensor else 1,
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+@pytest.mark.parametrize("read", READS)
+def test_attributes_of_the_classes_of_tensors_count(tensor: str, read: str) -> None:
+    make, owner = TENSORS[tensor]
+
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        held = make()
+        step, found = wrap(lambda x: x * READS[read](held)), []
+        for at in range(5):
+            if at in (1, 2):
+                setattr(owner, MARK, 5 + at)
+            if at == 4:
+                delattr(owner, MARK)
+            found.append(step(torch.ones(2)).tolist())
+        return found
+
+    try:
+        assert run(weft.compile) == run(lambda step: step)
+    finally:
+        if MARK in vars(owner):
+            delattr(owner, MARK)
+
+
+def test_a_step_writes_to_a_class_of_tensors() -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        held = torch.ones(2).as_subclass(Marked)
+        Marked.calls = 0  # type: ignore[attr-defined]
+
+        def step(x: torch.Tensor) -> Any:
+            type(held).calls += 1  # type: ignore[attr-defined]
+            return x * held.calls  # type: ignore[attr-defined]
+
+        called = wrap(step)
+        return [(called(torch.ones(2)).tolist(), Marked.calls) for _ in range(4)]  # type: ignore[attr-defined]
+
+    assert run(weft.compile) == run(lambda step: step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.machinery
 import pickle
 import random
 import sys
@@ -344,7 +344,8 @@ def test_code_that_wants_a_buffer_gets_none() -> None:
 
 
 def test_no_array_of_a_capture_is_left_with_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = types.ModuleType("lost")  # what is reached through a function of a library only
+    lost = types.ModuleType("lost")
+    lost.__spec__ = importlib.machinery.ModuleSpec("lost", None)  # a module of a library, which is not walked
     lost.items = []  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lost", lost)
     for make in (lambda: np.random.rand(2), lambda: (np.random.rand(2), np.zeros(2))[1]):

@@ -352,7 +352,33 @@ def patterns_and_formats() -> Made:
     return step, after
 
 
+class Reading(State):
+    def read(self, at: int) -> Any:
+        return super().__getattribute__(f"x{at}")
+
+    def write(self, at: int, value: Any) -> None:
+        super().__setattr__(f"x{at}", value)
+
+    def __getattr__(self, name: str) -> Any:
+        return super(Reading, self).__getattribute__(f"_{name}")  # noqa: UP008 - with arguments, too
+
+
+def methods_of_super() -> Made:
+    s = Reading(x1=2, x2=3, _y1=4)
+
+    def step(x: torch.Tensor) -> Any:
+        s.write(2, s.read(2) + 1)
+        return x * s.read(1) * s.read(2) * s.y1
+
+    def after() -> Any:
+        vars(s).update(x1=s.read(1) + 1, _y1=s.y1 + 1)
+        return dict(vars(s))
+
+    return step, after
+
+
 CASES = {
+    "methods of super()": methods_of_super,
     "getters from outside": getters_from_outside,
     "getters of the step": getters_of_the_step,
     "getter of a property": getter_of_a_property,

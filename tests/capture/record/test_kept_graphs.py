@@ -106,3 +106,71 @@ def test_a_write_to_what_was_computed_outside_is_refused() -> None:
 
     with pytest.raises(GraphOutsideStep, match=r"s\.hidden"):
         step()
+
+
+def scaled(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf * 2
+
+
+def view_of_scaled(leaf: torch.Tensor) -> torch.Tensor:
+    return (leaf * 2).view(2, 2)
+
+
+@pytest.mark.parametrize("compute", [scaled, view_of_scaled], ids=lambda compute: compute.__name__)
+@pytest.mark.parametrize("held", [lambda v: v, lambda v: {v}, lambda v: (v,)], ids=["alone", "set", "tuple"])
+def test_a_backward_through_what_was_computed_outside_is_refused(
+    compute: Callable[[torch.Tensor], torch.Tensor], held: Callable[[torch.Tensor], Any]
+) -> None:
+    s = Setting()
+    leaf = torch.ones(4, requires_grad=True)
+    state = held(compute(leaf))
+
+    def step() -> torch.Tensor:
+        (value,) = state if isinstance(state, (set, tuple)) else (state,)
+        loss = (value.flatten() * s.weight).sum()
+        loss.backward()
+        return loss.detach()
+
+    with pytest.raises(GraphOutsideStep, match=r"test_kept_graphs\.py:\d+.*to where it was computed"):
+        weft.compile(step)()
+    assert leaf.grad is None
+    assert s.weight.grad is None
+
+
+def test_a_backward_that_ends_before_what_was_computed_outside_gives_eagers_gradients() -> None:
+    def run(wrap: Callable[[Any], Any]) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        s = Setting()
+        leaf = torch.ones(4, requires_grad=True)
+        value = leaf * 2
+
+        @wrap
+        def step() -> torch.Tensor:
+            loss = (value * s.weight).sum()
+            (inner,) = torch.autograd.grad(loss, value, retain_graph=True)
+            loss.backward(inputs=[s.weight])
+            return inner
+
+        inner = step()
+        return inner, s.weight.grad, leaf.grad
+
+    eager, compiled = run(lambda step: step), run(weft.compile)
+    assert torch.equal(eager[0], compiled[0])
+    assert torch.equal(eager[1], compiled[1])
+    assert eager[2] is compiled[2] is None
+
+
+def test_a_state_that_is_computed_outside_after_the_first_call_is_refused() -> None:
+    s = Setting()
+    leaf = torch.ones(4, requires_grad=True)
+
+    @weft.compile
+    def step() -> torch.Tensor:
+        loss = (s.hidden * s.weight).sum()
+        loss.backward()
+        return loss.detach()
+
+    step()
+    s.hidden = leaf + 1
+    with pytest.raises(GraphOutsideStep, match=r"s\.hidden has a grad_fn from outside"):
+        step()
+    assert leaf.grad is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +121,58 @@ def test_variables_that_no_code_asks_for_do_not_count() -> None:
     globals()["var_other"] = 1
     step(torch.ones(2))
     assert len(step.captures) == 1
+
+
+MADE = "made_module"
+
+
+def looked_up(x: torch.Tensor) -> Any:
+    return x * sys.modules[f"made_{'module'}"].v
+
+
+def looked_up_or_not(x: torch.Tensor) -> Any:
+    found = sys.modules.get(MADE)
+    return x * (1 if found is None else found.v), f"other_{ONE}" in sys.modules
+
+
+def imported(x: torch.Tensor) -> Any:
+    return x * importlib.import_module(MADE).v
+
+
+def imported_by_the_builtin(x: torch.Tensor) -> Any:
+    return x * __import__(MADE).v
+
+
+def written_in_a_module(x: torch.Tensor) -> Any:
+    module = sys.modules[MADE]
+    module.v = module.v + 1  # type: ignore[attr-defined]
+    return x * module.v
+
+
+@pytest.mark.parametrize("step", [looked_up, looked_up_or_not, imported, imported_by_the_builtin, written_in_a_module])
+@pytest.mark.parametrize("in_file", [True, False], ids=["file", "made"])
+def test_modules_by_names_that_the_step_computes(
+    step: Step, in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{MADE}.py").write_text("v = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(value: float) -> types.ModuleType:
+        sys.modules.pop(MADE, None)
+        module = importlib.import_module(MADE) if in_file else types.ModuleType(MADE)
+        monkeypatch.setitem(sys.modules, MADE, module)
+        module.v = value  # type: ignore[attr-defined]
+        return module
+
+    def run(wrap: Callable[[Any], Any]) -> list[str]:
+        module, called, found = put(2), wrap(step), []
+        for at in range(CALLS):
+            if at == 2:
+                module.v = 5  # type: ignore[attr-defined]
+            if at == 3:
+                module = put(9)
+            found.append(f"{called(torch.ones(2))} {module.v}")
+        return found
+
+    eager = run(lambda step: step)
+    assert run(weft.compile) == eager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -323,3 +324,39 @@ def test_the_level_of_a_logger_changes_between_calls(caplog: pytest.LogCaptureFi
             results.append(run(torch.ones(2)).tolist())
         found.append([results, [record.getMessage() for record in caplog.records if record.name == logger.name]])
     assert found[0] == found[1]
+
+
+def test_another_thread_logs_the_numbers_that_a_capture_changes() -> None:
+    state = {"count": 0, "rate": 0.5}
+    asked, answered = threading.Event(), threading.Event()
+    texts: list[str] = []
+
+    def monitor() -> None:
+        while asked.wait(60) and state["count"] < 4:
+            asked.clear()
+            texts.append(f"{state['count']:d} {state['rate']:.3f} {state['count']} {state['rate']!r}")
+            answered.set()
+
+    thread = threading.Thread(target=monitor, daemon=True)
+    thread.start()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        state["count"] += 1
+        state["rate"] *= 0.5
+        asked.set()
+        answered.wait(60)
+        answered.clear()
+        return x * state["count"] * state["rate"]
+
+    def shown() -> set[str]:
+        texts.clear()
+        state.update(count=0, rate=0.5)
+        called = weft.compile(step)
+        for _ in range(3):
+            called(torch.ones(2))
+        return set(texts)
+
+    assert shown() == {"1 0.250 1 0.25", "2 0.125 2 0.125", "3 0.062 3 0.0625"}
+    state["count"] = 4
+    asked.set()
+    thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -184,3 +185,44 @@ def test_what_a_step_reads_of_its_scheduler_is_as_in_eager(name: str) -> None:
     *ours, made = run(weft.compile)
     assert ours == eager
     assert made <= captures
+
+
+TABLE = np.linspace(1, 0.1, 30)
+OF_NUMPY: dict[str, Callable[[int], Any]] = {
+    "power": lambda epoch: np.float64(0.9) ** epoch,
+    "function for a power": lambda epoch: np.power(0.9, epoch),
+    "cosine": lambda epoch: 0.5 * (1 + np.cos(np.pi * epoch / 20)),
+    "table": lambda epoch: TABLE[epoch],
+    "least": lambda epoch: np.minimum((epoch + 1) / 5, 1.0),
+    "root": lambda epoch: 1 / np.sqrt(epoch + 1),
+    "product": lambda epoch: epoch * np.float64(0.9),
+    "float32": lambda epoch: np.float32(0.9) ** epoch,
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_rates_that_numpy_computes_are_those_of_eager(name: str) -> None:
+    def run(wrap: Callable[[Any], Any]) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = schedulers.LambdaLR(optimizer, OF_NUMPY[name])
+
+        def step(x: torch.Tensor) -> Any:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            last = scheduler.get_last_lr()[0]
+            scheduler.step()
+            return last, scheduler.get_last_lr()
+
+        called, found = wrap(step), []
+        for at in range(20):
+            if at == 15:
+                scheduler._last_lr = [np.float64(0.3)]
+            found.append((repr(called(torch.ones(1, 2))), repr(optimizer.param_groups[0]["lr"]), model.weight.tolist()))
+        return found, called
+
+    eager, (compiled, step) = run(lambda step: step)[0], run(weft.compile)
+    assert compiled == eager
+    assert len(step.captures) <= 2 or name == "float32"

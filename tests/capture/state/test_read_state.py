@@ -13,6 +13,7 @@ import configparser
 import contextvars
 import ctypes
 import dataclasses
+import decimal
 import enum
 import functools
 import importlib
@@ -332,6 +333,22 @@ STATE: dict[str, tuple[Make, Read, Change]] = {
     "memory": (lambda: memoryview(bytearray([1])), lambda h: h[0], lambda h, v: h.__setitem__(0, int(v))),
     "numpy": (lambda: np.ones(2), lambda h: float(h[0]), _put(0)),
     "numpy of objects": (lambda: np.array([1.0, None], dtype=object), lambda h: h[0], _put(0)),
+    "polynomial": (lambda: np.poly1d([1.0, 2.0]), lambda h: float(h(2.0)), lambda h, v: h.coeffs.__setitem__(0, v)),
+    "polynomial of a package": (
+        lambda: np.polynomial.Polynomial([1.0, 2.0]),
+        lambda h: float(h(2.0)),
+        lambda h, v: setattr(h, "coef", np.array([v, 2.0])),
+    ),
+    "masked array": (
+        lambda: np.ma.masked_array([1.0, 2.0, 3.0, 4.0], mask=[False] * 4),
+        lambda h: float(h.sum()),
+        lambda h, v: h.mask.__setitem__(int(v) - 1, True),
+    ),
+    "context of decimals": (
+        lambda: decimal.Context(prec=1),
+        lambda h: float(h.divide(1, 3)),
+        lambda h, v: setattr(h, "prec", int(v)),
+    ),
     "number of C": (lambda: ctypes.c_double(1.0), lambda h: h.value, _assign("value")),
     "array of C": (lambda: (ctypes.c_double * 2)(1.0, 2.0), lambda h: h[0], _put(0)),
     "shared number": (lambda: multiprocessing.Value("d", 1.0), lambda h: h.value, _assign("value")),
