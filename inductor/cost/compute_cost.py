@@ -44,7 +44,7 @@ _ATTENTION = {
 # Kernels of some library calls, in launches of the same time: a sort of thousands of elements takes 55 us on an H200
 # with torch 2.11, the largest of each of thousands of rows 18. The gradients of a convolution take two kernels, the
 # clearing of memory and the sum of parts.
-_KERNELS = {aten.sort: 27, aten.topk: 9, aten.convolution_backward: 3}
+_KERNELS: dict[Any, int] = {aten.sort: 27, aten.topk: 9, aten.convolution_backward: 3}
 # Bytes that a copy moves in the time of one atomic addition: 25 million take 266 us (as above).
 _ATOMIC_BYTES = 45
 # Float32 operations without tensor cores in whose time a one-hot product compares an index with a place: 28 million
