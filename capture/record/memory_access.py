@@ -22,6 +22,7 @@ from weft.source_files import is_user_file
 _COMPARE = "compare tensors with `is`, or their sizes"
 _OUTSIDE = "do it outside the step"
 _COPY = "use tensor.detach().clone()"
+_WHOLE = "use torch operations on whole tensors"
 # What the function is called in a message, what to do instead, and whether Python code of torch's may call it.
 MEMORY_ACCESS: dict[Any, tuple[str, str, bool]] = {
     torch.Tensor.data_ptr: ("data_ptr()", _COMPARE, True),
@@ -31,6 +32,9 @@ MEMORY_ACCESS: dict[Any, tuple[str, str, bool]] = {
     torch.Tensor.storage: ("storage()", _OUTSIDE, False),
     torch.Tensor.share_memory_: ("share_memory_()", _OUTSIDE, False),
     torch.Tensor.pin_memory: ("pin_memory()", _OUTSIDE, False),
+    torch.Tensor.apply_: ("apply_()", _WHOLE, False),
+    torch.Tensor.map_: ("map_()", _WHOLE, False),
+    torch.Tensor.map2_: ("map2_()", _WHOLE, False),
     torch.Tensor.__dlpack__: ("__dlpack__()", _COPY, False),
     torch.Tensor.__deepcopy__: ("copy.deepcopy()", _COPY, False),
 }
