@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_result
+from weft.capture.fake.kernel_errors import REFUSALS, kernel_error
 from weft.capture.node_kinds import check_operands
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.float_tags import FloatTags
@@ -122,7 +123,7 @@ class OpRecorder(TorchDispatchMode):
         self.computed: Callable[[Callable[[], Any]], Any] = lambda fake_result: fake_result()
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
         self._results = FakeResultCache(fake_mode)
-        self._widened = WidenedWrites(self._results)
+        self._widened = WidenedWrites(lambda op, args, kwargs: self._fake_result(facts_of(op), args, kwargs))
         self._gradients = ValueGradients()
         self._inputs: dict[tuple[Any, ...], TrackedTensor] = {}
         self._input_storages: dict[int, list[tuple[TrackedTensor, torch.Tensor]]] = {}
@@ -235,11 +236,7 @@ class OpRecorder(TorchDispatchMode):
             if facts.gradient is not None:
                 self._gradients.note(op._opname, facts.gradient, out, args, kwargs)
             return out
-        try:
-            out = self.computed(lambda: self._fake_result(facts, *fakes))
-        except Exception as error:
-            error.add_note(f"{CAPTURE_NOTE} {op} at {user_line()}")
-            raise
+        out = self.computed(lambda: self._fake_result(facts, *fakes))
         self.emit_new_checks()
         if facts.is_composite and self.storages.shares_memory(out, fakes):  # a dropout that drops nothing, an einsum
             return self._run_composite(op, args, kwargs)
@@ -259,7 +256,12 @@ class OpRecorder(TorchDispatchMode):
         """What an operation returns for fake operands."""
         result = fake_result if facts.writes is not None else self._results
         compute = lambda: result(facts.op, args, kwargs)
-        return with_symbols(facts.op, compute, self.symbols.shape_env) if facts.returns_numbers else compute()
+        try:
+            return with_symbols(facts.op, compute, self.symbols.shape_env) if facts.returns_numbers else compute()
+        except REFUSALS as error:
+            error.add_note(f"{CAPTURE_NOTE} {facts.op} at {user_line()}")
+            refused = error
+        raise kernel_error(refused, facts.op, args, kwargs)
 
     def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
         """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
