@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout,
 _MOST_BYTES = 2**26
 
 
-class _Unknown(Exception):
+class _UnknownOperand(Exception):
     """An operand that cannot be made again."""
 
 
@@ -35,7 +35,7 @@ def kernel_error(error: Exception, op: OpOverload, args: tuple[Any, ...], kwargs
         try:
             real = _Operands()
             operands = real.of(args), {name: real.of(value) for name, value in kwargs.items()}
-        except _Unknown:
+        except _UnknownOperand:
             return error
         try:
             op(*operands[0], **operands[1])
@@ -62,21 +62,21 @@ class _Operands:
             return self._number(value)
         if isinstance(value, _PLAIN):
             return value
-        raise _Unknown
+        raise _UnknownOperand
 
     def _zeros(self, fake: FakeTensor) -> torch.Tensor:
         if fake.layout is not torch.strided:
-            raise _Unknown
+            raise _UnknownOperand
         sizes, strides = ([self._number(each) for each in layout] for layout in (fake.shape, fake.stride()))
         elements = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         self._bytes += elements * fake.element_size()
         if self._bytes > _MOST_BYTES:
-            raise _Unknown
+            raise _UnknownOperand
         return torch.empty_strided(sizes, strides, dtype=fake.dtype).zero_()
 
     def _number(self, value: Any) -> Any:
         if not isinstance(value, _NUMBERS):
             return value
         if not value.node.has_hint():
-            raise _Unknown
+            raise _UnknownOperand
         return value.node.pytype(value)
