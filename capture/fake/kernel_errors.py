@@ -12,9 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import torch_adapter
+from weft.capture.user_code import user_line
+from weft.errors import CannotCapture
 from weft.torch_adapter import OpOverload
 
-REFUSALS = (RuntimeError, IndexError, ValueError, TypeError)  # classes below these are of torch's tracer
+# Other classes below these are of torch's tracer.
+REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 _MOST_BYTES = 2**26
@@ -41,6 +44,8 @@ def kernel_error(error: Exception, op: OpOverload, args: tuple[Any, ...], kwargs
             op(*operands[0], **operands[1])
         except REFUSALS as found:
             return found.with_traceback(error.__traceback__)  # an error of the operation's, not of this file's
+    if isinstance(error, NotImplementedError):
+        return CannotCapture(user_line(), f"torch has no rule for the result of {op}", "Move it out of the step")
     return error
 
 

@@ -29,6 +29,7 @@ MEMORY_ACCESS: dict[Any, tuple[str, str, bool]] = {
     torch.Tensor.is_set_to: ("is_set_to()", _COMPARE, True),
     torch.Tensor.untyped_storage: ("untyped_storage()", _OUTSIDE, True),
     torch_adapter.version_getter(): ("_version", _OUTSIDE, True),
+    torch.Tensor.storage_type: ("storage_type()", "ask for tensor.dtype", False),
     torch.Tensor.storage: ("storage()", _OUTSIDE, False),
     torch.Tensor.share_memory_: ("share_memory_()", _OUTSIDE, False),
     torch.Tensor.pin_memory: ("pin_memory()", _OUTSIDE, False),

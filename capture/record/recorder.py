@@ -30,7 +30,7 @@ from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_result
 from weft.capture.fake.kernel_errors import REFUSALS, kernel_error
-from weft.capture.node_kinds import check_operands
+from weft.capture.node_kinds import check_layout, check_operands
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.float_tags import FloatTags
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
@@ -50,7 +50,7 @@ from weft.capture.state.exception_parts import CAPTURE_NOTE
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
-from weft.errors import UncapturableCollective, UncapturableLayout, UncapturableMutation
+from weft.errors import UncapturableCollective, UncapturableMutation
 from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
@@ -159,9 +159,10 @@ class OpRecorder(TorchDispatchMode):
             with torch_adapter.only_mode():
                 return op(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        for tensor in tensors:
-            if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
-                return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
+        if any(type(each) is FakeTensor and each.fake_mode is not self.fake_mode for each in tensors):
+            return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
+        if op is aten._to_copy.default and not tensors:  # vmap casts a number, which torch hands over as it is
+            facts, kwargs = facts_of(aten.scalar_tensor.default), {"dtype": kwargs["dtype"]}
         if facts.is_taken_apart:  # torch leaves it whole below autograd, and in inference mode
             return self._run_composite(op, args, kwargs)
         if facts.namespace == "c10d":
@@ -433,8 +434,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _input(self, tensor: torch.Tensor) -> TrackedTensor:
         """What a tensor of the user is in the graph: a placeholder, or a view of one that shares its memory."""
-        if tensor.layout is not torch.strided:
-            raise UncapturableLayout("an operation", tensor.layout, user_line())
+        check_layout("an operation", tensor)
         if self.data_set and (known := self.data_set.get(id(tensor))) is not None:
             return known.now
         key = memory_key(tensor)
@@ -583,8 +583,7 @@ class OpRecorder(TorchDispatchMode):
         for at, value in enumerate(out if many else (out,)):
             index = at if many else None
             if isinstance(value, torch.Tensor):
-                if value.layout is not torch.strided:
-                    raise UncapturableLayout(str(op), value.layout, user_line())
+                check_layout(str(op), value)
                 part = self.getitem(node, at, value) if many else node
                 self.storages.bind_result(value, part, op, args, kwargs, index)
             elif isinstance(value, _NUMBERS):

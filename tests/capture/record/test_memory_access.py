@@ -31,6 +31,7 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "of each element of two tensors": lambda x: (x * 2).map_(x, lambda each, other: each + other),
     "of each element of three tensors": lambda x: (x * 2).map2_(x, x, lambda each, *others: each + sum(others)),
     "of a tensor of the user's": lambda x: KEPT.apply_(lambda each: each + 1),
+    "the type of a storage": lambda x: (x * 2).storage_type(),
     "pickle": lambda x: pickle.dumps(x * 2),
 }
 
