@@ -236,7 +236,7 @@ class CompiledStep(Generic[P, R]):
             of_step = may_be_of_step(error) and (self.fallback == "eager" or is_steps_own(error))
             if not of_step and not isinstance(error, ItemsWanted):
                 raise
-            failure = error
+            failure = error if of_step else None
         else:
             leaves, _ = self._lists.flatten((args, kwargs))
             with in_step():
@@ -244,7 +244,7 @@ class CompiledStep(Generic[P, R]):
                     run = lambda: self._run(entry, leaves, args, kwargs)
                     return verify_first_call(self.step, entry.captured, args, kwargs, run, path=lambda: entry.captured)
                 return self._run(entry, leaves, args, kwargs)
-        if isinstance(failure, ItemsWanted):  # not in the handler: it would be the context of what the step raises
+        if failure is None:  # not in the handler: the reason would be the context of what the step raises
             return self._with_items(args, kwargs, reasons)
         return self._run_uncompiled(failure, args, kwargs)
 

@@ -261,8 +261,8 @@ class OpRecorder(TorchDispatchMode):
             return with_symbols(facts.op, compute, self.symbols.shape_env) if facts.returns_numbers else compute()
         except REFUSALS as error:
             error.add_note(f"{CAPTURE_NOTE} {facts.op} at {user_line()}")
-            refused = error
-        raise kernel_error(refused, facts.op, args, kwargs)
+            refused = [error]  # emptied: the frames of its traceback would hold it, and it holds the values in them
+        raise kernel_error(refused.pop(), facts.op, args, kwargs)
 
     def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
         """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
