@@ -169,17 +169,17 @@ def unregistered(node: torch.fx.Node) -> UnregisteredCollective:
     return UnregisteredCollective(str(node.target), format_frame(frames[0]) if frames else "")
 
 
-@functools.cache
-def check_layout(what: str, tensor: torch.Tensor) -> None:
+def check_layout(what: object, tensor: torch.Tensor) -> None:
     """Check that graphs can hold a tensor, of which ``what`` has to do with it.
 
     Raises:
         UncapturableLayout: it is sparse, or otherwise not strided.
     """
     if tensor.layout is not torch.strided:
-        raise UncapturableLayout(what, tensor.layout, user_line())
+        raise UncapturableLayout(str(what), tensor.layout, user_line())
 
 
+@functools.cache
 def needs_check(target: object) -> bool:
     """Whether :func:`check_operands` has something to check for an operation."""
     if _makes_quantized(target):

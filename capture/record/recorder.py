@@ -159,8 +159,9 @@ class OpRecorder(TorchDispatchMode):
             with torch_adapter.only_mode():
                 return op(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
-        if any(type(each) is FakeTensor and each.fake_mode is not self.fake_mode for each in tensors):
-            return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
+        for tensor in tensors:
+            if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
+                return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
         if op is aten._to_copy.default and not tensors:  # vmap casts a number, which torch hands over as it is
             facts, kwargs = facts_of(aten.scalar_tensor.default), {"dtype": kwargs["dtype"]}
         if facts.is_taken_apart:  # torch leaves it whole below autograd, and in inference mode
@@ -583,7 +584,7 @@ class OpRecorder(TorchDispatchMode):
         for at, value in enumerate(out if many else (out,)):
             index = at if many else None
             if isinstance(value, torch.Tensor):
-                check_layout(str(op), value)
+                check_layout(op, value)
                 part = self.getitem(node, at, value) if many else node
                 self.storages.bind_result(value, part, op, args, kwargs, index)
             elif isinstance(value, _NUMBERS):
