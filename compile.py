@@ -230,14 +230,13 @@ class CompiledStep(Generic[P, R]):
             args, kwargs = self._iterators.arguments(args, kwargs)
         try:
             entry = self.capture(args, kwargs, reasons)
-        except ItemsWanted:
-            return self._with_items(args, kwargs, reasons)
         except (*_RANKS_DIFFER, CaptureValueEscaped):
             raise  # ranks that differ must not go on, compiled or not, nor a model with values of the capture inside
         except BaseException as error:
-            if not may_be_of_step(error) or (self.fallback != "eager" and not is_steps_own(error)):
+            of_step = may_be_of_step(error) and (self.fallback == "eager" or is_steps_own(error))
+            if not of_step and not isinstance(error, ItemsWanted):
                 raise
-            failure = error
+            failure = error if of_step else None
         else:
             leaves, _ = self._lists.flatten((args, kwargs))
             with in_step():
@@ -245,7 +244,9 @@ class CompiledStep(Generic[P, R]):
                     run = lambda: self._run(entry, leaves, args, kwargs)
                     return verify_first_call(self.step, entry.captured, args, kwargs, run, path=lambda: entry.captured)
                 return self._run(entry, leaves, args, kwargs)
-        return self._run_uncompiled(failure, args, kwargs)  # not as the context of what the step raises there
+        if failure is None:  # not in the handler: the reason would be the context of what the step raises
+            return self._with_items(args, kwargs, reasons)
+        return self._run_uncompiled(failure, args, kwargs)
 
     def _run_uncompiled(self, failure: BaseException, args: Any, kwargs: Any) -> Any:
         """The call by the uncompiled step: it raises what the step itself raises, and changes what eager changes before
@@ -364,7 +365,7 @@ class CompiledStep(Generic[P, R]):
     ) -> tuple[CapturedStep, Guards]:
         """Capture the path of a call that branches on values, after the first branches went by ``outcomes``."""
         self._begin_capture([f"the branch at {line} had the outcome {outcomes[-1]} for the first time"])
-        with out_of_step(), capturing():
+        with out_of_step(), capturing(), without_torchs_log():
             captured = self._captured(args, kwargs, dynamic=dynamic, changing=changing, outcomes=outcomes)
             return captured, Guards(captured)
 

@@ -326,8 +326,8 @@ class UncapturableLayout(WeftError):
         super().__init__(
             f"cannot capture {operation} at {line}: it has to do with a {layout} tensor, and graphs hold strided ones "
             "only. Use a dense gradient (sparse=False), use a sparse matrix for nothing but products adj @ x on a CPU, "
-            "call .to_dense() before the step, or run the step uncompiled with "
-            'weft.compile(..., fallback="eager")'
+            "call .to_dense() before the step, quantize with fake_quantize_per_tensor_affine, or run the step "
+            'uncompiled with weft.compile(..., fallback="eager")'
         )
 
 

@@ -32,7 +32,7 @@ _PUBLIC = ("__init__", "__copy__", "__deepcopy__", "__reduce_ex__")  # of the na
 _FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-def shorten_traceback(error: Exception) -> None:
+def shorten_traceback(error: BaseException) -> None:
     """Leave the frames of user code alone in the traceback of ``error``, those of installed packages included.
 
     The errors that it came from are shortened likewise. Faults of weft's own keep all frames.
@@ -69,7 +69,7 @@ def shortens_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
     def short(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:  # a step may raise SystemExit
             mark_refused_call(error)
             shorten_traceback(error)
             raise

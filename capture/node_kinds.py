@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 import torch.fx
 
 from weft.capture.user_code import format_frame, user_line
-from weft.errors import InvalidCollective, UnregisteredCollective
+from weft.errors import InvalidCollective, UncapturableLayout, UnregisteredCollective
 from weft.shown_values import listed
 from weft.torch_adapter import OpOverload
 
@@ -168,20 +169,40 @@ def unregistered(node: torch.fx.Node) -> UnregisteredCollective:
     return UnregisteredCollective(str(node.target), format_frame(frames[0]) if frames else "")
 
 
+def check_layout(what: object, tensor: torch.Tensor) -> None:
+    """Check that graphs can hold a tensor, of which ``what`` has to do with it.
+
+    Raises:
+        UncapturableLayout: it is sparse, or otherwise not strided.
+    """
+    if tensor.layout is not torch.strided:
+        raise UncapturableLayout(str(what), tensor.layout, user_line())
+
+
 @functools.cache
 def needs_check(target: object) -> bool:
     """Whether :func:`check_operands` has something to check for an operation."""
+    if _makes_quantized(target):
+        return True
     name = str(target) if getattr(target, "namespace", "") in COLLECTIVE_NAMESPACES else ""
     # Gathers take tensors of several dtypes.
     return ("_coalesced" in name and "reduce" in name) or sizes_differ_by_rank(target)
 
 
+def _makes_quantized(target: object) -> bool:
+    name = getattr(target, "_opname", "") if getattr(target, "namespace", "") == "aten" else ""
+    return re.search("(^|_)quantized?(_|$)", name) is not None and "fake_quantize" not in name
+
+
 def check_operands(target: Any, operands: tuple[Any, ...]) -> None:
-    """Check what torch would find out when a collective runs.
+    """Check what torch would find out when a collective runs, or when a graph has a quantized tensor.
 
     Raises:
         InvalidCollective: the tensors of a coalesced reduction have several dtypes.
+        UncapturableLayout: the result is quantized, for which torch's fake tensors have no dtype.
     """
+    if _makes_quantized(target):
+        raise UncapturableLayout(str(target), "quantized", user_line())
     if sizes_differ_by_rank(target):
         return check_splits(*operands[:3])
     dtypes = dict.fromkeys(tensor.dtype for tensor in operands[0])

@@ -137,6 +137,24 @@ def _native_attention(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return out, weights if wants_weights else None
 
 
+def _lstsq(a: torch.Tensor, b: torch.Tensor, *args: Any, driver: str | None = None) -> tuple[torch.Tensor, ...]:
+    """Torch has no rule. Two drivers tell how large the residuals are by the rank, which only the data decides."""
+    driver = driver or ("gelsy" if a.device.type == "cpu" else "gels")
+    if driver not in ("gelsy", "gels"):
+        return aten.linalg_lstsq.default(a, b, *args, driver=driver)
+    vector = b.dim() == 1 or (a.dim() - 1 == b.dim() and a.shape[:-1] == b.shape)
+    columns = 1 if vector else b.shape[-1]
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-1] if vector else b.shape[:-2])
+    rows, unknowns = a.shape[-2:]
+    # LAPACK computes in columns as long as the longer side; the solution is the beginning of each.
+    longer: Any = torch.sym_max(rows, unknowns)
+    solution = a.new_empty((*batch, columns, longer)).mT.narrow(-2, 0, unknowns)
+    has_residuals = driver == "gels" and rows > unknowns
+    residuals = a.new_empty((*batch, columns) if has_residuals else (0,))
+    rank = a.new_empty((0,) if driver == "gels" else a.shape[:-2], dtype=torch.int64)
+    return solution.squeeze(-1) if vector else solution, residuals, rank, a.new_empty((0,))
+
+
 def _nested_tensor(*args: Any) -> torch.Tensor:
     """An encoder of torch's leaves out the padding in eager, which only the data places."""
     why = "nn.TransformerEncoder makes a nested tensor of the part that the padding mask leaves"
@@ -263,6 +281,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.slice.Tensor: _slice,
     aten.unbind.int: _unbind,
     aten.dropout.default: _dropout,
+    aten.linalg_lstsq.default: _lstsq,
     aten._nested_tensor_from_mask.default: _nested_tensor,
     aten._native_multi_head_attention.default: _native_attention,
     aten.linspace.default: _spaced,

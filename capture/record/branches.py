@@ -62,6 +62,7 @@ class Branches:
         is_constant: whether a tensor is neither an argument nor a part of the state, so that its content is a part of
             the capture: a table of numbers that the step indexes.
         taken: the answers that were given.
+        shown: the symbolic numbers that messages of errors show.
         undecided: whether a question without an outcome was asked, which ends the capture.
     """
 
@@ -75,7 +76,7 @@ class Branches:
         self.is_constant: Callable[[torch.Tensor], bool] = lambda tensor: False
         self.taken: tuple[Outcome, ...] = ()
         self.undecided = False
-        self._shown = ShownSymbols(recorder)
+        self.shown = ShownSymbols(recorder)
 
     def ended_by(self, error: BaseException) -> BaseException:
         """The exception with which a step ends after a branch, without the frames that lead from it to the capture.
@@ -85,7 +86,7 @@ class Branches:
         """
         if "FakeTensor(" in str(error):
             raise TextOfValue(user_line(), in_raise=True)
-        self._shown.mark_messages(error)
+        self.shown.mark_messages(error)
         without_machinery(error)
         return error
 
@@ -115,7 +116,7 @@ class Branches:
         shape_env.evaluate_expr = evaluate_expr  # type: ignore[method-assign]
         SymNode.guard_bool = is_true  # type: ignore[method-assign]
         try:
-            with self._shown.noted():
+            with self.shown.noted():
                 yield
         except BaseException as error:
             # The step may have caught the exception that ended it, and raised another one.

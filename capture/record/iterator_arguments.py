@@ -33,6 +33,7 @@ from weft.capture.segments import is_branch
 from weft.capture.state.origin import is_user_class
 from weft.capture.user_code import user_line
 from weft.errors import UncapturableDraw
+from weft.short_tracebacks import called_for_user
 
 T = TypeVar("T")
 
@@ -146,7 +147,7 @@ class ItemsOfCall:
         are ``items``."""
         self.asked(number)
         if recording() is None:
-            return next(self.iterators[number])
+            return called_for_user(next, self.iterators[number])
         self._wanted.append(number)
         if not items or len(self._wanted) > _MOST_WANTED:
             raise ItemsWanted

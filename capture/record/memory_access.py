@@ -22,15 +22,20 @@ from weft.source_files import is_user_file
 _COMPARE = "compare tensors with `is`, or their sizes"
 _OUTSIDE = "do it outside the step"
 _COPY = "use tensor.detach().clone()"
+_WHOLE = "use torch operations on whole tensors"
 # What the function is called in a message, what to do instead, and whether Python code of torch's may call it.
 MEMORY_ACCESS: dict[Any, tuple[str, str, bool]] = {
     torch.Tensor.data_ptr: ("data_ptr()", _COMPARE, True),
     torch.Tensor.is_set_to: ("is_set_to()", _COMPARE, True),
     torch.Tensor.untyped_storage: ("untyped_storage()", _OUTSIDE, True),
     torch_adapter.version_getter(): ("_version", _OUTSIDE, True),
+    torch.Tensor.storage_type: ("storage_type()", "ask for tensor.dtype", False),
     torch.Tensor.storage: ("storage()", _OUTSIDE, False),
     torch.Tensor.share_memory_: ("share_memory_()", _OUTSIDE, False),
     torch.Tensor.pin_memory: ("pin_memory()", _OUTSIDE, False),
+    torch.Tensor.apply_: ("apply_()", _WHOLE, False),
+    torch.Tensor.map_: ("map_()", _WHOLE, False),
+    torch.Tensor.map2_: ("map2_()", _WHOLE, False),
     torch.Tensor.__dlpack__: ("__dlpack__()", _COPY, False),
     torch.Tensor.__deepcopy__: ("copy.deepcopy()", _COPY, False),
 }

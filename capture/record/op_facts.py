@@ -33,7 +33,7 @@ class OpFacts(NamedTuple):
         writes: the arguments that it writes, None where there are none.
         reads_data: whether the sizes or the number that it returns depend on data.
         returns_numbers: whether it returns numbers that may depend on data.
-        needs_check: whether it is a collective whose operands torch checks only when it runs.
+        needs_check: whether torch checks its operands only when it runs.
         gradient: makes eager's gradients, where those for fake tensors have other bits.
         is_composite: whether torch computes it by other operations.
         is_taken_apart: whether it is recorded as those, see :func:`weft.torch_adapter.is_taken_apart`.

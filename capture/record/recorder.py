@@ -29,7 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from weft import torch_adapter
 from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.fake.fake_rules import fake_result
-from weft.capture.node_kinds import check_operands
+from weft.capture.fake.kernel_errors import REFUSALS, kernel_error
+from weft.capture.node_kinds import check_layout, check_operands
 from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.float_tags import FloatTags
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
@@ -49,7 +50,7 @@ from weft.capture.state.exception_parts import CAPTURE_NOTE
 from weft.capture.state.tensor_memory import memory_key
 from weft.capture.strided_overlap import offset_within, overlap, span
 from weft.capture.user_code import Frame, user_frames, user_line
-from weft.errors import UncapturableCollective, UncapturableLayout, UncapturableMutation
+from weft.errors import UncapturableCollective, UncapturableMutation
 from weft.torch_adapter import OpOverload, TorchDispatchMode
 
 aten = torch.ops.aten
@@ -122,7 +123,7 @@ class OpRecorder(TorchDispatchMode):
         self.computed: Callable[[Callable[[], Any]], Any] = lambda fake_result: fake_result()
         self.placeholders: list[tuple[torch.fx.Node, torch.Tensor]] = []
         self._results = FakeResultCache(fake_mode)
-        self._widened = WidenedWrites(self._results)
+        self._widened = WidenedWrites(lambda op, args, kwargs: self._fake_result(facts_of(op), args, kwargs))
         self._gradients = ValueGradients()
         self._inputs: dict[tuple[Any, ...], TrackedTensor] = {}
         self._input_storages: dict[int, list[tuple[TrackedTensor, torch.Tensor]]] = {}
@@ -161,6 +162,8 @@ class OpRecorder(TorchDispatchMode):
         for tensor in tensors:
             if type(tensor) is FakeTensor and tensor.fake_mode is not self.fake_mode:
                 return op(*args, **kwargs)  # bookkeeping of torch's own, on fakes that are no values of the step
+        if op is aten._to_copy.default and not tensors:  # vmap casts a number, which torch hands over as it is
+            facts, kwargs = facts_of(aten.scalar_tensor.default), {"dtype": kwargs["dtype"]}
         if facts.is_taken_apart:  # torch leaves it whole below autograd, and in inference mode
             return self._run_composite(op, args, kwargs)
         if facts.namespace == "c10d":
@@ -235,11 +238,7 @@ class OpRecorder(TorchDispatchMode):
             if facts.gradient is not None:
                 self._gradients.note(op._opname, facts.gradient, out, args, kwargs)
             return out
-        try:
-            out = self.computed(lambda: self._fake_result(facts, *fakes))
-        except Exception as error:
-            error.add_note(f"{CAPTURE_NOTE} {op} at {user_line()}")
-            raise
+        out = self.computed(lambda: self._fake_result(facts, *fakes))
         self.emit_new_checks()
         if facts.is_composite and self.storages.shares_memory(out, fakes):  # a dropout that drops nothing, an einsum
             return self._run_composite(op, args, kwargs)
@@ -259,7 +258,12 @@ class OpRecorder(TorchDispatchMode):
         """What an operation returns for fake operands."""
         result = fake_result if facts.writes is not None else self._results
         compute = lambda: result(facts.op, args, kwargs)
-        return with_symbols(facts.op, compute, self.symbols.shape_env) if facts.returns_numbers else compute()
+        try:
+            return with_symbols(facts.op, compute, self.symbols.shape_env) if facts.returns_numbers else compute()
+        except REFUSALS as error:
+            error.add_note(f"{CAPTURE_NOTE} {facts.op} at {user_line()}")
+            refused = [error]  # emptied: the frames of its traceback would hold it, and it holds the values in them
+        raise kernel_error(refused.pop(), facts.op, args, kwargs)
 
     def _record_item(self, op: OpOverload, args: tuple[Any, ...], fakes: tuple[Any, ...]) -> Any:
         """``tensor.item()``: a number where no input decides it, else a symbol that the node computes."""
@@ -432,8 +436,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _input(self, tensor: torch.Tensor) -> TrackedTensor:
         """What a tensor of the user is in the graph: a placeholder, or a view of one that shares its memory."""
-        if tensor.layout is not torch.strided:
-            raise UncapturableLayout("an operation", tensor.layout, user_line())
+        check_layout("an operation", tensor)
         if self.data_set and (known := self.data_set.get(id(tensor))) is not None:
             return known.now
         key = memory_key(tensor)
@@ -582,8 +585,7 @@ class OpRecorder(TorchDispatchMode):
         for at, value in enumerate(out if many else (out,)):
             index = at if many else None
             if isinstance(value, torch.Tensor):
-                if value.layout is not torch.strided:
-                    raise UncapturableLayout(str(op), value.layout, user_line())
+                check_layout(op, value)
                 part = self.getitem(node, at, value) if many else node
                 self.storages.bind_result(value, part, op, args, kwargs, index)
             elif isinstance(value, _NUMBERS):

@@ -1,21 +1,23 @@
 """Symbolic numbers in the messages of errors that torch raises: each call shows its own numbers there.
 
 Torch says which sizes do not fit together: ``batch_size (s4)``, where ``s4`` is a symbol of the capture. It asks the
-symbolic number for its text. So each such text is noted with its number, and gets a mark of
-:mod:`weft.capture.record.late_text` where it occurs in a message.
+symbolic number for its text. So each such text is noted with its number. Where it occurs in a message, the value in the
+captured call takes its place, and becomes a guard: the step may catch the error and read the message. A number that
+only the data decides gets a mark of :mod:`weft.capture.record.late_text` where the error leaves the step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx.experimental.sym_node import SymNode, wrap_node
 
 from weft.capture.record.ended_runs import raised_by_statement
 from weft.capture.record.late_text import LateText, mark_of
+from weft.capture.record.plain_numbers import plain_number
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.user_code import user_line
 from weft.errors import TextOfValue
@@ -52,29 +54,44 @@ class ShownSymbols:
         with replaced(SymNode, "str", text_of):
             yield
 
+    def show_numbers(self, error: BaseException) -> None:
+        """Put numbers in the place of symbols in the message of ``error``, which the step may catch."""
+        self._replace(error, lambda node: node.has_hint(), self._plain)
+
     def mark_messages(self, error: BaseException) -> None:
-        """Put marks in the place of symbols in the messages of ``error`` and of the errors that it came from.
+        """Put numbers, or marks for them, in the place of symbols in the messages of ``error``, which leaves the step,
+        and of the errors that it came from.
 
         Raises:
             TextOfValue: a message of torch's shows a symbol that no call knows, or a tensor.
         """
         seen: BaseException | None = error
+        knows: Callable[[Any], bool] = self._recorder.symbols.knows
         while seen is not None:
-            marked = tuple(self._marked(each) if type(each) is str else each for each in seen.args)
-            if marked != seen.args:
-                seen.args = marked
+            self.show_numbers(seen)
+            self._replace(seen, lambda node: all(map(knows, node.expr.free_symbols)), self._mark)
             if not _is_users(seen) and any(type(each) is str and self._shows_symbol(each) for each in seen.args):
                 raise TextOfValue(user_line(), in_raise=True)
             seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
 
-    def _marked(self, message: str) -> str:
-        symbols = self._recorder.symbols
-        known = {text: node for text, node in self._numbers.items() if all(map(symbols.knows, node.expr.free_symbols))}
-        if not known:
-            return message
-        texts = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-        mark = lambda found: mark_of(self._recorder, LateText(wrap_node(known[found[0]]), "__str__", ()))
-        return re.sub(f"{_BEFORE}(?:{texts}){_AFTER}", mark, message)
+    def _replace(
+        self, error: BaseException, is_replaced: Callable[[SymNode], bool], text_of: Callable[[SymNode], str]
+    ) -> None:
+        """Replace the texts of some symbolic numbers in the message of an error."""
+        known = {text: node for text, node in self._numbers.items() if is_replaced(node)}
+        if known and any(type(each) is str for each in error.args):
+            texts = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+            pattern = re.compile(f"{_BEFORE}(?:{texts}){_AFTER}")
+            text = lambda found: text_of(known[found[0]])
+            args = tuple(pattern.sub(text, each) if type(each) is str else each for each in error.args)
+            if args != error.args:
+                error.args = args
+
+    def _plain(self, node: SymNode) -> str:
+        return str(plain_number(wrap_node(node)))
+
+    def _mark(self, node: SymNode) -> str:
+        return mark_of(self._recorder, LateText(wrap_node(node), "__str__", ()))
 
     def _shows_symbol(self, message: str) -> bool:
         names = set(map(str, self._recorder.symbols.shape_env.var_to_range))

@@ -27,6 +27,7 @@ from weft.capture.record.plain_numbers import NumpyFloat, plain_number
 from weft.capture.record.printed import TEXTS, text_of_tensor
 from weft.capture.record.recorder import OpRecorder
 from weft.capture.record.selected_parts import with_selections
+from weft.capture.record.shown_symbols import ShownSymbols
 from weft.capture.record.size_arguments import SIZE_FUNCTIONS, is_resized
 from weft.capture.record.sparse_products import SPARSE_FUNCTIONS, sparse_function
 from weft.capture.record.tensor_classes import symbolic_numbers
@@ -60,9 +61,10 @@ def to_list(tensor: torch.Tensor) -> list[Any]:
 class TorchFunctionInterceptor(TorchFunctionMode):
     """Function mode of a capture; it is active above the recorder."""
 
-    def __init__(self, recorder: OpRecorder, arrays: ArraySources) -> None:
+    def __init__(self, recorder: OpRecorder, arrays: ArraySources, shown: ShownSymbols) -> None:
         super().__init__()
         self._recorder = recorder
+        self._shown = shown
         self._arrays = arrays
         self._floats = FloatArguments(recorder.float_tags)
         self._inside = Inside()
@@ -157,6 +159,7 @@ class TorchFunctionInterceptor(TorchFunctionMode):
         except Exception as error:
             if not (isinstance(error, (RuntimeError, TypeError)) and any(text in str(error) for text in _WANTS_SIZES)):
                 mark_refused_call(error)
+                self._shown.show_numbers(error)
                 raise
         return func(
             *_with_plain_sizes(args), **dict(zip(kwargs, _with_plain_sizes(tuple(kwargs.values())), strict=True))

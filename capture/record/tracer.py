@@ -238,7 +238,7 @@ class _StepCapture:
                 self.lists.check_arguments(known for _, known in self.arguments.objects_in_call)
                 self.graphs.follow_arguments(self.arguments.faked)
                 self.branches.whole_numbers = self.arguments.whole_numbers
-                functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays)
+                functions = TorchFunctionInterceptor(self.recorder, self.outside.arrays, self.branches.shown)
                 symbols, drawn = self.recorder.symbols, self.outside.draws.described
                 reported = data_dependence_reported(self.step, symbols, drawn)
                 results: list[Any] = [None]  # of which no variable holds one: references to them are counted

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft.capture.fake.fake_results import FakeResultCache
 from weft.capture.record.functional_ops import WrittenArguments
 from weft.capture.record.operands import argument_of, tensors_in
 from weft.torch_adapter import OpOverload
@@ -21,7 +21,7 @@ class WidenedWrites:
         results: computes fake results.
     """
 
-    def __init__(self, results: FakeResultCache) -> None:
+    def __init__(self, results: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         self._results = results
         self._same_dtype: dict[Any, bool] = {}
 

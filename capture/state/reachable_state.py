@@ -59,6 +59,7 @@ from weft.capture.state.contents import (
 )
 from weft.capture.state.deep_walks import WaitingVisits, waits_when_deep
 from weft.capture.state.followed_names import FollowedByObject, FollowedNames
+from weft.capture.state.function_defaults import containers_of
 from weft.capture.state.hook_registrations import HookSite, new_hooks, sites_of, user_hook
 from weft.capture.state.object_parts import followed_items, is_replaceable
 from weft.capture.state.object_types import ObjectTypes
@@ -72,7 +73,6 @@ from weft.capture.state.type_facts import (
     ASK_LOCKS,
     ASK_STATE,
     BOOKKEEPING,
-    OF_FUNCTIONS,
     OF_LOGGERS,
     PLAIN_HOLDERS,
     SIMPLE_KINDS,
@@ -534,7 +534,8 @@ class ReachableState:
             for module in imported_by(fn.__code__, fn.__globals__.get("__package__") or ""):
                 self._visit(module, module.__name__, None)
         if is_own(fn):
-            self._container(Attributes(fn, fn.__name__, OF_FUNCTIONS, label_of(fn.__name__)))
+            for container in containers_of(fn, self._growing):
+                self._container(container)
             self._visit(fn.__kwdefaults__, f"{fn.__name__}.__kwdefaults__", None)
             self._object(fn, fn.__name__)
         else:

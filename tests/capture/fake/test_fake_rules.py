@@ -175,3 +175,23 @@ def test_statistics_of_batch_norms_are_float32_on_a_gpu(training: bool) -> None:
         out, *statistics = fake_result(torch.ops.aten.native_batch_norm.default, given, {})
     assert (out.dtype, out.stride()) == (image.dtype, image.stride())
     assert [(each.dtype, tuple(each.shape)) for each in statistics] == [(torch.float32, (16 if training else 0,))] * 2
+
+
+@pytest.mark.parametrize("driver", [None, "gels"])
+@pytest.mark.parametrize(
+    "shapes", [((5, 3), (5, 2)), ((3, 5), (3,)), ((2, 4, 5, 3), (2, 4, 5)), ((1, 5, 3), (4, 5, 2))]
+)
+def test_least_squares_has_the_layouts_of_the_kernel(shapes: Any, driver: str | None) -> None:
+    def step(a: torch.Tensor, b: torch.Tensor) -> Any:
+        a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+        found = torch.linalg.lstsq(a, b, driver=driver)
+        found.solution.square().sum().backward()
+        return [each.detach() for each in found], [a.grad, b.grad]
+
+    compiled = weft.compile(step)
+    for more in (0, 1, 2):
+        a = torch.randn(*shapes[0][:-1], shapes[0][-1] + more, dtype=torch.float64)
+        b = torch.randn(shapes[1], dtype=torch.float64)
+        found, expected = compiled(a, b), step(a, b)
+        torch.testing.assert_close(found, expected)  # LAPACK's own bits differ from call to call
+        assert [each.stride() for each in found[0]] == [each.stride() for each in expected[0]]

@@ -73,3 +73,10 @@ def test_others_have_eagers_bits_and_random_numbers_in_inference_mode(name: str)
         torch.manual_seed(0)
         results.append([run(x) for _ in range(2)])
     assert_equal(*results)
+
+
+def test_numbers_that_vmap_casts_are_tensors_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weft.knobs, "strict", True)  # a pass that fails raises
+    x = torch.rand(3, dtype=torch.bfloat16)
+    step = lambda x: torch.vmap(lambda each: each * 2.7 + 1)(x)
+    assert_equal(weft.compile(step)(x), step(x))

@@ -405,3 +405,25 @@ def test_lists_that_grow_become_one_list_and_two_again() -> None:
         return seen
 
     assert run(weft.compile) == run(lambda step: step)
+
+
+@pytest.mark.parametrize("calls_another", [True, False])
+def test_a_list_that_is_the_default_of_an_argument_grows(calls_another: bool) -> None:
+    def run(wrap: Callable[..., Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        first: list[Any] = []
+
+        def noted(x: torch.Tensor, scale: float = 2.0, seen: list[Any] = first, *, all: list[Any] = []) -> Any:  # noqa: B006
+            seen.append((x * scale).sum().item())
+            all.append(x.detach())
+            return seen[-1], len(seen), max(seen)
+
+        step = wrap((lambda x: noted(x * 3)) if calls_another else noted)
+        found = [step(torch.full((2,), float(at))) for at in range(4)]
+        other = [7.0]
+        noted.__defaults__ = 3.0, other
+        found += [step(torch.full((2,), float(at))) for at in range(2)]
+        return found, [first, other], [noted.__defaults__[1] is other, noted.__kwdefaults__]
+
+    compiled: list[Any] = []
+    assert_equal(run(lambda step: compiled.append(weft.compile(step)) or compiled[0]), run(lambda step: step))
+    assert len(compiled[0].captures) == 2  # another scale

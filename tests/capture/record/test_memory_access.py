@@ -27,6 +27,11 @@ LOOKS: dict[str, Callable[[torch.Tensor], Any]] = {
     "shared": lambda x: (x * 2).share_memory_(),
     "pinned": lambda x: (x * 2).pin_memory(),
     "deepcopy": lambda x: copy.deepcopy((x * 2)[:1]),
+    "a Python function of each element": lambda x: (x * 2).apply_(lambda each: each + 1),
+    "of each element of two tensors": lambda x: (x * 2).map_(x, lambda each, other: each + other),
+    "of each element of three tensors": lambda x: (x * 2).map2_(x, x, lambda each, *others: each + sum(others)),
+    "of a tensor of the user's": lambda x: KEPT.apply_(lambda each: each + 1),
+    "the type of a storage": lambda x: (x * 2).storage_type(),
     "pickle": lambda x: pickle.dumps(x * 2),
 }
 

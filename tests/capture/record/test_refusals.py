@@ -178,9 +178,19 @@ def multiplied(x: torch.Tensor) -> Any:
     return torch.sparse.mm(SPARSE * 2, x)  # HERE
 
 
+def quantized(x: torch.Tensor) -> Any:
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8).dequantize()  # HERE
+
+
+def blocked(x: torch.Tensor) -> Any:
+    return x.to_mkldnn().to_dense()  # HERE
+
+
 @pytest.mark.parametrize(
     ("step", "error", "why"),
     [
+        (quantized, UncapturableLayout, "fake_quantize"),
+        (blocked, CannotCapture, "no rule for the result of aten.to_mkldnn"),
         (chosen, CannotCapture, "in Python"),
         (multiplied, UncapturableLayout, "dense"),
     ],

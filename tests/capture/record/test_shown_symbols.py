@@ -1,4 +1,4 @@
-"""Messages of errors that torch raises after a branch of the step: they show the numbers of each call."""
+"""Messages of errors that torch raises: they show the numbers of each call, in the words of the kernels."""
 
 from __future__ import annotations
 
@@ -58,6 +58,44 @@ def test_messages_show_the_numbers_of_the_call(name: str) -> None:
             cause = caught.value.__cause__
             found.append((caught.type, str(caught.value), str(cause), counted.calls, total.item()))
         return found
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+CAUGHT: dict[str, Callable[[Tensor], Any]] = {
+    "a size of a view": lambda x: x.view(-1, 7),
+    "an argument of a function in C++": lambda x: x.narrow(0, 0, 100),
+    "a check in Python": lambda x: functional.cross_entropy(x, torch.zeros(11, dtype=torch.long)),
+    "sizes in a list": lambda x: functional.binary_cross_entropy(x, torch.ones(2)),
+    "an index": lambda x: x[100],
+    "a number of elements": lambda x: x.item(),
+    "sizes of a broadcast": lambda x: x + torch.ones(3, 7),
+    "sizes of a broadcast in place": lambda x: torch.zeros(2, 2).add_(x),
+    "sizes of a product": lambda x: x @ torch.ones(7, 2),
+    "an error of another class": lambda x: x.split([1, 1]),
+    "dimensions": lambda x: x.permute(0, 1, 2),
+    "a dtype": lambda x: torch.zeros(2, dtype=torch.long).add_(0.5),
+    "a negative size": lambda x: torch.zeros(-x.shape[0]),
+}
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_errors_that_the_step_catches_are_those_of_the_kernels(name: str) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        found: list[Any] = []
+
+        def step(x: Tensor) -> Tensor:
+            try:
+                CAUGHT[name](x)
+            except (RuntimeError, ValueError, IndexError) as error:
+                found.append((type(error), str(error)))
+                found.append(error)
+            return x.sum()
+
+        compiled = wrap(step)
+        for rows in (4, 5, 6, 8, 5):
+            found.append(compiled(torch.ones(rows, 5)).item())
+        return [(type(each), each.args, each.__context__) if isinstance(each, Exception) else each for each in found]
 
     assert run(weft.compile) == run(lambda step: step)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,3 +225,54 @@ def test_a_step_that_raises_while_it_is_captured_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="only captured") as caught:
         weft.compile(step)(ONES)
     assert "did not raise" in "".join(caught.value.__notes__)
+
+
+def _exits(x: Tensor, items: Iterator[Tensor]) -> None:
+    next(items)
+    sys.exit(3)
+
+
+def _exits_on_data(x: Tensor, items: Iterator[Tensor]) -> None:
+    next(items)
+    if x.sum() > 0:
+        raise GeneratorExit
+
+
+def _fails_on_second(x: Tensor, items: Iterator[Tensor]) -> None:
+    next(items)
+    next(items)
+    raise ValueError
+
+
+def _has_too_few(x: Tensor, items: Iterator[Tensor]) -> None:
+    next(items)
+    next(items)
+    next(items)
+
+
+@pytest.mark.parametrize("step", [_exits, _exits_on_data, _fails_on_second, _has_too_few])
+def test_the_traceback_has_the_lines_of_the_step_and_no_exception_of_the_capture(step: Callable[..., None]) -> None:
+    def run(wrap: Callable[[Any], Any]) -> list[Any]:
+        found, compiled = [], wrap(step)
+        for _ in range(2):
+            with pytest.raises(BaseException) as caught:  # noqa: PT011
+                compiled(torch.ones(2), iter([torch.ones(2)] * 2))
+            frames = [(frame.f_code.co_name, line) for frame, line in traceback.walk_tb(caught.value.__traceback__)]
+            found.append((caught.type, caught.value.__context__, frames[1:]))
+        return found
+
+    assert run(weft.compile) == run(lambda step: step)
+
+
+def test_torch_logs_no_traceback_of_what_a_path_catches(caplog: pytest.LogCaptureFixture) -> None:
+    def step(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            with contextlib.suppress(RuntimeError):
+                x[None] @ torch.ones(7, 7)
+        return x.sum()
+
+    compiled = weft.compile(step)
+    with caplog.at_level("ERROR", "torch._subclasses.fake_tensor"):
+        compiled(-torch.ones(2))
+        compiled(torch.ones(2))
+    assert not caplog.records
