@@ -29,10 +29,12 @@ def is_literal(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.untyped_storage().resizable()
 
 
-def literal_node(recorder: OpRecorder, literal: torch.Tensor, fake: torch.Tensor) -> torch.fx.Node:
-    """The node whose result is the literal; ``fake`` is its fake tensor."""
+def record_literal(recorder: OpRecorder, literal: torch.Tensor) -> torch.Tensor:
+    """The fake tensor that the step works with in place of a literal."""
+    fake = torch_adapter.fake_like(recorder.fake_mode, literal)
     if literal.dim() or literal.dtype.is_complex or literal.layout is not torch.strided:
-        return recorder.value(literal)
+        return recorder.storages.bind_fresh(fake, recorder.value(literal)).val
     with torch.no_grad(), torch_adapter.real_tensors(), torch_adapter.no_torch_function_modes():
         number = literal.item()
-    return recorder.emit(aten.full.default, [], number, dtype=literal.dtype, device=literal.device, val=fake)
+    node = recorder.emit(aten.full.default, [], number, dtype=literal.dtype, device=literal.device, val=fake)
+    return recorder.storages.bind_fresh(fake, node).val

@@ -35,7 +35,7 @@ from weft.capture.record.constant_scalars import constant_scalar
 from weft.capture.record.float_tags import FloatTags
 from weft.capture.record.functional_ops import WrittenArguments, out_of_place
 from weft.capture.record.list_writes import check_independent
-from weft.capture.record.literals import LIFTS, is_literal, literal_node
+from weft.capture.record.literals import LIFTS, is_literal, record_literal
 from weft.capture.record.number_results import with_symbols
 from weft.capture.record.op_facts import OpFacts, facts_of
 from weft.capture.record.operands import argument_of, inplace_results, map_operands, tensors_in
@@ -225,7 +225,7 @@ class OpRecorder(TorchDispatchMode):
         op = facts.op
         self.recorded += 1
         if op in LIFTS and is_literal(args[0]):
-            return self._record_literal(args[0])
+            return record_literal(self, args[0])
         fakes = map_operands(args, self._fake), map_operands(kwargs, self._fake)
         if facts.reads_data:
             self._forget_stale_memos(tensors)
@@ -289,11 +289,6 @@ class OpRecorder(TorchDispatchMode):
             if fake.__dict__.get(MEMO_NODE) is not node:
                 torch_adapter.forget_data_memos(fake)
                 setattr(fake, MEMO_NODE, node)
-
-    def _record_literal(self, literal: torch.Tensor) -> torch.Tensor:
-        """``torch.tensor(1.0)``, ``torch.tensor([1.0])``: the step works with a tensor of its own."""
-        fake = torch_adapter.fake_like(self.fake_mode, literal)
-        return self.storages.bind_fresh(fake, literal_node(self, literal, fake)).val
 
     def _record_wait(self, out: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
         """A wait hands back the storage of its operand, which holds the result of the collective from here on."""
