@@ -5,20 +5,22 @@ does not draw: it records a node with an effect, whose result is a symbolic numb
 method of the same generator, in the order in which the step called it. So it gets the numbers that eager gets, and
 leaves the generator in the state in which eager leaves it.
 
-Arrays of numbers are drawn the same way (:mod:`weft.capture.record.array_sources`). What has no place in a graph is
-refused with the user's line: a choice among Python objects, a shuffle of a list, reading or setting a generator's
-state. :mod:`weft.capture.record.generator_states` finds draws that none of the
-functions here saw.
+Arrays of numbers are drawn the same way (:mod:`weft.capture.record.array_sources`). A draw among Python objects draws
+their positions, and the step branches on these, as long as there are few outcomes. What has no place in a graph is
+refused with the user's line: draws of many outcomes, reading or setting a generator's state.
+:mod:`weft.capture.record.generator_states` finds draws that none of the functions here saw.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import os
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,9 +60,18 @@ _NUMPY: dict[str, tuple[type, int]] = {
     "hypergeometric": (int, 3),
 }
 # Python's methods that draw among given numbers, one or a list of them.
-_AMONG = ("choice", "choices", "sample")
+_AMONG = ("choice", "choices", "sample", "shuffle")
+# How many outcomes such a draw of ``k`` among ``n`` objects has, and how many it may have: each is a path of the step.
+_OUTCOMES: dict[str, Callable[[int, int], int]] = {
+    "choice": lambda n, k: n,
+    "choices": lambda n, k: n**k,
+    "sample": math.perm,
+    "shuffle": lambda n, k: math.factorial(n),
+}
+_MOST_OUTCOMES = 64
+_ORIGINAL = {method: getattr(random.Random, method) for method in _AMONG}
 # All other methods that draw, or read or write the state.
-_PYTHON_OTHERS = ("shuffle", "randbytes", "getstate", "setstate")
+_PYTHON_OTHERS = ("randbytes", "getstate", "setstate")
 _NUMPY_OTHERS = ("get_state", "set_state", "bytes", *DRAWS_OF_ARRAYS)
 # What a generator of numpy's tells without a draw.
 _FIXED = ("bit_generator", "__repr__", "__str__")
@@ -77,7 +88,7 @@ Draw = Callable[..., Any]
 
 def draw_python(method: str, *args: Any, **kwargs: Any) -> Any:
     """Draw from the global generator of Python's ``random``."""
-    return getattr(random, _known(method, _PYTHON))(*args, **kwargs)
+    return _drawn(random, _known(method, _PYTHON), args, kwargs)
 
 
 def draw_numpy(method: str, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +119,16 @@ class GeneratorDraw:
         self.__module__ = __name__
 
     def __call__(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.generator, method)(*args, **kwargs)
+        return _drawn(self.generator, method, args, kwargs)
+
+
+def _drawn(generator: Any, method: str, args: Any, kwargs: Any) -> Any:
+    """The result of a method; a shuffled copy where the method shuffles."""
+    if method != "shuffle":
+        return getattr(generator, method)(*args, **kwargs)
+    shuffled = [*args[0]]
+    generator.shuffle(shuffled)
+    return shuffled
 
 
 def _known(method: str, table: dict[str, Any]) -> str:
@@ -186,16 +206,59 @@ class HostDraws:
         return result
 
     def _among(self, text: str, target: Draw, method: str, args: Any, kwargs: Any) -> Any:
-        given, rest = (args[0], args[1:]) if args else (kwargs.get("population", kwargs.get("seq")), ())
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("population", "seq")}
-        numbers = list(given) if isinstance(given, (list, tuple, range)) and len(given) <= _LONGEST else []
-        kinds = {type(each) for each in numbers}
+        """Record a draw among the elements of a sequence."""
+        name = next((key for key in ("population", "seq", "x") if key in kwargs), "")
+        given, rest = (args[0], args[1:]) if args else (kwargs[name], ())
+        kwargs = {key: value for key, value in kwargs.items() if key != name}
         count = kwargs.get("k", rest[0] if method == "sample" and rest else 1)
-        if len(kinds) != 1 or not kinds <= {int, float} or not isinstance(count, int):
+        length = len(given)
+        impossible = not isinstance(given, Sequence) or (isinstance(count, int) and not 0 <= count <= length)
+        if not length or (method == "sample" and impossible and "counts" not in kwargs):
+            return _ORIGINAL[method](GLOBAL, given, *rest, **kwargs)  # draws nothing: an error, or no element
+        count = length if method == "shuffle" else count
+        kind = _kind_of_numbers(given)
+        if kind is None or not isinstance(count, int):
+            return self._among_objects(text, target, method, given, rest, kwargs, count)
+        drawn = self._numbers(text, target, method, list(given), rest, kwargs, count, kind)
+        if method == "shuffle":
+            given[:] = drawn
+            return None
+        return drawn
+
+    def _among_objects(
+        self, text: str, target: Draw, method: str, given: Any, rest: Any, kwargs: Any, count: Any
+    ) -> Any:
+        """Draw positions, and let the step branch on them."""
+        length = len(given)
+        few = isinstance(count, int) and length <= _MOST_OUTCOMES and "counts" not in kwargs
+        if not few or _OUTCOMES[method](length, count) > _MOST_OUTCOMES:
+            why = f"it chooses among Python objects, and has more than {_MOST_OUTCOMES} outcomes"
             remedy = f"choose an index with random.randrange before the step and pass what it chooses, or {WITH_TORCH}"
-            raise UncapturableDraw(text, user_line(), "it chooses among Python objects, and not among numbers", remedy)
-        (kind,) = kinds
-        fresh = [self.fresh(kind, text, min(numbers), max(numbers)) for _ in range(count)]
+            raise UncapturableDraw(text, user_line(), why, remedy)
+        positions = self._numbers(text, target, method, list(range(length)), rest, kwargs, count, int)
+        if method == "choice":
+            return given[operator.index(positions)]
+        chosen = [given[operator.index(position)] for position in positions]
+        if method == "shuffle":
+            given[:] = chosen
+            return None
+        return chosen
+
+    def _numbers(
+        self,
+        text: str,
+        target: Draw,
+        method: str,
+        numbers: list[Any],
+        rest: Any,
+        kwargs: Any,
+        count: int,
+        kind: type,
+    ) -> Any:
+        """Record a draw among numbers; returns one symbol, or a list of them."""
+        plain = all(type(each) is kind for each in numbers)
+        low, high = (min(numbers), max(numbers)) if plain else (None, None)
+        fresh = [self.fresh(kind, text, low, high) for _ in range(count)]
         result = fresh[0] if method == "choice" else fresh
         return self.record(target, (method, numbers, *rest), kwargs, result)
 
@@ -406,6 +469,17 @@ def numpy_global() -> Any:
     """The global generator of ``numpy.random``, None where numpy is not imported."""
     numpy = sys.modules.get("numpy.random.mtrand")
     return None if numpy is None else numpy._rand
+
+
+def _kind_of_numbers(sequence: Any) -> type | None:
+    """int or float where all elements are such numbers, symbolic ones included; None for other sequences, and for those
+    that are too long to be carried in the graph."""
+    if not isinstance(sequence, (list, tuple, range)) or len(sequence) > _LONGEST:
+        return None
+    kinds = {type(each) for each in sequence}
+    if kinds <= {int, torch.SymInt}:
+        return int
+    return float if kinds <= {float, torch.SymFloat} else None
 
 
 # ---- what is refused, and what to do

@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -234,17 +235,65 @@ def _refused(step: Step, error: type[WeftError], match: str) -> None:
     assert_equal(weft.compile(step, fallback="eager")(torch.arange(8.0)), expected)
 
 
+def test_numbers_are_shuffled_in_every_call() -> None:
+    def make() -> tuple[Any, ...]:
+        own, kept, state = random.Random(5), [0.5, 1.5, 2.5], {"order": list(range(8))}
+
+        def step(x: torch.Tensor) -> tuple[Any, ...]:
+            order = list(range(8))
+            random.shuffle(order)
+            own.shuffle(kept)
+            random.shuffle(state["order"])
+            return x[order], x * kept[0], x[state["order"]], list(kept), [random.random()]
+
+        return step, own
+
+    _as_eager(make, calls=6)
+
+
+def test_a_draw_among_few_objects_is_a_branch() -> None:
+    layers = nn.ModuleList([nn.ReLU(), nn.Tanh(), nn.Sigmoid()])
+
+    def step(x: torch.Tensor) -> tuple[Any, ...]:
+        first, second = random.sample([x + 1, x * 2, x - 3], 2)
+        parts = [x * 5, x.sin()]
+        random.shuffle(parts)
+        signs = random.choices([True, False], k=2), random.choices(("a", "b"), weights=[1, 3])
+        return random.choice(layers)(first) - second, parts[0], signs, random.choice([1, 0.5])
+
+    found = []
+    for wrap in (lambda step: step, weft.compile):
+        random.seed(4)
+        wrapped = wrap(step)
+        found.append([[wrapped(torch.arange(8.0) + at) for at in range(5)], random.getstate()])
+    assert_equal(found[1], found[0])
+
+
+def test_draws_from_nothing_raise_as_in_eager() -> None:
+    draws: list[Step] = [
+        lambda x: x * random.choice([]),
+        lambda x: x * random.sample([1, 2], 3)[0],
+        lambda x: x * random.sample({1, 2}, 1)[0],  # type: ignore[bad-argument-type]
+    ]
+    for step in draws:
+        with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever eager raises
+            step(torch.ones(2))
+        with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+            weft.compile(step)(torch.ones(2))
+    order: list[Any] = []
+    assert torch.equal(weft.compile(lambda x: (random.shuffle(order), x)[1])(torch.ones(2)), torch.ones(2))
+
+
 def test_draws_that_are_no_numbers_are_refused() -> None:
-    layers = [nn.ReLU(), nn.Tanh()]
-    order = list(range(8))
+    layers = [nn.ReLU() for _ in range(65)]
     refused: list[tuple[Step, str]] = [
         (lambda x: random.choice(layers)(x), "random.choice at .*objects(.|\n)*randrange"),
-        (lambda x: (random.shuffle(order), x)[1], "random.shuffle"),
+        (lambda x: random.sample(layers[:9], 2)[0](x), "random.sample at .*more than 64 outcomes"),
+        (lambda x: (random.shuffle([*layers[:5]]), x)[1], "random.shuffle at .*objects"),
         (lambda x: (random.getstate(), x)[1], "random.getstate at .*state"),
     ]
     for step, match in refused:
         _refused(step, UncapturableDraw, match)
-        order.sort()
 
 
 def test_generators_made_without_a_seed_are_refused() -> None:
