@@ -208,12 +208,12 @@ class HostDraws:
     def _among(self, text: str, target: Draw, method: str, args: Any, kwargs: Any) -> Any:
         """Record a draw among the elements of a sequence."""
         name = next((key for key in ("population", "seq", "x") if key in kwargs), "")
-        given, rest = (args[0], args[1:]) if args else (kwargs[name], ())
+        given: Any = args[0] if args else kwargs[name]
+        rest = args[1:]
         kwargs = {key: value for key, value in kwargs.items() if key != name}
         count = kwargs.get("k", rest[0] if method == "sample" and rest else 1)
         length = len(given)
-        impossible = not isinstance(given, Sequence) or (isinstance(count, int) and not 0 <= count <= length)
-        if not length or (method == "sample" and impossible and "counts" not in kwargs):
+        if not length or (method == "sample" and "counts" not in kwargs and not _can_sample(given, count)):
             return _ORIGINAL[method](GLOBAL, given, *rest, **kwargs)  # draws nothing: an error, or no element
         count = length if method == "shuffle" else count
         kind = _kind_of_numbers(given)
@@ -469,6 +469,11 @@ def numpy_global() -> Any:
     """The global generator of ``numpy.random``, None where numpy is not imported."""
     numpy = sys.modules.get("numpy.random.mtrand")
     return None if numpy is None else numpy._rand
+
+
+def _can_sample(population: Any, count: Any) -> bool:
+    """Whether ``random.sample`` raises no error before it draws."""
+    return isinstance(population, Sequence) and (not isinstance(count, int) or 0 <= count <= len(population))
 
 
 def _kind_of_numbers(sequence: Any) -> type | None:
