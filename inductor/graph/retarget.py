@@ -86,7 +86,9 @@ def counters(step: StepGraph) -> set[Node]:
     with_tensors: set[Node] = set()  # each is asked once: the list of an optimizer has as many readers as entries
     for node in step.graph.nodes:
         operands = with_tensors.intersection(node.all_input_nodes)
-        counts = roles[node.name] if node.op == "placeholder" else bool(operands) and numbers.keys() >= operands
+        counts = roles[node.name] if node.op == "placeholder" else numbers.keys() >= operands
+        # A number of Python's as a tensor (`torch.tensor(1.0)`) has no operands.
+        counts = counts and (bool(operands) or node.op == "placeholder" or node.target is aten.full.default)
         results = tensors_of(node)
         if results:
             with_tensors.add(node)
